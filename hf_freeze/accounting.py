@@ -1,0 +1,158 @@
+"""What a model costs, per component: parameters, stored bytes, multiply-adds. All of it works on `meta`."""
+
+import copy
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_freeze.architectures.base import COMPONENTS, base_name, canonical_parameters
+from hf_freeze.registry import architecture_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCount:
+    """Numbers of parameters: tied tensors once, constants (sinusoidal positions) never.
+
+    `stored`: what `save_pretrained` writes. `by_component`: the same for `embeddings`, `attention`, `ffn`, `norm`, `head`.
+    """
+
+    total: int
+    trainable: int
+    stored: int
+    by_component: dict[str, "ParameterCount"]
+
+
+def count_parameters(model: nn.Module) -> ParameterCount:
+    """Count the parameters of a variant or of a native model of a registered architecture.
+
+    Raises ValueError for any other model.
+    """
+    seeded = getattr(model, "seeded_tensors", {})
+    counts: dict[str, list[int]] = {component: [0, 0, 0] for component in COMPONENTS if component != "constant"}
+    for name, parameter, component in _components(model):
+        if component != "constant":
+            size = parameter.numel()
+            added = (size, size * parameter.requires_grad, size * (name not in seeded))
+            counts[component] = [old + new for old, new in zip(counts[component], added, strict=True)]
+    by_component = {
+        component: ParameterCount(total=total, trainable=trainable, stored=stored, by_component={})
+        for component, (total, trainable, stored) in counts.items()
+    }
+    total, trainable, stored = (sum(values) for values in zip(*counts.values(), strict=True))
+    return ParameterCount(total=total, trainable=trainable, stored=stored, by_component=by_component)
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Bytes of the tensors that `save_pretrained` writes: stored parameters and persistent buffers, without the header."""
+    left_out = set(getattr(model, "seeded_tensors", ())) | set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    parameters = sum(
+        parameter.numel() * parameter.element_size()
+        for name, parameter, _ in _components(model)
+        if name not in left_out
+    )
+    persistent = set(model.state_dict())
+    return parameters + sum(b.numel() * b.element_size() for name, b in model.named_buffers() if name in persistent)
+
+
+def _components(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "model_type"):
+        raise ValueError(f"{type(model).__name__} is no transformers model")
+    architecture = architecture_of(config.model_type)
+    for name, parameter in canonical_parameters(model):
+        yield name, parameter, architecture.component(base_name(model, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiplyAdds:
+    """Multiply-adds of matrix products, per token. `backward`: what autograd does, given what is frozen."""
+
+    forward: float
+    backward: float
+    by_component: dict[str, "MultiplyAdds"]
+
+
+def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
+    """Multiply-adds per token of one training step on a sequence of `length` tokens (a pair of such, encoder-decoder).
+
+    Counted operation by operation on `meta` (torch's FlopCounterMode: two flops are one multiply-add), score products of
+    attention included; the lookup of an embedding is free, the product with a tied output matrix counts as `embeddings`.
+    Raises ValueError for a length below 1 or above the positions of the model.
+    """
+    positions = getattr(model.config, "max_position_embeddings", length)
+    if not 1 <= length <= positions:
+        raise ValueError(f"length={length} is outside 1..{positions}, the positions of the model")
+    twin = _on_meta(model)
+    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    needs_input_gradient: dict[nn.Module, bool] = {}
+
+    def note_input(module: nn.Module, arguments: Any) -> None:
+        if arguments and torch.is_tensor(arguments[0]):
+            needs_input_gradient[module] = arguments[0].requires_grad
+
+    for module in twin.modules():
+        module.register_forward_pre_hook(note_input)
+    with FlopCounterMode(display=False) as counter:
+        outputs = twin(**inputs)
+        forward_flops = counter.get_total_flops()
+        forward = _forward_by_component(twin, counter)
+        differentiable = [o.sum() for o in outputs.values() if torch.is_tensor(o) and o.requires_grad]
+        if differentiable:
+            torch.stack(differentiable).sum().backward()
+    backward_flops = counter.get_total_flops() - forward_flops
+    # In the backward pass the counter does not know the modules. A linear computes the gradient of its weight and that of
+    # its input, each as dear as its forward, where they are needed; what is left are the score products of attention.
+    backward: dict[str, float] = defaultdict(float)
+    for module, (component, flops) in forward.items():
+        weight = getattr(module, "weight", None)
+        if weight is not None:
+            backward[component] += flops * (weight.requires_grad + needs_input_gradient[module])
+    backward["attention"] += backward_flops - sum(backward.values())
+    per_token = 1 / 2 / length
+    by_component = {
+        component: MultiplyAdds(
+            forward=per_token * sum(flops for c, flops in forward.values() if c == component),
+            backward=per_token * backward[component],
+            by_component={},
+        )
+        for component in COMPONENTS
+        if component != "constant"
+    }
+    return MultiplyAdds(
+        forward=per_token * forward_flops, backward=per_token * backward_flops, by_component=by_component
+    )
+
+
+def _on_meta(model: Any) -> Any:
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"  # plain matrix products: each is counted, on every device
+    with torch.device("meta"):
+        twin = type(model)(config)
+    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    twin.tie_weights()
+    for name, parameter in twin.named_parameters(remove_duplicate=False):
+        parameter.requires_grad_(trainable[name])
+    return twin.train()
+
+
+def _forward_by_component(model: Any, counter: FlopCounterMode) -> dict[nn.Module, tuple[str, int]]:
+    """module -> (component, flops of its own: the counter adds each operation to every module around it)."""
+    architecture = architecture_of(model.config.model_type)
+    counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    tied = model.all_tied_weights_keys
+    root = type(model).__name__
+    own: dict[nn.Module, tuple[str, int]] = {}
+    for name, module in model.named_modules():
+        key = f"{root}.{name}" if name else root
+        flops = counts.get(key, 0) - sum(counts.get(f"{key}.{child}", 0) for child, _ in module.named_children())
+        if flops and hasattr(module, "weight"):
+            source = tied.get(f"{name}.weight", f"{name}.weight")
+            own[module] = (architecture.component(base_name(model, source)), flops)
+        elif flops:
+            own[module] = ("attention", flops)  # score products, outside any linear
+    return own

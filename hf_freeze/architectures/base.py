@@ -1,0 +1,170 @@
+"""What the methods must know of a backbone family, as data: where its stacks, attentions, FFNs and embeddings are.
+
+Names are below `base_model_prefix` (`encoder.layers.0.fc1`, not `model.encoder.layers.0.fc1`), so that one description
+serves every task class. `{}` stands for the layer number.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import translate
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+COMPONENTS = ("embeddings", "attention", "ffn", "norm", "head", "constant")
+
+# Far above any published model: a config from the Hub must not make us allocate without bound.
+_LARGEST = {"hidden size": 1 << 16, "layers": 1 << 12, "vocabulary": 1 << 24, "positions": 1 << 24}
+_LARGEST_MODEL = (
+    1 << 38
+)  # by a generous estimate; tensors that are not stored would be made without a file that holds them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """One attention block of a layer: its projections, below the layer."""
+
+    q: str
+    k: str
+    v: str
+    o: str
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.q, self.k, self.v, self.o)))  # a fused projection is named once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A stack of equal layers, such as the encoder."""
+
+    layers: str  # "encoder.layers.{}"
+    depth: str  # the config field that holds the number of layers
+    attentions: dict[str, Attention]  # "self", "cross"
+    ffn: tuple[str, ...]  # the linears, in the order of the forward
+
+    @property
+    def layer_pattern(self) -> str:
+        """A regular expression for the name of a layer, its number in a group."""
+        return re.escape(self.layers).replace(r"\{\}", r"(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A backbone family.
+
+    `embeddings`, `norms` and `constants` are patterns (`*` matches anything); what is left is the task head.
+    `sizes` names the config fields whose absurd values are refused, by kind.
+    """
+
+    model_type: str
+    tasks: tuple[str, ...]
+    stacks: dict[str, Stack]
+    embeddings: tuple[str, ...]
+    norms: tuple[str, ...]
+    sizes: dict[str, tuple[str, ...]]
+    tiny: dict[str, Any]  # config fields of a model for tests, of about 10,000 parameters
+    tiny_inputs: Callable[[str], dict[str, torch.Tensor]]  # task -> a batch with labels, unequal lengths, padding
+    constants: tuple[str, ...] = ()
+    output_bias: str | None = None  # a bias on the logits that the native class holds as a buffer
+
+    @cached_property
+    def _patterns(self) -> list[tuple[re.Pattern[str], str]]:
+        found = []
+        for stack in self.stacks.values():
+            attention = [linear for block in stack.attentions.values() for linear in block.linears]
+            for component, linears in (("attention", attention), ("ffn", stack.ffn)):
+                found += [
+                    (re.compile(rf"{stack.layer_pattern}\.{re.escape(linear)}\..+"), component) for linear in linears
+                ]
+        for component, globs in (("embeddings", self.embeddings), ("norm", self.norms), ("constant", self.constants)):
+            found += [(re.compile(translate(glob)), component) for glob in globs]
+        return found
+
+    def matches(self, name: str) -> list[str]:
+        """Every component whose description fits the parameter `name`: exactly one, or none for the task head."""
+        return [component for pattern, component in self._patterns if pattern.fullmatch(name)]
+
+    def component(self, name: str) -> str:
+        """The component of the parameter `name` (below `base_model_prefix`)."""
+        return next(iter(self.matches(name)), "head")
+
+    def depths(self, config: Any) -> dict[str, int]:
+        """Layers of each stack."""
+        return {name: getattr(config, stack.depth) for name, stack in self.stacks.items()}
+
+    def linears(self, config: Any, component: str) -> Iterator[tuple[str, int, str]]:
+        """(stack, layer, module name) of each attention or FFN linear."""
+        for stack_name, stack in self.stacks.items():
+            for layer in range(getattr(config, stack.depth)):
+                prefix = stack.layers.format(layer)
+                if component == "ffn":
+                    names = stack.ffn
+                else:
+                    names = [linear for attention in stack.attentions.values() for linear in attention.linears]
+                for name in names:
+                    yield stack_name, layer, f"{prefix}.{name}"
+
+    def layer_of(self, name: str) -> tuple[str, int] | None:
+        """(stack, layer) that the parameter `name` lies in, or None."""
+        for stack_name, stack in self.stacks.items():
+            if found := re.match(rf"{stack.layer_pattern}\.", name):
+                return stack_name, int(found[1])
+        return None
+
+    def check_layers(self, layers: dict[str, list[int]] | None, config: Any) -> None:
+        """Raise ValueError where `layers` names a stack or layer that the backbone does not have."""
+        depths = self.depths(config)
+        for stack, numbers in (layers or {}).items():
+            if stack not in depths:
+                raise ValueError(f"no stack {stack!r} in {self.model_type}; choose from {sorted(depths)}")
+            for number in numbers:
+                if not 0 <= number < depths[stack]:
+                    raise ValueError(
+                        f"no layer {number} in stack {stack!r} of {self.model_type}: it has layers 0..{depths[stack] - 1}"
+                    )
+
+    def check_sizes(self, config: Any) -> None:
+        """Raise ValueError for a size that no real model has, before anything is allocated."""
+        largest = {}
+        for kind, names in self.sizes.items():
+            values = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+            for name, value in values.items():
+                if not 0 < value <= _LARGEST[kind]:
+                    raise ValueError(
+                        f"{self.model_type} config: {name}={value} is outside 1..{_LARGEST[kind]} ({kind})"
+                    )
+            largest[kind] = max(values.values(), default=0)
+        width = largest["hidden size"]
+        about = width * (largest["vocabulary"] + largest["positions"] + 16 * width * largest["layers"])
+        if about > _LARGEST_MODEL:
+            raise ValueError(
+                f"{self.model_type} config: about {about:.1e} parameters; the limit is {_LARGEST_MODEL:.1e}"
+            )
+
+
+def base_name(model: nn.Module, name: str) -> str:
+    """`name` below `base_model_prefix`: equal for a task model and its base model."""
+    return name.removeprefix(f"{model.base_model_prefix}.")
+
+
+def canonical_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter), each tied parameter once, under the name it is tied to; also on `meta`, where ties are not made yet."""
+    tied = getattr(model, "all_tied_weights_keys", {})
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in tied:
+            yield name, parameter
+
+
+def check_layers_type(layers: Any) -> None:
+    """Raise ValueError unless `layers` is None or dict[str, list[int]]."""
+    fits = layers is None or (
+        isinstance(layers, dict)
+        and all(isinstance(stack, str) and isinstance(numbers, list) for stack, numbers in layers.items())
+        and all(type(number) is int for numbers in layers.values() for number in numbers)
+    )
+    if not fits:
+        raise ValueError(f"layers={layers!r}: must be None or a dict such as {{'encoder': [0, 1]}}")

@@ -1,0 +1,63 @@
+"""BERT (Devlin et al., 2019)."""
+
+import torch
+
+from hf_freeze.architectures.base import Architecture, Attention, Stack
+from hf_freeze.registry import register_architecture
+
+_LABELS = {
+    "masked-lm": {"labels": [[-100, 9, -100, 7, -100], [-100, 4, -100, -100, -100]]},
+    "sequence-classification": {"labels": [1, 0]},
+    "token-classification": {"labels": [[0, 1, 1, 0, 1], [1, 0, 0, -100, -100]]},
+    "question-answering": {"start_positions": [1, 0], "end_positions": [3, 1]},
+    "feature-extraction": {},
+}
+
+
+def _inputs(task: str) -> dict[str, torch.Tensor]:
+    batch = {
+        "input_ids": [[5, 9, 3, 7, 1], [8, 4, 1, 0, 0]],
+        "attention_mask": [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]],
+        "token_type_ids": [[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]],
+    }
+    return {name: torch.tensor(values) for name, values in (batch | _LABELS[task]).items()}
+
+
+BERT = register_architecture(
+    Architecture(
+        model_type="bert",
+        tasks=tuple(_LABELS),
+        stacks={
+            "encoder": Stack(
+                layers="encoder.layer.{}",
+                depth="num_hidden_layers",
+                attentions={
+                    "self": Attention(
+                        q="attention.self.query",
+                        k="attention.self.key",
+                        v="attention.self.value",
+                        o="attention.output.dense",
+                    )
+                },
+                ffn=("intermediate.dense", "output.dense"),
+            )
+        },
+        embeddings=("embeddings.*_embeddings.weight",),
+        norms=("embeddings.LayerNorm.*", "encoder.layer.*.LayerNorm.*"),
+        sizes={
+            "hidden size": ("hidden_size", "intermediate_size"),
+            "layers": ("num_hidden_layers",),
+            "vocabulary": ("vocab_size", "type_vocab_size"),
+            "positions": ("max_position_embeddings",),
+        },
+        tiny={
+            "vocab_size": 40,
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 24,
+            "max_position_embeddings": 32,
+        },
+        tiny_inputs=_inputs,
+    )
+)

@@ -1,0 +1,74 @@
+"""Marian translation models (Junczys-Dowmunt et al., 2018; Helsinki-NLP/opus-mt-*)."""
+
+import torch
+
+from hf_freeze.architectures.base import Architecture, Attention, Stack
+from hf_freeze.registry import register_architecture
+
+
+def _attention(name: str) -> Attention:
+    return Attention(q=f"{name}.q_proj", k=f"{name}.k_proj", v=f"{name}.v_proj", o=f"{name}.out_proj")
+
+
+def _inputs(task: str) -> dict[str, torch.Tensor]:
+    # Two sentences of 5 and 3 tokens; 0 pads, starts the decoder and never is a label.
+    batch = {
+        "input_ids": torch.tensor([[5, 9, 3, 7, 1], [8, 4, 1, 0, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
+    }
+    if task == "seq2seq-lm":
+        batch["labels"] = torch.tensor([[6, 2, 9, 1], [7, 1, -100, -100]])
+    else:
+        batch["decoder_input_ids"] = torch.tensor([[0, 6, 2, 9], [0, 7, 1, 0]])
+    return batch
+
+
+MARIAN = register_architecture(
+    Architecture(
+        model_type="marian",
+        tasks=("seq2seq-lm", "feature-extraction"),
+        stacks={
+            "encoder": Stack(
+                layers="encoder.layers.{}",
+                depth="encoder_layers",
+                attentions={"self": _attention("self_attn")},
+                ffn=("fc1", "fc2"),
+            ),
+            "decoder": Stack(
+                layers="decoder.layers.{}",
+                depth="decoder_layers",
+                attentions={"self": _attention("self_attn"), "cross": _attention("encoder_attn")},
+                ffn=("fc1", "fc2"),
+            ),
+        },
+        embeddings=("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+        norms=("*_layer_norm.*",),
+        constants=("*.embed_positions.weight",),
+        output_bias="final_logits_bias",
+        sizes={
+            "hidden size": ("d_model", "encoder_ffn_dim", "decoder_ffn_dim"),
+            "layers": ("encoder_layers", "decoder_layers"),
+            "vocabulary": ("vocab_size", "decoder_vocab_size"),
+            "positions": ("max_position_embeddings",),
+        },
+        tiny={
+            "vocab_size": 40,
+            "decoder_vocab_size": 40,
+            "d_model": 16,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 24,
+            "decoder_ffn_dim": 24,
+            "max_position_embeddings": 32,
+            "activation_function": "relu",
+            "scale_embedding": True,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "decoder_start_token_id": 0,
+            "forced_eos_token_id": 1,
+        },
+        tiny_inputs=_inputs,
+    )
+)

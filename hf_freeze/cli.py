@@ -1,0 +1,182 @@
+"""The command line: hf-freeze run | report | inspect | methods | architectures."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+app = typer.Typer(
+    help="Freeze, randomise, factorise, prune, share or replace parts of a Hugging Face transformer.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode="rich",
+)
+console = Console()
+
+
+class _one_line_errors:
+    """What the user got wrong is one line and exit code 2, not a traceback."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        from huggingface_hub.errors import StrictDataclassError
+
+        from hf_freeze.experiments.grid import FailedRuns
+
+        if isinstance(error, (ValueError, OSError, FailedRuns, StrictDataclassError)):
+            message = escape(" ".join(str(error).split()))
+            Console(stderr=True).print(f"[red]Error:[/red] {message}", soft_wrap=True, highlight=False)
+            raise typer.Exit(2) from error
+
+
+@app.command()
+def run(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, such as recipes/freeze_ablation/recipe.yaml.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the runs; runs/NAME if not given.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Run seeds 1 to N instead of the recipe's.")] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="The recipe's quick version: does everything work?")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each in a process of its own.")] = 1,
+) -> None:
+    """Run a grid: every row and seed of a recipe. Finished runs are skipped, killed ones go on where they were.
+
+    Example: hf-freeze run recipes/freeze_ablation/multi30k.yaml --set data.root=data/multi30k --seeds 3
+    """
+    from hf_freeze.experiments.grid import FailedRuns, run_grid
+    from hf_freeze.experiments.recipe import load_recipe
+
+    settings = settings or []
+    with _one_line_errors():
+        seeded = [*settings, f"seeds={list(range(1, seeds + 1))}"] if seeds else settings
+        loaded = load_recipe(recipe, seeded, smoke=smoke)
+        folder = out or Path("runs") / (loaded["name"] + ("-smoke" if smoke else ""))
+        # Where the data lies is not part of what was run.
+        options = [f"--set {shlex.quote(s)}" for s in settings if not s.startswith("data.root=")]
+        options += [f"--seeds {seeds}"] * bool(seeds) + ["--smoke"] * smoke + [f"--jobs {jobs}"] * (jobs > 1)
+        command = " ".join(["hf-freeze run", str(recipe), *options])
+        console.print(escape(f"{loaded['name']}: preset {loaded['preset']}, runs in {folder}"))
+        failed: Exception | None = None
+        try:
+            run_grid(loaded, folder, jobs=jobs, console=console, command=command)
+        except FailedRuns as error:  # what is finished is reported all the same
+            failed = error
+    if failed is None or (folder / "results.jsonl").stat().st_size:
+        report(folder)
+    if failed is not None:
+        with _one_line_errors():
+            raise failed
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="Folder that `hf-freeze run` wrote.")]) -> None:
+    """Make the Markdown table and the picture of a grid, finished or not.
+
+    Example: hf-freeze report runs/freeze-ablation
+    """
+    from hf_freeze.experiments.report import read_results, table_cells, write_report
+
+    with _one_line_errors():
+        write_report(folder)
+        headings, cells = table_cells(read_results(folder))
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    for column, heading in enumerate(headings):
+        table.add_column(heading, no_wrap=column == 1, justify="left" if column < 2 else "right")
+    for row in cells:
+        table.add_row(*map(escape, row))
+    console.print(table)
+    console.print(f"Written: {folder / 'report.md'} and {folder / 'report.png'}")
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="Directory or Hub id of a variant or a native model.")],
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, for the products of attention.")] = 32,
+) -> None:
+    """Count parameters, stored bytes and multiply-adds per component, without loading any weight.
+
+    Example: hf-freeze inspect Helsinki-NLP/opus-mt-tr-en
+    """
+    import torch
+    import transformers
+
+    from hf_freeze.accounting import count_parameters, multiply_adds, stored_bytes
+    from hf_freeze.registry import architecture_of
+    from hf_freeze.variant import TASKS
+
+    with _one_line_errors():
+        config = transformers.AutoConfig.from_pretrained(model)
+        architecture = architecture_of(config.model_type)
+        classes = [TASKS[task]._model_mapping[type(config)] for task in architecture.tasks]
+        named = [c for c in classes if c.__name__ in (config.architectures or ())]
+        with torch.device("meta"):
+            built = (named or classes)[0](config)
+        built.to(config.dtype or torch.float32)
+        parameters, operations = count_parameters(built), multiply_adds(built, length=length)
+    table = Table(
+        "component", "parameters", "trainable", "stored", "forward", "backward", title=f"{type(built).__name__} {model}"
+    )
+    rows = [(c, parameters.by_component[c], operations.by_component[c]) for c in parameters.by_component]
+    for name, count, macs in [*rows, ("all", parameters, operations)]:
+        numbers = (count.total, count.trainable, count.stored, round(macs.forward), round(macs.backward))
+        table.add_row(name, *(f"{number:,}" for number in numbers), end_section=name == rows[-1][0])
+    console.print(table)
+    console.print(f"stored: {stored_bytes(built):,} bytes; forward, backward: multiply-adds a token at length {length}")
+    for method in getattr(config, "methods", ()):
+        console.print(f"method: {method}")
+
+
+@app.command()
+def methods(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Methods by architectures, as the README shows them.")
+    ] = False,
+) -> None:
+    """List the methods, what each takes and on which architectures it works.
+
+    Example: hf-freeze methods
+    """
+    from dataclasses import fields
+
+    from hf_freeze.registry import ARCHITECTURES, METHODS
+
+    if markdown:
+        typer.echo(methods_by_architectures())
+        return
+    table = Table("method", "fields", "architectures")
+    for name, method in METHODS.items():
+        supported = sorted(filter(method.supports, ARCHITECTURES))
+        table.add_row(name, ", ".join(f.name for f in fields(method)), ", ".join(supported))
+    console.print(table)
+
+
+def methods_by_architectures() -> str:
+    """The Markdown table of which method works on which architecture, from the registries."""
+    from hf_freeze.registry import ARCHITECTURES, METHODS
+
+    lines = ["| method | " + " | ".join(ARCHITECTURES) + " |", "| --- |" + " :-: |" * len(ARCHITECTURES)]
+    for method in METHODS.values():
+        marks = ["✓" if method.supports(name) else "–" for name in ARCHITECTURES]
+        lines.append(f"| `methods.{method.__name__}` | " + " | ".join(marks) + " |")
+    return "\n".join(lines)
+
+
+@app.command()
+def architectures() -> None:
+    """List the backbone families and their tasks.
+
+    Example: hf-freeze architectures
+    """
+    from hf_freeze.registry import ARCHITECTURES
+
+    table = Table("architecture", "tasks", "stacks")
+    for name, architecture in ARCHITECTURES.items():
+        table.add_row(name, ", ".join(architecture.tasks), ", ".join(architecture.stacks))
+    console.print(table)

@@ -1,0 +1,79 @@
+"""The config of a variant: its backbone's, with the methods applied. Untrusted input, checked before anything is allocated."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import InvalidVersion, Version
+
+from hf_freeze._version import __version__
+from hf_freeze.registry import VARIANT_PREFIX, Method, architecture_of, method_from_dict
+
+if TYPE_CHECKING:  # what the mixin is always combined with
+    from transformers import PreTrainedConfig as _Config
+else:
+    _Config = object
+
+INITS = ("backbone", "marian")
+
+
+class VariantConfigMixin(_Config):
+    """The fields that a variant's config adds to its backbone's; all are untrusted input, checked at construction.
+
+    `methods`: the methods applied, in order, as plain data. `init`: how fresh weights are drawn, `"backbone"` (natively) or
+    `"marian"` (`make_variant`). `digests`: name below `base_model_prefix` -> digest of the fp32 values of a tensor that is
+    not stored.
+    """
+
+    methods: list
+    init: str
+    hf_freeze_version: str | None
+    digests: dict
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        _check_version(self.hf_freeze_version)
+        if self.init not in INITS:
+            raise ValueError(f"unknown init {self.init!r}; choose from {list(INITS)}")
+        if not isinstance(self.digests, dict) or not all(
+            isinstance(d, str) for pair in self.digests.items() for d in pair
+        ):
+            raise ValueError(f"digests must map tensor names to hexadecimal digits, not {self.digests!r}")
+        architecture = architecture_of(type(self).model_type)
+        architecture.check_sizes(self)
+        if not isinstance(self.methods, list):
+            raise ValueError(f"methods must be a list of dicts, not {self.methods!r}")
+        for method in parse_methods(self):
+            if not method.supports(architecture.model_type):
+                raise ValueError(
+                    f"method {method.name!r} does not support {architecture.model_type!r}; "
+                    f"it supports {sorted(method.architectures or ())}"
+                )
+            method.validate(architecture, self)
+
+    def to_dict(self) -> dict[str, Any]:
+        # PEFT reads a config by to_dict() and then looks its model_type up: the last moment to enter ours without
+        # importing PEFT for everybody.
+        _share_peft_targets(type(self).model_type)
+        return super().to_dict()
+
+
+def parse_methods(config: Any) -> list[Method]:
+    """The methods of a variant's config. Raises ValueError for an unknown method, field or value."""
+    return [method_from_dict(data) for data in config.methods]
+
+
+def _check_version(version: Any) -> None:
+    try:
+        newer = version is not None and Version(version) > Version(__version__)
+    except (InvalidVersion, TypeError):
+        raise ValueError(f"hf_freeze_version {version!r} is not a version number") from None
+    if newer:
+        raise ValueError(f"this model was written by hf_freeze {version}, newer than {__version__}: update hf_freeze")
+
+
+def _share_peft_targets(variant_type: str) -> None:
+    constants = sys.modules.get("peft.utils.constants")
+    native = variant_type.removeprefix(VARIANT_PREFIX)
+    for mapping in list(vars(constants).values()) if constants else ():
+        if isinstance(mapping, dict) and native in mapping:
+            mapping.setdefault(variant_type, mapping[native])

@@ -1,0 +1,8 @@
+"""Readers for text, the built-in corpus, tokenizer training and batching by tokens."""
+
+from hf_freeze.data.batching import TokenBatchSampler as TokenBatchSampler
+from hf_freeze.data.builtin import builtin_corpus as builtin_corpus
+from hf_freeze.data.text import load_hub_parallel as load_hub_parallel
+from hf_freeze.data.text import read_lines as read_lines
+from hf_freeze.data.text import read_parallel as read_parallel
+from hf_freeze.data.tokenization import train_tokenizer as train_tokenizer

@@ -1,0 +1,67 @@
+"""Batches of about equally many tokens, of sentences of about equal length."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from torch.utils.data import Sampler
+
+
+class TokenBatchSampler(Sampler[list[int]]):
+    """Batches of indices whose padded targets hold at most `max_tokens` tokens.
+
+    Sentences are sorted by target length, then roughly by source length; ties and the order of batches are redrawn each
+    epoch from (seed, epoch) alone, so a resumed run sees the same data. The number of batches never changes: where one
+    ends depends on the target lengths only. `multiple_of` repeats a few batches so that every
+    process gets equally many.
+
+    Raises ValueError for no sentences, or where `max_tokens` is below the longest target.
+    """
+
+    def __init__(
+        self,
+        source_lengths: Sequence[int],
+        target_lengths: Sequence[int],
+        max_tokens: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        multiple_of: int = 1,
+    ) -> None:
+        self.sources, self.targets = np.asarray(source_lengths), np.asarray(target_lengths)
+        if len(self.targets) == 0:
+            raise ValueError("no sentences to batch")
+        if len(self.sources) != len(self.targets):
+            raise ValueError(f"{len(self.sources)} source lengths, but {len(self.targets)} target lengths")
+        longest = int(self.targets.max())
+        if longest > max_tokens:
+            raise ValueError(f"max_tokens={max_tokens} is below the longest target, {longest} tokens")
+        self.seed, self.shuffle, self.multiple_of, self.epoch = seed, shuffle, multiple_of, 0
+        self.bounds = [0]
+        for place, length in enumerate(np.sort(self.targets)):  # ascending: the last of a batch is its longest
+            if (place + 1 - self.bounds[-1]) * length > max_tokens:
+                self.bounds.append(place)
+        self.bounds.append(len(self.targets))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    @property
+    def sampler(self) -> "TokenBatchSampler":
+        """accelerate, which shards a batch sampler among processes, passes `set_epoch` on to its `.sampler` only."""
+        return self
+
+    def __len__(self) -> int:
+        batches = len(self.bounds) - 1
+        return -(-batches // self.multiple_of) * self.multiple_of
+
+    def __iter__(self) -> Iterator[list[int]]:
+        draw = np.random.default_rng((self.seed, self.epoch))
+        ties = draw.random(len(self.targets)) if self.shuffle else np.zeros(len(self.targets))
+        # A random shift of the source buckets lets neighbours meet in different batches from epoch to epoch.
+        bucket = (self.sources + (draw.integers(4) if self.shuffle else 0)) // 4
+        order = np.lexsort((ties, bucket, self.targets))
+        number = len(self.bounds) - 1
+        batches = draw.permutation(number) if self.shuffle else np.arange(number)
+        for position in range(len(self)):
+            batch = batches[position % number]
+            yield order[self.bounds[batch] : self.bounds[batch + 1]].tolist()

@@ -1,0 +1,56 @@
+"""Train a joint subword tokenizer that `AutoTokenizer` loads beside any backbone."""
+
+from collections.abc import Iterable
+from itertools import chain
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")  # ids 0, 1, 2
+
+
+def check_ids(sentences: Iterable[Iterable[int]], vocab_size: int) -> None:
+    """Raise ValueError for a token id that the model has no row for (-100, which marks labels that do not count, may be)."""
+    sentences = list(sentences)
+    flat = np.fromiter(chain.from_iterable(sentences), dtype=np.int64)
+    if not ((flat >= vocab_size) | ((flat < 0) & (flat != -100))).any():
+        return
+    for number, ids in enumerate(sentences):
+        for i in ids:
+            if not (0 <= i < vocab_size or i == -100):
+                raise ValueError(
+                    f"sentence {number} holds token id {i}, outside the model's vocabulary 0..{vocab_size - 1}"
+                )
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: str = "bpe") -> PreTrainedTokenizerFast:
+    """A joint BPE or Unigram tokenizer: NFKC, word boundaries kept as `▁`, punctuation in pieces of its own,
+    `</s>` closes every sentence.
+
+    Raises ValueError for an unknown kind, or a vocabulary too small for the characters of the text.
+    """
+    specials = list(SPECIAL_TOKENS)
+    if kind == "bpe":
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+        trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=specials, show_progress=False)
+    elif kind == "unigram":
+        tokenizer = Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(
+            vocab_size=vocab_size, special_tokens=specials, unk_token="<unk>", show_progress=False
+        )
+    else:
+        raise ValueError(f"unknown tokenizer kind {kind!r}; choose from ['bpe', 'unigram']")
+    tokenizer.normalizer = normalizers.NFKC()
+    # Without the split, `street.` at the end of a sentence becomes a piece of its own, unrelated to `street`.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation()])
+    tokenizer.decoder = decoders.Metaspace()
+    texts = list(texts)
+    smallest = len(specials) + len(set("".join(texts)))
+    if vocab_size < smallest:
+        raise ValueError(f"vocab_size={vocab_size} is too small: {smallest} special tokens and characters must fit")
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", tokenizer.token_to_id("</s>"))]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")

@@ -1,0 +1,221 @@
+"""Run all rows and seeds of a recipe, each in a process and a folder of its own; finished runs are skipped, killed ones
+resume from their last checkpoint."""
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import queue
+import shutil
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from hf_freeze.experiments.environment import write_whole
+from hf_freeze.experiments.recipe import SPLITS, data_form, expand
+
+# A run in its own process has a peak memory of its own, and its crash stops no other. The fork server imports torch and
+# transformers once; forking from the parent itself would copy its threads' locks.
+_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+
+
+class FailedRuns(Exception):
+    """Some runs of a grid failed; the others are finished."""
+
+
+def run_folder(out: Path, run: dict[str, Any]) -> Path:
+    return out / f"row-{run['row']}-seed-{run['seed']}"
+
+
+def run_grid(
+    recipe: dict[str, Any], out: Path, *, jobs: int = 1, console: Console | None = None, command: str | None = None
+) -> list[dict[str, Any]]:
+    """Execute every run of `recipe` that `out` does not hold yet, `jobs` at a time; returns the records in grid order.
+
+    Writes `out/results.jsonl`, of all finished runs there, and `command` for the report. Raises ValueError where `out` holds
+    runs of another recipe, and FailedRuns at the end where runs failed; their tracebacks are in their folders.
+    """
+    console = console or Console()
+    runs = expand(recipe)
+    _check_files(recipe["data"])
+    for run in runs:
+        _check_folder(run_folder(out, run), run)
+    for run in runs:
+        _claim(run_folder(out, run), run)
+    if command is not None:
+        write_whole(out / "command.txt", command + "\n")
+    waiting = [run for run in runs if not (run_folder(out, run) / "metrics.json").exists()]
+    if len(waiting) < len(runs):
+        console.print(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished already; skipped")
+    failed = _execute(waiting, out, jobs, console, lambda: write_results(out, runs)) if waiting else []
+    records = write_results(out, runs)
+    if failed:
+        raise FailedRuns(f"{len(failed)} of {len(runs)} runs failed; see {failed[0] / 'error.log'}")
+    return records
+
+
+def write_results(out: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Collect the finished runs of `out` into `results.jsonl`: `runs` in their order, then those of earlier calls."""
+    paths = [run_folder(out, run) / "metrics.json" for run in runs]
+    paths += sorted(set(out.glob("row-*-seed-*/metrics.json")) - set(paths))
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+    write_whole(out / "results.jsonl", "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    return records
+
+
+def _check_files(data: dict[str, Any]) -> None:
+    """Raise FileNotFoundError once, rather than in every run."""
+    splits = SPLITS if data_form(data) == "files" else ()
+    for path in (Path(data.get("root", ".")) / file for split in splits for file in data[split]):
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist; say where the files are: --set data.root=DIRECTORY")
+
+
+def _check_folder(folder: Path, run: dict[str, Any]) -> None:
+    """Raise ValueError where `folder` holds a run of other settings. Where the data lies may change."""
+    path = folder / "run.json"
+    if not path.exists():
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}); remove {folder}") from error
+    wanted = json.loads(json.dumps(run))
+    for settings in (found, wanted):
+        settings["data"].pop("root", None)
+    if difference := _first_difference(found, wanted):
+        raise ValueError(f"{folder} holds a run of other settings ({difference}); choose another --out, or remove it")
+
+
+def _claim(folder: Path, run: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "run.json").exists():
+        write_whole(folder / "run.json", json.dumps(run, indent=1, ensure_ascii=False) + "\n")
+
+
+def _first_difference(old: Any, new: Any, where: str = "") -> str | None:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*old, *new]):
+            if found := _first_difference(old.get(key), new.get(key), f"{where}.{key}".lstrip(".")):
+                return found
+        return None
+    return None if old == new else f"{where} was {old!r}, now {new!r}"
+
+
+def _execute(
+    waiting: list[dict[str, Any]], out: Path, jobs: int, console: Console, finished: Callable[[], Any]
+) -> list[Path]:
+    """Run all of `waiting`, calling `finished` after each; returns the folders of those that failed."""
+    context: Any = multiprocessing.get_context(_METHOD)
+    if _METHOD == "forkserver":
+        context.set_forkserver_preload(["hf_freeze.experiments.translation"])
+    # More threads than cores make a step many times slower, so who says OMP_NUM_THREADS is heard.
+    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // jobs))
+    messages = context.Queue()
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    bars = Progress(TextColumn("{task.description}"), *columns, console=console)
+    waiting, failed = list(waiting), []
+    running: dict[str, tuple[Any, float]] = {}
+    try:
+        with bars:
+            tasks = {"": bars.add_task("all runs", total=len(waiting), note="")}
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    run = waiting.pop(0)
+                    name = run_folder(out, run).name
+                    process = context.Process(target=_child, args=(run, out / name, threads, messages))
+                    process.start()
+                    running[name] = (process, time.monotonic())
+                    tasks[name] = bars.add_task(f"row {run['row']} seed {run['seed']}", total=None, note="starting")
+                try:
+                    name, message = messages.get(timeout=0.5)
+                    if name in tasks:  # else the last words of a run that has ended
+                        _show(bars, tasks[name], message, console, name)
+                except queue.Empty:
+                    pass
+                for name in [name for name, (process, _) in running.items() if not process.is_alive()]:
+                    process, started = running.pop(name)
+                    bars.remove_task(tasks.pop(name))
+                    bars.advance(tasks[""])
+                    if not _succeeded(out / name, process.exitcode, time.monotonic() - started, console):
+                        failed.append(out / name)
+                    finished()
+    finally:
+        for process, _ in running.values():
+            process.terminate()
+    return failed
+
+
+def _succeeded(folder: Path, exitcode: int, seconds: float, console: Console) -> bool:
+    if (folder / "metrics.json").exists():
+        record = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+        console.print(escape(_one_line(record, seconds)), soft_wrap=True)
+        return True
+    log = folder / "error.log"
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    if not lines:
+        lines = [f"the process ended with exit code {exitcode}"]
+        log.write_text(lines[0] + "\n")
+    console.print(f"[red]{escape(str(folder))} failed[/red]: {escape(lines[-1])}", soft_wrap=True)
+    return False
+
+
+def _child(run: dict[str, Any], folder: Path, threads: int, messages: Any) -> None:
+    import datasets
+    import torch
+    import transformers
+
+    from hf_freeze.experiments.translation import run_translation
+
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    # The grid shows its own progress, and the Trainer warns of every tensor that a seed regenerates when it reloads the best.
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    (folder / "error.log").unlink(missing_ok=True)
+    try:
+        run_translation(run, folder, lambda message: messages.put((folder.name, message)))
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    except BaseException:
+        (folder / "error.log").write_text(traceback.format_exc(), encoding="utf-8")
+        raise SystemExit(1) from None
+
+
+def _end_with_parent() -> None:
+    """A killed grid must not leave runs behind that nobody watches."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _show(bars: Progress, task: Any, message: dict[str, Any], console: Console, name: str) -> None:
+    if "step" in message:
+        note = " ".join(f"{key} {message[key]:.3g}" for key in ("loss", "eval_perplexity") if key in message)
+        bars.update(task, completed=message["step"], total=message["steps"], note=note)
+        if "eval_perplexity" in message and not console.is_terminal:
+            console.print(f"{name}: epoch {message['epoch']:.0f}, dev perplexity {message['eval_perplexity']:.2f}")
+    else:
+        bars.update(task, note=message["stage"])
+
+
+def _one_line(record: dict[str, Any], seconds: float) -> str:
+    metrics, parameters = record["metrics"], record["parameters"]
+    return (
+        f"row {record['row']:<4} seed {record['seed']} {record['label']:<28} BLEU {metrics['test_bleu']:5.1f}  "
+        f"dev perplexity {metrics['dev_perplexity']:7.2f}  trainable {parameters['trainable_share']:4.0%}  {seconds:4.0f} s"
+    )

@@ -1,0 +1,195 @@
+"""Recipes: YAML files that say which data, backbone, rows and seeds to run. All of it is plain data, checked here."""
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_freeze.registry import METHODS, method_from_dict
+
+_FIELDS = {
+    "name": str,
+    "task": str,
+    "data": dict,
+    "tokenizer": dict,
+    "presets": dict,
+    "preset": str,
+    "backbone": dict,
+    "training": dict,
+    "decoding": dict,
+    "rows": dict,
+    "only": list,
+    "seeds": list,
+    "smoke": dict,
+}
+# YAML reads 1e-3 as text: numbers are converted, not only checked.
+_TRAINING: dict[str, Callable[[Any], Any]] = {
+    "epochs": float,
+    "max_tokens": int,
+    "learning_rate": float,
+    "warmup_steps": int,
+    "schedule": str,
+    "adam_betas": lambda betas: [float(beta) for beta in betas],
+    "adam_epsilon": float,
+    "weight_decay": float,
+    "max_grad_norm": float,
+    "label_smoothing": float,
+    "bf16": bool,
+    "accumulation": int,
+    "patience": int,
+}
+_SECTIONS = {
+    "data": {"builtin", "root", "train", "dev", "test", "hub", "source", "target", "limit"},
+    "tokenizer": {"kind", "vocab_size"},
+    "backbone": {"model_type", "init", "config"},
+    "training": set(_TRAINING),
+    "decoding": {"num_beams", "max_tokens"},
+}
+SPLITS = ("train", "dev", "test")
+
+
+def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: bool = False) -> dict[str, Any]:
+    """Read a recipe. `extends: other.yaml` starts from another; the chosen preset fills what the recipe leaves open;
+    `smoke` applies the recipe's `smoke` section; `settings` (`"training.epochs=3"`) come last.
+
+    Raises ValueError for unknown fields, wrong types, unknown presets, rows or methods.
+    """
+    recipe = _read(Path(path))
+    # The preset may itself be chosen by --smoke or --set, so these are applied first to find it and again at the end.
+    overrides = copy.deepcopy(recipe.get("smoke", {})) if smoke else {}
+    for setting in settings or []:
+        overrides = _merge(overrides, _parse_setting(setting))
+    recipe = _merge(recipe, overrides)
+    _check_types(recipe, path)
+    preset = recipe.get("preset")
+    presets = recipe.get("presets", {})
+    if preset not in presets:
+        raise ValueError(f"{path}: unknown preset {preset!r}; choose from {sorted(presets)}")
+    recipe = _merge(presets[preset], recipe)
+    _check(recipe, path)
+    return recipe
+
+
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if path.resolve() in seen:
+        raise ValueError(f"{path}: 'extends' goes in a circle")
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a YAML file: {error}") from error
+    if not isinstance(recipe, dict):
+        raise ValueError(f"{path}: a recipe is a mapping, not {type(recipe).__name__}")
+    base = recipe.pop("extends", None)
+    if base is not None and not isinstance(base, str):
+        raise ValueError(f"{path}: 'extends' names another recipe, not {base!r}")
+    _check_types(recipe, path)
+    return recipe if base is None else _merge(_read(path.parent / base, (*seen, path.resolve())), recipe)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` wins; mappings are merged, except `data` of another form, which replaces what was there."""
+    merged = dict(base)
+    for key, value in over.items():
+        mappings = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        replaces = mappings and key == "data" and _is_other_form(merged[key], value)
+        merged[key] = _merge(merged[key], value) if mappings and not replaces else copy.deepcopy(value)
+    return merged
+
+
+def _is_other_form(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    before, after = data_form(old), data_form(new)
+    only_splits = before == "hub" and after == "files" and "root" not in new  # another split of the same data set
+    return None not in (before, after) and before != after and not only_splits
+
+
+def data_form(data: dict[str, Any]) -> str | None:
+    """The forms of `data`, which exclude each other: the built-in corpus, a data set of the Hub, or files."""
+    return next(
+        (form for form, mark in (("builtin", "builtin"), ("hub", "hub"), ("files", "train")) if mark in data), None
+    )
+
+
+def _parse_setting(setting: str) -> dict[str, Any]:
+    key, equals, value = setting.partition("=")
+    if not equals or not key:
+        raise ValueError(f"--set {setting!r}: write KEY=VALUE, such as training.epochs=3")
+    try:
+        nested: Any = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--set {setting!r}: not YAML: {' '.join(str(error).split())}") from error
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    return nested
+
+
+def _check_types(recipe: dict[str, Any], path: Any) -> None:
+    for key, value in recipe.items():
+        if key not in _FIELDS:
+            raise ValueError(f"{path}: unknown field {key!r}; choose from {sorted(_FIELDS)}")
+        if not isinstance(value, _FIELDS[key]):
+            raise ValueError(f"{path}: {key} must be a {_FIELDS[key].__name__}, not {value!r}")
+        for unknown in sorted(set(value) - _SECTIONS[key]) if key in _SECTIONS else ():
+            raise ValueError(f"{path}: unknown field {key}.{unknown}; choose from {sorted(_SECTIONS[key])}")
+
+
+def _check(recipe: dict[str, Any], path: Any) -> None:
+    _check_types(recipe, path)
+    for key in ("name", "task", "data", "tokenizer", "backbone", "training", "rows", "seeds"):
+        if key not in recipe:
+            raise ValueError(f"{path}: {key!r} is missing")
+    if recipe["task"] != "translation":
+        raise ValueError(f"{path}: unknown task {recipe['task']!r}; choose from ['translation']")
+    for key, value in recipe["training"].items():
+        try:
+            recipe["training"][key] = _TRAINING[key](value)
+        except (TypeError, ValueError):
+            raise ValueError(f"{path}: training.{key}={value!r} is not a value that it takes") from None
+    form = data_form(recipe["data"])
+    needed = {"builtin": (), "hub": ("source", "target", *SPLITS)}.get(form or "", SPLITS)
+    for key in needed:
+        if key not in recipe["data"]:
+            raise ValueError(f"{path}: data.{key} is missing")
+    if form != "files" and "root" in recipe["data"]:
+        raise ValueError(f"{path}: data.root says where files are, but the data is of the form {form!r}")
+    seeds = recipe["seeds"]
+    if not seeds or any(type(seed) is not int or not 0 <= seed < 2**32 for seed in seeds):
+        raise ValueError(f"{path}: seeds must be integers, not {seeds!r}; each in 0..2^32-1")
+    only = [str(row) for row in recipe.get("only", ())]
+    for key, values in (("seeds", seeds), ("only", only)):
+        if len(set(values)) < len(values):
+            raise ValueError(f"{path}: {key} names one twice: {recipe[key]!r}")
+    for row in only:
+        if row not in recipe["rows"]:
+            raise ValueError(f"{path}: no row {row!r}; choose from {list(recipe['rows'])}")
+    for name, row in recipe["rows"].items():
+        if not isinstance(name, str) or not isinstance(row, dict) or set(row) != {"label", "methods"}:
+            raise ValueError(f"{path}: row {name!r} must be a quoted name with 'label' and 'methods'")
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(f"{path}: row {name!r} names a folder: letters, digits, '.', '_' and '-' only")
+        if not isinstance(row["methods"], list):
+            raise ValueError(f"{path}: the methods of row {name!r} must be a list, not {row['methods']!r}")
+        for method in row["methods"]:
+            method_from_dict(method)
+
+
+def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
+    """One plain dict a run, seed by seed, so that a first full table appears early. A random method without a seed of its
+    own takes the run's."""
+    shared = {key: recipe[key] for key in ("name", "task", "preset", "data", "tokenizer", "backbone", "training")}
+    shared["decoding"] = recipe.get("decoding", {})
+    wanted = [str(row) for row in recipe.get("only", recipe["rows"])]
+    runs = []
+    for seed in recipe["seeds"]:
+        for row in wanted:
+            methods = [_seeded(method, seed) for method in recipe["rows"][row]["methods"]]
+            label = recipe["rows"][row]["label"]
+            runs.append(copy.deepcopy(shared) | {"row": row, "label": label, "seed": seed, "methods": methods})
+    return runs
+
+
+def _seeded(method: dict[str, Any], seed: int) -> dict[str, Any]:
+    takes_seed = "seed" in METHODS[method["method"]].__dataclass_fields__ and "seed" not in method
+    return method | {"seed": seed} if takes_seed else method

@@ -1,0 +1,3 @@
+"""One file per method; each registers itself."""
+
+from hf_freeze.methods.freeze import Freeze as Freeze

@@ -1,0 +1,83 @@
+"""Freeze components, with the weights they have or with random ones that a seed regenerates (Bogoychev, 2021, "Not all
+parameters are born equal: Attention is mostly what you need", https://arxiv.org/abs/2010.11859).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_freeze.architectures.base import Architecture, base_name, canonical_parameters, check_layers_type
+from hf_freeze.registry import Method, register_method
+from hf_freeze.rng import SeededTensor
+
+if TYPE_CHECKING:
+    from hf_freeze.variant import VariantMixin
+
+_KEEP = ("trainable", "frozen")
+_MODES = {
+    "embeddings": (*_KEEP, "random"),
+    "attention": (*_KEEP, "random", "diagonal", "zero_diagonal"),
+    "ffn": (*_KEEP, "random", "diagonal", "zero_diagonal"),
+    "norm": _KEEP,
+    "head": _KEEP,
+}
+_SCHEMES = {"random": "glorot", "diagonal": "diagonal", "zero_diagonal": "zero_diagonal"}
+
+
+@register_method("freeze", example={"ffn": "random", "attention": "frozen", "seed": 13}, shrinks=True)
+@dataclass(frozen=True, kw_only=True)
+class Freeze(Method):
+    """Freeze components. Each is one of
+
+    - `"trainable"` (default): left as it is;
+    - `"frozen"`: keeps its weights, which are stored;
+    - `"random"` (embeddings, attention, ffn): Glorot-uniform matrices, zero biases, tables U(±sqrt(3/d)); never stored;
+    - `"diagonal"` (attention, ffn): ones on the main diagonal of the matrix, zeros elsewhere, biases 0; never stored;
+    - `"zero_diagonal"` (attention, ffn): random with zeros on the main diagonal; never stored.
+
+    Biases belong to their linear. A tied table freezes together with its output matrix. `layers`, such as
+    `{"encoder": [0, 1]}`, limits attention, ffn and norm to these layers; embeddings and head lie in no layer.
+    Several Freeze act in the order given, each on what it names.
+
+    Raises ValueError for an unknown mode, a seed outside 0..2^63-1, or a stack or layer that the backbone does not have.
+    """
+
+    embeddings: str = "trainable"
+    attention: str = "trainable"
+    ffn: str = "trainable"
+    norm: str = "trainable"
+    head: str = "trainable"
+    layers: dict[str, list[int]] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for component, modes in _MODES.items():
+            mode = getattr(self, component)
+            if mode not in modes:
+                raise ValueError(f"Freeze({component}={mode!r}): choose from {list(modes)}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ValueError(f"Freeze(seed={self.seed!r}): must be an integer in 0..2^63-1")
+        check_layers_type(self.layers)
+
+    def validate(self, architecture: Architecture, config: Any) -> None:
+        architecture.check_layers(self.layers, config)
+
+    def freeze(self, model: "VariantMixin", architecture: Architecture) -> Iterable[tuple[str, SeededTensor | None]]:
+        for full_name, parameter in canonical_parameters(model):
+            name = base_name(model, full_name)
+            component = architecture.component(name)
+            mode = getattr(self, component, "trainable")
+            if mode == "trainable" or not self._selects(component, architecture.layer_of(name)):
+                continue
+            if mode == "frozen":
+                yield full_name, None
+                continue
+            scheme = "embedding" if component == "embeddings" else _SCHEMES[mode]
+            if parameter.ndim == 1:
+                scheme = "zeros"
+            yield full_name, SeededTensor(self.seed, name, tuple(parameter.shape), scheme)
+
+    def _selects(self, component: str, layer: tuple[str, int] | None) -> bool:
+        if self.layers is None or component in ("embeddings", "head"):
+            return True
+        return layer is not None and layer[1] in self.layers.get(layer[0], ())

@@ -1,0 +1,40 @@
+"""Metrics that need no network: `evaluate.load` downloads a script even for accuracy, these are plain classes.
+
+    metric = load("sacrebleu", tokenize="13a")
+    metric.add_batch(predictions=["a cat"], references=[["the cat", "a cat"]])
+    metric.compute()
+
+They are `evaluate.Metric`s: `add`, `add_batch` and `compute` are evaluate's, and `evaluate.combine` takes them.
+Importing this package imports evaluate, sacrebleu and scikit-learn (seconds); `import hf_freeze` does not.
+"""
+
+from typing import Any
+
+from ._base import OfflineMetric
+from .classification import F1, Accuracy, MatthewsCorrelation
+from .perplexity import Perplexity
+from .translation import ChrF, SacreBLEU
+
+METRICS: dict[str, type[OfflineMetric]] = {
+    metric.name: metric for metric in (SacreBLEU, ChrF, Perplexity, Accuracy, F1, MatthewsCorrelation)
+}
+
+
+def load(name: str, **kwargs: Any) -> OfflineMetric:
+    """The metric of that name; `kwargs` are its options and those of `evaluate.Metric` (cache_dir, num_process ...)."""
+    if name not in METRICS:
+        raise ValueError(f"unknown metric {name!r}; choose from {sorted(METRICS)}")
+    return METRICS[name](**kwargs)
+
+
+__all__ = [
+    "F1",
+    "METRICS",
+    "Accuracy",
+    "ChrF",
+    "MatthewsCorrelation",
+    "OfflineMetric",
+    "Perplexity",
+    "SacreBLEU",
+    "load",
+]

@@ -1,0 +1,122 @@
+"""METHODS and ARCHITECTURES, the decorators that fill them, and methods as plain data."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_freeze.architectures.base import Architecture
+    from hf_freeze.rng import SeededTensor
+    from hf_freeze.variant import VariantMixin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One technique: a validated, JSON-round-tripping config and what it does to a model.
+
+    A subclass is a frozen, keyword-only dataclass that validates its fields in `__post_init__` (ValueError with the value,
+    the limit and the choices) and overrides those hooks that it needs. The facts below are read by the contract tests.
+    """
+
+    name: ClassVar[str]
+    example: ClassVar["Method"]  # a tiny setting that the contract tests apply to every supported architecture
+    shrinks: ClassVar[bool] = False  # stored bytes fall with the example
+    exact: ClassVar[bool] = False  # the example leaves the forward unchanged
+    architectures: ClassVar[frozenset[str] | None] = None  # supported model types; None is all
+
+    @classmethod
+    def supports(cls, model_type: str) -> bool:
+        """Whether the method works on the architecture of this native model type."""
+        return cls.architectures is None or model_type in cls.architectures
+
+    def validate(self, architecture: "Architecture", config: Any) -> None:
+        """Raise ValueError where the setting does not fit this backbone config. Allocates nothing."""
+
+    def restructure(self, model: "VariantMixin", architecture: "Architecture") -> None:
+        """Change modules and shapes, from the config alone: runs on `meta`, at every construction and load."""
+
+    def convert(self, old: "PreTrainedModel", new: "VariantMixin") -> None:
+        """Fill the modules that `restructure` made in `new` from the weights of `old`, which may be a native model.
+
+        Called once, by `make_variant`; what has the same name and shape in both is copied already.
+        """
+
+    def freeze(
+        self, model: "VariantMixin", architecture: "Architecture"
+    ) -> "Iterable[tuple[str, SeededTensor | None]]":
+        """(full parameter name, definition or None to keep its value) of all it freezes, after every `restructure`."""
+        return ()
+
+    def merge(self, model: "VariantMixin", architecture: "Architecture") -> None:
+        """Undo `restructure` in place, densely. Raises ValueError that names the method where the maths forbids it."""
+
+
+METHODS: dict[str, type[Method]] = {}
+ARCHITECTURES: "dict[str, Architecture]" = {}
+
+M = TypeVar("M", bound=type[Method])
+
+
+def register_method(
+    name: str,
+    *,
+    example: dict[str, Any],
+    shrinks: bool = False,
+    exact: bool = False,
+    architectures: Iterable[str] | None = None,
+) -> Callable[[M], M]:
+    """Class decorator: enter a method under `name`, with the facts that the contract tests read."""
+
+    def register(cls: M) -> M:
+        if name in METHODS:
+            raise ValueError(f"method {name!r} is registered already, by {METHODS[name].__qualname__}")
+        cls.name, cls.shrinks, cls.exact = name, shrinks, exact
+        cls.architectures = None if architectures is None else frozenset(architectures)
+        setattr(cls, "example", cls(**example))  # noqa: B010 (a subclass where Method is declared)
+        METHODS[name] = cls
+        return cls
+
+    return register
+
+
+def register_architecture(architecture: "Architecture") -> "Architecture":
+    """Enter an architecture under its native model type."""
+    if architecture.model_type in ARCHITECTURES:
+        raise ValueError(f"architecture {architecture.model_type!r} is registered already")
+    ARCHITECTURES[architecture.model_type] = architecture
+    return architecture
+
+
+def architecture_of(model_type: str) -> "Architecture":
+    """The architecture of a native or variant `model_type`. Raises ValueError with the choices."""
+    native = model_type.removeprefix(VARIANT_PREFIX)
+    if native not in ARCHITECTURES:
+        raise ValueError(f"no architecture {native!r}; choose from {sorted(ARCHITECTURES)}")
+    return ARCHITECTURES[native]
+
+
+VARIANT_PREFIX = "hf_freeze_"
+
+
+def method_to_dict(method: Method) -> dict[str, Any]:
+    """Plain JSON data: the registered name under `method`, then every field."""
+    return {"method": method.name} | asdict(method)
+
+
+def method_from_dict(data: Any) -> Method:
+    """The method that `method_to_dict` wrote. Raises ValueError for anything else."""
+    if not isinstance(data, dict) or not isinstance(data.get("method"), str):
+        raise ValueError(f"a method is a dict with its name under 'method', not {data!r}")
+    arguments = dict(data)
+    name = arguments.pop("method")
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}; choose from {sorted(METHODS)} (or update hf_freeze)")
+    known = [f.name for f in fields(METHODS[name])]
+    if unknown := sorted(set(arguments) - set(known)):
+        raise ValueError(f"unknown field {unknown[0]!r} of method {name!r}; choose from {known} (or update hf_freeze)")
+    try:
+        return METHODS[name](**arguments)
+    except TypeError as error:  # a required field is missing
+        raise ValueError(f"method {name!r}: {error}") from error

@@ -1,0 +1,193 @@
+"""Random tensors that a seed defines, bit-identical on every device, in every version and for any range of rows.
+
+Philox-4x32-10 (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3") turns a counter into four 32-bit
+words with integer operations only. Element i of a tensor is word i % 4 of block i // 4. The key and the upper half of the
+counter come from a hash of (seed, name), so that every tensor has a stream of its own.
+
+A word becomes an fp32 number by exact steps and one rounded multiplication: its top 24 bits u give u + 1/2 - 2^23, which
+fp32 holds exactly, times bound * 2^-23. The values are symmetric around zero and within (-bound, bound).
+"""
+
+import hashlib
+import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+_ROUNDS = 10
+_LOW, _HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)  # the halves of a 64-bit word, seen as two 32-bit ones
+_CPU_BLOCKS = 1 << 15  # blocks worked on at a time: their words then stay in the second-level cache
+_GPU_BLOCKS = 1 << 24
+
+
+def stream(seed: int, name: str) -> tuple[int, int, int, int]:
+    """The two key words and the two upper counter words of the tensor `name` under `seed`."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
+    key0, key1, counter2, counter3 = (int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4))
+    return key0, key1, counter2, counter3
+
+
+def philox(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
+    """Philox-4x32-10 of four counter words: ints, or integer arrays or tensors of at least 64 bits that hold 32-bit words."""
+    c0, c1, c2, c3 = counter
+    for k0, k1 in _round_keys(key):
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        # A product may wrap in int64. Its bits are right, but the shift drags the sign along.
+        c0, c2 = ((p1 >> 32) & _MASK) ^ (c1 ^ k0), ((p0 >> 32) & _MASK) ^ (c3 ^ k1)
+        c1, c3 = p1 & _MASK, p0 & _MASK
+    return c0, c1, c2, c3
+
+
+def _round_keys(key: tuple[int, int]) -> list[tuple[int, int]]:
+    return [((key[0] + i * _WEYL[0]) & _MASK, (key[1] + i * _WEYL[1]) & _MASK) for i in range(_ROUNDS)]
+
+
+def _philox_on_cpu(
+    counter: tuple[Any, Any, Any, Any], key: tuple[int, int], products: np.ndarray, outputs: np.ndarray
+) -> tuple[Any, Any, Any, Any]:
+    """`philox` in half the time: words are uint32 arrays of n values, or ints where all blocks share them.
+
+    The halves of a product are strided views of it, where `philox` shifts and masks; a word that is an int, as three of the
+    four are at first, costs nothing; and all work is done in `products`, uint64 (2, 2, n), and `outputs`, uint32 (2, n), where
+    the result lies.
+    """
+    c0, c1, c2, c3 = counter
+    for i, (k0, k1) in enumerate(_round_keys(key)):
+        # By turns: the lower halves live on for a round, as c1 and c3.
+        high0, low0 = _multiply(c0, _MULTIPLIERS[0], products[i % 2, 0])
+        high1, low1 = _multiply(c2, _MULTIPLIERS[1], products[i % 2, 1])
+        c0, c2 = _xor(high1, c1, k0, outputs[0]), _xor(high0, c3, k1, outputs[1])
+        c1, c3 = low1, low0
+    return c0, c1, c2, c3
+
+
+def _multiply(word: Any, multiplier: int, product: np.ndarray) -> tuple[Any, Any]:
+    if isinstance(word, int):
+        return word * multiplier >> 32, word * multiplier & _MASK
+    halves = np.multiply(word, np.uint64(multiplier), out=product, dtype=np.uint64).view(np.uint32)
+    return halves[_HIGH::2], halves[_LOW::2]
+
+
+def _xor(a: Any, b: Any, key: int, out: np.ndarray) -> Any:
+    if isinstance(a, int):
+        a, b = b, a
+    if isinstance(a, int):
+        return a ^ b ^ key
+    if isinstance(b, int):
+        return np.bitwise_xor(a, np.uint32(b ^ key), out=out)
+    return np.bitwise_xor(np.bitwise_xor(a, b, out=out), np.uint32(key), out=out)
+
+
+def uniform(
+    seed: int,
+    name: str,
+    shape: tuple[int, ...],
+    bound: float,
+    *,
+    rows: tuple[int, int] | None = None,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """fp32 U(-bound, bound) of `shape`, or of its rows [start, stop) along dimension 0.
+
+    On the CPU the blocks are shared among `torch.get_num_threads()` threads. Raises ValueError for rows outside the tensor.
+    """
+    start, stop = rows if rows is not None else (0, shape[0])
+    if not 0 <= start <= stop <= shape[0]:
+        raise ValueError(f"rows {(start, stop)} of {name!r} are outside 0..{shape[0]}")
+    width = math.prod(shape[1:])
+    first_block, last_block = start * width // 4, -(-stop * width // 4)
+    key0, key1, counter2, counter3 = stream(seed, name)
+    key, upper = (key0, key1), (counter2, counter3)
+    scale = torch.tensor(bound, dtype=torch.float32).item() * 2.0**-23
+    out = torch.empty(last_block - first_block, 4, dtype=torch.float32, device=device)
+    on_cpu = out.device.type == "cpu"
+    chunk = _CPU_BLOCKS if on_cpu else _GPU_BLOCKS
+
+    def fill(blocks: range) -> None:
+        for block in blocks:
+            size = min(chunk, last_block - block)
+            target = out[block - first_block : block - first_block + size]
+            number = torch.arange(block, block + size, device=device)
+            for column, word in enumerate(philox((number & _MASK, number >> 32, *upper), key)):
+                target[:, column] = word >> 8
+            target += 0.5 - 2**23
+            target *= scale
+
+    def fill_on_cpu(blocks: range) -> None:
+        # Work memory, made once: fresh memory would cost a third of the time.
+        products, outputs = np.empty((2, 2, chunk), dtype=np.uint64), np.empty((2, chunk), dtype=np.uint32)
+        steps, lower, drawn = np.arange(chunk, dtype=np.uint32), *np.empty((2, chunk), dtype=np.uint32)
+        for block in blocks:
+            size = min(chunk, last_block - block)
+            target = out[block - first_block : block - first_block + size].numpy()
+            np.add(steps, np.uint32(block & _MASK), out=lower)  # modulo 2^32
+            # Blocks share the upper word of their number, except where a chunk crosses a multiple of 2^32.
+            shared = block >> 32 == (block + size - 1) >> 32
+            higher = block >> 32 if shared else (np.arange(block, block + size) >> 32).astype(np.uint32)
+            words = _philox_on_cpu((lower[:size], higher, *upper), key, products[:, :, :size], outputs[:, :size])
+            for column, word in enumerate(words):
+                target[:, column] = np.right_shift(word, np.uint32(8), out=drawn[:size])
+            target += np.float32(0.5 - 2**23)
+            target *= np.float32(scale)
+
+    # Every thread takes each `threads`-th chunk.
+    threads = torch.get_num_threads()
+    shares = [range(first_block + thread * chunk, last_block, threads * chunk) for thread in range(threads)]
+    if not on_cpu:
+        fill(range(first_block, last_block, chunk))
+    elif len(shares[-1]):
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill_on_cpu, shares))
+    else:
+        fill_on_cpu(range(first_block, last_block, chunk))
+    offset = start * width - 4 * first_block
+    return out.view(-1)[offset : offset + (stop - start) * width].view(stop - start, *shape[1:])
+
+
+@dataclass(frozen=True)
+class SeededTensor:
+    """A tensor that is not stored because its definition regenerates it: (seed, name, shape, scheme).
+
+    `name` is below `base_model_prefix`, so that a task model and its base model hold the same values. Schemes (N, M the two
+    dimensions of the matrix; Bogoychev, 2021, https://arxiv.org/abs/2010.11859, and Marian's initialisation):
+
+    - `glorot`: U(±sqrt(6 / (N + M))) (Glorot & Bengio, 2010, eq. 16);
+    - `embedding`: U(±sqrt(3 / d)), d the row width: Glorot with the fan-out alone, rows of unit norm on average;
+    - `diagonal`: ones on the main diagonal of the (rectangular) matrix, zeros elsewhere;
+    - `zero_diagonal`: `glorot` with zeros on the main diagonal;
+    - `zeros`: the bias of a random or diagonal linear.
+    """
+
+    seed: int
+    name: str
+    shape: tuple[int, ...]
+    scheme: str
+
+    def generate(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The fp32 tensor. Raises ValueError for an unknown scheme."""
+        if self.scheme == "zeros":
+            return torch.zeros(self.shape, device=device)
+        if self.scheme == "diagonal":
+            return torch.eye(*self.shape, device=device)
+        if self.scheme == "embedding":
+            return uniform(self.seed, self.name, self.shape, math.sqrt(3 / self.shape[1]), device=device)
+        if self.scheme in ("glorot", "zero_diagonal"):
+            out = uniform(self.seed, self.name, self.shape, math.sqrt(6 / sum(self.shape)), device=device)
+            return out.fill_diagonal_(0) if self.scheme == "zero_diagonal" else out
+        raise ValueError(
+            f"unknown scheme {self.scheme!r} of {self.name!r}; "
+            "choose from glorot, embedding, diagonal, zero_diagonal, zeros"
+        )
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """128 bits of SHA-256 over the fp32 values of `tensor`, as 32 hexadecimal digits."""
+    data: Any = tensor.detach().to("cpu", torch.float32).contiguous().view(torch.uint8).flatten()
+    return hashlib.sha256(data.numpy()).hexdigest()[:32]

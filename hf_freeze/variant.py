@@ -1,0 +1,467 @@
+"""A variant is its backbone class: `VariantMarianMTModel` is a `MarianMTModel` whose config lists the methods applied.
+
+`VariantMixin` builds the backbone, lets every method change its structure from the config alone, freezes, and regenerates
+what is not stored. One factory makes the classes for every registered architecture and task, and registers them with the
+Auto classes.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, initialization
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+
+import hf_freeze.architectures
+import hf_freeze.methods  # noqa: F401 (both fill the registries)
+from hf_freeze._version import __version__
+from hf_freeze.architectures.base import Architecture, base_name, canonical_parameters
+from hf_freeze.config import INITS, VariantConfigMixin, parse_methods
+from hf_freeze.registry import (
+    ARCHITECTURES,
+    VARIANT_PREFIX,
+    Method,
+    architecture_of,
+    method_to_dict,
+)
+from hf_freeze.rng import SeededTensor, digest
+
+TASKS = {
+    "seq2seq-lm": transformers.AutoModelForSeq2SeqLM,
+    "causal-lm": transformers.AutoModelForCausalLM,
+    "masked-lm": transformers.AutoModelForMaskedLM,
+    "sequence-classification": transformers.AutoModelForSequenceClassification,
+    "token-classification": transformers.AutoModelForTokenClassification,
+    "question-answering": transformers.AutoModelForQuestionAnswering,
+    "feature-extraction": transformers.AutoModel,
+}
+_OWN_FIELDS = ("methods", "init", "hf_freeze_version", "digests")
+
+
+if TYPE_CHECKING:  # what the mixin is always combined with
+    _Model = PreTrainedModel
+else:
+    _Model = object
+
+
+class VariantMixin(_Model):
+    """In front of a native class: structure from the config, freezing, regeneration, and right loss scaling."""
+
+    native_class: ClassVar[type[PreTrainedModel]]
+    architecture: ClassVar[Architecture]
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        self._built = False
+        super().__init__(config, *args, **kwargs)
+        self._declared_digests = frozenset(config.digests)
+        for method in parse_methods(config):
+            method.restructure(self, self.architecture)
+        self._promote_output_bias()
+        # Constants are computed, never stored; the native base classes store them.
+        constants = {name for name, _ in self.named_parameters() if self._component(name) == "constant"}
+        self._native_keys_to_ignore = (
+            set(self._keys_to_ignore_on_save or ()) | constants,
+            set(self._keys_to_ignore_on_load_missing or ()) | {f"^{re.escape(name)}$" for name in constants},
+        )
+        self._built = True
+        self._apply_freeze()
+        if not any(parameter.is_meta for parameter in self.parameters()):
+            self.initialize_weights()
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Whether the Trainer passes `num_items_in_batch`, which `_scaled` makes right for every backbone.
+
+        Where the Trainer's own label smoothing ignores it (older versions), the Trainer must divide by the accumulation steps.
+        """
+        from transformers.trainer_pt_utils import LabelSmoother
+
+        return "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
+
+    # -- structure and freezing ------------------------------------------------------------------------------------------
+
+    def _promote_output_bias(self) -> None:
+        """Marian trains the bias of its softmax; the native class holds it as a buffer. Same key, now a parameter."""
+        name = self.architecture.output_bias
+        if self.config.init == "marian" and name is not None and name in self._buffers:
+            value = self.get_buffer(name)
+            delattr(self, name)
+            self.register_parameter(name, nn.Parameter(value.detach().clone()))
+            self._keys_to_ignore_on_load_missing = set(self._keys_to_ignore_on_load_missing or ()) - {name}
+
+    def _demote_output_bias(self) -> None:
+        name = self.architecture.output_bias
+        if name is not None and name in self._parameters:
+            value = self.get_parameter(name)
+            delattr(self, name)
+            self.register_buffer(name, value.detach())
+
+    def _apply_freeze(self) -> None:
+        """Set `requires_grad` and find out which tensors are seeded, hence neither stored nor expected in a checkpoint."""
+        frozen: set[str] = {n for n, _ in canonical_parameters(self) if self._component(n) == "constant"}
+        self.seeded_tensors: dict[str, SeededTensor] = {}
+        for method in parse_methods(self.config):
+            for name, definition in method.freeze(self, self.architecture):
+                frozen.add(name)
+                if definition is not None:
+                    self.seeded_tensors[name] = definition
+        tied = self.all_tied_weights_keys
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            parameter.requires_grad_(tied.get(name, name) not in frozen)
+        unstored = set(self.seeded_tensors) | {t for t, source in tied.items() if source in self.seeded_tensors}
+        on_save, on_load = self._native_keys_to_ignore
+        self._keys_to_ignore_on_save = on_save | unstored
+        self._keys_to_ignore_on_load_missing = on_load | {f"^{re.escape(name)}$" for name in unstored}
+
+    def _component(self, name: str) -> str:
+        return self.architecture.component(base_name(self, name))
+
+    # -- values ----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Draw fresh weights and regenerate seeded ones; transformers also calls it at the end of `from_pretrained`."""
+        fresh = [p for p in self.parameters() if not getattr(p, "_is_hf_initialized", False)]
+        super().initialize_weights()
+        if not self._built:  # called from the native __init__: the structure is not there yet
+            return
+        if self.config.init == "marian":
+            self._initialize_like_marian(fresh)
+        self._apply_freeze()  # loading has made every loaded tensor trainable
+        self._regenerate()
+
+    def _initialize_like_marian(self, fresh: list[nn.Parameter]) -> None:
+        """Glorot-uniform matrices, tables U(±sqrt(3/d)); biases 0 and norms 1/0 are native (Bogoychev, 2021)."""
+        wanted = {id(parameter) for parameter in fresh}
+        for name, module in self.named_modules():
+            weight = getattr(module, "weight", None)
+            if weight is None or weight.ndim != 2 or id(weight) not in wanted:
+                continue
+            component = self._component(f"{name}.weight")
+            if component == "embeddings":
+                bound = (3 / weight.shape[1]) ** 0.5
+                initialization.uniform_(weight, -bound, bound)
+            elif component != "constant":
+                initialization.xavier_uniform_(weight)
+            wanted.discard(id(weight))  # a tied matrix is drawn once, under its first name: the table's
+        for parameter in fresh:
+            setattr(parameter, "_is_hf_initialized", True)  # noqa: B010 (transformers' own mark)
+
+    @torch.no_grad()
+    def _regenerate(self) -> None:
+        """Fill the seeded tensors, and check or enter their digests."""
+        for name, definition in self.seeded_tensors.items():
+            parameter = self.get_parameter(name)
+            if parameter.is_meta:
+                continue
+            value = definition.generate(parameter.device)
+            expected = self.config.digests.setdefault(definition.name, found := digest(value))
+            if found != expected:
+                raise ValueError(
+                    f"digest mismatch: the regenerated tensor {definition.name!r} has {found}, the config says {expected}; "
+                    "the config was changed, or this is not the hf_freeze that wrote it"
+                )
+            parameter.copy_(value)
+            setattr(parameter, "_is_hf_initialized", True)  # noqa: B010 (transformers' own mark)
+
+    def tie_weights(self, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> None:
+        # While loading, the source of a tie is "missing" where it is seeded; it has its values all the same.
+        if missing_keys is not None and self._built:
+            missing_keys.difference_update(self.seeded_tensors)
+        super().tie_weights(missing_keys=missing_keys, recompute_mapping=recompute_mapping)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """As the native one; a seeded table is regenerated, its earlier rows unchanged."""
+        self._demote_output_bias()
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        self._promote_output_bias()
+        held = [id(self.get_parameter(name)) for name in self.seeded_tensors]
+        if len(set(held)) < len(held):
+            raise ValueError("resizing tied two tables that were apart, and both are random; merge() first")
+        before = self.seeded_tensors
+        self._apply_freeze()
+        for name, definition in self.seeded_tensors.items():
+            if definition != before.get(name):
+                self.config.digests.pop(definition.name, None)
+        self._regenerate()
+        return embeddings
+
+    # -- saving, loading, merging ----------------------------------------------------------------------------------------
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As the native one, without the seeded tensors. Raises ValueError where one of them was changed."""
+        state_dict = kwargs.get("state_dict")
+        for name, definition in self.seeded_tensors.items():
+            held = self.get_parameter(name) if state_dict is None else state_dict.get(name)
+            if held is None or held.is_meta or type(held).__name__ == "DTensor":
+                continue
+            value = definition.generate(held.device)
+            self.config.digests[definition.name] = digest(value)
+            if not torch.equal(value.to(held.dtype), held):
+                raise ValueError(
+                    f"{name!r} is frozen at random values that are not stored, but it was changed, or cast to a lower "
+                    "precision and back; merge() stores it, or load the model in the precision that you save in"
+                )
+        self.config.hf_freeze_version = __version__
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the native one. A damaged file, a missing trained tensor or a seeded tensor without digest is a ValueError."""
+        with_info = kwargs.pop("output_loading_info", False)
+        try:
+            loaded: Any = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
+            model, info = loaded
+        except SafetensorError as error:
+            raise ValueError(
+                f"the weights of {pretrained_model_name_or_path} are truncated or damaged: {error}"
+            ) from error
+        if info["missing_keys"] and model.config.architectures == [cls.__name__]:
+            raise ValueError(
+                f"the checkpoint {pretrained_model_name_or_path} lacks trained tensors: {sorted(info['missing_keys'])[:5]}"
+            )
+        undigested = {d.name for d in model.seeded_tensors.values()} - model._declared_digests
+        if undigested:
+            raise ValueError(
+                f"the config of {pretrained_model_name_or_path} has no digest of {sorted(undigested)[0]!r}, which is not stored"
+            )
+        return (model, info) if with_info else model
+
+    def merge(self) -> PreTrainedModel:
+        """A plain native model with the same weights and logits; loading it needs no hf_freeze.
+
+        Raises ValueError where a method cannot be undone.
+        """
+        source = self
+        structural = [m for m in parse_methods(self.config) if _is_structural(m)]
+        if structural:
+            source = copy.deepcopy(self)
+            for method in reversed(structural):
+                method.merge(source, self.architecture)
+        native: Any = _native_model(self.native_class, source.config)
+        native.to(device=self.device, dtype=self.dtype)
+        native.load_state_dict(source.state_dict())
+        _copy_runtime(source, native)
+        return native
+
+
+def _native_model(native_class: Any, config: Any) -> PreTrainedModel:
+    data = {name: value for name, value in config.to_dict().items() if name not in (*_OWN_FIELDS, "model_type")}
+    native_config = native_class.config_class.from_dict(data)
+    native_config.architectures = [native_class.__name__]
+    native_config._attn_implementation = config._attn_implementation
+    with _no_draws():
+        native = native_class(native_config)
+    native.tie_weights()
+    return native
+
+
+@contextlib.contextmanager
+def _no_draws() -> Iterator[None]:
+    """Construct without drawing weights, which are loaded next, and without moving the global random state."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), initialization.no_init_weights():
+        yield
+
+
+def _copy_runtime(old: Any, new: Any) -> None:
+    """What is neither structure nor weights: generation settings and the training mode."""
+    if getattr(old, "generation_config", None) is not None:
+        new.generation_config = copy.deepcopy(old.generation_config)
+    new.train(old.training)
+
+
+# -- the factory -------------------------------------------------------------------------------------------------------------
+
+
+def _scaled(native_forward: Callable[..., Any], shifts_labels: bool) -> Callable[..., Any]:
+    """Native losses are a mean over this batch; with `num_items_in_batch` (Trainer: all labels of an optimiser step, over
+    accumulation and processes) the sum is divided by that instead. `wraps` keeps the signature, which the Trainer reads.
+    """
+
+    @functools.wraps(native_forward)
+    def forward(self: Any, *args: Any, num_items_in_batch: torch.Tensor | int | None = None, **kwargs: Any) -> Any:
+        outputs = native_forward(self, *args, **kwargs)
+        labels = kwargs.get("labels")
+        if num_items_in_batch is None or labels is None:
+            return outputs
+        counted = labels[..., 1:] if shifts_labels else labels
+        factor = (counted != -100).sum() / num_items_in_batch
+        if isinstance(outputs, tuple):
+            return (outputs[0] * factor, *outputs[1:])
+        outputs.loss = outputs.loss * factor
+        return outputs
+
+    return forward
+
+
+def _make_classes() -> dict[type[PreTrainedModel], type[PreTrainedModel]]:
+    """native class -> variant class, for every registered architecture and task; all are entered in the Auto classes."""
+    made: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
+    for architecture in ARCHITECTURES.values():
+        native_config = type(AutoConfig.for_model(architecture.model_type))
+        config_class = _define(
+            f"Variant{native_config.__name__}",
+            (VariantConfigMixin, native_config),
+            {
+                "__annotations__": {"methods": list, "init": str, "hf_freeze_version": str | None, "digests": dict},
+                "methods": dataclasses.field(default_factory=list),
+                "init": "backbone",
+                "hf_freeze_version": None,
+                "digests": dataclasses.field(default_factory=dict),
+                "__doc__": f"{native_config.__name__} with a list of methods.",
+                "model_type": VARIANT_PREFIX + architecture.model_type,
+            },
+        )
+        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+        if native_config in TOKENIZER_MAPPING:
+            AutoTokenizer.register(config_class, TOKENIZER_MAPPING[native_config], exist_ok=True)
+        for task in architecture.tasks:
+            native = TASKS[task]._model_mapping[native_config]
+            variant = _define(
+                f"Variant{native.__name__}",
+                (VariantMixin, native),
+                {
+                    "__doc__": f"{native.__name__} with the methods of its config applied.",
+                    "native_class": native,
+                    "architecture": architecture,
+                    "config_class": config_class,
+                    "forward": _scaled(native.forward, shifts_labels=task == "causal-lm"),
+                },
+            )
+            TASKS[task].register(config_class, variant, exist_ok=True)
+            made[native] = variant
+    return made
+
+
+def _define(name: str, bases: tuple[type, ...], members: dict[str, Any]) -> Any:
+    """A class that pickle finds by name in this module."""
+    cls = type(name, bases, {"__module__": __name__, "__qualname__": name, **members})
+    setattr(sys.modules[__name__], name, cls)
+    return cls
+
+
+VARIANT_CLASSES = _make_classes()
+
+
+# -- making a variant --------------------------------------------------------------------------------------------------------
+
+
+def make_variant(
+    backbone: Any,
+    methods: Sequence[Method],
+    *,
+    task: str | None = None,
+    init: str = "backbone",
+    seed: int = 0,
+) -> Any:
+    """Apply `methods`, in order, to a backbone; returns a variant, which is an instance of the backbone's class.
+
+    `backbone`: a model (its weights are kept), a config (fresh weights; also under `torch.device("meta")`), or a Hub id or
+    directory. It is never modified; where it is a variant, its own methods come first. `task`: one of `TASKS`; needed where
+    the backbone is a config or a name. `init`: how trainable fresh weights are drawn, natively or `"marian"` (Glorot
+    matrices, tables U(±sqrt(3/d)), and a trained output bias where the native class has a constant one). `seed`: of the
+    fresh weights.
+
+    Raises ValueError for an unsupported backbone, task, init or method setting.
+    """
+    if isinstance(methods, Method):
+        raise ValueError(f"methods is a list: write [{methods!r}]")
+    for method in methods:
+        if not isinstance(method, Method):
+            raise ValueError(f"methods must be instances such as methods.Freeze(ffn='random'), not {method!r}")
+    if init not in INITS:
+        raise ValueError(f"unknown init {init!r}; choose from {list(INITS)}")
+    is_model = isinstance(backbone, PreTrainedModel)
+    if not is_model and not isinstance(backbone, (transformers.PreTrainedConfig, str, os.PathLike)):
+        raise ValueError(f"backbone must be a model, a config or a name, not {type(backbone).__name__}")
+    if task not in TASKS and not (is_model and task is None):
+        raise ValueError(f"task={task!r}: a config or name needs one of {list(TASKS)}")
+    if is_model:
+        if init != "backbone":
+            raise ValueError(
+                f"init={init!r} draws fresh weights, but the backbone is a model with weights: pass its config"
+            )
+        return _from_model(backbone, methods)
+    if isinstance(backbone, transformers.PreTrainedConfig):
+        variant_class = _variant_class(_native_class(backbone, task))
+        config = _variant_config(variant_class, backbone, methods, init)
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(seed)
+            return variant_class(config)
+    if init != "backbone":
+        raise ValueError(f"init={init!r} draws fresh weights, but {backbone!r} names trained ones: pass a config")
+    auto_class = TASKS[str(task)]
+    return _from_model(auto_class.from_pretrained(backbone), methods)
+
+
+def _native_class(config: Any, task: Any) -> type[PreTrainedModel]:
+    architecture = architecture_of(config.model_type)
+    if task not in architecture.tasks:
+        raise ValueError(f"no task {task!r} for {architecture.model_type}; choose from {list(architecture.tasks)}")
+    return TASKS[task]._model_mapping[type(AutoConfig.for_model(architecture.model_type))]
+
+
+def _variant_class(model_class: type[PreTrainedModel]) -> Any:
+    if issubclass(model_class, VariantMixin):
+        return model_class
+    if model_class not in VARIANT_CLASSES:
+        raise ValueError(
+            f"no variant of {model_class.__name__}; choose from {sorted(c.__name__ for c in VARIANT_CLASSES)}"
+        )
+    return VARIANT_CLASSES[model_class]
+
+
+def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], init: str) -> Any:
+    data = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name != "model_type"}
+    data["methods"] = data.get("methods", []) + [method_to_dict(method) for method in added]
+    data["init"] = data.get("init", init) if init == "backbone" else init
+    # Freezing and randomising anew changes what the digests are of.
+    data |= {"digests": {}, "hf_freeze_version": __version__, "architectures": [variant_class.__name__]}
+    made = variant_class.config_class.from_dict(data)
+    made._attn_implementation = config._attn_implementation
+    return made
+
+
+def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
+    """Up to each structural method in turn, so that its `convert` sees what its predecessors left; freezing comes last."""
+    variant_class = _variant_class(type(model))
+    steps = [i for i, method in enumerate(added, 1) if _is_structural(method)]
+    current: Any = model
+    for step in dict.fromkeys([*steps, len(added)]):
+        config = _variant_config(variant_class, model.config, added[:step], "backbone")
+        with torch.device("meta") if model.device.type == "meta" else _no_draws():
+            new = variant_class(config)
+        if model.device.type != "meta":
+            new.tie_weights(recompute_mapping=False)  # no_init_weights leaves the ties out too
+            _load_matching(new, current, strict=step not in steps)
+            if step in steps:
+                added[step - 1].convert(current, new)
+            new.config.digests = {}
+            new._regenerate()
+        current = new
+    _copy_runtime(model, current)
+    return current
+
+
+def _is_structural(method: Method) -> bool:
+    return type(method).restructure is not Method.restructure
+
+
+def _load_matching(new: Any, old: Any, *, strict: bool) -> None:
+    new.to(device=old.device, dtype=old.dtype)
+    shapes = {name: tensor.shape for name, tensor in new.state_dict().items()}
+    state = {name: tensor for name, tensor in old.state_dict().items() if strict or shapes.get(name) == tensor.shape}
+    new.load_state_dict(state, strict=strict)
