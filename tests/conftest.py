@@ -1,0 +1,16 @@
+"""For every test: one thread (two beside another job made a step 20 times slower), no progress bars, a fixed global seed."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; children inherit it
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # transformers' bars too
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_state():
+    torch.manual_seed(0)

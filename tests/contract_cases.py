@@ -1,0 +1,326 @@
+"""What the contract tests share: every cell of METHODS x ARCHITECTURES, how to build it, and what holds for a cell.
+
+No name of a method or architecture appears here or in the tests: a new one is tested by being registered.
+"""
+
+import copy
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, Trainer, TrainingArguments
+
+from hf_freeze import make_variant
+from hf_freeze.architectures.base import Architecture, base_name, canonical_parameters
+from hf_freeze.registry import ARCHITECTURES, METHODS, Method
+from hf_freeze.variant import INITS, TASKS
+
+MODEL = "trained"  # the source that is a native model with weights; the others are a config, with that init
+SOURCES = (MODEL, *(f"init_{init}" for init in INITS))
+BATCH_ROWS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """Methods applied, in order, to a backbone. No methods: the baseline, which all that makes sense holds for as well."""
+
+    architecture: Architecture
+    task: str
+    source: str
+    methods: tuple[Method, ...]
+
+    @property
+    def id(self) -> str:
+        names = "+".join(method.name for method in self.methods) or "baseline"
+        return f"{self.architecture.model_type}-{self.task}-{self.source}-{names}"
+
+    @property
+    def exact(self) -> bool:
+        return all(method.exact for method in self.methods)
+
+    @property
+    def auto_class(self) -> Any:
+        return TASKS[self.task]
+
+    @property
+    def native_class(self) -> Any:
+        return self.auto_class._model_mapping[type(AutoConfig.for_model(self.architecture.model_type))]
+
+    @property
+    def trained_by_trainer(self) -> bool:
+        """Whether the tests with a Trainer, the slowest, take it: each method on one task, the baseline on each with a loss."""
+        with_loss = [task for task in self.architecture.tasks if _has_loss(self.architecture.model_type, task)]
+        return self.source == MODEL and self.task in (with_loss[:1] if self.methods else with_loss)
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        return self.architecture.tiny_inputs(self.task)
+
+
+def supports(method: type[Method], architecture: Architecture) -> bool:
+    return method.supports(architecture.model_type)
+
+
+def _cases() -> Iterator[Case]:
+    for architecture in ARCHITECTURES.values():
+        applied: list[tuple[Method, ...]] = [()]
+        applied += [(method.example,) for method in METHODS.values() if supports(method, architecture)]
+        # The first task from every source; the other tasks differ in the head alone, which one source shows.
+        for number, task in enumerate(architecture.tasks):
+            for source, methods in itertools.product(SOURCES if number == 0 else SOURCES[:1], applied):
+                yield Case(architecture, task, source, methods)
+
+
+CASES = list(_cases())
+
+
+def pairs(architecture: Architecture) -> Iterator[Case]:
+    """Every ordered pair of methods, one with itself included: under another seed, if it takes one."""
+    supported = [method for method in METHODS.values() if supports(method, architecture)]
+    for first, second in itertools.product(supported, repeat=2):
+        example = second.example
+        if first is second and "seed" in {field.name for field in fields(second)}:
+            example = replace(example, seed=example.seed + 1)
+        yield Case(architecture, architecture.tasks[0], MODEL, (first.example, example))
+
+
+@functools.cache
+def _has_loss(model_type: str, task: str) -> bool:
+    case = Case(ARCHITECTURES[model_type], task, MODEL, ())
+    return native(case)(**case.batch()).get("loss") is not None
+
+
+# -- building ----------------------------------------------------------------------------------------------------------------
+
+
+def native_config(architecture: Architecture) -> Any:
+    """The tiny config without dropout, so that two forwards in training mode can be compared."""
+    config = AutoConfig.for_model(architecture.model_type, **architecture.tiny)
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+@functools.cache
+def _native(model_type: str, task: str) -> Any:
+    torch.manual_seed(1)
+    architecture = ARCHITECTURES[model_type]
+    return add_noise(TASKS[task].from_config(native_config(architecture)), architecture).eval()
+
+
+def native(case: Case) -> Any:
+    """A native model as if trained: no bias is zero, no norm the identity, and its logits are far from uniform."""
+    return copy.deepcopy(_native(case.architecture.model_type, case.task))
+
+
+@torch.no_grad()
+def add_noise(model: Any, architecture: Architecture) -> Any:
+    """Stand-in for training: moves every trainable value (and the output bias, where it is a buffer) by N(0, 0.3)."""
+    generator = torch.Generator().manual_seed(2)
+    moved = [
+        parameter
+        for name, parameter in canonical_parameters(model)
+        if parameter.requires_grad and architecture.component(base_name(model, name)) != "constant"
+    ]
+    moved += [buffer for name, buffer in model.named_buffers() if name == architecture.output_bias]
+    for tensor in moved:
+        tensor += 0.3 * torch.randn(tensor.shape, generator=generator)
+    return model
+
+
+def build(case: Case) -> Any:
+    """The variant of a case, in eval mode, with non-degenerate weights whatever its source."""
+    if case.source == MODEL:
+        return make_variant(native(case), list(case.methods)).eval()
+    init = case.source.removeprefix("init_")
+    model = make_variant(native_config(case.architecture), list(case.methods), task=case.task, init=init, seed=3)
+    return add_noise(model, case.architecture).eval()
+
+
+def reload(case: Case, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """From disk, under another global seed."""
+    torch.manual_seed(4321)
+    return case.auto_class.from_pretrained(folder, output_loading_info=True)
+
+
+# -- looking -----------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def outputs(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every tensor that the forward returns in eval mode: logits, loss, hidden states."""
+    return {name: value for name, value in model.eval()(**batch).items() if torch.is_tensor(value)}
+
+
+def trainability(model: Any) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def snapshot(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def seeded_names(model: Any) -> set[str]:
+    """The seeded tensors under every name they have."""
+    seeded = {id(model.get_parameter(name)) for name in model.seeded_tensors}
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in seeded}
+
+
+def file_sizes(folder: Path) -> tuple[int, int]:
+    """(bytes of the tensors, bytes of the header) of a saved model, by the file itself."""
+    with (folder / "model.safetensors").open("rb") as file:
+        header = 8 + int.from_bytes(file.read(8), "little")
+    return (folder / "model.safetensors").stat().st_size - header, header
+
+
+def reload_problems(
+    model: Any, info: dict[str, Any], expected: dict[str, torch.Tensor], grads: dict[str, bool], batch: dict
+) -> list[str]:
+    """Invariant 1, as what is wrong with a reloaded model; shared with the child process."""
+    problems = [f"{kind}: {sorted(info[kind])}" for kind in ("missing_keys", "unexpected_keys") if info[kind]]
+    problems += [f"{kind}: {info[kind]}" for kind in ("mismatched_keys", "error_msgs") if info[kind]]
+    if differ := sorted({name for name, _ in trainability(model).items() ^ grads.items()}):
+        problems.append(f"requires_grad differs: {differ}")
+    return problems + differences(outputs(model, batch), expected)
+
+
+def differences(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 0) -> list[str]:
+    problems = [] if actual.keys() == expected.keys() else [f"outputs {sorted(actual)} instead of {sorted(expected)}"]
+    for name in actual.keys() & expected.keys():
+        try:
+            torch.testing.assert_close(actual[name], expected[name], rtol=tolerance, atol=tolerance)
+        except AssertionError as error:
+            problems.append(f"{name}: {' '.join(str(error).split())}")
+    return problems
+
+
+# -- training ----------------------------------------------------------------------------------------------------------------
+
+
+def objective(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The model's loss; of a model without one, a fixed weighting of its outputs (a plain sum of a norm's is constant)."""
+    result = model(**batch)
+    if result.get("loss") is not None:
+        return result["loss"]
+    values = [value for value in result.values() if torch.is_tensor(value) and value.requires_grad]
+    return torch.stack([(v.flatten() * torch.linspace(-1, 1, v.numel())).mean() for v in values]).sum()
+
+
+def gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients in training mode; the model has none afterwards."""
+    loss = objective(model.train(), batch)
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss.item(), found
+
+
+def training_step(model: Any, batch: dict[str, torch.Tensor]) -> None:
+    """One step of AdamW with weight decay on all of `parameters()`, as a hand-written loop does it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    objective(model.train(), batch).backward()
+    optimizer.step()
+    model.eval()
+
+
+def training_rows(case: Case) -> list[dict[str, torch.Tensor]]:
+    """BATCH_ROWS rows with different numbers of labels: the tiny batch, then it again with its first tokens reversed."""
+    batch = case.batch()
+    again = {name: value.clone() for name, value in batch.items()}
+    for ids, mask in zip(again["input_ids"], again["attention_mask"], strict=True):
+        first = int(mask.sum()) - 1
+        ids[:first] = ids[:first].flip(0)
+    rows = [{name: value[i] for name, value in half.items()} for half in (batch, again) for i in range(2)]
+    assert len(rows) == BATCH_ROWS
+    return rows
+
+
+def stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def sgd_step_of_trainer(
+    model: Any, rows: list[dict[str, torch.Tensor]], folder: Path, *, batch_size: int, accumulate: int, **arguments: Any
+) -> Trainer:
+    """One optimiser step by the Trainer whose update is the gradient: SGD, learning rate 1, no clipping."""
+    settings = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulate,
+        max_steps=1,
+        optim="sgd",
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        **arguments,
+    )
+    trainer = Trainer(model=model, args=settings, train_dataset=rows)
+    trainer.train()
+    return trainer
+
+
+def plain_update(model: Any, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The parameters after the same step without a Trainer, on all rows at once: the native mean over their labels."""
+    before = snapshot(model)
+    _, grads = gradients(model, stack(rows))
+    return {name: before[name] - grads[name] if name in grads else before[name] for name, _ in model.named_parameters()}
+
+
+# -- generating --------------------------------------------------------------------------------------------------------------
+
+
+def generation_problems(model: Any, batch: dict[str, torch.Tensor]) -> list[str]:
+    """Invariant 5 of `generate`: the cache and the padding change nothing, in greedy and in beam search."""
+    model.eval()
+    sentences = [
+        ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]  # of unequal lengths
+    problems: list[str] = []
+    for beams in (1, 3):
+        cached = _generate(model, sentences, num_beams=beams)
+        for name, other in {
+            "without cache": _generate(model, sentences, num_beams=beams, use_cache=False),
+            "alone": torch.cat([_generate(model, [sentence], num_beams=beams) for sentence in sentences], dim=1),
+        }.items():
+            problems += [
+                f"{beams} beams, {name}: {p}" for p in differences({"scores": other}, {"scores": cached}, 1e-4)
+            ]
+    return problems
+
+
+def _generate(model: Any, sentences: list[torch.Tensor], **arguments: Any) -> torch.Tensor:
+    """Scores of the tokens of `generate`, (tokens, sentences, vocabulary); of beams, the best one's tokens and score."""
+    length = max(map(len, sentences))
+    pad = model.config.pad_token_id or 0
+    rows, masks = [], []
+    for sentence in sentences:
+        fill, ones = torch.full((length - len(sentence),), pad), torch.ones(len(sentence), dtype=torch.long)
+        left = not model.config.is_encoder_decoder  # the last token of each prompt must be a real one
+        rows.append(torch.cat([fill, sentence] if left else [sentence, fill]))
+        masks.append(torch.cat([0 * fill, ones] if left else [ones, 0 * fill]))
+    result = model.generate(
+        torch.stack(rows),
+        attention_mask=torch.stack(masks),
+        pad_token_id=pad,
+        do_sample=False,
+        min_new_tokens=6,
+        max_new_tokens=6,
+        return_dict_in_generate=True,
+        output_logits=True,
+        output_scores=True,
+        **({"use_cache": True} | arguments),
+    )
+    assert (result.past_key_values is not None) == arguments.get("use_cache", True), "the cache was not switched"
+    new = result.sequences[:, -6:].T  # (tokens, sentences)
+    if arguments["num_beams"] == 1:
+        return torch.cat([new[..., None].float(), torch.stack(result.logits)], dim=-1)
+    return torch.stack([new.float(), result.sequences_scores.expand_as(new)], dim=-1)

@@ -1,0 +1,57 @@
+"""Child of test_contract.py: one of two processes that train every case with the Trainer. Writes what is wrong, as JSON.
+
+Each case is opened from the parent's files: opening must not make a constant trainable, or DDP stops at an unused parameter.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from contract_cases import (
+    BATCH_ROWS,
+    CASES,
+    build,
+    differences,
+    plain_update,
+    reload,
+    sgd_step_of_trainer,
+    snapshot,
+    training_rows,
+)
+
+from hf_freeze.rng import digest
+
+result, rank = Path(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(1000 + rank)
+problems, trained = [], 0
+for case in CASES:
+    if not case.trained_by_trainer:
+        continue
+    print(case.id, file=sys.stderr, flush=True)  # the last one named is the one that hung
+    rows = training_rows(case)
+    folder = result.parent / case.id
+    expected = plain_update(build(case), rows)
+    model, _ = reload(case, folder)
+    torch.manual_seed(1000 + rank)
+    before = snapshot(model)
+    trainer = sgd_step_of_trainer(
+        model, rows, folder, batch_size=1, accumulate=BATCH_ROWS // 2, ddp_find_unused_parameters=False
+    )
+    assert trainer.args.world_size == 2, f"{trainer.args.world_size} process: nothing distributed was tested"
+    after = {name: p.detach() for name, p in model.named_parameters()}
+    found = differences(after, expected, 1e-4)
+    found += [
+        f"{n} is frozen but changed"
+        for n, p in model.named_parameters()
+        if not p.requires_grad and (p != before[n]).any()
+    ]
+    digests = [None, None]
+    dist.all_gather_object(digests, {name: digest(p) for name, p in after.items()})
+    if digests[0] != digests[1]:
+        found.append("the ranks disagree")
+    problems += [f"{case.id}: {problem}" for problem in found]
+    trained += 1
+result.write_text(json.dumps({"trained": trained, "problems": problems}))
+dist.destroy_process_group()

@@ -1,0 +1,57 @@
+"""CONTRIBUTING.md, 7: every ordered pair of methods works, or is refused in one line."""
+
+import re
+
+import pytest
+from contract_cases import (
+    build,
+    differences,
+    file_sizes,
+    generation_problems,
+    native,
+    outputs,
+    pairs,
+    reload,
+    reload_problems,
+    trainability,
+    training_step,
+)
+
+from hf_freeze import make_variant
+from hf_freeze.accounting import stored_bytes
+from hf_freeze.registry import ARCHITECTURES
+
+PAIRS = [pair for architecture in ARCHITECTURES.values() for pair in pairs(architecture)]
+assert PAIRS
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=[pair.id for pair in PAIRS])
+def test_a_pair_works_or_is_refused(pair, tmp_path):
+    first, second = pair.methods
+    try:
+        model = build(pair)
+    except ValueError as error:
+        message = str(error)
+    else:
+        message = None
+    if message is not None:
+        assert re.fullmatch(".+", message), message  # one line
+        with pytest.raises(ValueError, match=r"\A.+\Z"):  # one after the other is no way around it
+            make_variant(make_variant(native(pair), [first]), [second])
+        return
+    batch = pair.batch()
+    expected = outputs(model, batch)
+    in_turn = make_variant(make_variant(native(pair), [first]), [second])
+    assert in_turn.config.methods == model.config.methods
+    assert differences(outputs(in_turn, batch), expected) == []
+    assert trainability(in_turn) == trainability(model)
+    for step in range(2):
+        folder = tmp_path / str(step)
+        model.save_pretrained(folder)
+        assert file_sizes(folder)[0] == stored_bytes(model)
+        reloaded, info = reload(pair, folder)
+        assert reload_problems(reloaded, info, outputs(model, batch), trainability(model), batch) == []
+        if any(trainability(model).values()):
+            training_step(model, batch)
+    if pair.native_class.can_generate():
+        assert generation_problems(reloaded.eval(), batch) == []
