@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 import transformers
 from transformers import DataCollatorForSeq2Seq, EarlyStoppingCallback, Seq2SeqTrainingArguments, TrainerCallback
@@ -17,6 +18,7 @@ from hf_freeze.accounting import count_parameters, stored_bytes
 from hf_freeze.data.tokenization import check_ids
 from hf_freeze.experiments.environment import environment, peak_memory, write_whole
 from hf_freeze.experiments.recipe import SPLITS, data_form
+from hf_freeze.experiments.statistics import bleu_items
 from hf_freeze.metrics import load as load_metric
 from hf_freeze.registry import method_from_dict
 from hf_freeze.training import TokenBatchTrainer, label_smoothed_loss
@@ -102,6 +104,7 @@ def run_translation(run: dict[str, Any], folder: Path, report: Report = lambda _
     sentences, references = list(splits["test"]["source"]), list(splits["test"]["target"])
     translations = translate(model, tokenizer, sentences, bf16=trainer.args.bf16, **run["decoding"])
     (folder / "translations.txt").write_text("\n".join(translations) + "\n", encoding="utf-8")
+    np.save(folder / "items.npy", bleu_items(translations, references))
     scores: dict[str, Any] = {
         name: load_metric(name).compute(predictions=translations, references=references)
         for name in ("sacrebleu", "chrf")
@@ -111,6 +114,7 @@ def run_translation(run: dict[str, Any], folder: Path, report: Report = lambda _
     parameters = count_parameters(model)
     record = {
         "recipe": run["name"],
+        "task": run["task"],
         "row": run["row"],
         "label": run["label"],
         "seed": run["seed"],
@@ -130,6 +134,10 @@ def run_translation(run: dict[str, Any], folder: Path, report: Report = lambda _
             "stored": parameters.stored,
             "stored_bytes": stored_bytes(model),
             "trainable_share": parameters.trainable / parameters.total,
+            "by_component": {
+                name: {"total": part.total, "trainable": part.trainable, "stored": part.stored}
+                for name, part in parameters.by_component.items()
+            },
         },
         "seconds": {
             "train": train_seconds,
