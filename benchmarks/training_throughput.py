@@ -22,6 +22,7 @@ from transformers import DataCollatorForSeq2Seq, MarianMTModel, TrainerCallback
 from transformers.utils import logging
 
 from hf_freeze import data, make_variant, multiply_adds
+from hf_freeze.experiments import run as run_module
 from hf_freeze.experiments import translation
 from hf_freeze.experiments.environment import environment
 from hf_freeze.experiments.recipe import expand, load_recipe
@@ -43,7 +44,7 @@ class Clock(TrainerCallback):
 def trainer_turn(model: Any, run: dict[str, Any], dataset: Any, collator: Any, steps: int) -> float:
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = translation.training_arguments(run, Path(folder))
+        arguments = run_module.training_arguments(run, Path(folder))
         arguments.max_steps, arguments.save_strategy, arguments.eval_strategy = steps, "no", "no"
         arguments.load_best_model_at_end = False
         trainer = TokenBatchTrainer(
@@ -98,15 +99,15 @@ def main() -> None:
     text = data.read_parallel(options.source, options.target) if options.source else data.builtin_corpus()["train"]
     vocabulary = run["tokenizer"]["vocab_size"] if options.source else 800
     tokenizer = data.train_tokenizer([*text["source"], *text["target"]], vocabulary)
-    config = translation.backbone_config(run["backbone"], tokenizer)
+    config = run_module.backbone_config(run["backbone"], tokenizer)
     tokenizer.model_max_length = config.max_position_embeddings
     dataset = translation.encode(text, tokenizer)
     ours = make_variant(config, [], task="seq2seq-lm", init="marian")
-    translation.choose_attention(ours)
+    run_module.choose_attention(ours)
     plain = MarianMTModel(config).to(ours.device).train()
     collator = DataCollatorForSeq2Seq(tokenizer, model=ours)
     same_attention = copy.deepcopy(plain)
-    translation.choose_attention(same_attention)
+    run_module.choose_attention(same_attention)
     times: dict[str, list[float]] = {"Trainer path": [], "plain loop": [], "same with our attention": []}
     for _ in range(options.rounds):
         times["Trainer path"].append(trainer_turn(ours, run, dataset, collator, options.steps))

@@ -163,24 +163,32 @@ class SeededTensor:
     - `diagonal`: ones on the main diagonal of the (rectangular) matrix, zeros elsewhere;
     - `zero_diagonal`: `glorot` with zeros on the main diagonal;
     - `zeros`: the bias of a random or diagonal linear.
+
+    `parts`: equal matrices side by side along the last dimension, each of which the scheme is for (GPT-2 holds the queries,
+    keys and values as one matrix).
     """
 
     seed: int
     name: str
     shape: tuple[int, ...]
     scheme: str
+    parts: int = 1
 
     def generate(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """The fp32 tensor. Raises ValueError for an unknown scheme."""
         if self.scheme == "zeros":
             return torch.zeros(self.shape, device=device)
-        if self.scheme == "diagonal":
-            return torch.eye(*self.shape, device=device)
         if self.scheme == "embedding":
             return uniform(self.seed, self.name, self.shape, math.sqrt(3 / self.shape[1]), device=device)
+        part = (self.shape[0], self.shape[-1] // self.parts)
+        if self.scheme == "diagonal":
+            return torch.eye(*part, device=device).repeat(1, self.parts)
         if self.scheme in ("glorot", "zero_diagonal"):
-            out = uniform(self.seed, self.name, self.shape, math.sqrt(6 / sum(self.shape)), device=device)
-            return out.fill_diagonal_(0) if self.scheme == "zero_diagonal" else out
+            out = uniform(self.seed, self.name, self.shape, math.sqrt(6 / sum(part)), device=device)
+            if self.scheme == "zero_diagonal":
+                for matrix in out.split(part[1], dim=1):
+                    matrix.fill_diagonal_(0)
+            return out
         raise ValueError(
             f"unknown scheme {self.scheme!r} of {self.name!r}; "
             "choose from glorot, embedding, diagonal, zero_diagonal, zeros"

@@ -60,10 +60,15 @@ class VariantMixin(_Model):
 
     native_class: ClassVar[type[PreTrainedModel]]
     architecture: ClassVar[Architecture]
+    shifts_labels: ClassVar[bool]  # a causal language model: the label of a position is the token after it
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self._built = False
-        super().__init__(config, *args, **kwargs)
+        with _native_base_model(type(config)):
+            super().__init__(config, *args, **kwargs)
+        if self.shifts_labels:
+            # transformers finds the loss by the class name, and not that of GPT-2; its Trainer counts labels accordingly.
+            self.loss_type = "ForCausalLM"
         self._declared_digests = frozenset(config.digests)
         for method in parse_methods(config):
             method.restructure(self, self.architecture)
@@ -88,6 +93,10 @@ class VariantMixin(_Model):
         from transformers.trainer_pt_utils import LabelSmoother
 
         return "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
+
+    def _get_name(self) -> str:
+        # The Trainer's label smoothing looks causal language models up by name, and would forget to shift the labels.
+        return self.native_class.__name__ if self.shifts_labels else super()._get_name()
 
     # -- structure and freezing ------------------------------------------------------------------------------------------
 
@@ -153,7 +162,9 @@ class VariantMixin(_Model):
                 bound = (3 / weight.shape[1]) ** 0.5
                 initialization.uniform_(weight, -bound, bound)
             elif component != "constant":
-                initialization.xavier_uniform_(weight)
+                outputs = weight.shape[1] // self.architecture.parts(base_name(self, f"{name}.weight"))
+                bound = (6 / (weight.shape[0] + outputs)) ** 0.5
+                initialization.uniform_(weight, -bound, bound)
             wanted.discard(id(weight))  # a tied matrix is drawn once, under its first name: the table's
         for parameter in fresh:
             setattr(parameter, "_is_hf_initialized", True)  # noqa: B010 (transformers' own mark)
@@ -258,6 +269,21 @@ class VariantMixin(_Model):
         return native
 
 
+@contextlib.contextmanager
+def _native_base_model(config_class: type) -> Iterator[None]:
+    """Some native task classes have AutoModel make their base model. It must be the native one: the methods are applied to
+    the whole, once."""
+    registered: Any = transformers.AutoModel._model_mapping
+    variant = registered._extra_content.get(config_class)
+    registered._extra_content[config_class] = registered[config_class.__mro__[2]]
+    try:
+        yield
+    finally:
+        registered._extra_content.pop(config_class)
+        if variant is not None:
+            registered._extra_content[config_class] = variant
+
+
 def _native_model(native_class: Any, config: Any) -> PreTrainedModel:
     data = {name: value for name, value in config.to_dict().items() if name not in (*_OWN_FIELDS, "model_type")}
     native_config = native_class.config_class.from_dict(data)
@@ -286,7 +312,7 @@ def _copy_runtime(old: Any, new: Any) -> None:
 # -- the factory -------------------------------------------------------------------------------------------------------------
 
 
-def _scaled(native_forward: Callable[..., Any], shifts_labels: bool) -> Callable[..., Any]:
+def _scaled(native_forward: Callable[..., Any]) -> Callable[..., Any]:
     """Native losses are a mean over this batch; with `num_items_in_batch` (Trainer: all labels of an optimiser step, over
     accumulation and processes) the sum is divided by that instead. `wraps` keeps the signature, which the Trainer reads.
     """
@@ -297,7 +323,7 @@ def _scaled(native_forward: Callable[..., Any], shifts_labels: bool) -> Callable
         labels = kwargs.get("labels")
         if num_items_in_batch is None or labels is None:
             return outputs
-        counted = labels[..., 1:] if shifts_labels else labels
+        counted = labels[..., 1:] if self.shifts_labels else labels
         factor = (counted != -100).sum() / num_items_in_batch
         if isinstance(outputs, tuple):
             return (outputs[0] * factor, *outputs[1:])
@@ -338,7 +364,8 @@ def _make_classes() -> dict[type[PreTrainedModel], type[PreTrainedModel]]:
                     "native_class": native,
                     "architecture": architecture,
                     "config_class": config_class,
-                    "forward": _scaled(native.forward, shifts_labels=task == "causal-lm"),
+                    "forward": _scaled(native.forward),
+                    "shifts_labels": task == "causal-lm",
                 },
             )
             TASKS[task].register(config_class, variant, exist_ok=True)

@@ -12,8 +12,8 @@ from transformers import (
     BertForSequenceClassification,
     BertForTokenClassification,
     BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     MarianConfig,
     MarianMTModel,
 )
@@ -116,8 +116,8 @@ def test_sinusoidal_positions_are_never_counted():
 
 @pytest.mark.parametrize("function", [count_parameters, stored_bytes, multiply_adds])
 def test_other_architectures_are_refused(function):
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=40))
-    with pytest.raises(ValueError, match=r"no architecture 'gpt2'; choose from \['bert', 'marian'"):
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=40))
+    with pytest.raises(ValueError, match=r"no architecture 'openai-gpt'; choose from \['bert', 'gpt2'"):
         function(model)
 
 

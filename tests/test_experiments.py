@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, BertForMaskedLM, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 from typer.testing import CliRunner
 
 from hf_freeze import count_parameters, make_variant
@@ -24,7 +24,7 @@ from hf_freeze.data import builtin_corpus
 from hf_freeze.experiments.grid import FailedRuns, run_folder, run_grid
 from hf_freeze.experiments.recipe import expand, load_recipe
 from hf_freeze.experiments.report import read_results, summarise, table_cells, write_report
-from hf_freeze.experiments.translation import _last_whole_checkpoint
+from hf_freeze.experiments.run import last_whole_checkpoint
 from hf_freeze.methods import Freeze
 from hf_freeze.metrics import load as load_metric
 from hf_freeze.registry import ARCHITECTURES, METHODS
@@ -177,7 +177,7 @@ BAD_RECIPES = {
     "unknown preset": ({"preset": "huge"}, r"unknown preset 'huge'; choose from \['small'\]"),
     "missing": ({"rows": ...}, "'rows' is missing"),
     "no name": ({"name": ...}, "'name' is missing"),
-    "task": ({"task": "parsing"}, r"unknown task 'parsing'; choose from \['translation'\]"),
+    "task": ({"task": "parsing"}, r"unknown task 'parsing'; choose from \['translation', 'language-modelling'\]"),
     "no seeds": ({"seeds": []}, r"seeds must be integers, not \[\]"),
     "seed type": ({"seeds": [1, "2"]}, "seeds must be integers"),
     "unknown row": ({"only": ["7"]}, r"no row '7'; choose from \['0', '2.1'\]"),
@@ -413,21 +413,21 @@ KILLED = """
     import os
     from pathlib import Path
     from transformers import TrainerCallback
-    from hf_freeze.experiments import translation
+    from hf_freeze.experiments import run as runs
     from hf_freeze.experiments.grid import _claim, run_folder
     from hf_freeze.experiments.recipe import expand, load_recipe
 
-    class Killer(translation._Progress):
+    class Killer(runs._Progress):
         def on_epoch_begin(self, args, state, control, **kwargs):
             if state.epoch >= 2:
                 os.kill(os.getpid(), 9)
 
     if __name__ == "__main__":
-        translation._Progress = Killer
+        runs._Progress = Killer
         run = expand(load_recipe({recipe!r}))[0]
         folder = run_folder(Path({out!r}), run)
         _claim(folder, run)
-        translation.run_translation(run, folder)
+        runs.execute(run, folder)
 """
 
 
@@ -467,14 +467,14 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
     assert translations[0] == translations[1]
 
 
-def test_the_last_whole_checkpoint_is_found_by_number(tmp_path):
-    assert _last_whole_checkpoint(tmp_path / "none") is None
+def test_thelast_whole_checkpoint_is_found_by_number(tmp_path):
+    assert last_whole_checkpoint(tmp_path / "none") is None
     for number in (9, 10, 100):
         (tmp_path / f"checkpoint-{number}").mkdir()
-    assert _last_whole_checkpoint(tmp_path) is None
+    assert last_whole_checkpoint(tmp_path) is None
     for number in (9, 10):
         (tmp_path / f"checkpoint-{number}" / "trainer_state.json").write_text("{}")
-    assert _last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
 
 
 # -- reports ---------------------------------------------------------------------------------------------------------------------
@@ -659,8 +659,8 @@ def test_wrong_input_is_one_line(recipe_file, tmp_path, monkeypatch):
     assert "write KEY=VALUE" in one_line_error("run", recipe_file, "--set", "epochs")
     assert "results.jsonl does not exist" in one_line_error("report", tmp_path)
     assert not (tmp_path / "runs").exists(), "nothing was begun"
-    GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "gpt2")
-    assert "no architecture 'gpt2'" in one_line_error("inspect", tmp_path / "gpt2")
+    OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=9, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "gpt")
+    assert "no architecture 'openai-gpt'" in one_line_error("inspect", tmp_path / "gpt")
     config = BertConfig(**ARCHITECTURES["bert"].tiny)
     config.save_pretrained(tmp_path / "bert")
     assert "length=33 is outside 1..32" in one_line_error("inspect", tmp_path / "bert", "--length", "33")

@@ -21,8 +21,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForPreTraining,
-    GPT2Config,
-    GPT2LMHeadModel,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     MarianConfig,
     MarianMTModel,
     MarianPreTrainedModel,
@@ -141,11 +141,11 @@ def test_a_method_is_an_instance(method):
 
 
 def test_unknown_architectures_are_refused():
-    config = GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)
-    with pytest.raises(ValueError, match=r"no architecture 'gpt2'; choose from \['bert', 'marian'"):
+    config = OpenAIGPTConfig(vocab_size=9, n_embd=8, n_layer=1, n_head=1)
+    with pytest.raises(ValueError, match=r"no architecture 'openai-gpt'; choose from \['bert', 'gpt2'"):
         make_variant(config, [], task="causal-lm")
-    with pytest.raises(ValueError, match=r"no variant of GPT2LMHeadModel; choose from .*'MarianMTModel'"):
-        make_variant(GPT2LMHeadModel(config), [])
+    with pytest.raises(ValueError, match=r"no variant of OpenAIGPTLMHeadModel; choose from .*'MarianMTModel'"):
+        make_variant(OpenAIGPTLMHeadModel(config), [])
 
 
 @pytest.mark.parametrize(

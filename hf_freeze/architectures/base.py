@@ -5,6 +5,7 @@ serves every task class. `{}` stands for the layer number.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import translate
@@ -25,7 +26,8 @@ _LARGEST_MODEL = (
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """One attention block of a layer: its projections, below the layer."""
+    """One attention block of a layer: its projections, below the layer. Of a fused one, q, k and v have the same name; it
+    holds them side by side along its outputs."""
 
     q: str
     k: str
@@ -33,8 +35,9 @@ class Attention:
     o: str
 
     @property
-    def linears(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.q, self.k, self.v, self.o)))  # a fused projection is named once
+    def linears(self) -> dict[str, int]:
+        """Module name -> number of projections that it holds: 3 where q, k and v are fused."""
+        return dict(Counter((self.q, self.k, self.v, self.o)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,20 @@ class Architecture:
     def component(self, name: str) -> str:
         """The component of the parameter `name` (below `base_model_prefix`)."""
         return next(iter(self.matches(name)), "head")
+
+    def parts(self, name: str) -> int:
+        """Number of projections side by side in the matrix `name`: 3 where queries, keys and values are fused, else 1."""
+        return next((number for pattern, number in self._fused if pattern.fullmatch(name)), 1)
+
+    @cached_property
+    def _fused(self) -> list[tuple[re.Pattern[str], int]]:
+        return [
+            (re.compile(rf"{stack.layer_pattern}\.{re.escape(linear)}\.weight"), number)
+            for stack in self.stacks.values()
+            for block in stack.attentions.values()
+            for linear, number in block.linears.items()
+            if number > 1
+        ]
 
     def depths(self, config: Any) -> dict[str, int]:
         """Layers of each stack."""
@@ -168,3 +185,16 @@ def check_layers_type(layers: Any) -> None:
     )
     if not fits:
         raise ValueError(f"layers={layers!r}: must be None or a dict such as {{'encoder': [0, 1]}}")
+
+
+def decoder_inputs(task: str) -> dict[str, torch.Tensor]:
+    """`tiny_inputs` of a decoder alone: two sentences of 5 and 3 tokens; 0 pads."""
+    batch = {
+        "input_ids": torch.tensor([[5, 9, 3, 7, 1], [8, 4, 1, 0, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
+    }
+    if task == "sequence-classification":
+        batch["labels"] = torch.tensor([1, 0])
+    elif task == "causal-lm":
+        batch["labels"] = torch.tensor([[5, 9, 3, 7, 1], [8, 4, 1, -100, -100]])
+    return batch

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")  # ids 0, 1, 2
+_TEMPLATES = {"after": ("$A </s>", "$A </s> $B </s>"), "before": ("</s> $A", "</s> $A </s> $B")}
 
 
 def check_ids(sentences: Iterable[Iterable[int]], vocab_size: int) -> None:
@@ -24,12 +25,18 @@ def check_ids(sentences: Iterable[Iterable[int]], vocab_size: int) -> None:
                 )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: str = "bpe") -> PreTrainedTokenizerFast:
-    """A joint BPE or Unigram tokenizer: NFKC, word boundaries kept as `▁`, punctuation in pieces of its own,
-    `</s>` closes every sentence.
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, kind: str = "bpe", *, eos: str = "after"
+) -> PreTrainedTokenizerFast:
+    """A joint BPE or Unigram tokenizer: NFKC, word boundaries kept as `▁`, punctuation in pieces of its own.
 
-    Raises ValueError for an unknown kind, or a vocabulary too small for the characters of the text.
+    `eos`: where `</s>` stands, `"after"` every text, as translation models need it, or `"before"`, so that a language model
+    goes on with a prompt and does not end it.
+
+    Raises ValueError for an unknown kind or place of `</s>`, or a vocabulary too small for the characters of the text.
     """
+    if eos not in _TEMPLATES:
+        raise ValueError(f"unknown place of </s> {eos!r}; choose from {list(_TEMPLATES)}")
     specials = list(SPECIAL_TOKENS)
     if kind == "bpe":
         tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -50,7 +57,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: str = "bpe") ->
     if vocab_size < smallest:
         raise ValueError(f"vocab_size={vocab_size} is too small: {smallest} special tokens and characters must fit")
     tokenizer.train_from_iterator(texts, trainer)
+    single, pair = _TEMPLATES[eos]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", tokenizer.token_to_id("</s>"))]
+        single=single, pair=pair, special_tokens=[("</s>", tokenizer.token_to_id("</s>"))]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")

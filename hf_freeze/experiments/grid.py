@@ -19,7 +19,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hf_freeze.experiments.environment import write_whole
-from hf_freeze.experiments.recipe import SPLITS, data_form, expand
+from hf_freeze.experiments.recipe import data_form, expand
+from hf_freeze.experiments.tasks import SPLITS
 
 # A run in its own process has a peak memory of its own, and its crash stops no other. The fork server imports torch and
 # transformers once; forking from the parent itself would copy its threads' locks.
@@ -73,7 +74,7 @@ def write_results(out: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]
 def _check_files(data: dict[str, Any]) -> None:
     """Raise FileNotFoundError once, rather than in every run."""
     splits = SPLITS if data_form(data) == "files" else ()
-    for path in (Path(data.get("root", ".")) / file for split in splits for file in data[split]):
+    for path in (Path(data.get("root", ".")) / file for split in splits for file in data.get(split, ())):
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist; say where the files are: --set data.root=DIRECTORY")
 
@@ -115,7 +116,7 @@ def _execute(
     """Run all of `waiting`, calling `finished` after each; returns the folders of those that failed."""
     context: Any = multiprocessing.get_context(_METHOD)
     if _METHOD == "forkserver":
-        context.set_forkserver_preload(["hf_freeze.experiments.translation"])
+        context.set_forkserver_preload(["hf_freeze.experiments.run"])
     # More threads than cores make a step many times slower, so who says OMP_NUM_THREADS is heard.
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // jobs))
     messages = context.Queue()
@@ -178,7 +179,7 @@ def _child(run: dict[str, Any], folder: Path, threads: int, messages: Any) -> No
     import torch
     import transformers
 
-    from hf_freeze.experiments.translation import run_translation
+    from hf_freeze.experiments.run import execute
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
@@ -188,7 +189,7 @@ def _child(run: dict[str, Any], folder: Path, threads: int, messages: Any) -> No
     transformers.utils.logging.set_verbosity_error()
     (folder / "error.log").unlink(missing_ok=True)
     try:
-        run_translation(run, folder, lambda message: messages.put((folder.name, message)))
+        execute(run, folder, lambda message: messages.put((folder.name, message)))
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     except BaseException:
         (folder / "error.log").write_text(traceback.format_exc(), encoding="utf-8")
@@ -215,7 +216,9 @@ def _show(bars: Progress, task: Any, message: dict[str, Any], console: Console, 
 
 def _one_line(record: dict[str, Any], seconds: float) -> str:
     metrics, parameters = record["metrics"], record["parameters"]
+    shown = (("test_bleu", "BLEU", "5.1f"), ("test_perplexity", "test perplexity", "7.2f"))
+    score = "  ".join(f"{heading} {metrics[key]:{form}}" for key, heading, form in shown if key in metrics)
     return (
-        f"row {record['row']:<4} seed {record['seed']} {record['label']:<28} BLEU {metrics['test_bleu']:5.1f}  "
+        f"row {record['row']:<4} seed {record['seed']} {record['label']:<28} {score}  "
         f"dev perplexity {metrics['dev_perplexity']:7.2f}  trainable {parameters['trainable_share']:4.0%}  {seconds:4.0f} s"
     )

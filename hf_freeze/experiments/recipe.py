@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from hf_freeze.experiments.tasks import SPLITS, TASKS
 from hf_freeze.registry import METHODS, method_from_dict
 
 _FIELDS = {
@@ -40,15 +41,16 @@ _TRAINING: dict[str, Callable[[Any], Any]] = {
     "bf16": bool,
     "accumulation": int,
     "patience": int,
+    "block_size": int,
+    "evaluations": int,
 }
 _SECTIONS = {
-    "data": {"builtin", "root", "train", "dev", "test", "hub", "source", "target", "limit"},
+    "data": {"builtin", "root", "train", "dev", "test", "hub", "source", "target", "column", "unit", "holdout", "limit"},
     "tokenizer": {"kind", "vocab_size"},
     "backbone": {"model_type", "init", "config"},
     "training": set(_TRAINING),
     "decoding": {"num_beams", "max_tokens"},
 }
-SPLITS = ("train", "dev", "test")
 
 
 def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: bool = False) -> dict[str, Any]:
@@ -140,20 +142,19 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
     for key in ("name", "task", "data", "tokenizer", "backbone", "training", "rows", "seeds"):
         if key not in recipe:
             raise ValueError(f"{path}: {key!r} is missing")
-    if recipe["task"] != "translation":
-        raise ValueError(f"{path}: unknown task {recipe['task']!r}; choose from ['translation']")
+    if recipe["task"] not in TASKS:
+        raise ValueError(f"{path}: unknown task {recipe['task']!r}; choose from {list(TASKS)}")
     for key, value in recipe["training"].items():
         try:
             recipe["training"][key] = _TRAINING[key](value)
         except (TypeError, ValueError):
             raise ValueError(f"{path}: training.{key}={value!r} is not a value that it takes") from None
-    form = data_form(recipe["data"])
-    needed = {"builtin": (), "hub": ("source", "target", *SPLITS)}.get(form or "", SPLITS)
-    for key in needed:
-        if key not in recipe["data"]:
-            raise ValueError(f"{path}: data.{key} is missing")
-    if form != "files" and "root" in recipe["data"]:
-        raise ValueError(f"{path}: data.root says where files are, but the data is of the form {form!r}")
+    _check_data(recipe["data"], recipe["task"], path)
+    if recipe["task"] == "language-modelling":
+        recipe["training"].setdefault("block_size", 128)
+    for key in ("block_size", "evaluations"):
+        if recipe["training"].get(key, 1) < 1:
+            raise ValueError(f"{path}: training.{key}={recipe['training'][key]} must be at least 1")
     seeds = recipe["seeds"]
     if not seeds or any(type(seed) is not int or not 0 <= seed < 2**32 for seed in seeds):
         raise ValueError(f"{path}: seeds must be integers, not {seeds!r}; each in 0..2^32-1")
@@ -173,6 +174,28 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
             raise ValueError(f"{path}: the methods of row {name!r} must be a list, not {row['methods']!r}")
         for method in row["methods"]:
             method_from_dict(method)
+
+
+def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
+    form, parallel = data_form(data), task == "translation"
+    splits = [split for split in SPLITS if split != "dev" or "holdout" not in data]
+    needed = {"builtin": [], "hub": [*(["source", "target"] if parallel else []), *splits]}.get(form or "", splits)
+    for key in needed:
+        if key not in data:
+            raise ValueError(f"{path}: data.{key} is missing")
+    if form != "files" and "root" in data:
+        raise ValueError(f"{path}: data.root says where files are, but the data is of the form {form!r}")
+    for split in splits if form == "files" else ():
+        files = data[split]
+        if not isinstance(files, list) or not files or (parallel and len(files) != 2):
+            wanted = "two files, [source, target]" if parallel else "a list of files"
+            raise ValueError(f"{path}: data.{split} must be {wanted}, not {files!r}")
+    if "holdout" in data and (type(data["holdout"]) is not int or data["holdout"] < 1 or "dev" in data):
+        raise ValueError(
+            f"{path}: data.holdout={data['holdout']!r} must be a number of training items, and takes the place of data.dev"
+        )
+    if data.get("unit", "lines") not in ("lines", "documents"):
+        raise ValueError(f"{path}: unknown data.unit {data['unit']!r}; choose from ['lines', 'documents']")
 
 
 def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:

@@ -75,7 +75,7 @@ class Freeze(Method):
             scheme = "embedding" if component == "embeddings" else _SCHEMES[mode]
             if parameter.ndim == 1:
                 scheme = "zeros"
-            yield full_name, SeededTensor(self.seed, name, tuple(parameter.shape), scheme)
+            yield full_name, SeededTensor(self.seed, name, tuple(parameter.shape), scheme, architecture.parts(name))
 
     def _selects(self, component: str, layer: tuple[str, int] | None) -> bool:
         if self.layers is None or component in ("embeddings", "head"):

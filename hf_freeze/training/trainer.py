@@ -10,6 +10,7 @@ from transformers import Seq2SeqTrainer
 
 from hf_freeze.data.batching import TokenBatchSampler
 from hf_freeze.data.tokenization import check_ids
+from hf_freeze.training.loss import aligned
 
 
 class TokenBatchTrainer(Seq2SeqTrainer):
@@ -26,6 +27,7 @@ class TokenBatchTrainer(Seq2SeqTrainer):
             raise ValueError("TokenBatchTrainer evaluates perplexity only; score translations with a pipeline")
         super().__init__(*args, **kwargs)
         self.max_tokens = max_tokens
+        self._sum_of_losses: Any = 0.0
 
     def get_train_dataloader(self) -> DataLoader:
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
@@ -46,27 +48,37 @@ class TokenBatchTrainer(Seq2SeqTrainer):
         )
 
     @torch.no_grad()
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval", **_: Any
-    ) -> dict[str, float]:
-        """{prefix_loss: nats a token, prefix_perplexity}; every process takes its share of the batches."""
+    def score(self, dataset: Any) -> torch.Tensor:
+        """(N, 2) float64: summed negative log-likelihood in nats, without label smoothing, and target tokens of every item.
+
+        Every process takes its share of the batches, and all get the whole.
+        """
         model = self.accelerator.unwrap_model(self.model)
         was_training = model.training
         model.eval()
-        loader = self._token_loader(self.eval_dataset if eval_dataset is None else eval_dataset, shuffle=False)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        for number, batch in enumerate(loader):
+        loader = self._token_loader(dataset, shuffle=False)
+        items = torch.zeros(len(dataset), 2, dtype=torch.float64, device=self.args.device)
+        for number, (indices, batch) in enumerate(zip(loader.batch_sampler, loader, strict=True)):
             if number % self.args.world_size != self.args.process_index:
                 continue
             batch = self._prepare_inputs(dict(batch))
             labels = batch.pop("labels")
             with self.compute_loss_context_manager():
                 logits = model(**batch).logits
-            nll = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-            sums += torch.stack([nll.double(), (labels != -100).sum().double()])
+            logits, labels = aligned(logits, labels, shift=not model.config.is_encoder_decoder)
+            nll = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+            items[indices, 0] = nll.view(labels.shape).sum(1).double()
+            items[indices, 1] = (labels != -100).sum(1).double()
         model.train(was_training)
-        reduced: Any = self.accelerator.reduce(sums)
-        nll, tokens = reduced.tolist()
+        reduced: Any = self.accelerator.reduce(items)
+        return reduced
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval", **_: Any
+    ) -> dict[str, float]:
+        """{prefix_loss: nats a token, prefix_perplexity}."""
+        nll, tokens = self.score(self.eval_dataset if eval_dataset is None else eval_dataset).sum(0).tolist()
+        self._check_finite(nll, "the loss on the dev set")
         metrics = {
             f"{metric_key_prefix}_loss": nll / tokens,
             f"{metric_key_prefix}_perplexity": math.exp(min(nll / tokens, 700)),
@@ -74,3 +86,26 @@ class TokenBatchTrainer(Seq2SeqTrainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    # -- a loss that is no number ----------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self._sum_of_losses = self._sum_of_losses + loss  # read when something is logged or saved: a GPU is not waited for
+        return loss
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        self._check_finite(self._sum_of_losses, "the training loss")
+        super().log(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._check_finite(self._sum_of_losses, "the training loss")
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _check_finite(self, value: Any, what: str) -> None:
+        """Raises FloatingPointError, before a checkpoint is written over the last good one."""
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"{what} is {float(value)} at step {self.state.global_step}; the checkpoints before it are kept. "
+                "A lower learning rate, a longer warm-up or gradient clipping may help"
+            )

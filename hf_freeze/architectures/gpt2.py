@@ -1,0 +1,39 @@
+"""GPT-2 (Radford et al., 2019). Its linears are `Conv1D`: weights of (inputs, outputs), queries, keys and values in one."""
+
+from hf_freeze.architectures.base import Architecture, Attention, Stack, decoder_inputs
+from hf_freeze.registry import register_architecture
+
+GPT2 = register_architecture(
+    Architecture(
+        model_type="gpt2",
+        tasks=("causal-lm", "sequence-classification", "feature-extraction"),
+        stacks={
+            "decoder": Stack(
+                layers="h.{}",
+                depth="n_layer",
+                attentions={"self": Attention(q="attn.c_attn", k="attn.c_attn", v="attn.c_attn", o="attn.c_proj")},
+                ffn=("mlp.c_fc", "mlp.c_proj"),
+            )
+        },
+        embeddings=("wte.weight", "wpe.weight"),
+        norms=("h.*.ln_?.*", "ln_f.*"),
+        sizes={
+            "hidden size": ("n_embd", "n_inner"),
+            "layers": ("n_layer",),
+            "vocabulary": ("vocab_size",),
+            "positions": ("n_positions",),
+        },
+        tiny={
+            "vocab_size": 40,
+            "n_embd": 16,
+            "n_layer": 2,
+            "n_head": 2,
+            "n_inner": 24,
+            "n_positions": 32,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 1,
+        },
+        tiny_inputs=decoder_inputs,
+    )
+)

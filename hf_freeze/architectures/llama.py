@@ -1,0 +1,44 @@
+"""Llama (Touvron et al., 2023): grouped key and value heads, gated FFN, rotary positions, no biases."""
+
+from hf_freeze.architectures.base import Architecture, Attention, Stack, decoder_inputs
+from hf_freeze.registry import register_architecture
+
+LLAMA = register_architecture(
+    Architecture(
+        model_type="llama",
+        tasks=("causal-lm", "sequence-classification", "feature-extraction"),
+        stacks={
+            "decoder": Stack(
+                layers="layers.{}",
+                depth="num_hidden_layers",
+                attentions={
+                    "self": Attention(
+                        q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj"
+                    )
+                },
+                ffn=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+            )
+        },
+        embeddings=("embed_tokens.weight",),
+        norms=("layers.*layernorm.weight", "norm.weight"),
+        sizes={
+            "hidden size": ("hidden_size", "intermediate_size"),
+            "layers": ("num_hidden_layers",),
+            "vocabulary": ("vocab_size",),
+            "positions": ("max_position_embeddings",),
+        },
+        tiny={
+            "vocab_size": 40,
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 24,
+            "max_position_embeddings": 32,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 1,
+        },
+        tiny_inputs=decoder_inputs,
+    )
+)

@@ -1,0 +1,197 @@
+"""One run of a grid: data, tokenizer, variant, training, test scores."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import distributed
+from transformers import DataCollatorForSeq2Seq, EarlyStoppingCallback, Seq2SeqTrainingArguments, TrainerCallback
+
+from hf_freeze import data as hf_data
+from hf_freeze import make_variant
+from hf_freeze.accounting import count_parameters, stored_bytes
+from hf_freeze.experiments.environment import environment, peak_memory, write_whole
+from hf_freeze.experiments.tasks import task_of
+from hf_freeze.registry import method_from_dict
+from hf_freeze.training import TokenBatchTrainer, label_smoothed_loss
+
+Report = Callable[[dict[str, Any]], None]  # receives {"step":, "steps":, "loss": ...} while the run goes on
+
+
+def backbone_config(settings: dict[str, Any], tokenizer: Any) -> transformers.PreTrainedConfig:
+    """The config of a fresh backbone whose vocabulary and special tokens are the tokenizer's."""
+    vocabulary, pad, eos = len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id
+    ids = {"vocab_size": vocabulary, "pad_token_id": pad, "eos_token_id": eos}
+    if settings["model_type"] == "marian":
+        ids |= {"decoder_vocab_size": vocabulary, "decoder_start_token_id": pad, "forced_eos_token_id": eos}
+    else:
+        ids |= {"bos_token_id": eos}
+    return transformers.AutoConfig.for_model(settings["model_type"], **ids, **settings["config"])
+
+
+def execute(run: dict[str, Any], folder: Path, report: Report = lambda _: None) -> dict[str, Any]:
+    """Train and test one row; writes model, metrics and log into `folder`, which may hold a killed run to resume.
+
+    Under a launcher (torchrun, accelerate launch) every process calls it; the first one writes. Returns the record that goes
+    to results.jsonl. Raises FloatingPointError where the loss is no number; the checkpoint before it is kept.
+    """
+    started = time.perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    transformers.set_seed(run["seed"])
+    task = task_of(run["task"])
+    splits = task.load(run["data"])
+    vocabulary, kind = run["tokenizer"]["vocab_size"], run["tokenizer"].get("kind", "bpe")
+    tokenizer = hf_data.train_tokenizer(task.texts(splits["train"]), vocabulary, kind, eos=task.eos)
+    config = backbone_config(run["backbone"], tokenizer)
+    tokenizer.model_max_length = config.max_position_embeddings
+    model = make_variant(
+        config,
+        [method_from_dict(method) for method in run["methods"]],
+        task=task.head,
+        init=run["backbone"].get("init", "backbone"),
+        seed=run["seed"],
+    )
+    choose_attention(model)
+    encoded = {name: task.encode(split, tokenizer, run) for name, split in splits.items()}
+    progress = _Progress(report)
+    trainer = TokenBatchTrainer(
+        model=model,
+        args=training_arguments(run, folder),
+        train_dataset=encoded["train"],
+        eval_dataset=encoded["dev"],
+        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+        processing_class=tokenizer,
+        compute_loss_func=label_smoothed_loss(run["training"].get("label_smoothing", 0.0), shift=model.shifts_labels),
+        max_tokens=run["training"]["max_tokens"],
+        callbacks=[progress, EarlyStoppingCallback(run["training"].get("patience", 10))],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trained = time.perf_counter()
+    trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder / "checkpoints"))
+    train_seconds = time.perf_counter() - trained
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model.config.use_cache = True  # the Trainer saves it switched off
+    report({"stage": "testing"})
+    tested = time.perf_counter()
+    outcome = task.test(run, folder, trainer, tokenizer, splits["test"], encoded["test"])
+    dev = trainer.evaluate()
+    epochs = [entry for entry in trainer.state.log_history if "eval_loss" in entry][:-1]
+    parameters = count_parameters(model)
+    record = {
+        "recipe": run["name"],
+        "task": run["task"],
+        "row": run["row"],
+        "label": run["label"],
+        "seed": run["seed"],
+        "metrics": outcome.metrics | {"dev_loss": dev["eval_loss"], "dev_perplexity": dev["eval_perplexity"]},
+        "signatures": outcome.signatures,
+        "epochs_trained": round(trainer.state.epoch or 0, 3),
+        "epochs_to_convergence": round(min(epochs, key=lambda e: e["eval_loss"])["epoch"], 3),
+        "steps": trainer.state.global_step,
+        "parameters": {
+            "total": parameters.total,
+            "trainable": parameters.trainable,
+            "stored": parameters.stored,
+            "stored_bytes": stored_bytes(model),
+            "trainable_share": parameters.trainable / parameters.total,
+            "by_component": {
+                name: {"total": part.total, "trainable": part.trainable, "stored": part.stored}
+                for name, part in parameters.by_component.items()
+            },
+        },
+        "seconds": {
+            "train": train_seconds,
+            "test": time.perf_counter() - tested,
+            "all": time.perf_counter() - started,
+        },
+        "resumed": progress.resumed,
+        "processes": trainer.args.world_size,
+        "peak_memory_bytes": peak_memory(),
+        "environment": environment(),
+    }
+    if trainer.is_world_process_zero():
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        np.save(folder / "items.npy", outcome.items)
+        log = "".join(json.dumps(entry) + "\n" for entry in trainer.state.log_history)
+        write_whole(folder / "log.jsonl", log)
+        # Written last: a run with metrics.json is a finished one.
+        write_whole(folder / "metrics.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    if distributed.is_initialized():
+        distributed.barrier()
+    return record
+
+
+def training_arguments(run: dict[str, Any], folder: Path) -> Seq2SeqTrainingArguments:
+    """The Trainer's arguments for the recipe's `training` section."""
+    settings = run["training"]
+    betas = settings.get("adam_betas", [0.9, 0.98])
+    # More than one evaluation an epoch is one every so many steps, which the Trainer takes as a share of all steps.
+    evaluations = settings.get("evaluations", 1)
+    interval = "epoch" if evaluations == 1 else "steps"
+    share = {} if evaluations == 1 else dict.fromkeys(("eval_steps", "save_steps"), 1 / settings["epochs"] / evaluations)
+    return Seq2SeqTrainingArguments(
+        output_dir=str(folder / "checkpoints"),
+        num_train_epochs=settings["epochs"],
+        learning_rate=settings["learning_rate"],
+        warmup_steps=settings["warmup_steps"],
+        lr_scheduler_type=settings.get("schedule", "linear"),
+        adam_beta1=betas[0],
+        adam_beta2=betas[1],
+        adam_epsilon=settings.get("adam_epsilon", 1e-9),
+        weight_decay=settings.get("weight_decay", 0.0),
+        max_grad_norm=settings.get("max_grad_norm", 1.0),
+        gradient_accumulation_steps=settings.get("accumulation", 1),
+        bf16=settings.get("bf16", True),
+        use_cpu=not torch.cuda.is_available(),
+        eval_strategy=interval,
+        save_strategy=interval,
+        **share,
+        save_total_limit=1,
+        restore_callback_states_from_checkpoint=True,  # or a resumed run would forget how long it has been patient
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=False,
+        logging_steps=20,
+        seed=run["seed"],
+        accelerator_config={"even_batches": False},
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+
+
+def last_whole_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that was written to its end: the Trainer writes trainer_state.json last."""
+    for checkpoint in sorted(folder.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]), reverse=True):
+        try:
+            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # not there, or cut off by a full disk
+            continue
+        return str(checkpoint)
+    return None
+
+
+def choose_attention(model: Any) -> None:
+    """Plain matrix products on a CPU: torch's fused attention with a padding mask in bf16 took 60 % of a step there."""
+    if not torch.cuda.is_available():
+        model.set_attn_implementation("eager")
+
+
+class _Progress(TrainerCallback):
+    """Tells the grid how far the run is."""
+
+    def __init__(self, report: Report) -> None:
+        self.report, self.resumed = report, False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.resumed = state.global_step > 0
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        shown = {key: value for key, value in (logs or {}).items() if key in ("loss", "eval_perplexity")}
+        self.report({"step": state.global_step, "steps": state.max_steps, "epoch": state.epoch, **shown})

@@ -1,0 +1,67 @@
+"""What a grid can train: one entry a task, which says how to load, encode and test."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+import numpy as np
+
+TASKS = {  # name in a recipe -> module of this package that defines TASK, imported when it is used: they import much
+    "translation": "translation",
+    "language-modelling": "language_modelling",
+}
+SPLITS = ("train", "dev", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Test scores, what they were computed with, and what each test item adds to them (statistics.py)."""
+
+    metrics: dict[str, float]
+    items: np.ndarray
+    signatures: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A task of a grid.
+
+    `head`: the task of `make_variant`. `eos`: where `</s>` stands (`train_tokenizer`). `load(data)` gives the splits as the
+    recipe's section says, `texts(split)` what the tokenizer is trained on, `encode(split, tokenizer, run)` the columns
+    `input_ids` and `labels`, `test(run, folder, trainer, tokenizer, split, encoded split)` the outcome.
+    """
+
+    head: str
+    eos: str
+    load: Callable[[dict[str, Any]], dict[str, datasets.Dataset]]
+    texts: Callable[[datasets.Dataset], list[str]]
+    encode: Callable[..., datasets.Dataset]
+    test: Callable[..., Outcome]
+
+
+def task_of(name: str) -> Task:
+    """The task of that name in a recipe."""
+    return importlib.import_module(f"hf_freeze.experiments.{TASKS[name]}").TASK
+
+
+def take(splits: dict[str, datasets.Dataset], settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
+    """`splits`, a dev split drawn from train where `holdout` says how many, each cut to the first `limit` items.
+
+    Raises ValueError where train is not larger than the holdout.
+    """
+    if holdout := settings.get("holdout"):
+        size = len(splits["train"])
+        if size <= holdout:
+            raise ValueError(f"data.holdout={holdout} leaves nothing to train on: the training split has {size} items")
+        order = np.random.default_rng(0).permutation(size)  # files may be sorted
+        splits["dev"] = splits["train"].select(np.sort(order[:holdout]))
+        splits["train"] = splits["train"].select(np.sort(order[holdout:]))
+    limit = settings.get("limit")
+    return {name: splits[name].select(range(min(limit or len(splits[name]), len(splits[name])))) for name in SPLITS}
+
+
+def read_splits(settings: dict[str, Any], read: Callable[[Any], datasets.Dataset]) -> dict[str, datasets.Dataset]:
+    """The splits that the recipe names, each read by `read`."""
+    return take({name: read(settings[name]) for name in SPLITS if name in settings}, settings)
