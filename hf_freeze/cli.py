@@ -1,5 +1,6 @@
 """The command line: hf-freeze run | report | inspect | methods | architectures."""
 
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,12 +46,15 @@ def run(
     seeds: Annotated[int | None, typer.Option(min=1, help="Run seeds 1 to N instead of the recipe's.")] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="The recipe's quick version: does everything work?")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each in a process of its own.")] = 1,
+    resume_anyway: Annotated[
+        bool, typer.Option("--resume-anyway", help="Go on with a checkpoint of other code, device or threads.")
+    ] = False,
 ) -> None:
     """Run a grid: every row and seed of a recipe. Finished runs are skipped, killed ones go on where they were.
 
     Example: hf-freeze run recipes/freeze_ablation/multi30k.yaml --set data.root=data/multi30k --seeds 3
     """
-    from hf_freeze.experiments.grid import FailedRuns, run_grid
+    from hf_freeze.experiments.grid import FailedRuns, is_launched, run_grid
     from hf_freeze.experiments.recipe import load_recipe
 
     settings = settings or []
@@ -62,12 +66,15 @@ def run(
         options = [f"--set {shlex.quote(s)}" for s in settings if not s.startswith("data.root=")]
         options += [f"--seeds {seeds}"] * bool(seeds) + ["--smoke"] * smoke + [f"--jobs {jobs}"] * (jobs > 1)
         command = " ".join(["hf-freeze run", str(recipe), *options])
-        console.print(escape(f"{loaded['name']}: preset {loaded['preset']}, runs in {folder}"))
+        if not is_launched() or os.environ.get("RANK") == "0":
+            console.print(escape(f"{loaded['name']}: preset {loaded['preset']}, runs in {folder}"))
         failed: Exception | None = None
         try:
-            run_grid(loaded, folder, jobs=jobs, console=console, command=command)
+            run_grid(loaded, folder, jobs=jobs, console=console, command=command, resume_anyway=resume_anyway)
         except FailedRuns as error:  # what is finished is reported all the same
             failed = error
+    if is_launched() and os.environ.get("RANK") != "0":  # the first process reports
+        return
     if failed is None or (folder / "results.jsonl").stat().st_size:
         report(folder)
     if failed is not None:

@@ -12,10 +12,10 @@ from transformers import (
     BertForSequenceClassification,
     BertForTokenClassification,
     BertModel,
-    OpenAIGPTConfig,
-    OpenAIGPTLMHeadModel,
     MarianConfig,
     MarianMTModel,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
 )
 
 from hf_freeze import count_parameters, make_variant, multiply_adds, stored_bytes

@@ -5,17 +5,22 @@ import math
 import os
 import queue
 import re
-import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from rich.console import Console
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, BertForMaskedLM, OpenAIGPTConfig, OpenAIGPTLMHeadModel
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+)
 from typer.testing import CliRunner
 
 from hf_freeze import count_parameters, make_variant
@@ -24,7 +29,6 @@ from hf_freeze.data import builtin_corpus
 from hf_freeze.experiments.grid import FailedRuns, run_folder, run_grid
 from hf_freeze.experiments.recipe import expand, load_recipe
 from hf_freeze.experiments.report import read_results, summarise, table_cells, write_report
-from hf_freeze.experiments.run import last_whole_checkpoint
 from hf_freeze.methods import Freeze
 from hf_freeze.metrics import load as load_metric
 from hf_freeze.registry import ARCHITECTURES, METHODS
@@ -407,74 +411,6 @@ def test_runs_share_the_cores_unless_the_environment_says_otherwise(tmp_path, mo
     with pytest.raises(FailedRuns, match="2 of 2 runs failed"):
         run_grid(load_recipe(write_recipe(tmp_path / "r.yaml")), tmp_path / "out", jobs=jobs)
     assert given == [threads, threads]
-
-
-KILLED = """
-    import os
-    from pathlib import Path
-    from transformers import TrainerCallback
-    from hf_freeze.experiments import run as runs
-    from hf_freeze.experiments.grid import _claim, run_folder
-    from hf_freeze.experiments.recipe import expand, load_recipe
-
-    class Killer(runs._Progress):
-        def on_epoch_begin(self, args, state, control, **kwargs):
-            if state.epoch >= 2:
-                os.kill(os.getpid(), 9)
-
-    if __name__ == "__main__":
-        runs._Progress = Killer
-        run = expand(load_recipe({recipe!r}))[0]
-        folder = run_folder(Path({out!r}), run)
-        _claim(folder, run)
-        runs.execute(run, folder)
-"""
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
-    changes = {
-        "presets/small/training/epochs": 3,
-        "rows/0/methods": [{"method": "freeze", "ffn": "random"}],
-        "only": ["0"],
-    }
-    path = write_recipe(tmp_path / "r.yaml", **changes)
-    recipe = load_recipe(path)
-    script = tmp_path / "killed.py"
-    script.write_text(textwrap.dedent(KILLED.format(recipe=str(path), out=str(tmp_path / "out"))))
-    killed = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    folder = tmp_path / "out" / "row-0-seed-1"
-    assert not (folder / "metrics.json").exists()
-    checkpoints = list((folder / "checkpoints").glob("checkpoint-*"))
-    assert len(checkpoints) == 1
-    reached = json.loads((checkpoints[0] / "trainer_state.json").read_text())["global_step"]
-    # A checkpoint that was being written when the machine stopped is passed over.
-    (folder / "checkpoints" / f"checkpoint-{reached + 1}").mkdir()
-    resumed, uninterrupted = run_grid(recipe, tmp_path / "out")[0], run_grid(recipe, tmp_path / "whole")[0]
-    assert resumed["resumed"] is True
-    assert uninterrupted["resumed"] is False
-    assert 0 < reached < resumed["steps"] == uninterrupted["steps"]
-    # A resumed run is the run: same data order, same optimiser state, same scores.
-    for name in ("metrics", "epochs_to_convergence", "epochs_trained"):
-        assert resumed[name] == uninterrupted[name], name
-    models = [
-        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / out / "row-0-seed-1" / "model") for out in ("out", "whole")
-    ]
-    for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(one, other), name
-    translations = [(tmp_path / out / "row-0-seed-1" / "translations.txt").read_text() for out in ("out", "whole")]
-    assert translations[0] == translations[1]
-
-
-def test_thelast_whole_checkpoint_is_found_by_number(tmp_path):
-    assert last_whole_checkpoint(tmp_path / "none") is None
-    for number in (9, 10, 100):
-        (tmp_path / f"checkpoint-{number}").mkdir()
-    assert last_whole_checkpoint(tmp_path) is None
-    for number in (9, 10):
-        (tmp_path / f"checkpoint-{number}" / "trainer_state.json").write_text("{}")
-    assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
 
 
 # -- reports ---------------------------------------------------------------------------------------------------------------------

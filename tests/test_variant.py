@@ -21,11 +21,11 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForPreTraining,
-    OpenAIGPTConfig,
-    OpenAIGPTLMHeadModel,
     MarianConfig,
     MarianMTModel,
     MarianPreTrainedModel,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
 )
 from transformers.models.marian.modeling_marian import MarianForCausalLM
 

@@ -23,6 +23,8 @@ def text_blocks(texts: Iterable[str], tokenizer: Any, block_size: int) -> datase
     if len(ids) and ids[0] == tokenizer.eos_token_id:
         ids = np.append(ids, tokenizer.eos_token_id)
     if len(ids) <= block_size:
-        raise ValueError(f"the text has {len(ids)} tokens, fewer than one block of {block_size} and the token before it")
+        raise ValueError(
+            f"the text has {len(ids)} tokens, fewer than one block of {block_size} and the token before it"
+        )
     blocks = [ids[start : start + block_size + 1].tolist() for start in range(0, len(ids) - 1, block_size)]
     return datasets.Dataset.from_dict({"input_ids": blocks, "labels": [[-100, *block[1:]] for block in blocks]})

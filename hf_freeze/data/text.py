@@ -62,7 +62,7 @@ def read_jsonl(path: str | Path, text: Sequence[str] = ("sentence",), label: str
     """Examples for classification from a file of one JSON object a line, plain or gzipped.
 
     Columns: those named in `text` (strings; two of them make a pair) and `label` (integers from 0, or strings). Other fields
-    are left out. Raises what `read_lines` raises; ValueError with file and line for anything else, with the fields that are there.
+    are left out. Raises what `read_lines` raises; ValueError with file and line, and the choices, for anything else.
     """
     columns: dict[str, list[Any]] = {name: [] for name in (*text, label)}
     for number, line in enumerate(read_lines(path), 1):

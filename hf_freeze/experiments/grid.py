@@ -36,18 +36,34 @@ def run_folder(out: Path, run: dict[str, Any]) -> Path:
 
 
 def run_grid(
-    recipe: dict[str, Any], out: Path, *, jobs: int = 1, console: Console | None = None, command: str | None = None
+    recipe: dict[str, Any],
+    out: Path,
+    *,
+    jobs: int = 1,
+    console: Console | None = None,
+    command: str | None = None,
+    resume_anyway: bool = False,
 ) -> list[dict[str, Any]]:
     """Execute every run of `recipe` that `out` does not hold yet, `jobs` at a time; returns the records in grid order.
+
+    Under a launcher (torchrun, accelerate launch) all processes work on one run after the other. `resume_anyway`: go on with
+    a checkpoint that another version, commit, device or number of threads or processes left.
 
     Writes `out/results.jsonl`, of all finished runs there, and `command` for the report. Raises ValueError where `out` holds
     runs of another recipe, and FailedRuns at the end where runs failed; their tracebacks are in their folders.
     """
+    launched = is_launched()
+    if launched and jobs > 1:
+        raise ValueError(f"jobs={jobs}: under a launcher all processes work on one run at a time; leave --jobs out")
+    if launched and os.environ.get("RANK") != "0":
+        console = Console(quiet=True)
     console = console or Console()
     runs = expand(recipe)
     _check_files(recipe["data"])
     for run in runs:
         _check_folder(run_folder(out, run), run)
+    if launched:
+        return _execute_launched(runs, out, console, command, resume_anyway)
     for run in runs:
         _claim(run_folder(out, run), run)
     if command is not None:
@@ -55,7 +71,7 @@ def run_grid(
     waiting = [run for run in runs if not (run_folder(out, run) / "metrics.json").exists()]
     if len(waiting) < len(runs):
         console.print(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished already; skipped")
-    failed = _execute(waiting, out, jobs, console, lambda: write_results(out, runs)) if waiting else []
+    failed = _execute(waiting, out, jobs, console, resume_anyway, lambda: write_results(out, runs)) if waiting else []
     records = write_results(out, runs)
     if failed:
         raise FailedRuns(f"{len(failed)} of {len(runs)} runs failed; see {failed[0] / 'error.log'}")
@@ -110,8 +126,54 @@ def _first_difference(old: Any, new: Any, where: str = "") -> str | None:
     return None if old == new else f"{where} was {old!r}, now {new!r}"
 
 
+def is_launched() -> bool:
+    """Whether this is one of several processes that torchrun or accelerate started."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _execute_launched(
+    runs: list[dict[str, Any]], out: Path, console: Console, command: str | None, resume_anyway: bool
+) -> list[dict[str, Any]]:
+    """All processes together, one run after the other; the first one writes. An error ends them all: a launcher sees to that."""
+    import torch
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
+
+    from hf_freeze.experiments.run import execute
+
+    state = PartialState(cpu=not torch.cuda.is_available())
+    waiting: list[Any] = [None]
+    if state.is_main_process:
+        for run in runs:
+            _claim(run_folder(out, run), run)
+        if command is not None:
+            write_whole(out / "command.txt", command + "\n")
+        waiting = [[run for run in runs if not (run_folder(out, run) / "metrics.json").exists()]]
+    (waiting,) = broadcast_object_list(waiting)
+    for run in waiting:
+        folder, started = run_folder(out, run), time.monotonic()
+        console.print(f"row {run['row']} seed {run['seed']}, {state.num_processes} processes")
+
+        def report(message: dict[str, Any], name: str = folder.name) -> None:
+            if "eval_perplexity" in message:
+                console.print(f"{name}: epoch {message['epoch']:.3g}, dev perplexity {message['eval_perplexity']:.2f}")
+
+        record = execute(run, folder, report, resume_anyway=resume_anyway)
+        if state.is_main_process:
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            write_results(out, runs)
+        console.print(escape(_one_line(record, time.monotonic() - started)), soft_wrap=True)
+    state.wait_for_everyone()
+    return write_results(out, runs) if state.is_main_process else []
+
+
 def _execute(
-    waiting: list[dict[str, Any]], out: Path, jobs: int, console: Console, finished: Callable[[], Any]
+    waiting: list[dict[str, Any]],
+    out: Path,
+    jobs: int,
+    console: Console,
+    resume_anyway: bool,
+    finished: Callable[[], Any],
 ) -> list[Path]:
     """Run all of `waiting`, calling `finished` after each; returns the folders of those that failed."""
     context: Any = multiprocessing.get_context(_METHOD)
@@ -137,7 +199,7 @@ def _execute(
                 while waiting and len(running) < jobs:
                     run = waiting.pop(0)
                     name = run_folder(out, run).name
-                    process = context.Process(target=_child, args=(run, out / name, threads, messages))
+                    process = context.Process(target=_child, args=(run, out / name, threads, messages, resume_anyway))
                     process.start()
                     running[name] = (process, time.monotonic())
                     tasks[name] = bars.add_task(f"row {run['row']} seed {run['seed']}", total=None, note="starting")
@@ -174,7 +236,7 @@ def _succeeded(folder: Path, exitcode: int, seconds: float, console: Console) ->
     return False
 
 
-def _child(run: dict[str, Any], folder: Path, threads: int, messages: Any) -> None:
+def _child(run: dict[str, Any], folder: Path, threads: int, messages: Any, resume_anyway: bool) -> None:
     import datasets
     import torch
     import transformers
@@ -189,7 +251,7 @@ def _child(run: dict[str, Any], folder: Path, threads: int, messages: Any) -> No
     transformers.utils.logging.set_verbosity_error()
     (folder / "error.log").unlink(missing_ok=True)
     try:
-        execute(run, folder, lambda message: messages.put((folder.name, message)))
+        execute(run, folder, lambda message: messages.put((folder.name, message)), resume_anyway=resume_anyway)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     except BaseException:
         (folder / "error.log").write_text(traceback.format_exc(), encoding="utf-8")
@@ -209,7 +271,7 @@ def _show(bars: Progress, task: Any, message: dict[str, Any], console: Console, 
         note = " ".join(f"{key} {message[key]:.3g}" for key in ("loss", "eval_perplexity") if key in message)
         bars.update(task, completed=message["step"], total=message["steps"], note=note)
         if "eval_perplexity" in message and not console.is_terminal:
-            console.print(f"{name}: epoch {message['epoch']:.0f}, dev perplexity {message['eval_perplexity']:.2f}")
+            console.print(f"{name}: epoch {message['epoch']:.3g}, dev perplexity {message['eval_perplexity']:.2f}")
     else:
         bars.update(task, note=message["stage"])
 

@@ -45,7 +45,20 @@ _TRAINING: dict[str, Callable[[Any], Any]] = {
     "evaluations": int,
 }
 _SECTIONS = {
-    "data": {"builtin", "root", "train", "dev", "test", "hub", "source", "target", "column", "unit", "holdout", "limit"},
+    "data": {
+        "builtin",
+        "root",
+        "train",
+        "dev",
+        "test",
+        "hub",
+        "source",
+        "target",
+        "column",
+        "unit",
+        "holdout",
+        "limit",
+    },
     "tokenizer": {"kind", "vocab_size"},
     "backbone": {"model_type", "init", "config"},
     "training": set(_TRAINING),
@@ -75,13 +88,24 @@ def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: b
     return recipe
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML lets a later key replace an equal one without a word: two rows of one name would be one."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{name!r} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in seen:
         raise ValueError(f"{path}: 'extends' goes in a circle")
     try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+        recipe = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not a YAML file: {error}") from error
+        raise ValueError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from error
     if not isinstance(recipe, dict):
         raise ValueError(f"{path}: a recipe is a mapping, not {type(recipe).__name__}")
     base = recipe.pop("extends", None)

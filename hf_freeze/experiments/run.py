@@ -1,6 +1,7 @@
 """One run of a grid: data, tokenizer, variant, training, test scores."""
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,14 +35,19 @@ def backbone_config(settings: dict[str, Any], tokenizer: Any) -> transformers.Pr
     return transformers.AutoConfig.for_model(settings["model_type"], **ids, **settings["config"])
 
 
-def execute(run: dict[str, Any], folder: Path, report: Report = lambda _: None) -> dict[str, Any]:
+def execute(
+    run: dict[str, Any], folder: Path, report: Report = lambda _: None, *, resume_anyway: bool = False
+) -> dict[str, Any]:
     """Train and test one row; writes model, metrics and log into `folder`, which may hold a killed run to resume.
 
     Under a launcher (torchrun, accelerate launch) every process calls it; the first one writes. Returns the record that goes
-    to results.jsonl. Raises FloatingPointError where the loss is no number; the checkpoint before it is kept.
+    to results.jsonl. Raises FloatingPointError where the loss is no number, and the checkpoint before it is kept; ValueError
+    where the checkpoint to resume was made by other code or in another way, unless `resume_anyway`.
     """
     started = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = last_whole_checkpoint(folder / "checkpoints")
+    _check_origin(folder, checkpoint if not resume_anyway else None)
     transformers.set_seed(run["seed"])
     task = task_of(run["task"])
     splits = task.load(run["data"])
@@ -72,7 +78,7 @@ def execute(run: dict[str, Any], folder: Path, report: Report = lambda _: None) 
     )
     trainer.remove_callback(transformers.PrinterCallback)
     trained = time.perf_counter()
-    trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder / "checkpoints"))
+    trainer.train(resume_from_checkpoint=checkpoint)
     train_seconds = time.perf_counter() - trained
     model = trainer.accelerator.unwrap_model(trainer.model)
     model.config.use_cache = True  # the Trainer saves it switched off
@@ -134,7 +140,9 @@ def training_arguments(run: dict[str, Any], folder: Path) -> Seq2SeqTrainingArgu
     # More than one evaluation an epoch is one every so many steps, which the Trainer takes as a share of all steps.
     evaluations = settings.get("evaluations", 1)
     interval = "epoch" if evaluations == 1 else "steps"
-    share = {} if evaluations == 1 else dict.fromkeys(("eval_steps", "save_steps"), 1 / settings["epochs"] / evaluations)
+    share = (
+        {} if evaluations == 1 else dict.fromkeys(("eval_steps", "save_steps"), 1 / settings["epochs"] / evaluations)
+    )
     return Seq2SeqTrainingArguments(
         output_dir=str(folder / "checkpoints"),
         num_train_epochs=settings["epochs"],
@@ -175,6 +183,21 @@ def last_whole_checkpoint(folder: Path) -> str | None:
             continue
         return str(checkpoint)
     return None
+
+
+def _check_origin(folder: Path, checkpoint: str | None) -> None:
+    """Raise ValueError where a resumed run would not end with the figures of an undisturbed one; else note who runs it."""
+    path = folder / "environment.json"
+    now = environment() | {"processes": int(os.environ.get("WORLD_SIZE", "1"))}
+    if checkpoint is not None and path.exists():
+        then = json.loads(path.read_text(encoding="utf-8"))
+        if differs := [f"{key} {then.get(key)!r}, now {now[key]!r}" for key in now if then.get(key) != now[key]]:
+            raise ValueError(
+                f"{checkpoint} was made with {'; '.join(differs)}: going on would not give the figures of one undisturbed run. "
+                f"Run it as it was, remove {folder}, or add --resume-anyway"
+            )
+    if int(os.environ.get("RANK", "0")) == 0:
+        write_whole(path, json.dumps(now, indent=1) + "\n")
 
 
 def choose_attention(model: Any) -> None:

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer
@@ -91,7 +92,9 @@ class TokenBatchTrainer(Seq2SeqTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
-        self._sum_of_losses = self._sum_of_losses + loss  # read when something is logged or saved: a GPU is not waited for
+        self._sum_of_losses = (
+            self._sum_of_losses + loss
+        )  # read when something is logged or saved: a GPU is not waited for
         return loss
 
     def log(self, *args: Any, **kwargs: Any) -> None:
@@ -100,7 +103,13 @@ class TokenBatchTrainer(Seq2SeqTrainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self._check_finite(self._sum_of_losses, "the training loss")
-        super()._save_checkpoint(*args, **kwargs)
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch's error for a full disk does not say so
+            raise OSError(
+                f"the checkpoint of step {self.state.global_step} could not be written (is the disk full?): {error}; "
+                "the checkpoints before it are kept"
+            ) from error
 
     def _check_finite(self, value: Any, what: str) -> None:
         """Raises FloatingPointError, before a checkpoint is written over the last good one."""

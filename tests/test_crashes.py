@@ -1,0 +1,234 @@
+"""Runs that are killed, that diverge, or that find the disk full; runs of several processes."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_experiments import TINY, write_recipe
+
+from hf_freeze.experiments import run as runs
+from hf_freeze.experiments.grid import FailedRuns, run_folder, run_grid
+from hf_freeze.experiments.recipe import expand, load_recipe
+from hf_freeze.experiments.run import execute, last_whole_checkpoint
+
+LM = {
+    "task": "language-modelling",
+    "presets/small/backbone": {
+        "model_type": "gpt2",
+        "init": "marian",
+        "config": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_inner": 16, "n_positions": 17},
+    },
+    "presets/small/training/block_size": 16,
+}
+EACH = {"translation": {}, "language-modelling": LM}
+# Three epochs with two checkpoints each, of which one lies within an epoch; dropout has its random state restored.
+LONGER = {"presets/small/training/epochs": 3, "presets/small/training/evaluations": 2}
+
+
+def figures(record):
+    """What a run measured, without how long it took and where."""
+    return {name: record[name] for name in record if name not in ("seconds", "resumed", "peak_memory_bytes")}
+
+
+def in_one_thread(command, **kwargs):
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **kwargs,
+    )
+
+
+# -- killed --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+@pytest.mark.parametrize("task", EACH)
+def test_a_grid_killed_three_times_ends_as_an_undisturbed_one(task, tmp_path):
+    """At random moments: the seed is printed where the test fails."""
+    seed = time.time_ns() % 1_000_000
+    draw = random.Random(seed)
+    print(f"seed {seed}")
+    size = {
+        "data": {"builtin": {"seed": 0, "train": 600, "dev": 10, "test": 8}},
+        "presets/small/training/max_tokens": 60,
+    }
+    changes = EACH[task] | LONGER | size
+    recipe = write_recipe(tmp_path / "r.yaml", **changes)
+    (tmp_path / "killed").mkdir()
+    command = ["-m", "hf_freeze", "run", recipe, "--out", tmp_path / "killed", "--jobs", "2"]
+    reached = []
+    for _ in range(3):
+        grid = in_one_thread(command)
+        # From the first sign of a run: the seconds before it are imports.
+        before = set((tmp_path / "killed").rglob("*"))
+        deadline = time.monotonic() + 120
+        while grid.poll() is None and not set((tmp_path / "killed").rglob("checkpoint-*")) - before:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(draw.uniform(0, 1.5))
+        grid.send_signal(signal.SIGKILL)
+        grid.wait()
+        reached.append(sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("checkpoint-*")))
+        time.sleep(1)  # the runs end with the grid
+    print(reached)
+    assert any(reached), "no kill came between a checkpoint and the end"
+    loaded = load_recipe(recipe)
+    resumed, undisturbed = run_grid(loaded, tmp_path / "killed"), run_grid(loaded, tmp_path / "whole")
+    assert any(record["resumed"] for record in resumed)
+    assert list(map(figures, resumed)) == list(map(figures, undisturbed))
+    for run in expand(loaded):
+        folders = [run_folder(tmp_path / out, run) for out in ("killed", "whole")]
+        one, other = (load_file(folder / "model" / "model.safetensors") for folder in folders)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+        one, other = (
+            [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()] for folder in folders
+        )
+        curves = [[(e["step"], e["eval_loss"]) for e in log if "eval_loss" in e] for log in (one, other)]
+        assert curves[0] == curves[1]
+    lines = [(tmp_path / out / "results.jsonl").read_text().splitlines() for out in ("killed", "whole")]
+    assert [figures(json.loads(line)) for line in lines[0]] == [figures(json.loads(line)) for line in lines[1]]
+
+
+def test_a_checkpoint_of_other_code_is_refused(tmp_path):
+    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", only=["0"]))
+    (run,) = expand(recipe)
+    folder = run_folder(tmp_path, run)
+    (folder / "checkpoints" / "checkpoint-1").mkdir(parents=True)
+    (folder / "checkpoints" / "checkpoint-1" / "trainer_state.json").write_text("{}")
+    (folder / "environment.json").write_text(json.dumps({"torch": "1.0", "threads": 64}))
+    message = r"checkpoint-1 was made with .*torch '1\.0', now .*threads 64, now 1.*add --resume-anyway"
+    with pytest.raises(ValueError, match=message):
+        execute(run, folder)
+    assert json.loads((folder / "environment.json").read_text()) == {"torch": "1.0", "threads": 64}
+
+
+# -- a loss that is no number --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_diverges_stops_and_keeps_the_checkpoint_before(tmp_path, monkeypatch):
+    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", only=["0"], **LONGER))
+    (run,) = expand(recipe)
+    folder = tmp_path / "run"
+    evaluations = []
+
+    def spoil(module, _):
+        if module.training and len(evaluations) == 2:
+            next(p for p in module.parameters() if p.requires_grad).data.fill_(float("nan"))
+
+    monkeypatch.setattr(runs, "choose_attention", lambda model: model.register_forward_pre_hook(spoil))
+
+    with pytest.raises(FloatingPointError, match=r"loss.* is nan at step \d+; the checkpoints before it are kept"):
+        runs.execute(
+            run, folder, lambda message: evaluations.extend(["eval_perplexity"] * ("eval_perplexity" in message))
+        )
+    kept = Path(last_whole_checkpoint(folder / "checkpoints"))
+    assert json.loads((kept / "trainer_state.json").read_text())["global_step"] > 0
+    assert all(value.isfinite().all() for value in load_file(kept / "model.safetensors").values())
+    assert not (folder / "metrics.json").exists()
+
+
+def test_a_learning_rate_out_of_reason_is_one_line(tmp_path):
+    changes = {"presets/small/training/learning_rate": 1e30, "presets/small/training/max_grad_norm": 0.0}
+    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", only=["0"], **LONGER, **changes))
+    with pytest.raises(FailedRuns):
+        run_grid(recipe, tmp_path / "out")
+    last = (tmp_path / "out" / "row-0-seed-1" / "error.log").read_text().splitlines()[-1]
+    assert last.startswith("FloatingPointError: ")
+
+
+# -- a full disk ---------------------------------------------------------------------------------------------------------------
+
+FULL = """
+    import resource, signal, sys
+    from pathlib import Path
+    from hf_freeze.experiments import run as runs
+    from hf_freeze.experiments.recipe import expand, load_recipe
+
+    class Filler(runs._Progress):
+        saved = 0
+
+        def on_save(self, args, state, control, **kwargs):
+            self.saved += 1
+            if self.saved == 2:  # from here on no file may grow beyond this, as on a full disk
+                resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+
+    if __name__ == "__main__":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        runs._Progress = Filler
+        (run,) = expand(load_recipe({recipe!r}))
+        runs.execute(run, Path({folder!r}))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits on the size of files")
+@pytest.mark.parametrize(
+    "limit", [0, 1000, 30_000]
+)  # nothing can be written; not the weights; not the optimiser's state
+def test_a_full_disk_leaves_the_checkpoint_before_it(limit, tmp_path):
+    recipe = write_recipe(tmp_path / "r.yaml", only=["0"], **LONGER)
+    loaded = load_recipe(recipe)
+    folder = run_folder(tmp_path / "full", expand(loaded)[0])
+    script = tmp_path / "full.py"
+    script.write_text(textwrap.dedent(FULL.format(limit=limit, recipe=str(recipe), folder=str(folder))))
+    child = in_one_thread([script])
+    output = child.communicate(timeout=300)[0]
+    assert child.returncode == 1, output
+    last = output.strip().splitlines()[-1]
+    assert re.match(r"OSError: the checkpoint of step \d+ could not be written \(is the disk full\?\)", last), output
+    kept = last_whole_checkpoint(folder / "checkpoints")
+    assert kept is not None
+    assert len(list((folder / "checkpoints").glob("checkpoint-*"))) > 1, "the disk was full before anything was written"
+    resumed, undisturbed = run_grid(loaded, tmp_path / "full"), run_grid(loaded, tmp_path / "whole")
+    assert [r["resumed"] for r in resumed] == [True]
+    assert list(map(figures, resumed)) == list(map(figures, undisturbed))
+
+
+def test_the_last_whole_checkpoint_is_found_by_number(tmp_path):
+    assert last_whole_checkpoint(tmp_path / "none") is None
+    for number in (9, 10, 11, 100):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+    assert last_whole_checkpoint(tmp_path) is None
+    for number in (9, 10):
+        (tmp_path / f"checkpoint-{number}" / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-11" / "trainer_state.json").write_text('{"best_m')  # cut off
+    assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+# -- several processes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", EACH)
+def test_a_grid_under_torchrun(task, tmp_path):
+    recipe = write_recipe(tmp_path / "r.yaml", **EACH[task], **LONGER)
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--rdzv_backend", "c10d"]
+    launcher += ["--rdzv_endpoint", "localhost:0", "-m", "hf_freeze"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, "run", str(recipe), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [record["row"] for record in records] == list(TINY["rows"])
+    alone = run_grid(load_recipe(recipe), tmp_path / "alone")
+    for record, single in zip(records, alone, strict=True):
+        assert record["processes"] == 2
+        assert record["parameters"] == single["parameters"]
+        assert record["steps"] < single["steps"]  # a step sees the batches of both
+        assert record["metrics"]["dev_loss"] == pytest.approx(single["metrics"]["dev_loss"], rel=0.05)
+    assert (tmp_path / "out" / "report.md").exists()
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == len(records)
