@@ -12,6 +12,7 @@ from transformers import (
     BertForSequenceClassification,
     BertForTokenClassification,
     BertModel,
+    GPT2Config,
     MarianConfig,
     MarianMTModel,
     OpenAIGPTConfig,
@@ -79,6 +80,31 @@ def test_rows_train_the_published_shares(preset):
 @pytest.mark.parametrize(("row", "same_as"), [("2.1", "2"), ("3.1", "3")])
 def test_diagonal_rows_count_as_the_random_ones(row, same_as):
     assert count_parameters(big("big", row, "marian")) == count_parameters(big("big", same_as, "marian"))
+
+
+# Of the size whose shares come nearest to the paper's language model (its 38M is not explained).
+LM_SHARES = {"0": 1, "1": 0.536, "2": 0.822, "3": 0.643, "4": 0.180, "5": 0.358, "6": 0.465}
+
+
+def test_language_model_rows_train_the_published_shares():
+    recipe = load_recipe(RECIPE.with_name("lm.yaml"), ["preset=lm-paper"])
+    # Its positions are sinusoidal; GPT-2 learns them: as few as there can be.
+    sizes = recipe["backbone"]["config"] | {"vocab_size": recipe["tokenizer"]["vocab_size"], "n_positions": 1}
+    counts = {}
+    for row in LM_SHARES:
+        methods = [method_from_dict(method) for method in recipe["rows"][row]["methods"]]
+        with torch.device("meta"):
+            model = make_variant(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1), methods, task="causal-lm", init="marian")
+        counts[row] = count_parameters(model)
+    total = counts["0"].total
+    assert total / 1e6 == pytest.approx(35.3, abs=0.05)
+    d, f, layers = 512, 2048, 6
+    assert total == 32_000 * d + d + layers * (4 * (d * d + d) + 2 * d * f + f + d + 4 * d) + 2 * d
+    bias = 32_000  # of Marian's softmax, always trained; GPT-2 has none
+    for row, count in counts.items():
+        share = (count.trainable + bias) / (count.total + bias)
+        assert share == pytest.approx(LM_SHARES[row], abs=0.0006), row
+        assert count.stored == count.trainable, row
 
 
 def test_smaller_ffn_has_the_published_size():

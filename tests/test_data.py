@@ -13,8 +13,12 @@ from hf_freeze.data import (
     TokenBatchSampler,
     builtin_corpus,
     load_hub_parallel,
+    load_hub_text,
+    read_documents,
+    read_jsonl,
     read_lines,
     read_parallel,
+    text_blocks,
     train_tokenizer,
 )
 from hf_freeze.data.tokenization import check_ids
@@ -96,6 +100,103 @@ def test_a_damaged_checksum_is_refused(tmp_path):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nothing\.txt"):
         read_lines(tmp_path / "nothing.txt")
+
+
+# -- documents -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pack", [str.encode, lambda text: packed(text.encode())], ids=["plain", "gzip"])
+def test_documents_are_separated_by_empty_lines(tmp_path, pack):
+    text = "\n \n = Title = \n\nfirst line\nsecond line \n\n\n \t\nlast"
+    path = write(tmp_path / "a", pack(text))
+    assert read_documents(path) == ["= Title =", "first line\nsecond line", "last"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "a: the file is empty"), (b"\n \n", "a: nothing but empty lines"), (b"x\n\n\x00", "a, line 3: binary data")],
+)
+def test_files_without_documents_are_refused(tmp_path, content, message):
+    with pytest.raises(ValueError, match=message):
+        read_documents(write(tmp_path / "a", content))
+
+
+def test_text_of_a_data_set(tmp_path):
+    write(tmp_path / "train.jsonl", '{"text": "one ", "n": "1"}\n{"text": " ", "n": "2"}\n{"text": "two", "n": "3"}\n')
+    assert load_hub_text(str(tmp_path), "train")["text"][:] == ["one", "two"]
+    assert load_hub_text(str(tmp_path), "train", "n")["text"][:] == ["1", "2", "3"]
+    with pytest.raises(ValueError, match=r"\(train\) has no column 'body'; choose from \['text', 'n'\]"):
+        load_hub_text(str(tmp_path), "train", "body")
+
+
+# -- labelled examples -----------------------------------------------------------------------------------------------------------
+
+
+def test_jsonl_gives_text_and_labels(tmp_path):
+    lines = [{"sentence": "good", "label": 1, "extra": None}, {"label": 0, "sentence": "ünlü"}]
+    content = "".join(json.dumps(line) + "\n" for line in lines)
+    for name, written in (("a.jsonl", content.encode()), ("a.jsonl.gz", packed(content.encode()))):
+        data = read_jsonl(write(tmp_path / name, written))
+        assert data.to_list() == [{"sentence": "good", "label": 1}, {"sentence": "ünlü", "label": 0}]
+    pairs = write(tmp_path / "pairs", '{"a": "x", "b": "y", "c": "entailment"}\n')
+    assert read_jsonl(pairs, ("a", "b"), "c").to_list() == [{"a": "x", "b": "y", "c": "entailment"}]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"a, line 2: not JSON"),
+        ("[1]", r"a, line 2: an example is a JSON object, not '\[1\]'"),
+        ('{"sentence": "x"}', r"a, line 2: no field 'label'; choose from \['sentence'\]"),
+        ('{"sentence": 3, "label": 0}', r"a, line 2: sentence must be text, not 3"),
+        ('{"sentence": "x", "label": -1}', r"a, line 2: label must be an integer from 0 or a string, not -1"),
+        ('{"sentence": "x", "label": true}', r"a, line 2: label must be an integer from 0 or a string, not True"),
+        ('{"sentence": "x", "label": "yes"}', r"a, line 2: label is 'yes', but 1 in line 1"),
+    ],
+)
+def test_bad_examples_are_refused_with_file_and_line(tmp_path, line, message):
+    path = write(tmp_path / "a", '{"sentence": "good", "label": 1}\n' + line)
+    with pytest.raises(ValueError, match=message):
+        read_jsonl(path)
+
+
+# -- blocks ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 7])
+def test_blocks_predict_every_token_once(block_size):
+    tokenizer = train_tokenizer(LINES * 3, 60, eos="before")
+    whole = [i for line in LINES for i in tokenizer(line)["input_ids"]] + [tokenizer.eos_token_id]
+    assert [i == tokenizer.eos_token_id for i in whole].count(True) == len(LINES) + 1
+    blocks = text_blocks(LINES, tokenizer, block_size)
+    predicted, joined = [], []
+    for block in blocks:
+        assert len(block["input_ids"]) == len(block["labels"]) <= block_size + 1
+        assert block["labels"][0] == -100
+        assert block["labels"][1:] == block["input_ids"][1:]
+        predicted += block["labels"][1:]
+        assert not joined or joined[-1] == block["input_ids"][0]
+        joined += block["input_ids"][bool(joined) :]
+    assert joined == whole
+    assert predicted == whole[1:]
+
+
+def test_texts_shorter_than_a_block_are_refused():
+    tokenizer = train_tokenizer(LINES * 3, 60, eos="before")
+    with pytest.raises(
+        ValueError, match=r"the text has \d+ tokens, fewer than one block of 512 and the token before it"
+    ):
+        text_blocks(LINES, tokenizer, 512)
+    with pytest.raises(ValueError, match="block_size=0: a block predicts at least 1 token"):
+        text_blocks(LINES, tokenizer, 0)
+
+
+def test_the_end_of_text_may_stand_before_it():
+    after, before = (train_tokenizer(LINES * 3, 60, eos=eos) for eos in ("after", "before"))
+    assert after("two men")["input_ids"][-1] == before("two men")["input_ids"][0] == after.eos_token_id
+    assert after("two men")["input_ids"][:-1] == before("two men")["input_ids"][1:]
+    with pytest.raises(ValueError, match=r"unknown place of </s> 'nowhere'; choose from \['after', 'before'\]"):
+        train_tokenizer(LINES, 60, eos="nowhere")
 
 
 # -- parallel text ---------------------------------------------------------------------------------------------------------------

@@ -111,6 +111,16 @@ def test_a_preset_fills_what_the_recipe_leaves_open(tmp_path):
     assert recipe["backbone"] == TINY["presets"]["small"]["backbone"]
 
 
+def test_a_name_that_is_there_twice_is_refused(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("rows:\n  '0': {label: a, methods: []}\n  '0': {label: b, methods: []}\n")
+    with pytest.raises(ValueError, match=r"r\.yaml: not a YAML file: '0' is there twice in .*line 2"):
+        load_recipe(path)
+    path.write_text("training: &a {epochs: 1}\npresets: {p: {training: {<<: *a, epochs: 2}}}\nname: x\nname: y\n")
+    with pytest.raises(ValueError, match="'name' is there twice"):
+        load_recipe(path)
+
+
 def test_settings_come_last(recipe_file):
     settings = ["training.epochs=3", "backbone.config.d_model=32", "seeds=[4, 5]", "only=['2.1']", "name=a=b"]
     recipe = load_recipe(recipe_file, settings)
@@ -164,6 +174,17 @@ def test_the_shipped_recipes_load():
     assert "builtin" not in multi30k["data"]
     assert multi30k["data"]["root"] == "/x"
     assert multi30k["preset"] == "tiny"
+    for name in ("lm", "wikitext2"):
+        for preset in ("lm-demo", "lm-tiny", "lm-paper"):
+            recipe = load_recipe(ABLATION / f"{name}.yaml", [f"preset={preset}"])
+            assert [run["row"] for run in expand(recipe)] == ["0", "1", "2", "3", "4", "5", "6"]
+            # A block is as long as the model has positions, and a batch holds whole blocks.
+            block = recipe["training"]["block_size"] + 1
+            assert block <= recipe["backbone"]["config"]["n_positions"]
+            assert recipe["training"]["max_tokens"] % block == 0
+    tatoeba = load_recipe(ABLATION / "tatoeba.yaml")
+    assert "dev" not in tatoeba["data"]
+    assert tatoeba["data"]["holdout"] == 1000
 
 
 BAD_RECIPES = {
@@ -660,6 +681,19 @@ def test_settings_of_one_form_of_data_are_merged(recipe_file):
         ("rows={'a/b': {label: x, methods: []}}", r"row 'a/b' names a folder"),
         ("rows={'a': {label: x, methods: }}", r"the methods of row 'a' must be a list, not None"),
         ("preset=[a]", r"preset must be a str, not \['a'\]"),
+        ("seeds=[1.5]", r"seeds must be integers, not \[1\.5\]"),
+        ("seeds=[true]", r"seeds must be integers, not \[True\]"),
+        ("data={train: [a, b], test: [a, b]}", r"data\.dev is missing"),
+        ("data={train: a, dev: [a, b], test: [a, b]}", r"data\.train must be two files, \[source, target\], not 'a'"),
+        ("data={train: [a], dev: [a, b], test: [a, b]}", r"data\.train must be two files, .* not \['a'\]"),
+        (
+            "data={train: [a, b], dev: [a, b], test: [a, b], holdout: 9}",
+            r"data\.holdout=9 must be .* the place of data\.dev",
+        ),
+        ("data={train: [a, b], test: [a, b], holdout: 0}", r"data\.holdout=0 must be a number of training items"),
+        ("data.unit=words", r"unknown data\.unit 'words'; choose from \['lines', 'documents'\]"),
+        ("training.evaluations=0", r"training\.evaluations=0 must be at least 1"),
+        ("training.block_size=-1", r"training\.block_size=-1 must be at least 1"),
     ],
 )
 def test_settings_that_would_spoil_a_grid_are_refused(recipe_file, setting, message):

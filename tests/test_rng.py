@@ -235,6 +235,19 @@ def test_schemes(shape):
     assert not made["zeros"].any()
 
 
+def test_parts_lie_side_by_side():
+    """A fused matrix of queries, keys and values is drawn as three matrices of their own size."""
+    fused = {
+        scheme: SeededTensor(1, "x", (40, 120), scheme, 3).generate()
+        for scheme in ("glorot", "diagonal", "zero_diagonal")
+    }
+    assert torch.equal(fused["diagonal"], torch.cat(3 * [torch.eye(40)], dim=1))
+    bound = math.sqrt(6 / 80)
+    assert 0.99 * bound < fused["glorot"].abs().max() < bound
+    assert not torch.equal(fused["glorot"][:, :40], fused["glorot"][:, 40:80])
+    assert torch.equal(fused["zero_diagonal"], fused["glorot"] * (1 - fused["diagonal"]))
+
+
 def test_rows_of_a_table_have_unit_norm_on_average():
     table = SeededTensor(3, "shared.weight", (2000, 64), "embedding").generate()
     assert table.pow(2).sum(1).mean().item() == pytest.approx(1, abs=0.01)
