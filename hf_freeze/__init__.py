@@ -3,6 +3,8 @@
 Importing it registers the variants with the Auto classes and gives back the translation pipelines.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from hf_freeze import methods as methods
 from hf_freeze._version import __version__ as __version__
 from hf_freeze.accounting import ParameterCount as ParameterCount
@@ -12,4 +14,15 @@ from hf_freeze.accounting import stored_bytes as stored_bytes
 from hf_freeze.pipelines import register_pipelines
 from hf_freeze.variant import make_variant as make_variant
 
+if TYPE_CHECKING:
+    from hf_freeze.training import VariantCallback as VariantCallback
+
 register_pipelines()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "VariantCallback":  # importing the Trainer takes longer than all else here
+        from hf_freeze.training import VariantCallback
+
+        return VariantCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

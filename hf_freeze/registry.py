@@ -49,6 +49,25 @@ class Method:
         """(full parameter name, definition or None to keep its value) of all it freezes, after every `restructure`."""
         return ()
 
+    def frozen_at(self, progress: float | None) -> bool:
+        """Whether what `freeze` names is frozen when this share of training is done; None is before training.
+
+        What is frozen for a while only is not at None: an optimizer made before training must hold it. What a seed defines
+        is always frozen.
+        """
+        return True
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether this setting depends on the progress of training, which a callback or `model.advance` must then tell."""
+        return False
+
+    def advance(self, model: "VariantMixin", architecture: "Architecture", progress: float) -> None:
+        """Set what the progress in 0..1 decides (a rate, a mask), and nothing else: training may resume at any step.
+
+        Called before every optimiser step where `scheduled`, after `frozen_at` was followed; so it must be cheap.
+        """
+
     def merge(self, model: "VariantMixin", architecture: "Architecture") -> None:
         """Undo `restructure` in place, densely. Raises ValueError that names the method where the maths forbids it."""
 

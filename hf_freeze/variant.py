@@ -8,13 +8,11 @@ Auto classes.
 import contextlib
 import copy
 import dataclasses
-import functools
-import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import transformers
@@ -26,7 +24,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 import hf_freeze.architectures
 import hf_freeze.methods  # noqa: F401 (both fill the registries)
 from hf_freeze._version import __version__
-from hf_freeze.architectures.base import Architecture, base_name, canonical_parameters
+from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.config import INITS, VariantConfigMixin, parse_methods
 from hf_freeze.registry import (
     ARCHITECTURES,
@@ -36,6 +34,7 @@ from hf_freeze.registry import (
     method_to_dict,
 )
 from hf_freeze.rng import SeededTensor, digest
+from hf_freeze.training_mixin import TrainingMixin, trained_forward
 
 TASKS = {
     "seq2seq-lm": transformers.AutoModelForSeq2SeqLM,
@@ -49,18 +48,8 @@ TASKS = {
 _OWN_FIELDS = ("methods", "init", "hf_freeze_version", "digests")
 
 
-if TYPE_CHECKING:  # what the mixin is always combined with
-    _Model = PreTrainedModel
-else:
-    _Model = object
-
-
-class VariantMixin(_Model):
-    """In front of a native class: structure from the config, freezing, regeneration, and right loss scaling."""
-
-    native_class: ClassVar[type[PreTrainedModel]]
-    architecture: ClassVar[Architecture]
-    shifts_labels: ClassVar[bool]  # a causal language model: the label of a position is the token after it
+class VariantMixin(TrainingMixin):
+    """In front of a native class: structure from the config, freezing, regeneration, and what training needs."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self._built = False
@@ -70,7 +59,9 @@ class VariantMixin(_Model):
             # transformers finds the loss by the class name, and not that of GPT-2; its Trainer counts labels accordingly.
             self.loss_type = "ForCausalLM"
         self._declared_digests = frozenset(config.digests)
-        for method in parse_methods(config):
+        self._methods = parse_methods(config)
+        self.scheduled = any(method.scheduled for method in self._methods)
+        for method in self._methods:
             method.restructure(self, self.architecture)
         self._promote_output_bias()
         # Constants are computed, never stored; the native base classes store them.
@@ -83,20 +74,6 @@ class VariantMixin(_Model):
         self._apply_freeze()
         if not any(parameter.is_meta for parameter in self.parameters()):
             self.initialize_weights()
-
-    @property
-    def accepts_loss_kwargs(self) -> bool:
-        """Whether the Trainer passes `num_items_in_batch`, which `_scaled` makes right for every backbone.
-
-        Where the Trainer's own label smoothing ignores it (older versions), the Trainer must divide by the accumulation steps.
-        """
-        from transformers.trainer_pt_utils import LabelSmoother
-
-        return "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
-
-    def _get_name(self) -> str:
-        # The Trainer's label smoothing looks causal language models up by name, and would forget to shift the labels.
-        return self.native_class.__name__ if self.shifts_labels else super()._get_name()
 
     # -- structure and freezing ------------------------------------------------------------------------------------------
 
@@ -120,14 +97,17 @@ class VariantMixin(_Model):
         """Set `requires_grad` and find out which tensors are seeded, hence neither stored nor expected in a checkpoint."""
         frozen: set[str] = {n for n, _ in canonical_parameters(self) if self._component(n) == "constant"}
         self.seeded_tensors: dict[str, SeededTensor] = {}
-        for method in parse_methods(self.config):
+        for method in self._methods:
+            always = method.frozen_at(None)
             for name, definition in method.freeze(self, self.architecture):
-                frozen.add(name)
                 if definition is not None:
                     self.seeded_tensors[name] = definition
+                if always or definition is not None:
+                    frozen.add(name)
         tied = self.all_tied_weights_keys
         for name, parameter in self.named_parameters(remove_duplicate=False):
             parameter.requires_grad_(tied.get(name, name) not in frozen)
+        self._forget_phase()
         unstored = set(self.seeded_tensors) | {t for t, source in tied.items() if source in self.seeded_tensors}
         on_save, on_load = self._native_keys_to_ignore
         self._keys_to_ignore_on_save = on_save | unstored
@@ -312,27 +292,6 @@ def _copy_runtime(old: Any, new: Any) -> None:
 # -- the factory -------------------------------------------------------------------------------------------------------------
 
 
-def _scaled(native_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Native losses are a mean over this batch; with `num_items_in_batch` (Trainer: all labels of an optimiser step, over
-    accumulation and processes) the sum is divided by that instead. `wraps` keeps the signature, which the Trainer reads.
-    """
-
-    @functools.wraps(native_forward)
-    def forward(self: Any, *args: Any, num_items_in_batch: torch.Tensor | int | None = None, **kwargs: Any) -> Any:
-        outputs = native_forward(self, *args, **kwargs)
-        labels = kwargs.get("labels")
-        if num_items_in_batch is None or labels is None:
-            return outputs
-        counted = labels[..., 1:] if self.shifts_labels else labels
-        factor = (counted != -100).sum() / num_items_in_batch
-        if isinstance(outputs, tuple):
-            return (outputs[0] * factor, *outputs[1:])
-        outputs.loss = outputs.loss * factor
-        return outputs
-
-    return forward
-
-
 def _make_classes() -> dict[type[PreTrainedModel], type[PreTrainedModel]]:
     """native class -> variant class, for every registered architecture and task; all are entered in the Auto classes."""
     made: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
@@ -364,7 +323,7 @@ def _make_classes() -> dict[type[PreTrainedModel], type[PreTrainedModel]]:
                     "native_class": native,
                     "architecture": architecture,
                     "config_class": config_class,
-                    "forward": _scaled(native.forward),
+                    "forward": trained_forward(native.forward),
                     "shifts_labels": task == "causal-lm",
                 },
             )

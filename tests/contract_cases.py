@@ -6,6 +6,12 @@ No name of a method or architecture appears here or in the tests: a new one is t
 import copy
 import functools
 import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -14,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, Trainer, TrainingArguments
 
-from hf_freeze import make_variant
+from hf_freeze import VariantCallback, make_variant
 from hf_freeze.architectures.base import Architecture, base_name, canonical_parameters
 from hf_freeze.registry import ARCHITECTURES, METHODS, Method
 from hf_freeze.variant import INITS, TASKS
@@ -75,6 +81,9 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = list(_cases())
+BASELINES = [  # one variant without methods for each architecture
+    case for case in CASES if case.source == MODEL and not case.methods and case.task == case.architecture.tasks[0]
+]
 
 
 def pairs(architecture: Architecture) -> Iterator[Case]:
@@ -160,6 +169,13 @@ def trainability(model: Any) -> dict[str, bool]:
     return {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
+def trainability_before_training(model: Any) -> dict[str, bool]:
+    """What opening the saved model must give, whatever a schedule has frozen just now."""
+    if is_scheduled(model):
+        model.rewind()
+    return trainability(model)
+
+
 def snapshot(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
 
@@ -201,6 +217,17 @@ def differences(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 # -- training ----------------------------------------------------------------------------------------------------------------
 
 
+def is_scheduled(model: Any) -> bool:
+    return getattr(model, "scheduled", False)  # of a native model, nothing is
+
+
+def begin_training(model: Any) -> Any:
+    """The model in training mode, at the first step of what it schedules."""
+    if is_scheduled(model):
+        model.advance(0, 1)
+    return model.train()
+
+
 def objective(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The model's loss; of a model without one, a fixed weighting of its outputs (a plain sum of a norm's is constant)."""
     result = model(**batch)
@@ -212,7 +239,7 @@ def objective(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients in training mode; the model has none afterwards."""
-    loss = objective(model.train(), batch)
+    loss = objective(begin_training(model), batch)
     loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -222,7 +249,7 @@ def gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, dict[s
 def training_step(model: Any, batch: dict[str, torch.Tensor]) -> None:
     """One step of AdamW with weight decay on all of `parameters()`, as a hand-written loop does it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    objective(model.train(), batch).backward()
+    objective(begin_training(model), batch).backward()
     optimizer.step()
     model.eval()
 
@@ -263,7 +290,8 @@ def sgd_step_of_trainer(
         disable_tqdm=True,
         **arguments,
     )
-    trainer = Trainer(model=model, args=settings, train_dataset=rows)
+    callbacks = [VariantCallback()] if is_scheduled(model) else []
+    trainer = Trainer(model=model, args=settings, train_dataset=rows, callbacks=callbacks)
     trainer.train()
     return trainer
 
@@ -273,6 +301,36 @@ def plain_update(model: Any, rows: list[dict[str, torch.Tensor]]) -> dict[str, t
     before = snapshot(model)
     _, grads = gradients(model, stack(rows))
     return {name: before[name] - grads[name] if name in grads else before[name] for name, _ in model.named_parameters()}
+
+
+def two_processes(script: Path, folder: Path) -> list[Any]:
+    """Run `script RESULT RANK` as a group of two processes on the CPU; the JSON that each wrote to RESULT."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    children, logs = [], []
+    try:
+        for rank in range(2):
+            environment = (
+                os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
+            )
+            logs.append(folder / f"log-{rank}")
+            with logs[-1].open("w") as log:
+                command = [sys.executable, script, folder / f"result-{rank}", str(rank)]
+                children.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+        deadline = time.monotonic() + 600
+        while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+            if any(child.poll() for child in children):
+                break
+            time.sleep(0.1)
+    finally:
+        codes = [child.poll() for child in children]
+        for child in children:  # where one failed, the other waits for it
+            child.kill()
+            child.wait()
+    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    return [json.loads((folder / f"result-{rank}").read_text()) for rank in range(2)]
 
 
 # -- generating --------------------------------------------------------------------------------------------------------------

@@ -6,12 +6,9 @@ Each test enumerates the registries (contract_cases.py); "baseline" is a variant
 import copy
 import inspect
 import json
-import os
 import pickle
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +19,7 @@ from contract_cases import (
     MODEL,
     Case,
     add_noise,
+    begin_training,
     build,
     differences,
     file_sizes,
@@ -39,8 +37,10 @@ from contract_cases import (
     stack,
     supports,
     trainability,
+    trainability_before_training,
     training_rows,
     training_step,
+    two_processes,
 )
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -155,7 +155,8 @@ def test_a_new_process_opens_the_same_model(architecture, tmp_path):
         save_file({k: v.contiguous() for k, v in expected.items()}, folder / "expected.safetensors")
         native_class = f"{case.native_class.__module__}.{case.native_class.__name__}"
         entry = {"id": name, "folder": str(folder), "auto_class": case.auto_class.__name__}
-        manifest[kind].append(entry | {"requires_grad": trainability(model), "native_class": native_class})
+        requires_grad = trainability_before_training(model)
+        manifest[kind].append(entry | {"requires_grad": requires_grad, "native_class": native_class})
 
     cases = [case for case in CASES if case.architecture is architecture]
     for case in cases:
@@ -489,7 +490,7 @@ def test_bf16_autocast(case):
     model = build(case)
     expected, _ = gradients(model, case.batch())
     with torch.autocast("cpu", torch.bfloat16):
-        loss = objective(model.train(), case.batch())
+        loss = objective(begin_training(model), case.batch())
     loss.backward()
     assert loss.item() == pytest.approx(expected, rel=0.1, abs=0.01)
     for name, parameter in model.named_parameters():
@@ -549,7 +550,7 @@ def test_accumulated_batches_with_label_smoothing(case, tmp_path):
     reference = build(case)
     before = snapshot(reference)
     shift = 0 if reference.config.is_encoder_decoder else 1
-    logits = reference.train()(**batch).logits
+    logits = begin_training(reference)(**batch).logits
     logits, labels = logits[:, : logits.shape[1] - shift], batch["labels"][:, shift:]
     nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1).backward()
     expected = {n: before[n] if p.grad is None else before[n] - p.grad for n, p in reference.named_parameters()}
@@ -573,32 +574,6 @@ def test_two_processes_give_the_update_of_one(tmp_path):
     cases = [case for case in CASES if case.trained_by_trainer]
     for case in cases:
         build(case).save_pretrained(tmp_path / case.id)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    children, logs = [], []
-    try:
-        for rank in range(2):
-            environment = (
-                os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
-            )
-            logs.append(tmp_path / f"log-{rank}")
-            with logs[-1].open("w") as log:
-                command = [sys.executable, TESTS / "ddp_child.py", tmp_path / f"result-{rank}", str(rank)]
-                children.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
-        deadline = time.monotonic() + 600
-        while any(child.poll() is None for child in children) and time.monotonic() < deadline:
-            if any(child.poll() for child in children):
-                break
-            time.sleep(0.1)
-    finally:
-        codes = [child.poll() for child in children]
-        for child in children:  # where one failed, the other waits for it
-            child.kill()
-            child.wait()
-    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
-    for rank in range(2):
-        result = json.loads((tmp_path / f"result-{rank}").read_text())
+    for result in two_processes(TESTS / "ddp_child.py", tmp_path):
         assert result["problems"] == []
         assert result["trained"] == len(cases)

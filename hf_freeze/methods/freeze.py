@@ -39,7 +39,12 @@ class Freeze(Method):
     `{"encoder": [0, 1]}`, limits attention, ffn and norm to these layers; embeddings and head lie in no layer.
     Several Freeze act in the order given, each on what it names.
 
-    Raises ValueError for an unknown mode, a seed outside 0..2^63-1, or a stack or layer that the backbone does not have.
+    `begin` and `end`, shares of training in 0..1, freeze for a while: while begin <= steps done / all steps < end; None is
+    from the start and to the end, as are 0 and 1. Only for `"frozen"`, and training then needs `VariantCallback` or
+    `model.advance`.
+
+    Raises ValueError for an unknown mode, a seed outside 0..2^63-1, a begin or end outside 0..1 or in the wrong order or for
+    a component that is not stored, or a stack or layer that the backbone does not have.
     """
 
     embeddings: str = "trainable"
@@ -49,6 +54,8 @@ class Freeze(Method):
     head: str = "trainable"
     layers: dict[str, list[int]] | None = None
     seed: int = 0
+    begin: float | None = None
+    end: float | None = None
 
     def __post_init__(self) -> None:
         for component, modes in _MODES.items():
@@ -58,6 +65,37 @@ class Freeze(Method):
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ValueError(f"Freeze(seed={self.seed!r}): must be an integer in 0..2^63-1")
         check_layers_type(self.layers)
+        self._check_phase()
+
+    def _check_phase(self) -> None:
+        for name in ("begin", "end"):
+            share = getattr(self, name)
+            number = isinstance(share, int | float) and not isinstance(share, bool)
+            if share is not None and not (number and 0 <= share <= 1):
+                raise ValueError(f"Freeze({name}={share!r}): must be None or a share of training in 0..1")
+        begin, end = self._phase
+        if begin >= end:
+            raise ValueError(f"Freeze(begin={self.begin!r}, end={self.end!r}): begin must be below end (None: 0 and 1)")
+        for component in _MODES:
+            if self.scheduled and getattr(self, component) not in _KEEP:
+                raise ValueError(
+                    f"Freeze({component}={getattr(self, component)!r}, begin={self.begin!r}, end={self.end!r}): what a seed "
+                    "regenerates is not stored, so it cannot thaw; use 'frozen' (fresh weights of a config are random as well)"
+                )
+
+    @property
+    def _phase(self) -> tuple[float, float]:
+        return self.begin or 0, 1 if self.end is None else self.end
+
+    @property
+    def scheduled(self) -> bool:
+        return self._phase != (0, 1)
+
+    def frozen_at(self, progress: float | None) -> bool:
+        if not self.scheduled:
+            return True
+        begin, end = self._phase
+        return progress is not None and begin <= progress and (progress < end or end == 1)
 
     def validate(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)

@@ -1,0 +1,60 @@
+"""Tells a variant in the Trainer how far training is."""
+
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.modeling_utils import unwrap_model
+
+
+class VariantCallback(TrainerCallback):
+    """`Trainer(callbacks=[VariantCallback()])` for every variant with a schedule; does nothing for other models.
+
+    The progress is `state.global_step / state.max_steps`, so that a resumed run continues exactly. Raises ValueError at the
+    start of a training by several processes whose DistributedDataParallel would wait for gradients of what is frozen for a
+    while.
+    """
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._rewind(model)  # the Trainer's optimizer takes what is trainable when it is made: in train()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        variant = _variant(model)
+        if variant is None:
+            return
+        if args.world_size > 1 and not _finds_unused(args, variant) and (names := variant.frozen_for_a_while()):
+            raise ValueError(
+                f"{names[0]!r} is frozen for a while, but with {args.world_size} processes every trainable parameter must get "
+                "a gradient: pass ddp_find_unused_parameters=True (with activation checkpointing the default is False), and "
+                "no ddp_static_graph"
+            )
+        variant.advance(state.global_step, state.max_steps)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        variant = _variant(model)
+        if variant is not None:
+            variant.advance(state.global_step, state.max_steps)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._rewind(model)
+
+    @staticmethod
+    def _rewind(model: Any) -> None:
+        variant = _variant(model)
+        if variant is not None:
+            variant.rewind()
+
+
+def _variant(model: Any) -> Any:
+    """The variant inside DistributedDataParallel, torch.compile or PEFT; None where there is none."""
+    inner = unwrap_model(model)
+    return inner if hasattr(inner, "advance") else None
+
+
+def _finds_unused(args: Any, model: Any) -> bool:
+    """What the Trainer gives to DistributedDataParallel."""
+    if getattr(args, "ddp_static_graph", None):
+        return False
+    if args.ddp_find_unused_parameters is not None:
+        return args.ddp_find_unused_parameters
+    kind = "activation" if hasattr(args, "activation_checkpointing") else "gradient"  # its older name
+    return not (getattr(model, f"is_{kind}_checkpointing") or getattr(args, f"{kind}_checkpointing"))

@@ -1,0 +1,99 @@
+"""Which part is trained when, and at which rate."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hf_freeze.architectures.base import COMPONENTS, base_name, canonical_parameters
+from hf_freeze.methods import Freeze
+from hf_freeze.registry import architecture_of
+
+TRAINED = tuple(component for component in COMPONENTS if component != "constant")
+
+
+def gradual_unfreezing(backbone: Any, *, until: float = 0.5) -> list[Freeze]:
+    """Thaw layer by layer, from the last one down (Howard & Ruder, 2018, https://arxiv.org/abs/1801.06146, section 3.3).
+
+    `backbone` is a model or a config. The last layer is trained from the start; the others follow at even distances, and the
+    embeddings last, when the share `until` of training is done (never, where it is 1). The layers of an encoder-decoder are
+    in the order of the forward: the decoder thaws before the encoder. A task head, and norms outside the layers, are trained
+    from the start.
+
+    >>> methods = gradual_unfreezing(BertConfig(num_hidden_layers=4), until=0.4)
+    >>> [method.end for method in methods]  # layers 2, 1, 0 and the embeddings
+    [0.1, 0.2, 0.3, 0.4]
+    >>> model = make_variant("bert-base-uncased", methods, task="sequence-classification")
+    >>> Trainer(model=model, callbacks=[VariantCallback()], ...).train()
+
+    Raises ValueError for an unsupported backbone or an `until` outside 0 < until <= 1.
+    """
+    if isinstance(until, bool) or not isinstance(until, int | float) or not 0 < until <= 1:
+        raise ValueError(f"until={until!r}: must be a share of training, 0 < until <= 1")
+    config = _config(backbone)
+    depths = architecture_of(config.model_type).depths(config)
+    downwards = [(stack, layer) for stack, depth in depths.items() for layer in range(depth)][::-1]
+    frozen = [
+        Freeze(
+            attention="frozen",
+            ffn="frozen",
+            norm="frozen",
+            layers={stack: [layer]},
+            end=round(until * k / len(downwards), 6),
+        )
+        for k, (stack, layer) in enumerate(downwards)
+        if k > 0
+    ]
+    return [*frozen, Freeze(embeddings="frozen", end=until)]
+
+
+def parameter_groups(
+    model: Any, learning_rates: Mapping[str, float] | None = None, *, lr: float, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
+    """Groups for an optimizer: `learning_rates` by component (`embeddings`, `attention`, `ffn`, `norm`, `head`), else `lr`.
+
+    They hold what is trained at some time: also what a schedule has frozen just now. Tied parameters are in the group of their
+    source, once. Norms and biases are not decayed. A scheduler scales the rate of each group:
+
+    >>> groups = parameter_groups(model, {"embeddings": 1e-4}, lr=1e-3, weight_decay=0.01)
+    >>> Trainer(model=model, optimizers=(torch.optim.AdamW(groups), None), ...)
+
+    Raises ValueError for an unknown component, a rate or weight decay that is not a number of at least 0, a rate of a component
+    that has nothing to train, or an unsupported model.
+    """
+    learning_rates = dict(learning_rates or {})
+    for component in learning_rates:
+        if component not in TRAINED:
+            raise ValueError(f"learning_rates: unknown component {component!r}; choose from {list(TRAINED)}")
+    named = {f"learning_rates[{component!r}]": rate for component, rate in learning_rates.items()}
+    for name, value in (named | {"lr": lr, "weight_decay": weight_decay}).items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value!r}: must be a number of at least 0")
+    architecture = architecture_of(_config(model).model_type)
+    thawing = set(model.frozen_for_a_while()) if getattr(model, "scheduled", False) else set()
+    groups = {
+        (component, decayed): {
+            "params": [],
+            "lr": learning_rates.get(component, lr),
+            "weight_decay": weight_decay if decayed else 0.0,
+            "component": component,
+        }
+        for component in TRAINED
+        for decayed in (True, False)
+    }
+    for name, parameter in canonical_parameters(model):
+        component = architecture.component(base_name(model, name))
+        if component != "constant" and (parameter.requires_grad or name in thawing):
+            # One dimension: biases, and the norms of task heads. Marian's output bias has two.
+            decayed = component != "norm" and parameter.ndim > 1 and not name.endswith("bias")
+            groups[component, decayed]["params"].append(parameter)
+    filled = [group for group in groups.values() if group["params"]]
+    if empty := sorted(set(learning_rates) - {group["component"] for group in filled}):
+        raise ValueError(f"learning_rates: {empty[0]!r} has nothing to train in this {type(model).__name__}")
+    return filled
+
+
+def _config(backbone: Any) -> Any:
+    config = getattr(backbone, "config", backbone)
+    if not hasattr(config, "model_type"):
+        raise ValueError(f"{type(backbone).__name__} is neither a transformers model nor a config")
+    return config

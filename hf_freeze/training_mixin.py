@@ -1,0 +1,147 @@
+"""What a variant does in training: its loss is scaled right, and what its methods schedule follows the progress."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_freeze.architectures.base import Architecture
+from hf_freeze.registry import Method
+
+if TYPE_CHECKING:  # what the mixin is always combined with
+    _Model = PreTrainedModel
+else:
+    _Model = object
+
+
+class TrainingMixin(_Model):
+    """The part of a variant that only training uses.
+
+    `scheduled`: whether a method depends on the progress of training. `progress`: the share of the steps done, in 0..1; None
+    until the first `advance`. Neither is ever saved: both follow from the config and the step.
+    """
+
+    native_class: ClassVar[type[PreTrainedModel]]
+    architecture: ClassVar[Architecture]
+    shifts_labels: ClassVar[bool]  # a causal language model: the label of a position is the token after it
+    scheduled: bool = False
+    progress: float | None = None
+    _methods: list[Method]
+    _active: tuple[int, ...] = ()  # the methods, by number, that freeze at `progress` and not always
+    _held: frozenset[str] = frozenset()  # what they froze: what somebody else has frozen is not ours to thaw
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Whether the Trainer passes `num_items_in_batch`, which `trained_forward` makes right for every backbone.
+
+        Where the Trainer's own label smoothing ignores it (older versions), the Trainer must divide by the accumulation steps.
+        """
+        from transformers.trainer_pt_utils import LabelSmoother
+
+        return "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
+
+    def _get_name(self) -> str:
+        # The Trainer's label smoothing looks causal language models up by name, and would forget to shift the labels.
+        return self.native_class.__name__ if self.shifts_labels else super()._get_name()
+
+    def advance(self, step: int, total_steps: int) -> None:
+        """Say before an optimiser step that `step` of `total_steps` are done; `VariantCallback` does it in the Trainer.
+
+        Whatever is scheduled is a function of `step` alone, so that a resumed training continues as if undisturbed. Give the
+        optimiser all of `parameters()`, or make it before the first `advance`, when all that will ever be trained is
+        trainable. Under DistributedDataParallel, what is frozen for a while needs `find_unused_parameters=True`.
+
+        Raises ValueError unless both are integers and 0 <= step <= total_steps >= 1, and where nothing is left to train.
+        """
+        for name, value, least in (("step", step, 0), ("total_steps", total_steps, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"advance({name}={value!r}): must be an integer of at least {least}")
+        if step > total_steps:
+            raise ValueError(f"advance(step={step}): must be in 0..{total_steps}, the total_steps")
+        self.progress = step / total_steps
+        self._freeze_phase()
+        model: Any = self
+        for method in self._methods:
+            if method.scheduled:
+                method.advance(model, self.architecture, self.progress)
+
+    def rewind(self) -> None:
+        """Back to before training, for a new optimiser or another training: thaws what a schedule froze."""
+        self.progress = None
+        self._freeze_phase()
+
+    def frozen_for_a_while(self) -> list[str]:
+        """Names of the parameters that a schedule freezes in a part of training only."""
+        names = self._names_of(i for i, method in enumerate(self._methods) if not method.frozen_at(None))
+        return [name for name in sorted(names) if name in self._held or self.get_parameter(name).requires_grad]
+
+    def _names_of(self, numbers: Iterable[int]) -> set[str]:
+        model: Any = self
+        found = (pair for i in numbers for pair in self._methods[i].freeze(model, self.architecture))
+        return {name for name, definition in found if definition is None}
+
+    def _freeze_phase(self) -> None:
+        """Freeze and thaw for `progress`. Called in every step: looks at the parameters only where the phase changes."""
+        active = tuple(
+            i
+            for i, method in enumerate(self._methods)
+            if not method.frozen_at(None) and method.frozen_at(self.progress)
+        )
+        if active == self._active:
+            return
+        wanted = self._names_of(active)
+        held = set(self._held & wanted)
+        tied = self.all_tied_weights_keys
+        for alias, parameter in self.named_parameters(remove_duplicate=False):
+            name = tied.get(alias, alias)
+            if name in self._held and name not in wanted:
+                parameter.requires_grad_(True)
+            elif name in wanted and parameter.requires_grad:
+                parameter.requires_grad_(False)
+                parameter.grad = None  # with a gradient of zero, weight decay and momentum would still move it
+                held.add(name)
+        self._active, self._held = active, frozenset(held)
+        if held and not any(parameter.requires_grad for parameter in self.parameters()):
+            raise ValueError(
+                f"nothing is left to train at progress {self.progress}: {sorted(held)[0]!r} and all else is frozen"
+            )
+
+    def _forget_phase(self) -> None:
+        """After every `requires_grad` was set as before training."""
+        self._active, self._held = (), frozenset()
+        self._freeze_phase()
+
+
+def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a variant, from that of its backbone; `wraps` keeps the signature, which the Trainer reads.
+
+    Native losses are a mean over this batch; with `num_items_in_batch` (Trainer: all labels of an optimiser step, over
+    accumulation and processes) the sum is divided by that instead. To train a scheduled variant that nobody advances is a
+    ValueError.
+    """
+
+    @functools.wraps(native_forward)
+    def forward(self: Any, *args: Any, num_items_in_batch: torch.Tensor | int | None = None, **kwargs: Any) -> Any:
+        unadvanced = self.scheduled and self.progress is None
+        # On meta nothing is trained; multiply-adds are counted there.
+        if unadvanced and self.training and torch.is_grad_enabled() and self.device.type != "meta":
+            raise ValueError(
+                f"the methods {[method.name for method in self._methods if method.scheduled]} follow the progress of "
+                "training: pass Trainer(callbacks=[VariantCallback()]), or call model.advance(step, total_steps) before "
+                "each step"
+            )
+        outputs = native_forward(self, *args, **kwargs)
+        labels = kwargs.get("labels")
+        if num_items_in_batch is None or labels is None:
+            return outputs
+        counted = labels[..., 1:] if self.shifts_labels else labels
+        factor = (counted != -100).sum() / num_items_in_batch
+        if isinstance(outputs, tuple):
+            return (outputs[0] * factor, *outputs[1:])
+        outputs.loss = outputs.loss * factor
+        return outputs
+
+    return forward

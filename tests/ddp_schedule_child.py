@@ -1,0 +1,94 @@
+"""Training with schedules by the Trainer, for test_schedules.py; as a script, its child: one of two processes that do it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from contract_cases import differences
+from safetensors.torch import load_file
+from transformers import MarianConfig, Trainer, TrainingArguments
+
+from hf_freeze import VariantCallback, make_variant
+from hf_freeze.methods import Freeze
+from hf_freeze.registry import ARCHITECTURES
+from hf_freeze.rng import digest
+from hf_freeze.training import parameter_groups
+
+STEPS, ROWS_A_STEP, EPOCH = 8, 4, 4
+# Of 8 steps: the FFNs are frozen in 0..3, attention in 5..7, the table in 2..5; something is always trained.
+PHASES = [
+    Freeze(ffn="frozen", end=0.5),
+    Freeze(attention="frozen", begin=0.625),
+    Freeze(embeddings="frozen", begin=0.25, end=0.75),
+]
+
+
+def scheduled_model(dropout=0.0, phases=PHASES):
+    marian = ARCHITECTURES["marian"]
+    config = MarianConfig(**(marian.tiny | {"dropout": dropout}))
+    return make_variant(config, phases, task="seq2seq-lm", init="marian", seed=1)
+
+
+def rows():
+    """Sentences with unequal numbers of labels, each another."""
+    batch = ARCHITECTURES["marian"].tiny_inputs("seq2seq-lm")
+    made = []
+    for number in range(ROWS_A_STEP * EPOCH):
+        row = {name: values[number % 2].clone() for name, values in batch.items()}
+        row["input_ids"][0] = 2 + number
+        row["labels"][0] = 30 - number
+        made.append(row)
+    return made
+
+
+def trainer(model, folder, *, rows_a_batch=2, accumulate=2, sgd=False, made=Trainer, callback=True, **arguments):
+    """`STEPS` steps of `ROWS_A_STEP` rows, by AdamW with a rate for each component, or by SGD."""
+    settings = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=rows_a_batch,
+        gradient_accumulation_steps=accumulate,
+        use_cpu=True,
+        report_to="none",
+        logging_strategy="no",
+        disable_tqdm=True,
+        seed=5,
+        **({"max_steps": STEPS, "save_strategy": "no"} | arguments),
+    )
+    rates = {"embeddings": 0.002, "ffn": 0.02}
+    groups = parameter_groups(model, rates, lr=0.01, weight_decay=0.1)
+    optimizer = torch.optim.SGD(groups, momentum=0.9) if sgd else torch.optim.AdamW(groups)
+    callbacks = [VariantCallback()] if callback else []
+    return made(model, settings, train_dataset=rows(), optimizers=(optimizer, None), callbacks=callbacks)
+
+
+def main(result, rank):
+    model = scheduled_model()
+    running = trainer(model, result.parent, accumulate=1, sgd=True, ddp_find_unused_parameters=True)
+    assert running.args.world_size == 2, f"{running.args.world_size} process: nothing distributed was tested"
+    running.train()
+    assert running.state.global_step == STEPS
+    after = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    problems = differences(after, load_file(result.parent / "expected.safetensors"), 1e-5)
+    digests = [None, None]
+    dist.all_gather_object(digests, {name: digest(parameter) for name, parameter in after.items()})
+    if digests[0] != digests[1]:
+        problems.append("the ranks disagree")
+    refused = 0
+    name = "model.decoder.layers.0.encoder_attn.k_proj.bias"
+    message = rf"'{name}' is frozen for a while, but with 2 processes .* ddp_find_unused_parameters=True"
+    checkpointing = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
+    for arguments in ({"ddp_find_unused_parameters": False}, {f"{checkpointing}_checkpointing": True}):
+        with pytest.raises(ValueError, match=message):
+            trainer(scheduled_model(), result.parent, accumulate=1, **arguments).train()
+        refused += 1
+    # Nothing is frozen for a while: nothing is to be refused.
+    trainer(scheduled_model(phases=[Freeze(norm="frozen")]), result.parent, ddp_find_unused_parameters=False).train()
+    result.write_text(json.dumps({"problems": problems, "refused": refused}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
