@@ -21,7 +21,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def parser(docstring: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--preset", default="tiny", help="of the recipe of the freeze ablation: demo, tiny, base, big ...")
+    made.add_argument(
+        "--preset", default="tiny", help="of the recipe of the freeze ablation: demo, tiny, base, big ..."
+    )
     made.add_argument("--set", action="append", default=[], help="backbone.config.encoder_layers=2 and the like")
     made.add_argument("--out", type=Path, help="a Markdown file for the table")
     return made
