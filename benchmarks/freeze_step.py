@@ -41,7 +41,7 @@ from torch import nn
 from transformers import MarianMTModel
 
 from hf_freeze import make_variant, multiply_adds
-from hf_freeze.experiments.translation import choose_attention
+from hf_freeze.experiments.run import choose_attention
 from hf_freeze.registry import method_from_dict
 from hf_freeze.training import label_smoothed_loss
 
