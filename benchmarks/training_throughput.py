@@ -1,100 +1,123 @@
-"""Our training path (Trainer, token batches, eager attention on a CPU) against a plain loop on the same batches.
+"""Our training path (Trainer, token batches, eager attention on a CPU) against a plain loop and against the Trainer's defaults.
 
     python benchmarks/training_throughput.py --source train.de.gz --target train.en.gz
 
-Claim: a step costs at most 1.3 times that of a plain PyTorch loop over the native class. Method: all train the tiny preset
-of the freeze ablation on the same batches, in turns of `--steps` steps, `--rounds` turns each, in one process; the first step
-of a turn is not counted; the figure is the median over turns, and the ratio of the medians. Beside it stands the arithmetic:
-multiply-adds of the step, forward and backward, over the time.
+Claim: a step costs at most 1.15 times that of a plain PyTorch loop on the same batches. Measured in target tokens that are no
+padding, a second. All train the same fresh native class or variant of it, in one process, in turns of `--steps` steps whose
+first is not counted; the order of the paths is reversed from round to round, and a ratio is the median of the rounds' ratios:
+
+- ours: `TokenBatchTrainer`, batches of equally many padded tokens and of similar length, our choice of attention and loss;
+- plain loop: PyTorch alone, the same batches and values of the loss, transformers' default attention; and with our attention;
+- Trainer's defaults: `Seq2SeqTrainer`, sentences in random order, as many a batch as ours has on average (so as many real
+  tokens), padded to the longest; its own label smoothing; default attention; and with our attention.
+
+What is lost where: padding, as a share of the positions that each path computes; attention, by the same path with either;
+the Trainer, by ours against the plain loop with our attention, in ms a step. What random order and its own loss then leave is
+between the last path and ours. Limit: multiply-adds of a step (without padding) at the rate of bare products, see freeze_step.py.
 """
 
-import argparse
 import copy
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _shared
 import torch
+from freeze_step import product_rate
 from torch.nn import functional
-from transformers import DataCollatorForSeq2Seq, MarianMTModel, TrainerCallback
+from transformers import DataCollatorForSeq2Seq, MarianMTModel, PrinterCallback, Seq2SeqTrainer, TrainerCallback
 from transformers.utils import logging
 
 from hf_freeze import data, make_variant, multiply_adds
 from hf_freeze.experiments import run as run_module
 from hf_freeze.experiments import translation
-from hf_freeze.experiments.environment import environment
-from hf_freeze.experiments.recipe import expand, load_recipe
 from hf_freeze.training import TokenBatchTrainer, label_smoothed_loss
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "freeze_ablation" / "recipe.yaml"
 
+class Meter(TrainerCallback):
+    """A collator that counts, and a clock of the ends of steps. Batches are collated in the order of the steps."""
 
-class Clock(TrainerCallback):
-    """Times of the ends of steps."""
-
-    def __init__(self) -> None:
+    def __init__(self, collator: Any) -> None:
+        self.collator = collator
         self.ends: list[float] = []
+        self.batches: list[tuple[int, int, int]] = []  # target tokens; all tokens; positions, on both sides
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def __call__(self, features: Any) -> Any:
+        batch = self.collator(features)
+        targets, sources = int((batch["labels"] != -100).sum()), int(batch["attention_mask"].sum())
+        positions = batch["labels"].numel() + batch["input_ids"].numel()
+        self.batches.append((targets, targets + sources, positions))
+        return batch
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        _shared.synchronize()
         self.ends.append(time.perf_counter())
 
+    def result(self) -> tuple[float, float, float]:
+        """Seconds a step, target tokens a second, share of padding; without the first step."""
+        steps, elapsed = len(self.ends) - 1, self.ends[-1] - self.ends[0]
+        targets, tokens, positions = (sum(each) for each in zip(*self.batches[1 : steps + 1], strict=True))
+        return elapsed / steps, targets / elapsed, 1 - tokens / positions
 
-def trainer_turn(model: Any, run: dict[str, Any], dataset: Any, collator: Any, steps: int) -> float:
-    clock = Clock()
+
+def trainer_turn(
+    model: Any, run: dict[str, Any], dataset: Any, meter: Meter, steps: int, sentences: int | None
+) -> None:
+    """With `sentences` a batch the Trainer's defaults, else ours."""
+    settings = run["training"]
     with tempfile.TemporaryDirectory() as folder:
         arguments = run_module.training_arguments(run, Path(folder))
         arguments.max_steps, arguments.save_strategy, arguments.eval_strategy = steps, "no", "no"
         arguments.load_best_model_at_end = False
-        trainer = TokenBatchTrainer(
-            model=model,
-            args=arguments,
-            train_dataset=dataset,
-            data_collator=collator,
-            compute_loss_func=label_smoothed_loss(run["training"]["label_smoothing"]),
-            max_tokens=run["training"]["max_tokens"],
-            callbacks=[clock],
-        )
+        shared = {"model": model, "args": arguments, "train_dataset": dataset, "data_collator": meter}
+        if sentences is None:
+            loss = label_smoothed_loss(settings["label_smoothing"])
+            trainer: Any = TokenBatchTrainer(**shared, compute_loss_func=loss, max_tokens=settings["max_tokens"])
+        else:
+            arguments.per_device_train_batch_size = sentences
+            arguments.label_smoothing_factor = settings["label_smoothing"]
+            trainer = Seq2SeqTrainer(**shared)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(meter)
         trainer.train()
-    return (clock.ends[-1] - clock.ends[0]) / (steps - 1)
 
 
-def plain_turn(model: Any, run: dict[str, Any], dataset: Any, collator: Any, steps: int) -> float:
+def sampler(run: dict[str, Any], dataset: Any) -> data.TokenBatchSampler:
+    sources, targets = ([len(ids) for ids in dataset[column]] for column in ("input_ids", "labels"))
+    return data.TokenBatchSampler(sources, targets, run["training"]["max_tokens"], seed=run["seed"])
+
+
+def plain_turn(model: Any, run: dict[str, Any], dataset: Any, meter: Meter, steps: int) -> None:
     settings = run["training"]
-    sampler = data.TokenBatchSampler(
-        *([len(ids) for ids in dataset[column]] for column in ("input_ids", "labels")),
-        settings["max_tokens"],
-        seed=run["seed"],
-    )
     optimizer = torch.optim.AdamW(model.parameters(), settings["learning_rate"], betas=(0.9, 0.98), weight_decay=0.0)
-    device, ends = model.device.type, []
-    for _, indices in zip(range(steps), sampler, strict=False):
-        batch = collator(dataset.__getitems__(indices)).to(device)
+    device = model.device.type
+    model.train()
+    for _, indices in zip(range(steps), sampler(run, dataset), strict=False):
+        batch = meter(dataset.__getitems__(indices)).to(device)
         labels = batch.pop("labels")
         with torch.autocast(device, torch.bfloat16, enabled=settings["bf16"]):
             logits = model(**batch).logits.float()
-        loss = functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), label_smoothing=settings["label_smoothing"]
-        )
+        smoothing = settings["label_smoothing"]
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings["max_grad_norm"])
         optimizer.step()
         optimizer.zero_grad()
-        ends.append(time.perf_counter())
-    return (ends[-1] - ends[0]) / (steps - 1)
+        meter.on_step_end()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _shared.parser(__doc__)
     parser.add_argument("--source", help="source side of parallel text; without it the built-in corpus")
     parser.add_argument("--target")
-    parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=15, help="of a turn")
+    parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     logging.set_verbosity_error()
-    run = expand(load_recipe(RECIPE, [f"preset={options.preset}"]))[0]
+    run = _shared.rows(options)["0"]
     run["training"].setdefault("max_grad_norm", 1.0)
     text = data.read_parallel(options.source, options.target) if options.source else data.builtin_corpus()["train"]
     vocabulary = run["tokenizer"]["vocab_size"] if options.source else 800
@@ -102,32 +125,55 @@ def main() -> None:
     config = run_module.backbone_config(run["backbone"], tokenizer)
     tokenizer.model_max_length = config.max_position_embeddings
     dataset = translation.encode(text, tokenizer)
-    ours = make_variant(config, [], task="seq2seq-lm", init="marian")
+    batches = len(sampler(run, dataset))
+    if not 2 <= options.steps <= batches:
+        raise SystemExit(f"--steps {options.steps} is outside 2..{batches}, the batches of an epoch")
+    sentences = round(len(dataset) / batches)
+    ours = make_variant(config, [], task="seq2seq-lm", init="marian").to(_shared.DEVICE)
     run_module.choose_attention(ours)
-    plain = MarianMTModel(config).to(ours.device).train()
+    natives = [MarianMTModel(copy.deepcopy(config)).to(_shared.DEVICE) for _ in range(4)]
+    for model in natives[1::2]:
+        run_module.choose_attention(model)
+    paths: dict[str, Callable[[Meter], None]] = {
+        "ours": lambda meter: trainer_turn(ours, run, dataset, meter, options.steps, None),
+        "plain loop": lambda meter: plain_turn(natives[0], run, dataset, meter, options.steps),
+        "plain loop, our attention": lambda meter: plain_turn(natives[1], run, dataset, meter, options.steps),
+        "Trainer's defaults": lambda meter: trainer_turn(natives[2], run, dataset, meter, options.steps, sentences),
+        "Trainer's, our attention": lambda meter: trainer_turn(
+            natives[3], run, dataset, meter, options.steps, sentences
+        ),
+    }
+    results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in paths}
     collator = DataCollatorForSeq2Seq(tokenizer, model=ours)
-    same_attention = copy.deepcopy(plain)
-    run_module.choose_attention(same_attention)
-    times: dict[str, list[float]] = {"Trainer path": [], "plain loop": [], "same with our attention": []}
-    for _ in range(options.rounds):
-        times["Trainer path"].append(trainer_turn(ours, run, dataset, collator, options.steps))
-        plain.to(ours.device)
-        times["plain loop"].append(plain_turn(plain, run, dataset, collator, options.steps))
-        times["same with our attention"].append(
-            plain_turn(same_attention.to(ours.device), run, dataset, collator, options.steps)
-        )
-    length = int(statistics.fmean(len(ids) for ids in dataset["labels"]))
+    for number in range(options.rounds):
+        for name in list(paths)[:: -1 if number % 2 else 1]:
+            meter = Meter(collator)
+            paths[name](meter)
+            results[name].append(meter.result())
+    ratios = {
+        name: [mine[1] / theirs[1] for mine, theirs in zip(results["ours"], each, strict=True)]
+        for name, each in results.items()
+    }
+    length = round(statistics.fmean(len(ids) for ids in dataset["labels"]))
     macs = multiply_adds(ours, length=length)
-    tokens = min(run["training"]["max_tokens"], sum(len(ids) for ids in dataset["labels"]))
-    for name, seconds in times.items():
-        median = statistics.median(seconds)
-        rate = (macs.forward + macs.backward) * tokens / median / 1e9
-        print(f"{name:<23} {1e3 * median:7.1f} ms a step (of {min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f}), "
-              f"at most {rate:.0f} billion multiply-adds a second")  # fmt: skip
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    ours_seconds = medians.pop("Trainer path")
-    ratios = ", ".join(f"{ours_seconds / seconds:.2f} to the {name}" for name, seconds in medians.items())
-    print(f"ratio {ratios} (claim: at most 1.3 to the plain loop); {environment()}")
+    rate = product_rate(ours, run["training"]["max_tokens"], run["training"]["bf16"])
+    lines = []
+    for name, each in results.items():
+        step, speed, padding = (statistics.median(values) for values in zip(*each, strict=True))
+        spread = _shared.quartiles([result[1] for result in each], 0)
+        ratio = f"{statistics.median(ratios[name]):.3f} ({_shared.quartiles(ratios[name])})"
+        lines.append([name, f"{1e3 * step:.1f}", f"{speed:,.0f} ({spread})", f"{100 * padding:.1f} %", ratio])
+    header = ["path", "ms a step", "target tokens a second", "padding", "ours to it"]
+    same = zip(results["ours"], results["plain loop, our attention"], strict=True)
+    overhead = statistics.median(mine[0] - theirs[0] for mine, theirs in same)
+    summary = (
+        f"cost of a token, ours to the plain loop: ratio {1 / statistics.median(ratios['plain loop']):.3f} (claim: at most "
+        f"1.15), with our attention {1 / statistics.median(ratios['plain loop, our attention']):.3f}; the Trainer adds "
+        f"{1e3 * overhead:.1f} ms a step; {sentences} sentences a batch in the Trainer's defaults; at {rate / 1e9:.0f} billion "
+        f"multiply-adds a second the products allow {rate / (macs.forward + macs.backward):,.0f} tokens a second; "
+        f"{options.preset}, {len(tokenizer)} types"
+    )
+    _shared.report(options, _shared.markdown(header, lines), summary)
 
 
 if __name__ == "__main__":

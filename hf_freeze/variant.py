@@ -121,6 +121,10 @@ class VariantMixin(TrainingMixin):
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Draw fresh weights and regenerate seeded ones; transformers also calls it at the end of `from_pretrained`."""
+        loading = any(getattr(parameter, "_is_hf_initialized", False) for parameter in self.parameters())
+        if self._built and loading:  # fresh weights are drawn for every row alike; for a loaded model that costs a third
+            for name in self.seeded_tensors:
+                setattr(self.get_parameter(name), "_is_hf_initialized", True)  # noqa: B010 (transformers' own mark)
         fresh = [p for p in self.parameters() if not getattr(p, "_is_hf_initialized", False)]
         super().initialize_weights()
         if not self._built:  # called from the native __init__: the structure is not there yet
@@ -196,6 +200,8 @@ class VariantMixin(TrainingMixin):
         for name, definition in self.seeded_tensors.items():
             held = self.get_parameter(name) if state_dict is None else state_dict.get(name)
             if held is None or held.is_meta or type(held).__name__ == "DTensor":
+                continue
+            if held.dtype == torch.float32 and digest(held) == self.config.digests.get(definition.name):
                 continue
             value = definition.generate(held.device)
             self.config.digests[definition.name] = digest(value)

@@ -913,3 +913,13 @@ def test_a_size_absurd_only_as_a_whole_is_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps(data))
     with pytest.raises(ValueError, match=r"about 1\.\de\+12 parameters; the limit is 2\.7e\+11"):
         AutoConfig.from_pretrained(folder)
+
+
+def test_loading_draws_no_weights_for_seeded_tensors(tmp_path):
+    states = []
+    for frozen in ([], [Freeze(embeddings="random", ffn="random")]):
+        make_variant(MarianConfig(**MARIAN.tiny), frozen, task="seq2seq-lm", init="marian").save_pretrained(tmp_path)
+        torch.manual_seed(0)
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)

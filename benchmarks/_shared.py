@@ -1,0 +1,122 @@
+"""What the benchmarks share: models of the freeze ablation, measuring in turns, rates of this machine, the report."""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from hf_freeze.experiments.environment import environment
+from hf_freeze.experiments.recipe import expand, load_recipe
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "freeze_ablation" / "recipe.yaml"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def parser(docstring: str | None) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument(
+        "--preset", default="tiny", help="of the recipe of the freeze ablation: demo, tiny, base, big ..."
+    )
+    made.add_argument("--set", action="append", default=[], help="backbone.config.encoder_layers=2 and the like")
+    made.add_argument("--out", type=Path, help="a Markdown file for the table")
+    return made
+
+
+def rows(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """row -> its run, as the recipe says with `--preset` and `--set`."""
+    runs = expand(load_recipe(RECIPE, [f"preset={options.preset}", *options.set]))
+    return {run["row"]: run for run in runs}
+
+
+def config(run: dict[str, Any], vocabulary: int) -> Any:
+    """The run's backbone for a vocabulary without a tokenizer."""
+    return transformers.AutoConfig.for_model(
+        run["backbone"]["model_type"],
+        vocab_size=vocabulary,
+        decoder_vocab_size=vocabulary,
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+        forced_eos_token_id=1,
+        **run["backbone"]["config"],
+    )
+
+
+def seconds(work: Callable[[], object]) -> float:
+    synchronize()
+    start = time.perf_counter()
+    work()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@dataclass
+class Pair:
+    """Times of two works, a mean per round, and their ratio: the median over the rounds' own ratios."""
+
+    one: list[float] = field(default_factory=list)
+    other: list[float] = field(default_factory=list)
+
+    @property
+    def ratios(self) -> list[float]:
+        return [one / other for one, other in zip(self.one, self.other, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.3f} ({quartiles(self.ratios)})"
+
+
+def quartiles(values: list[float], digits: int = 3) -> str:
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return f"{low:.{digits}f} to {high:.{digits}f}"
+
+
+def in_turns(one: Callable[[], object], other: Callable[[], object], rounds: int) -> Pair:
+    """Rounds of one, other, other, one, after an uncounted call of each: drift and warm caches favour neither."""
+    one(), other()
+    pair = Pair()
+    for _ in range(rounds):
+        first, second, third, fourth = (seconds(work) for work in (one, other, other, one))
+        pair.one.append((first + fourth) / 2)
+        pair.other.append((second + third) / 2)
+    return pair
+
+
+def best(work: Callable[[], object], times: int = 5) -> float:
+    """Seconds of the fastest of a few calls: noise only adds."""
+    return min(seconds(work) for _ in range(times))
+
+
+def copy_rate(size: int = 1 << 28) -> float:
+    """Bytes read or written a second, by copies between two tensors of `size` bytes."""
+    source, target = torch.ones(size // 4, device=DEVICE), torch.ones(size // 4, device=DEVICE)
+    return 2 * size / best(lambda: target.copy_(source))
+
+
+def markdown(header: list[str], lines: list[list[str]]) -> str:
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
+
+
+def report(options: argparse.Namespace, table: str, summary: str) -> None:
+    """Print the table and the line with the ratios; with `--out` write them down with the command and the machine."""
+    print(f"{table}\n\n{summary}; {environment()}")
+    if options.out is not None:
+        where = ", ".join(f"{key} {value}" for key, value in environment().items())
+        command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+        options.out.write_text(f"`{command}`\n\n{where}\n\n{table}\n\n{summary}\n", encoding="utf-8")

@@ -1,0 +1,205 @@
+"""What freezing saves in a training step, for each row of the freeze ablation.
+
+    python benchmarks/freeze_step.py --preset tiny
+    python benchmarks/freeze_step.py --preset base --vocab 8000 --rounds 5 \\
+        --set backbone.config.encoder_layers=2 --set backbone.config.decoder_layers=2
+
+Claims: a variant's step takes at most 1.02 of the time of the same row done by hand (the native class,
+`requires_grad_(False)` on the same tensors, the same weights). Training it takes the same memory, to the byte, as by hand, and
+less than training everything (row 0): frozen tensors have no gradient and no optimiser state, and no activation is kept for
+the gradient of their weights.
+
+Time: a step is forward, label-smoothed loss, backward, clipping, fused AdamW and zero_grad, in bf16 autocast where the preset
+says so, always on the same random tokens: `--tokens` in sentences of `--length`, no padding. Variant and by hand run in
+turns, one-other-other-one, in one process, after a check that both compute the same losses; likewise variant and row 0, where
+row 0 itself, against a second model like it, shows the noise. A ratio is the median of the rounds' ratios, with quartiles.
+
+Memory: state (parameters, gradients, moments) and kept (what autograd holds between forward and backward, parameters left
+out, as `saved_tensors_hooks` sees it) are exact. Peak is of a new process for each model, which first takes a step of one
+linear so that libraries are loaded: the most that is resident (`/proc`; of the allocator on a GPU) over three steps, less what
+was before the model; its malloc returns what is freed (MALLOC_MMAP_THRESHOLD_ of 1 MB), or the peak would hold that too. In a
+small model with a large vocabulary the peak is the loss: logits, their log-softmax and the gradients of both.
+
+Limit: multiply-adds of forward and backward, given what is frozen, at the rate of bare matrix products of the model's own
+linears at this number of tokens; and 40 bytes for each trained parameter at the rate of a copy (gradient: read to measure its
+norm, read and written to clip it; AdamW reads parameter, gradient and two moments and writes three of them). It leaves out
+softmax, loss, norms, dropout and casts; the smaller the model, the more of a step these are.
+"""
+
+import collections
+import multiprocessing
+import os
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import _shared
+import torch
+from torch import nn
+from transformers import MarianMTModel
+
+from hf_freeze import make_variant, multiply_adds
+from hf_freeze.experiments.run import choose_attention
+from hf_freeze.registry import method_from_dict
+from hf_freeze.training import label_smoothed_loss
+
+
+def make(run: dict[str, Any], vocabulary: int, by_hand: bool) -> Any:
+    def variant() -> Any:
+        methods = [method_from_dict(method) for method in run["methods"]]
+        return make_variant(
+            _shared.config(run, vocabulary), methods, task="seq2seq-lm", init="marian", seed=run["seed"]
+        )
+
+    if by_hand:
+        with torch.device("meta"):
+            trained = {name: p.requires_grad for name, p in variant().named_parameters()}
+        model: Any = MarianMTModel(_shared.config(run, vocabulary))
+        model.register_parameter("final_logits_bias", nn.Parameter(model._buffers.pop("final_logits_bias")))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained[name])
+    else:
+        model = variant()
+    choose_attention(model)
+    return model.to(_shared.DEVICE).train()
+
+
+def stepper(model: Any, run: dict[str, Any], tokens: int, length: int) -> Callable[[], torch.Tensor]:
+    """A function that takes one training step and returns its loss."""
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, model.config.vocab_size, (2, max(1, tokens // length), length), generator=draw)
+    inputs, labels = ids.to(_shared.DEVICE)
+    loss_of = label_smoothed_loss(run["training"]["label_smoothing"])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, 1e-4, weight_decay=0.0, fused=True)
+
+    def step() -> torch.Tensor:
+        with torch.autocast(_shared.DEVICE, torch.bfloat16, enabled=run["training"]["bf16"]):
+            outputs = model(input_ids=inputs, labels=None, decoder_input_ids=labels)
+        loss = loss_of(outputs, labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def losses(step: Callable[[], torch.Tensor]) -> list[float]:
+    torch.manual_seed(0)  # the same dropout
+    return [float(step()) for _ in range(3)]
+
+
+def memory(run: dict[str, Any], vocabulary: int, by_hand: bool, tokens: int, length: int) -> dict[str, float]:
+    """Bytes of `state` and `kept` (exact) and `peak`; to be called in a new process."""
+    linear = nn.Linear(8, 8).to(_shared.DEVICE)
+    with torch.autocast(_shared.DEVICE, torch.bfloat16):
+        linear(torch.ones(8, 8, device=_shared.DEVICE)).float().sum().backward()
+    torch.optim.AdamW(linear.parameters(), fused=True).step()
+    before = _resident("VmRSS")
+    model = make(run, vocabulary, by_hand)
+    step = stepper(model, run, tokens, length)
+    for _ in range(3):
+        step()
+    peak = _resident("VmHWM") - before
+    held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in held:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        step()
+    sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
+    return {"state": sum(b * (4 if trained else 1) for b, trained in sizes), "kept": sum(kept.values()), "peak": peak}
+
+
+def _resident(field: str) -> int:
+    """Bytes resident now (VmRSS) or at most (VmHWM; getrusage would count the parent's too); on a GPU of its allocator."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated() if field == "VmRSS" else torch.cuda.max_memory_allocated()
+    return int(re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+
+
+def in_new_process(*arguments: Any) -> dict[str, float]:
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # read at the start of a process: not of this one
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(memory, arguments)
+
+
+def product_rate(model: Any, tokens: int, bf16: bool) -> float:
+    """Multiply-adds a second of bare products: each linear of the model, forward, each shape as often as it occurs."""
+    shapes = collections.Counter(tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
+    work = time = 0.0
+    for (out, into), count in shapes.items():
+        x, weight = (torch.randn(n, into, device=_shared.DEVICE) for n in (tokens, out))
+        if bf16:
+            x, weight = x.bfloat16(), weight.bfloat16()
+        time += count * _shared.best(lambda x=x, weight=weight: nn.functional.linear(x, weight))
+        work += count * tokens * out * into
+    return work / time
+
+
+def main() -> None:
+    parser = _shared.parser(__doc__)
+    parser.add_argument("--rows", nargs="+", default=["0", "1", "2", "3", "4", "5", "6"])
+    parser.add_argument("--vocab", type=int, help="default: the preset's")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a batch, on either side")
+    parser.add_argument("--length", type=int, default=32, help="of a sentence")
+    parser.add_argument("--rounds", type=int, default=10, help="of four steps each, for each ratio")
+    options = parser.parse_args()
+    runs = _shared.rows(options)
+    vocabulary = options.vocab or runs["0"]["tokenizer"]["vocab_size"]
+    batch = (options.tokens, options.length)
+    measured = {row: [in_new_process(runs[row], vocabulary, hand, *batch) for hand in (False, True)]
+                for row in dict.fromkeys(["0", *options.rows])}  # fmt: skip
+    everything = make(runs["0"], vocabulary, by_hand=False)
+    whole_step = stepper(everything, runs["0"], *batch)
+    bf16 = runs["0"]["training"]["bf16"]
+    products, copies = product_rate(everything, options.tokens, bf16), _shared.copy_rate()
+    lines, ratios = [], {"time": [], "held": [], "peak": []}
+    for row in options.rows:
+        variant, native = (make(runs[row], vocabulary, by_hand=hand) for hand in (False, True))
+        native.load_state_dict(variant.state_dict())
+        step, step_by_hand = stepper(variant, runs[row], *batch), stepper(native, runs[row], *batch)
+        if losses(step) != losses(step_by_hand):
+            raise RuntimeError(f"row {row}: by hand the losses are others, so the two are not the same training")
+        hand = _shared.in_turns(step, step_by_hand, options.rounds)
+        whole = _shared.in_turns(step, whole_step, options.rounds)
+        (ours, theirs), (whole_memory, _) = measured[row], measured["0"]
+        if any(ours[kind] != theirs[kind] for kind in ("state", "kept")):
+            raise RuntimeError(f"row {row}: {ours}, but by hand {theirs}")
+        ratios["time"].append(hand.ratio)
+        if row != "0":
+            ratios["held"].append((ours["state"] + ours["kept"]) / (whole_memory["state"] + whole_memory["kept"]))
+            ratios["peak"].append(ours["peak"] / whole_memory["peak"])
+        macs = multiply_adds(variant, length=options.length)
+        tokens = options.tokens // options.length * options.length
+        trained = sum(parameter.numel() for parameter in variant.parameters() if parameter.requires_grad)
+        limits = tokens * (macs.forward + macs.backward) / products, 40 * trained / copies
+        time = statistics.median([*hand.one, *whole.one])
+        lines.append([runs[row]["label"], f"{1e3 * time:.1f}", str(hand), str(whole),
+                      f"{1e3 * limits[0]:.1f} + {1e3 * limits[1]:.1f}", f"{sum(limits) / time:.2f}",
+                      *(f"{ours[kind] / 1e6:.1f}" for kind in ("state", "kept")),
+                      *(f"{bytes_ / 1e6:.0f}" for bytes_ in (ours["peak"], theirs["peak"]))])  # fmt: skip
+        print(*lines[-1], sep=" | ", flush=True)
+    header = ["row", "ms a step", "ratio to by hand", "ratio to row 0", "limit: products + optimiser, ms", "limit / time",
+              "state, MB", "kept", "peak", "peak by hand"]  # fmt: skip
+    summary = f"step: at most {max(ratios['time']):.3f} of the same done by hand (claim: 1.02)"
+    if ratios["held"]:
+        summary += f"; state and kept as by hand and at most {max(ratios['held']):.3f} of row 0 (claim: below 1), peak at most "
+        summary += f"{max(ratios['peak']):.3f}"
+    summary += (
+        f"; {options.preset}, {vocabulary} types, {products / 1e9:.0f} billion multiply-adds and {copies / 1e9:.1f} "
+    )
+    _shared.report(options, _shared.markdown(header, lines), summary + "billion bytes a second")
+
+
+if __name__ == "__main__":
+    main()
