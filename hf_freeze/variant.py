@@ -122,7 +122,9 @@ class VariantMixin(TrainingMixin):
     def initialize_weights(self) -> None:
         """Draw fresh weights and regenerate seeded ones; transformers also calls it at the end of `from_pretrained`."""
         loading = any(getattr(parameter, "_is_hf_initialized", False) for parameter in self.parameters())
-        if self._built and loading:  # fresh weights are drawn for every row alike; for a loaded model that costs a third
+        if (
+            self._built and loading
+        ):  # fresh weights are drawn for every row alike; for a loaded model that costs a third
             for name in self.seeded_tensors:
                 setattr(self.get_parameter(name), "_is_hf_initialized", True)  # noqa: B010 (transformers' own mark)
         fresh = [p for p in self.parameters() if not getattr(p, "_is_hf_initialized", False)]

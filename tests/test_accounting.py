@@ -94,7 +94,9 @@ def test_language_model_rows_train_the_published_shares():
     for row in LM_SHARES:
         methods = [method_from_dict(method) for method in recipe["rows"][row]["methods"]]
         with torch.device("meta"):
-            model = make_variant(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1), methods, task="causal-lm", init="marian")
+            model = make_variant(
+                GPT2Config(**sizes, bos_token_id=1, eos_token_id=1), methods, task="causal-lm", init="marian"
+            )
         counts[row] = count_parameters(model)
     total = counts["0"].total
     assert total / 1e6 == pytest.approx(35.3, abs=0.05)
