@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_freeze.architectures.base import COMPONENTS, base_name, canonical_parameters
+from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameters
 from hf_freeze.registry import architecture_of
 
 
@@ -32,7 +32,7 @@ def count_parameters(model: nn.Module) -> ParameterCount:
     Raises ValueError for any other model.
     """
     seeded = getattr(model, "seeded_tensors", {})
-    counts: dict[str, list[int]] = {component: [0, 0, 0] for component in COMPONENTS if component != "constant"}
+    counts: dict[str, list[int]] = {component: [0, 0, 0] for component in TRAINED}
     for name, parameter, component in _components(model):
         if component != "constant":
             size = parameter.numel()
@@ -120,8 +120,7 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
             backward=per_token * backward[component],
             by_component={},
         )
-        for component in COMPONENTS
-        if component != "constant"
+        for component in TRAINED
     }
     return MultiplyAdds(
         forward=per_token * forward_flops, backward=per_token * backward_flops, by_component=by_component

@@ -33,6 +33,15 @@ LM = {
 EACH = {"translation": {}, "language-modelling": LM}
 # Three epochs with two checkpoints each, of which one lies within an epoch; dropout has its random state restored.
 LONGER = {"presets/small/training/epochs": 3, "presets/small/training/evaluations": 2}
+# A row whose FFN thaws and whose attention freezes within an epoch, with a rate of its own for the embeddings.
+SCHEDULED = {
+    "rows/2.1/methods": [
+        {"method": "freeze", "ffn": "frozen", "end": 0.4},
+        {"method": "freeze", "attention": "frozen", "begin": 0.7},
+        {"method": "freeze", "norm": "frozen"},
+    ],
+    "presets/small/training/learning_rates": {"embeddings": 0.001},
+}
 
 
 def figures(record):
@@ -65,7 +74,7 @@ def test_a_grid_killed_three_times_ends_as_an_undisturbed_one(task, tmp_path):
         "data": {"builtin": {"seed": 0, "train": 600, "dev": 10, "test": 8}},
         "presets/small/training/max_tokens": 60,
     }
-    changes = EACH[task] | LONGER | size
+    changes = EACH[task] | LONGER | SCHEDULED | size
     recipe = write_recipe(tmp_path / "r.yaml", **changes)
     (tmp_path / "killed").mkdir()
     command = ["-m", "hf_freeze", "run", recipe, "--out", tmp_path / "killed", "--jobs", "2"]
@@ -74,7 +83,7 @@ def test_a_grid_killed_three_times_ends_as_an_undisturbed_one(task, tmp_path):
         grid = in_one_thread(command)
         # From the first sign of a run: the seconds before it are imports.
         before = set((tmp_path / "killed").rglob("*"))
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 400
         while grid.poll() is None and not set((tmp_path / "killed").rglob("checkpoint-*")) - before:
             assert time.monotonic() < deadline
             time.sleep(0.05)

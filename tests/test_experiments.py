@@ -692,6 +692,15 @@ def test_settings_of_one_form_of_data_are_merged(recipe_file):
         ),
         ("data={train: [a, b], test: [a, b], holdout: 0}", r"data\.holdout=0 must be a number of training items"),
         ("data.unit=words", r"unknown data\.unit 'words'; choose from \['lines', 'documents'\]"),
+        (
+            "training.learning_rates={ffn: fast}",
+            r"training\.learning_rates={'ffn': 'fast'} is not a value that it takes",
+        ),
+        ("training.learning_rates=3", r"training\.learning_rates=3 is not a value that it takes"),
+        (
+            "training.learning_rates={mlp: 1}",
+            r"unknown component training\.learning_rates\.mlp; choose from \['embeddings'",
+        ),
         ("training.evaluations=0", r"training\.evaluations=0 must be at least 1"),
         ("training.block_size=-1", r"training\.block_size=-1 must be at least 1"),
     ],

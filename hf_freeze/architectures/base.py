@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-COMPONENTS = ("embeddings", "attention", "ffn", "norm", "head", "constant")
+TRAINED = ("embeddings", "attention", "ffn", "norm", "head")
+COMPONENTS = (*TRAINED, "constant")
 
 # Far above any published model: a config from the Hub must not make us allocate without bound.
 _LARGEST = {"hidden size": 1 << 16, "layers": 1 << 12, "vocabulary": 1 << 24, "positions": 1 << 24}

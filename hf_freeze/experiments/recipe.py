@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from hf_freeze.architectures.base import TRAINED
 from hf_freeze.experiments.tasks import SPLITS, TASKS
 from hf_freeze.registry import METHODS, method_from_dict
 
@@ -31,6 +32,7 @@ _TRAINING: dict[str, Callable[[Any], Any]] = {
     "epochs": float,
     "max_tokens": int,
     "learning_rate": float,
+    "learning_rates": lambda rates: {component: float(rate) for component, rate in rates.items()},
     "warmup_steps": int,
     "schedule": str,
     "adam_betas": lambda betas: [float(beta) for beta in betas],
@@ -171,8 +173,13 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
     for key, value in recipe["training"].items():
         try:
             recipe["training"][key] = _TRAINING[key](value)
-        except (TypeError, ValueError):
+        except (AttributeError, TypeError, ValueError):
             raise ValueError(f"{path}: training.{key}={value!r} is not a value that it takes") from None
+    for component in recipe["training"].get("learning_rates", ()):
+        if component not in TRAINED:
+            raise ValueError(
+                f"{path}: unknown component training.learning_rates.{component}; choose from {list(TRAINED)}"
+            )
     _check_data(recipe["data"], recipe["task"], path)
     if recipe["task"] == "language-modelling":
         recipe["training"].setdefault("block_size", 128)

@@ -19,7 +19,9 @@ from hf_freeze.accounting import count_parameters, stored_bytes
 from hf_freeze.experiments.environment import environment, peak_memory, write_whole
 from hf_freeze.experiments.tasks import task_of
 from hf_freeze.registry import method_from_dict
-from hf_freeze.training import TokenBatchTrainer, label_smoothed_loss
+from hf_freeze.training import TokenBatchTrainer, VariantCallback, label_smoothed_loss, parameter_groups
+
+_ADAM: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-9}
 
 Report = Callable[[dict[str, Any]], None]  # receives {"step":, "steps":, "loss": ...} while the run goes on
 
@@ -74,7 +76,8 @@ def execute(
         processing_class=tokenizer,
         compute_loss_func=label_smoothed_loss(run["training"].get("label_smoothing", 0.0), shift=model.shifts_labels),
         max_tokens=run["training"]["max_tokens"],
-        callbacks=[progress, EarlyStoppingCallback(run["training"].get("patience", 10))],
+        callbacks=[progress, VariantCallback(), EarlyStoppingCallback(run["training"].get("patience", 10))],
+        optimizers=(optimizer(model, run["training"]), None),
     )
     trainer.remove_callback(transformers.PrinterCallback)
     trained = time.perf_counter()
@@ -136,7 +139,7 @@ def execute(
 def training_arguments(run: dict[str, Any], folder: Path) -> Seq2SeqTrainingArguments:
     """The Trainer's arguments for the recipe's `training` section."""
     settings = run["training"]
-    betas = settings.get("adam_betas", [0.9, 0.98])
+    betas = settings.get("adam_betas", _ADAM["betas"])
     # More than one evaluation an epoch is one every so many steps, which the Trainer takes as a share of all steps.
     evaluations = settings.get("evaluations", 1)
     interval = "epoch" if evaluations == 1 else "steps"
@@ -151,7 +154,7 @@ def training_arguments(run: dict[str, Any], folder: Path) -> Seq2SeqTrainingArgu
         lr_scheduler_type=settings.get("schedule", "linear"),
         adam_beta1=betas[0],
         adam_beta2=betas[1],
-        adam_epsilon=settings.get("adam_epsilon", 1e-9),
+        adam_epsilon=settings.get("adam_epsilon", _ADAM["eps"]),
         weight_decay=settings.get("weight_decay", 0.0),
         max_grad_norm=settings.get("max_grad_norm", 1.0),
         gradient_accumulation_steps=settings.get("accumulation", 1),
@@ -171,6 +174,21 @@ def training_arguments(run: dict[str, Any], folder: Path) -> Seq2SeqTrainingArgu
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=torch.cuda.is_available(),
+    )
+
+
+def optimizer(model: Any, settings: dict[str, Any]) -> torch.optim.Optimizer | None:
+    """AdamW with a rate of its own for some components, where the recipe names any; None is the Trainer's choice."""
+    if "learning_rates" not in settings:
+        return None
+    groups = parameter_groups(
+        model,
+        settings["learning_rates"],
+        lr=settings["learning_rate"],
+        weight_decay=settings.get("weight_decay", 0.0),
+    )
+    return torch.optim.AdamW(
+        groups, betas=settings.get("adam_betas", _ADAM["betas"]), eps=settings.get("adam_epsilon", _ADAM["eps"])
     )
 
 

@@ -4,11 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hf_freeze.architectures.base import COMPONENTS, base_name, canonical_parameters
+from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameters
 from hf_freeze.methods import Freeze
 from hf_freeze.registry import architecture_of
-
-TRAINED = tuple(component for component in COMPONENTS if component != "constant")
 
 
 def gradual_unfreezing(backbone: Any, *, until: float = 0.5) -> list[Freeze]:
