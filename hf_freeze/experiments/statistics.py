@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-from sacrebleu.metrics import BLEU
+from sacrebleu.metrics.bleu import BLEU
 
 LEVEL = 0.05  # a difference is called real where its corrected p lies below
 _CHUNK = 1 << 22  # item weights that are held at a time
@@ -69,12 +69,11 @@ def compare(
     rows: Mapping[str, Sequence[np.ndarray]],
     score: Callable[[np.ndarray], np.ndarray],
     *,
-    replicates: int = 2000,
+    replicates: int | None = None,
     seed: int = 0,
 ) -> list[Difference]:
     """Every pair of `rows`, the first named first. Each row is one (N, k) array of items a seed, N and its order shared.
 
-    `replicates` is raised for many rows: the smallest p that B replicates can give is 2/(B+1), and Holm multiplies it.
     Raises ValueError where the runs were tested on different numbers of items.
     """
     if len({len(items) for runs in rows.values() for items in runs}) > 1:
@@ -83,7 +82,7 @@ def compare(
     pairs = list(combinations(rows, 2))
     if not pairs:
         return []
-    replicates = max(replicates, int(4 / LEVEL) * len(pairs))
+    replicates = replicates or enough_replicates(len(pairs))
     rng = np.random.default_rng(seed)
     observed = {row: np.array([float(score(items.sum(0))) for items in runs]) for row, runs in rows.items()}
     means = _bootstrap_means(rows, score, replicates, rng)
@@ -99,6 +98,11 @@ def compare(
         both = min(len(observed[base]), len(observed[row])) > 1
         found.append(Difference(base, row, difference, float(low), float(high), p, seeds=both))
     return _corrected(found, first=next(iter(rows)))
+
+
+def enough_replicates(pairs: int) -> int:
+    """2000, or more for many pairs: the smallest p of B replicates is 2/(B+1), and Holm multiplies it by `pairs`."""
+    return max(2000, int(4 / LEVEL) * pairs)
 
 
 def holm(values: Sequence[float]) -> list[float]:
