@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
-import matplotlib.colors
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -218,5 +218,5 @@ def _components(report: "Report") -> Figure | None:
 
 
 def _look(colour: str, alpha: float) -> dict[str, Any]:
-    face = mpl.colors.to_rgba(colour, alpha) if alpha else "none"
+    face = to_rgba(colour, alpha) if alpha else "none"
     return {"facecolor": face, "edgecolor": colour, "linewidth": 0.6, "hatch": None if alpha else "///"}

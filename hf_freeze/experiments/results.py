@@ -68,9 +68,10 @@ def read_runs(folders: Sequence[Path], say: Callable[[str], Any] = print) -> lis
             if runs and run.task != runs[0].task:
                 both = f"{runs[0].grid} holds runs of {runs[0].task} and {folder} of {run.task}"
                 raise ValueError(f"{both}: a report is of one task")
-            other = seen.setdefault((run.row, record["seed"]), folder)
-            if other is not folder:
-                raise ValueError(f"{other} and {folder} both hold row {run.row!r} with seed {record['seed']}")
+            if other := seen.get((run.row, record["seed"])):
+                where = f"{folder} holds twice" if other is folder else f"{other} and {folder} both hold"
+                raise ValueError(f"{where} row {run.row!r} with seed {record['seed']}")
+            seen[run.row, record["seed"]] = folder
             runs.append(run)
     return runs
 
