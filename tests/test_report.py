@@ -164,9 +164,8 @@ def test_folders_that_cannot_be_merged_are_refused(tmp_path):
         ValueError, match=r"/a holds runs of translation and .*/c of language-modelling: a report is of"
     ):
         read_runs([tmp_path / "a", tmp_path / "c"])
+    write_lines(tmp_path / "b", 2 * read_results(tmp_path / "b"))
     with pytest.raises(ValueError, match=r"/b holds twice row '3' with seed 2"):
-        records = read_results(tmp_path / "b")
-        write_lines(tmp_path / "b", records * 2)
         read_runs([tmp_path / "b"])
     make_runs(tmp_path / "d", changes={("0", 1): {"task": "chess"}}, rows={"0": ROWS["0"]}, seeds=(1,))
     with pytest.raises(ValueError, match=r"holds runs of 'chess'; reports are made of \['language-modelling', 'trans"):
@@ -230,7 +229,7 @@ def test_the_table_of_translation(tmp_path):
     assert re.search(r"Really worse than row 0: row 2\.1 \(✓✗✓ attention random\) −", text)
     assert re.search(r"Not told apart from row 0: row 3 .*95% interval −\d\.\d\d to \+\d\.\d\d", text)
     assert re.search(
-        r"\| 2\.1 \| 0 \| −\d\d\.\d\d \| −\d\d\.\d\d to −\d\d\.\d\d \| < \.001 \| \.003 \| real \* \|", text
+        r"\| 2\.1 \| 0 \| −\d\d\.\d\d \| −\d\d\.\d\d to −\d\d\.\d\d \| [<.\d ]+ \| [<.\d ]+ \| real \* \|", text
     )
     assert len(re.findall("may be chance \\|$", text, re.MULTILINE)) == 1
     assert "seed may" not in text

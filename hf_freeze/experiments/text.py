@@ -1,5 +1,6 @@
 """A report in words: the findings, what the marks mean, and the Markdown page."""
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -167,4 +168,4 @@ def _table(headings: Sequence[str], cells: Sequence[Sequence[str]], left: int) -
 
 def _plain(text: str) -> str:
     """What a label holds is text, and no Markdown table or HTML."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return re.sub(r"<(?=[a-zA-Z/!?])", "&lt;", " ".join(text.split()).replace("|", "\\|"))
