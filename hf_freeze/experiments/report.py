@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from hf_freeze.experiments.plots import draw
-from hf_freeze.experiments.results import Run, read_results, read_runs, unlike_settings
+from hf_freeze.experiments.results import Run, read_runs, unlike_settings
 from hf_freeze.experiments.statistics import Difference, bleu, compare, log_perplexity
-
-__all__ = ["TASKS", "Report", "draw", "make_report", "read_results", "summarise", "table_cells", "write_report"]
 
 # column: (heading, where it is in a record, format)
 _COSTS: dict[str, tuple[str, tuple[str, ...], str]] = {

@@ -24,7 +24,7 @@ def findings(report: "Report") -> list[tuple[str, str]]:
     found = [("Asked", asked)]
     best = sorted(rows, key=lambda row: row[task.quality][0], reverse=task.higher)
     found.append(
-        (f"{'Highest' if task.higher else 'Lowest'} {task.name}", f"{quality(report, best[0])}: row {_named(best[0])}.")
+        (f"{'Highest' if task.higher else 'Lowest'} {task.name}", f"{quality(report, best[0])}, row {_named(best[0])}.")
     )
     for what, column, unit in (
         ("Fewest trained parameters", "share", "of all"),
@@ -35,7 +35,7 @@ def findings(report: "Report") -> list[tuple[str, str]]:
         cheapest = [row for row in best if row[column][0] == least]
         listed = "; ".join(f"row {_named(row)}, {task.name} {quality(report, row)}" for row in cheapest)
         if len(cheapest) < len(rows):
-            found.append((what, f"{amount}: {listed}."))
+            found.append((what, f"{amount}, {listed}."))
     return found + _real(report)
 
 
