@@ -76,30 +76,36 @@ def run(
     if is_launched() and os.environ.get("RANK") != "0":  # the first process reports
         return
     if failed is None or (folder / "results.jsonl").stat().st_size:
-        report(folder)
+        report([folder])
     if failed is not None:
         with _one_line_errors():
             raise failed
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(help="Folder that `hf-freeze run` wrote.")]) -> None:
-    """Make the Markdown table and the picture of a grid, finished or not.
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders that `hf-freeze run` wrote.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the report; the first FOLDER if not given.")] = None,
+) -> None:
+    """Compare the rows of one or several grids, finished or not: table, plots, and which differences are real.
 
     Example: hf-freeze report runs/freeze-ablation
     """
-    from hf_freeze.experiments.report import read_results, table_cells, write_report
+    from hf_freeze.experiments.report import table_cells, write_report
+    from hf_freeze.experiments.text import legend
 
     with _one_line_errors():
-        write_report(folder)
-        headings, cells = table_cells(read_results(folder))
+        found = write_report(*folders, out=out, say=lambda text: console.print(escape(text), soft_wrap=True))
+        headings, cells = table_cells(found)
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     for column, heading in enumerate(headings):
         table.add_column(heading, no_wrap=column == 1, justify="left" if column < 2 else "right")
     for row in cells:
         table.add_row(*map(escape, row))
     console.print(table)
-    console.print(f"Written: {folder / 'report.md'} and {folder / 'report.png'}")
+    console.print(escape("\n".join(legend(found))), soft_wrap=True, highlight=False)
+    files = ", ".join(str((out or folders[0]) / f"report.{kind}") for kind in ("html", "md", "png"))
+    console.print(escape(f"Written: {files}"), soft_wrap=True)
 
 
 @app.command()

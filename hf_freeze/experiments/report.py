@@ -1,71 +1,211 @@
-"""A grid's results as a Markdown table and a picture."""
+"""What the runs of one or several grids show: tables in Markdown, plots (`plots.py`) and one self-contained page (`html.py`)."""
 
 import json
+import math
 import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from hf_freeze.experiments.plots import draw
+from hf_freeze.experiments.results import Run, read_runs, unlike_settings
+from hf_freeze.experiments.statistics import Difference, bleu, compare, log_perplexity
+
 # column: (heading, where it is in a record, format)
-_COLUMNS: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "bleu": ("BLEU", ("metrics", "test_bleu"), ".1f"),
-    "chrf": ("chrF", ("metrics", "test_chrf"), ".1f"),
-    "perplexity": ("dev ppl", ("metrics", "dev_perplexity"), ".2f"),
+_COSTS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "epochs": ("best epoch", ("epochs_to_convergence",), ".1f"),
     "share": ("share %", ("parameters", "trainable_share"), ".1%"),
     "stored": ("stored MB", ("parameters", "stored_bytes"), ".2f"),
     "minutes": ("train min", ("seconds", "train"), ".1f"),
 }
+FEW_ITEMS = 100  # a bootstrap over fewer understates how far a score may be off
 _SCALES = {"stored": 1e-6, "minutes": 1 / 60}
 
 
-def read_results(folder: Path) -> list[dict[str, Any]]:
-    """The records of `folder/results.jsonl`. Raises ValueError where there are none, or a line is not JSON."""
-    path = folder / "results.jsonl"
-    if not path.exists():
-        raise ValueError(f"{path} does not exist: run `hf-freeze run RECIPE.yaml --out {folder}` first")
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-    if not records:
-        raise ValueError(f"{path} holds no finished run yet")
-    return records
+@dataclass(frozen=True)
+class Task:
+    """How the rows of a task are compared: by the first of its columns."""
+
+    name: str  # of that column, in a sentence
+    qualities: dict[str, tuple[str, tuple[str, ...], str]]
+    higher: bool  # is a higher score better?
+    score: Callable[[np.ndarray], np.ndarray]  # of summed items
+    item: str  # what is resampled
+    scale: Callable[[float], float]  # of the record's metric to that of `score`, on which differences are taken
+
+    @property
+    def columns(self) -> dict[str, tuple[str, tuple[str, ...], str]]:
+        return self.qualities | _COSTS
+
+    @property
+    def quality(self) -> str:
+        return next(iter(self.qualities))
+
+    def signed(self, difference: float, digits: int = 1) -> str:
+        """A difference of scores as it is shown: of BLEU in points, of log-perplexity as a ratio of perplexities."""
+        if self.scale is math.log:
+            return f"×{math.exp(difference):.{digits + 2}f}"
+        text = f"{difference:+.{digits}f}"
+        return (text if float(text) else text[1:]).replace("-", "−")
 
 
-def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+TASKS = {
+    "translation": Task(
+        "BLEU",
+        {
+            "bleu": ("BLEU", ("metrics", "test_bleu"), ".1f"),
+            "chrf": ("chrF", ("metrics", "test_chrf"), ".1f"),
+            "perplexity": ("dev ppl", ("metrics", "dev_perplexity"), ".2f"),
+        },
+        higher=True,
+        score=bleu,
+        item="sentences",
+        scale=float,
+    ),
+    "language-modelling": Task(
+        "test perplexity",
+        {
+            "test_perplexity": ("test ppl", ("metrics", "test_perplexity"), ".2f"),
+            "perplexity": ("dev ppl", ("metrics", "dev_perplexity"), ".2f"),
+        },
+        higher=False,
+        score=log_perplexity,
+        item="blocks of text",
+        scale=math.log,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `make_report` found; `rows` as of `summarise`, `differences` of all pairs of rows that could be tested."""
+
+    title: str
+    task: Task
+    runs: list[Run]
+    rows: list[dict[str, Any]]
+    differences: list[Difference]
+    items: int  # test items; 0 where no run kept them
+    notes: list[str]  # what a reader must know before believing a number
+    commands: list[str]
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({run.record["seed"] for run in self.runs})
+
+    @property
+    def environments(self) -> list[dict[str, Any]]:
+        found = [run.record["environment"] for run in self.runs if "environment" in run.record]
+        return list({json.dumps(environment, sort_keys=True): environment for environment in found}.values())
+
+    def tested(self, base: str, row: str) -> Difference | None:
+        return next((d for d in self.differences if (d.base, d.row) == (base, row)), None)
+
+    def to_first(self, row: dict[str, Any]) -> tuple[float, Difference | None]:
+        """The difference of mean scores between `row` and the first, and its test where there is one."""
+        test = self.tested(self.rows[0]["row"], row["row"])
+        return (test.difference if test else row["score"] - self.rows[0]["score"]), test
+
+
+def make_report(folders: Sequence[Path], say: Callable[[str], Any] = print) -> Report:
+    """Read and compare the finished runs of `folders`; the first row of the first is what all are compared with."""
+    runs = read_runs(folders, say)
+    if runs[0].task not in TASKS:
+        raise ValueError(f"{folders[0]} holds runs of {runs[0].task!r}; reports are made of {sorted(TASKS)}")
+    task = TASKS[runs[0].task]
+    rows = summarise([run.record for run in runs], task)
+    items, notes = _items_of_rows(runs, task)
+    notes = unlike_settings(runs) + notes
+    if min(row["seeds"] for row in rows) == 1:
+        single = ", ".join(row["row"] for row in rows if row["seeds"] == 1)
+        which = "One seed" if all(row["seeds"] == 1 for row in rows) else f"One seed of row {single}"
+        covers = "the intervals and marks cover the choice of the test items only; another seed may differ by more"
+        notes.append(f"{which}: {covers if items else 'small differences mean nothing'}.")
+    tested = len(next(iter(items.values()))[0]) if items else 0
+    if 0 < tested < FEW_ITEMS:
+        notes.append(f"Only {tested} test {task.item}: too few to trust the intervals and marks.")
+    for note in notes:
+        say(note)
+    titles = dict.fromkeys(run.record.get("recipe") or run.grid.resolve().name for run in runs)
+    commands = [folder / "command.txt" for folder in folders]
+    return Report(
+        title=", ".join(titles),
+        task=task,
+        runs=runs,
+        rows=rows,
+        differences=compare(items, task.score) if len(items) > 1 else [],
+        items=tested,
+        notes=notes,
+        commands=[path.read_text(encoding="utf-8").strip() for path in commands if path.exists()],
+    )
+
+
+def _items_of_rows(runs: list[Run], task: Task) -> tuple[dict[str, list[np.ndarray]], list[str]]:
+    """The items of every row that can be tested, and what keeps the others from it."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.row, []).append(run)
+    items = {row: [run.items for run in group if run.items is not None] for row, group in groups.items()}
+    lacking = [row for row, group in groups.items() if len(items[row]) < len(group)]
+    items = {row: found for row, found in items.items() if row not in lacking}
+    notes = []
+    if lacking:
+        notes.append(f"Not tested: row {', '.join(lacking)}. Its runs kept no test items (items.npy); run them again.")
+    # The last column is of the test set alone: words of the reference, tokens of a block.
+    if len({found[:, -1].tobytes() for row in items.values() for found in row}) > 1:
+        notes.append("Not tested: the runs were scored on different test sets, so their scores cannot be compared.")
+        items = {}
+    return items, notes
+
+
+def summarise(records: list[dict[str, Any]], task: Task = TASKS["translation"]) -> list[dict[str, Any]]:
     """One dict a row, in grid order: for each column its mean and, over two or more seeds, standard deviation."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         rows.setdefault(record["row"], []).append(record)
-    return [
-        {"row": row, "label": group[0]["label"], "seeds": len(group)}
-        | {column: _mean_and_spread(group, column) for column in _COLUMNS}
-        for row, group in rows.items()
-    ]
+    found = []
+    for row, group in rows.items():
+        columns = {column: _values(group, column, task) for column in task.columns}
+        spreads = {
+            column: (statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+            for column, values in columns.items()
+        }
+        score = statistics.fmean(map(task.scale, columns[task.quality]))
+        found.append({"row": row, "label": group[0]["label"], "seeds": len(group), "score": score} | spreads)
+    return found
 
 
-def _mean_and_spread(group: list[dict[str, Any]], column: str) -> tuple[float, float | None]:
+def _values(group: list[dict[str, Any]], column: str, task: Task) -> list[float]:
     values = []
     for record in group:
         value: Any = record
-        for key in _COLUMNS[column][1]:
+        for key in task.columns[column][1]:
             value = value[key]
         values.append(value * _SCALES.get(column, 1))
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+    return values
 
 
-def table_cells(records: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def table_cells(report: Report) -> tuple[list[str], list[list[str]]]:
     """Headings and formatted rows."""
-    rows = summarise(records)
-    uneven = len({row["seeds"] for row in rows}) > 1
-    headings = ["row", "trained", *(["seeds"] if uneven else []), *(heading for heading, _, _ in _COLUMNS.values())]
+    task, first = report.task, report.rows[0]["row"]
+    qualities, costs = ([heading for heading, _, _ in part.values()] for part in (task.qualities, _COSTS))
+    headings = ["row", "trained", qualities[0], f"vs row {first}", *qualities[1:], "seeds", *costs]
     cells = []
-    for row in rows:
-        values = [_cell(row[column][0], row[column][1], form) for column, (_, _, form) in _COLUMNS.items()]
-        cells.append([row["row"], row["label"], *([str(row["seeds"])] if uneven else []), *values])
+    for row in report.rows:
+        values = [_cell(row[column][0], row[column][1], form) for column, (_, _, form) in task.columns.items()]
+        values.insert(len(task.qualities), str(row["seeds"]))
+        cells.append([row["row"], row["label"], values[0], _against_first(report, row), *values[1:]])
     return headings, cells
+
+
+def _against_first(report: Report, row: dict[str, Any]) -> str:
+    if row is report.rows[0]:
+        return "–"
+    difference, test = report.to_first(row)
+    return report.task.signed(difference) + (" *" if test and test.real_to_first else "")
 
 
 def _cell(mean: float, spread: float | None, form: str) -> str:
@@ -73,72 +213,14 @@ def _cell(mean: float, spread: float | None, form: str) -> str:
     return f"{mean:{form}}" + (f" ± {spread:{form}}" if varies else "")
 
 
-def write_report(folder: Path) -> str:
-    """Write `report.md` and `report.png` into `folder`; returns the Markdown."""
-    records = read_results(folder)
-    headings, cells = table_cells(records)
-    seeds = sorted({record["seed"] for record in records})
-    lines = [f"# {records[0].get('recipe') or folder.resolve().name}", ""]
-    lines += ["| " + " | ".join(headings) + " |", "| --- | --- |" + " ---: |" * (len(headings) - 2)]
-    lines += ["| " + " | ".join(row) + " |" for row in cells]
-    spread = (
-        "± is the standard deviation over seeds." if len(seeds) > 1 else "One seed: small differences mean nothing."
-    )
-    environments = {json.dumps(record["environment"], sort_keys=True): record["environment"] for record in records}
-    lines += ["", "![Quality against trainable share](report.png)", ""]
-    command = folder / "command.txt"
-    if command.exists():
-        lines += [f"Command: `{command.read_text(encoding='utf-8').strip()}`", ""]
-    lines += ["share %: trained parameters of all; stored MB: tensors that the checkpoint holds.", ""]
-    lines += [f"Seeds {', '.join(map(str, seeds))}. {spread} BLEU: `{records[0]['signatures']['test_bleu']}`.", ""]
-    for environment in environments.values():
-        lines.append(
-            f"Code {environment['commit'] or 'version ' + environment['hf_freeze']}, torch {environment['torch']}, "
-            f"transformers {environment['transformers']}; {environment['device']}, {environment['threads']} of "
-            f"{environment['cores']} cores for each run."
-        )
-    text = "\n".join(lines) + "\n"
-    (folder / "report.md").write_text(text, encoding="utf-8")
-    draw(summarise(records), folder / "report.png")
-    return text
+def write_report(*folders: Path, out: Path | None = None, say: Callable[[str], Any] = print) -> Report:
+    """Write `report.md`, `report.html` and `report.png` of all `folders` into `out`, the first of them if not given."""
+    from hf_freeze.experiments.html import page
+    from hf_freeze.experiments.text import markdown
 
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Test BLEU against the share of parameters that is trained, a point a row, bars over seeds."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    points = []
-    for index, row in enumerate(rows):
-        (share, _), (bleu, spread) = row["share"], row["bleu"]
-        marker, colour = "os^Dv<>Ph*X"[index % 11], pyplot.get_cmap("tab10")(index % 10)
-        label = f"{row['row']}: {_plain(row['label'])}"
-        axes.errorbar(100 * share, bleu, yerr=spread, fmt=marker, color=colour, markersize=8, capsize=4, label=label)
-        points.append((100 * share, bleu, row["row"]))
-    low, high = min(p[1] for p in points), max(p[1] for p in points)
-    near = 0.035 * max(high - low, 1e-9)
-    taken: list[tuple[float, float]] = []
-    for x, y, name in sorted(points):
-        # Rows that train the same share may fall together: write the later name on the other side.
-        crowded = any(abs(x - a) < 4 and abs(y - b) < 2 * near for a, b in taken)
-        axes.annotate(
-            name,
-            (x, y),
-            xytext=(-8 if crowded else 8, 6),
-            textcoords="offset points",
-            ha="right" if crowded else "left",
-        )
-        taken.append((x, y))
-    axes.set(xlabel="trained parameters, % of all", ylabel="test BLEU", xlim=(0, 108))
-    axes.margins(y=0.12)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="lower right")
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
-def _plain(label: str) -> str:
-    return label.lstrip("✓✗ ")  # the default font of matplotlib lacks these marks
+    report, out = make_report(folders, say), out or folders[0]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "report.md").write_text(markdown(report), encoding="utf-8")
+    (out / "report.html").write_text(page(report), encoding="utf-8")
+    draw(report, out / "report.png")
+    return report

@@ -1,0 +1,222 @@
+"""The plots of a report: quality against cost, learning curves, parameters by component."""
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
+
+if TYPE_CHECKING:
+    from hf_freeze.experiments.report import Report
+
+# Ink that the page replaces by its own text colour, so that plots follow a dark theme.
+_INK = "#010203"
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a label may hold a $
+    "font.size": 9,
+    **dict.fromkeys(
+        ["text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor", "grid.color"], _INK
+    ),
+    "grid.alpha": 0.2,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
+_COLOURS = (
+    "#1f77b4",
+    "#e8710a",
+    "#2a9d4a",
+    "#d62728",
+    "#9467bd",
+    "#a9745b",
+    "#e377c2",
+    "#7f7f7f",
+    "#a8a410",
+    "#17a5b8",
+)
+MARKERS = dict(zip("os^Dv<>Ph*X", "●■▲◆▼◀▶✚⬢★✖", strict=True))  # matplotlib's, and the signs like them
+_COMPONENTS = ("embeddings", "attention", "ffn", "norm", "head")
+# Where the name of a point may be written, in points from it, best first.
+_SPOTS = [
+    (d * x, d * y) for d in (8, 14, 22) for x, y in ((1, 0.5), (-1, 0.5), (1, -0.9), (-1, -0.9), (0, 1), (0, -1.2))
+]
+_SIZE = (4.6, 3.3)  # inches, of a plot of the page: its letters stay readable on a telephone
+_COSTS = {"share": ("trained parameters, % of all", 100), "stored": ("stored in the checkpoint, MB", 1)}
+
+
+def draw(report: "Report", path: Path) -> None:
+    """Quality against the share of parameters that is trained and against what is stored, side by side."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(10, 4.6 + 0.2 * len(report.rows) / 3), layout="constrained")
+        _quality(figure, report, list(_COSTS))
+        _legend(figure, report)
+        _name_rows(figure, report, list(_COSTS))
+        figure.savefig(path, dpi=130, facecolor="white")
+
+
+def svg_plots(report: "Report") -> dict[str, str]:
+    """Name of each plot that the runs have data for, and its SVG."""
+    plots: dict[str, Callable[[Report], Figure | None]] = {
+        "share": lambda report: _quality_figure(report, "share"),
+        "stored": lambda report: _quality_figure(report, "stored"),
+        "curves": _curves,
+        "components": _components,
+    }
+    found = {}
+    with mpl.rc_context(_STYLE):
+        for name, plot in plots.items():
+            if (figure := plot(report)) is not None:
+                found[name] = _svg(figure, name)
+    return found
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """Inline SVG, transparent, in the colours of the page; its ids are its own among the plots of a page."""
+    file = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": name}):
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    text = file.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    return text.replace(_INK, "currentColor")
+
+
+def style_of(index: int) -> tuple[str, str]:
+    """Colour and marker of a row; together they tell 110 rows apart."""
+    return _COLOURS[index % len(_COLOURS)], list(MARKERS)[index % len(MARKERS)]
+
+
+def _legend(figure: Figure, report: "Report") -> None:
+    handles = [
+        Line2D([], [], color=colour, marker=marker, linestyle="", label=f" {row['row']}: {row['label']}")
+        for row, (colour, marker) in ((row, style_of(i)) for i, row in enumerate(report.rows))
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, columnspacing=1)
+
+
+def _quality_figure(report: "Report", cost: str) -> Figure:
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    _quality(figure, report, [cost])
+    _name_rows(figure, report, [cost])
+    return figure
+
+
+def _quality(figure: Figure, report: "Report", costs: list[str]) -> None:
+    """One plot for each of `costs`, beside each other: a point a row, with bars over seeds."""
+    task = report.task
+    for axes, cost in zip(figure.subplots(1, len(costs), squeeze=False)[0], costs, strict=True):
+        for index, row in enumerate(report.rows):
+            (x, y, spread), (colour, marker) = _point(report, row, cost), style_of(index)
+            axes.errorbar(x, y, yerr=spread, fmt=marker, color=colour, markersize=7, capsize=4, alpha=0.85)
+        axes.set(xlabel=_COSTS[cost][0], ylabel=f"{task.name} ({'higher' if task.higher else 'lower'} is better)")
+        if not task.higher:
+            axes.set_yscale("log")
+            for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                set_formatter(ScalarFormatter())
+        axes.margins(y=0.14)
+        axes.set_xlim(0, 1.1 * max(_point(report, row, cost)[0] for row in report.rows))
+        axes.grid()
+
+
+def _point(report: "Report", row: dict[str, Any], cost: str) -> tuple[float, float, float | None]:
+    return _COSTS[cost][1] * row[cost][0], *row[report.task.quality]
+
+
+def _name_rows(figure: Figure, report: "Report", costs: list[str]) -> None:
+    figure.draw_without_rendering()  # or it is not known where the points lie
+    for axes, cost in zip(figure.axes, costs, strict=True):
+        _name_points(axes, [(*_point(report, row, cost)[:2], row["row"]) for row in report.rows])
+
+
+def _name_points(axes: Any, points: list[tuple[float, float, str]]) -> None:
+    """Write each name beside its point, where it covers no other point and no other name, if there is such a place."""
+    marks = [tuple(axes.transData.transform(point[:2])) for point in points]
+    taken: list[Any] = []
+    for (x, y, name), mark in zip(points, marks, strict=True):
+        text = axes.annotate(name, (x, y), xytext=(0, 0), textcoords="offset points", va="center")
+
+        def box(spot: tuple[float, float], text: Any = text) -> Any:
+            text.xyann = spot
+            text.set_ha("left" if spot[0] > 0 else "right" if spot[0] < 0 else "center")
+            return text.get_window_extent().padded(1)
+
+        def covers(spot: tuple[float, float], box: Any = box, mark: Any = mark) -> int:
+            place = box(spot)
+            near = place.padded(5)  # a mark is as wide
+            return sum(near.contains(*other) for other in marks if other != mark) + sum(map(place.overlaps, taken))
+
+        taken.append(box(min(_SPOTS, key=covers)))
+
+
+def _curves(report: "Report") -> Figure | None:
+    """Dev loss after each epoch, a line a run; train loss faint behind it."""
+    if not any(run.log for run in report.runs):
+        return None
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    axes = figure.subplots()
+    order = [row["row"] for row in report.rows]
+    highest = 0.0
+    for run in report.runs:
+        colour, marker = style_of(order.index(run.row))
+        train = [(entry["epoch"], entry["loss"]) for entry in run.log if "loss" in entry]
+        # The last evaluation of an epoch may be of the best model, after training; the first is of that epoch.
+        dev = {entry["epoch"]: entry["eval_loss"] for entry in reversed(run.log) if "eval_loss" in entry}
+        if train:
+            axes.plot(*zip(*train, strict=True), color=colour, alpha=0.25, linewidth=0.7)
+        if dev:
+            epochs = sorted(dev)
+            losses = [dev[epoch] for epoch in epochs]
+            axes.plot(epochs, losses, color=colour, marker=marker, markersize=3.5, linewidth=1.2)
+            highest = max(highest, *losses, losses[0])
+    axes.set(xlabel="epoch", ylabel="loss (lower is better)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(left=0)
+    if highest:
+        axes.set_ylim(top=1.1 * highest)  # the first steps in training would press all that follows together
+    axes.grid()
+    return figure
+
+
+def _components(report: "Report") -> Figure | None:
+    """A bar a row: parameters of each component, by whether they are trained, stored frozen, or made again from a seed."""
+    first: dict[str, dict[str, Any]] = {}
+    for run in report.runs:
+        if components := run.record["parameters"].get("by_component"):
+            first.setdefault(run.row, components)
+    if not first:
+        return None
+    names = list(dict.fromkeys([*_COMPONENTS, *(name for parts in first.values() for name in parts)]))
+    names = [name for name in names if any(parts.get(name, {}).get("total") for parts in first.values())]
+    figure = Figure(figsize=(_SIZE[0], 1.5 + 0.28 * len(first)), layout="constrained")
+    axes = figure.subplots()
+    states = {"trained": 1.0, "frozen, stored": 0.4, "frozen, from a seed": 0.0}
+    for y, parts in enumerate(first.values()):
+        left = 0.0
+        for name in names:
+            part = parts.get(name, {"total": 0, "trainable": 0, "stored": 0})
+            amounts = (part["trainable"], part["stored"] - part["trainable"], part["total"] - part["stored"])
+            for amount, alpha in zip(amounts, states.values(), strict=True):
+                if amount:
+                    axes.barh(y, amount / 1e6, left=left, height=0.7, **_look(_COLOURS[names.index(name)], alpha))
+                    left += amount / 1e6
+    axes.set_yticks(range(len(first)), [f"row {row}" for row in first])
+    axes.invert_yaxis()
+    axes.set_xlabel("parameters, millions")
+    axes.grid(axis="x")
+    handles = [Patch(facecolor=_COLOURS[i], label=name) for i, name in enumerate(names)]
+    handles += [Patch(label=state, **_look("#7f7f7f", alpha)) for state, alpha in states.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, columnspacing=1)
+    return figure
+
+
+def _look(colour: str, alpha: float) -> dict[str, Any]:
+    face = to_rgba(colour, alpha) if alpha else "none"
+    return {"facecolor": face, "edgecolor": colour, "linewidth": 0.6, "hatch": None if alpha else "///"}

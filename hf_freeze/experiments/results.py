@@ -1,0 +1,114 @@
+"""What finished runs left behind, read back: records, settings, logs and test items of one or several grid folders."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_freeze.experiments.environment import write_whole
+from hf_freeze.experiments.grid import run_folder
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run. What its folder lacks is empty: older ones have no items, and a bare results.jsonl only records."""
+
+    record: dict[str, Any]
+    grid: Path
+    settings: dict[str, Any]
+    log: list[dict[str, Any]]
+    items: np.ndarray | None
+
+    @property
+    def row(self) -> str:
+        return self.record["row"]
+
+    @property
+    def task(self) -> str:
+        return self.record.get("task") or self.settings.get("task") or "translation"
+
+
+def read_results(folder: Path, say: Callable[[str], Any] = print) -> list[dict[str, Any]]:
+    """The records of `folder/results.jsonl`. A broken last line, of a killed copy, is removed from the file, and said.
+
+    Raises ValueError where there are none, or an earlier line is not JSON.
+    """
+    path = folder / "results.jsonl"
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: run `hf-freeze run RECIPE.yaml --out {folder}` first")
+    lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+            if line:
+                write_whole(path, "".join(kept.decode() + "\n" for kept in lines[:-1]))
+                say(f"{path}: the last line was cut off and is removed; `hf-freeze run` collects that run again")
+    if not records:
+        raise ValueError(f"{path} holds no finished run yet")
+    return records
+
+
+def read_runs(folders: Sequence[Path], say: Callable[[str], Any] = print) -> list[Run]:
+    """The finished runs of all `folders`, in their order.
+
+    Raises ValueError where the folders' tasks differ, or two of them hold the same row and seed.
+    """
+    runs: list[Run] = []
+    seen: dict[tuple[str, int], Path] = {}
+    for folder in folders:
+        for record in read_results(folder, say):
+            run = _read_run(folder, record)
+            if runs and run.task != runs[0].task:
+                both = f"{runs[0].grid} holds runs of {runs[0].task} and {folder} of {run.task}"
+                raise ValueError(f"{both}: a report is of one task")
+            if other := seen.get((run.row, record["seed"])):
+                where = f"{folder} holds twice" if other is folder else f"{other} and {folder} both hold"
+                raise ValueError(f"{where} row {run.row!r} with seed {record['seed']}")
+            seen[run.row, record["seed"]] = folder
+            runs.append(run)
+    return runs
+
+
+def _read_run(grid: Path, record: dict[str, Any]) -> Run:
+    folder = run_folder(grid, record)
+    settings, log, items = folder / "run.json", folder / "log.jsonl", folder / "items.npy"
+    return Run(
+        record,
+        grid,
+        json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {},
+        [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else [],
+        np.load(items) if items.exists() else None,
+    )
+
+
+def unlike_settings(runs: Sequence[Run]) -> list[str]:
+    """A sentence on the rows whose runs differ in more than their seed, so that their means are of unlike things."""
+    found: dict[str, set[str]] = {}
+    first: dict[str, Run] = {}
+    for run in runs:
+        base = first.setdefault(run.row, run)
+        ours, theirs = _without_seed(run), _without_seed(base)
+        for name in sorted(key for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]):
+            found.setdefault(name, set()).add(run.row)
+    return [
+        f"Row {', '.join(row for row in first if row in rows)}: the seeds differ in {name}, so the mean is of unlike runs."
+        for name, rows in found.items()
+    ]
+
+
+def _without_seed(run: Run) -> dict[str, Any]:
+    """What must be equal in all seeds of a row. Only what both know is compared: later versions may know more settings."""
+    settings = {key: value for key, value in run.settings.items() if key not in ("seed", "name", "preset")}
+    if isinstance(settings.get("data"), dict):
+        settings["data"] = {key: value for key, value in settings["data"].items() if key != "root"}
+    for method in (methods := [dict(method) for method in settings.get("methods", [])]):
+        if method.get("seed") == run.record["seed"]:
+            del method["seed"]
+    return settings | {"label": run.record["label"]} | ({"methods": methods} if "methods" in settings else {})

@@ -1,0 +1,461 @@
+"""Reports of hand-made runs: what is read, merged and refused, the tables, the plots and the page."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from matplotlib import image
+from rich.console import Console
+from typer.testing import CliRunner
+
+from hf_freeze.cli import app
+from hf_freeze.experiments.plots import draw, svg_plots
+from hf_freeze.experiments.report import make_report, table_cells, write_report
+from hf_freeze.experiments.results import read_results, read_runs
+from hf_freeze.experiments.statistics import bleu, log_perplexity
+
+ENVIRONMENT = {"hf_freeze": "0.1.0", "commit": "abc1234", "torch": "2.13.0", "transformers": "5.23.0"}
+ENVIRONMENT |= {"python": "3.11.7", "device": "A Processor", "threads": 1, "cores": 2}
+SIGNATURE = "nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.6.0"
+ROWS = {"0": ("✓✓✓ all trained", 0.8), "2.1": ("✓✗✓ attention random", 0.4), "3": ("✓✓✗ FFN random", 0.8)}
+
+
+def translation_items(quality, rng, count=200):
+    """Sentences of 10 words, each n-gram right with probability `quality`."""
+    grams = np.tile([10, 9, 8, 7], (count, 1))
+    return np.hstack([rng.binomial(grams, quality), grams, np.full((count, 2), 10)])
+
+
+def block_items(quality, rng, count=200):
+    tokens = np.full(count, 128.0)
+    return np.stack([tokens * (5 - quality + 0.1 * rng.normal(size=count)), tokens], axis=1)
+
+
+def make_runs(folder, *, task="translation", rows=ROWS, seeds=(1, 2, 3), changes=None, count=200):
+    """A grid folder as `run_grid` leaves it. `changes` are dicts of a record, by (row, seed)."""
+    rng = np.random.default_rng(sum(seeds))
+    records = []
+    for seed in seeds:
+        for index, (row, (label, quality)) in enumerate(rows.items()):
+            run = folder / f"row-{row}-seed-{seed}"
+            run.mkdir(parents=True)
+            if task == "translation":
+                items = translation_items(quality, rng, count)
+                metrics = {"test_bleu": float(bleu(items.sum(0))), "test_chrf": 50.0 + seed}
+            else:
+                items = block_items(quality, rng, count)
+                metrics = {"test_perplexity": float(np.exp(log_perplexity(items.sum(0))))}
+            np.save(run / "items.npy", items)
+            trained = {"total": 600, "trainable": 600, "stored": 600}
+            frozen = {"total": 400, "trainable": 400 * (index == 0), "stored": 400 - 100 * index}
+            record = {
+                "recipe": "tiny",
+                "task": task,
+                "row": row,
+                "label": label,
+                "seed": seed,
+                "metrics": metrics | {"dev_loss": 2.0, "dev_perplexity": 7.39},
+                "signatures": {"test_bleu": SIGNATURE} if task == "translation" else {},
+                "epochs_trained": 2.0,
+                "epochs_to_convergence": 2.0,
+                "steps": 40,
+                "parameters": {
+                    "total": 1000,
+                    "trainable": 600 + frozen["trainable"],
+                    "stored": 600 + frozen["stored"],
+                    "stored_bytes": 4 * (600 + frozen["stored"]),
+                    "trainable_share": 0.6 + frozen["trainable"] / 1000,
+                    "by_component": {"embeddings": trained, "ffn": frozen},
+                },
+                "seconds": {"train": 90.0, "test": 1.0, "all": 95.0},
+                "resumed": seed == 2,
+                "peak_memory_bytes": 123_000_000,
+                "environment": ENVIRONMENT,
+            } | (changes or {}).get((row, seed), {})
+            records.append(record)
+            settings = {
+                "name": "tiny",
+                "task": task,
+                "data": {"root": "/here", "limit": 9},
+                "training": {"epochs": 2.0},
+            }
+            methods = [{"method": "freeze", "ffn": "random", "seed": seed}]
+            (run / "run.json").write_text(json.dumps(settings | {"row": row, "seed": seed, "methods": methods}))
+            (run / "metrics.json").write_text(json.dumps(record))
+            log = [{"loss": 4.0, "epoch": 0.5, "step": 10}, {"loss": 3.0, "epoch": 1.5, "step": 30}]
+            log += [{"eval_loss": 3 - e / 2, "eval_perplexity": 9.0, "epoch": float(e), "step": 20 * e} for e in (1, 2)]
+            (run / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in [*log, log[-1]]))
+    write_lines(folder, records)
+    (folder / "command.txt").write_text("hf-freeze run tiny.yaml --seeds 3\n")
+    return records
+
+
+def write_lines(folder, records):
+    (folder / "results.jsonl").write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), "utf-8")
+
+
+def cells_of(report):
+    """{row: {heading: cell}}"""
+    headings, cells = table_cells(report)
+    return {line[0]: dict(zip(headings, line, strict=True)) for line in cells}
+
+
+def fail(text):
+    pytest.fail(f"nothing to say, and yet: {text}")
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_needs_results(tmp_path):
+    with pytest.raises(ValueError, match=r"results\.jsonl does not exist: run `hf-freeze run"):
+        write_report(tmp_path)
+    (tmp_path / "results.jsonl").write_text("")
+    with pytest.raises(ValueError, match="holds no finished run yet"):
+        write_report(tmp_path)
+
+
+@pytest.mark.parametrize("end", ['{"row": "2.1", "lab', '{"label": "✓'.encode()[:-1], '{"a": 1}}\n'])
+def test_a_broken_last_line_is_removed_and_said(tmp_path, end):
+    make_runs(tmp_path, seeds=(1,))
+    path = tmp_path / "results.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + (end if isinstance(end, bytes) else end.encode()))
+    said = []
+    assert len(read_results(tmp_path, said.append)) == 3
+    assert path.read_bytes() == whole
+    assert len(said) == 1
+    assert re.search(r"results\.jsonl: the last line was cut off and is removed", said[0])
+    assert len(read_results(tmp_path, fail)) == 3
+    path.write_bytes(whole.removesuffix(b"\n"))
+    assert len(read_results(tmp_path, fail)) == 3, "a line that only lacks its end is whole"
+
+
+def test_a_broken_earlier_line_is_an_error_and_the_file_stays(tmp_path):
+    make_runs(tmp_path, seeds=(1,))
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(b'{"row":\n' + path.read_bytes())
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"results\.jsonl, line 1: not JSON"):
+        read_results(tmp_path)
+    assert path.read_bytes() == before
+
+
+def test_folders_are_merged_in_their_order(tmp_path):
+    make_runs(tmp_path / "a", seeds=(1, 2), rows={"0": ROWS["0"]})
+    make_runs(tmp_path / "b", seeds=(3,), rows={"0": ROWS["0"], "2.1": ROWS["2.1"]})
+    report = write_report(tmp_path / "a", tmp_path / "b", out=tmp_path / "c" / "d")
+    assert [(row["row"], row["seeds"]) for row in report.rows] == [("0", 3), ("2.1", 1)]
+    assert sorted(path.name for path in (tmp_path / "c" / "d").iterdir()) == ["report.html", "report.md", "report.png"]
+    assert not (tmp_path / "a" / "report.md").exists()
+    write_report(tmp_path / "b", tmp_path / "a")
+    assert (tmp_path / "b" / "report.md").exists()
+
+
+def test_folders_that_cannot_be_merged_are_refused(tmp_path):
+    make_runs(tmp_path / "a", seeds=(1, 2))
+    make_runs(tmp_path / "b", seeds=(2,), rows={"3": ROWS["3"]})
+    make_runs(tmp_path / "c", seeds=(3,), task="language-modelling")
+    with pytest.raises(ValueError, match=r"/a and .*/b both hold row '3' with seed 2"):
+        read_runs([tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(
+        ValueError, match=r"/a holds runs of translation and .*/c of language-modelling: a report is of"
+    ):
+        read_runs([tmp_path / "a", tmp_path / "c"])
+    write_lines(tmp_path / "b", 2 * read_results(tmp_path / "b"))
+    with pytest.raises(ValueError, match=r"/b holds twice row '3' with seed 2"):
+        read_runs([tmp_path / "b"])
+    make_runs(tmp_path / "d", changes={("0", 1): {"task": "chess"}}, rows={"0": ROWS["0"]}, seeds=(1,))
+    with pytest.raises(ValueError, match=r"holds runs of 'chess'; reports are made of \['language-modelling', 'trans"):
+        make_report([tmp_path / "d"])
+
+
+def test_seeds_of_unlike_settings_are_said(tmp_path):
+    make_runs(tmp_path, seeds=(1, 2))
+    assert make_report([tmp_path], fail).notes == []
+    path = tmp_path / "row-3-seed-2" / "run.json"
+    settings = json.loads(path.read_text())
+    path.write_text(
+        json.dumps(settings | {"training": {"epochs": 9.0}, "data": {"root": "/there", "limit": 9}, "new": 1})
+    )
+    said = []
+    assert make_report([tmp_path], said.append).notes == said
+    assert said == ["Row 3: the seeds differ in training, so the mean is of unlike runs."]
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_translation(tmp_path):
+    records = make_runs(tmp_path)
+    report = write_report(tmp_path, say=fail)
+    cells = cells_of(report)
+    scores = [r["metrics"]["test_bleu"] for r in records if r["row"] == "0"]
+    assert cells["0"]["BLEU"] == f"{np.mean(scores):.1f} ± {np.std(scores, ddof=1):.1f}"
+    assert cells["0"]["vs row 0"] == "–"
+    assert re.fullmatch(r"−\d\d\.\d \*", cells["2.1"]["vs row 0"])
+    assert re.fullmatch(r"[+−]?\d\.\d", cells["3"]["vs row 0"]), "no mark: the same quality"
+    assert cells["3"] | {"BLEU": "", "vs row 0": ""} == {
+        "row": "3",
+        "trained": "✓✓✗ FFN random",
+        "BLEU": "",
+        "vs row 0": "",
+        "chrF": "52.0 ± 1.0",
+        "dev ppl": "7.39",
+        "seeds": "3",
+        "best epoch": "2.0",
+        "share %": "60.0%",
+        "stored MB": "0.00",
+        "train min": "1.5",
+    }
+    difference, test = report.to_first(report.rows[1])
+    assert test is not None
+    assert difference == pytest.approx(report.rows[1]["bleu"][0] - report.rows[0]["bleu"][0])
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    for line in cells.values():
+        assert "| " + " | ".join(line.values()) + " |" in text
+    for said in (
+        SIGNATURE,
+        "hf-freeze run tiny.yaml",
+        "Seeds 1, 2, 3",
+        "abc1234",
+        "A Processor",
+        "paired bootstrap",
+        "±",
+    ):
+        assert said in text
+    assert re.search(r"Really worse than row 0: row 2\.1 \(✓✗✓ attention random\) −", text)
+    assert re.search(r"Not told apart from row 0: row 3 .*95% interval −\d\.\d\d to \+\d\.\d\d", text)
+    assert re.search(
+        r"\| 2\.1 \| 0 \| −\d\d\.\d\d \| −\d\d\.\d\d to −\d\d\.\d\d \| [<.\d ]+ \| [<.\d ]+ \| real \* \|", text
+    )
+    assert len(re.findall("may be chance \\|$", text, re.MULTILINE)) == 1
+    assert "seed may" not in text
+
+
+def test_the_table_of_language_modelling_shows_ratios(tmp_path):
+    make_runs(tmp_path, task="language-modelling")
+    report = write_report(tmp_path, say=fail)
+    cells = cells_of(report)
+    assert "BLEU" not in cells["0"]
+    means = [report.rows[i]["test_perplexity"][0] for i in (0, 1)]
+    assert cells["2.1"]["vs row 0"] == f"×{means[1] / means[0]:.3f} *"
+    assert float(cells["2.1"]["vs row 0"][1:-2]) == pytest.approx(np.exp(0.4), rel=0.02)
+    assert "*" not in cells["3"]["vs row 0"]
+    assert "dev ppl" in cells["0"]
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "Lowest test perplexity: " in text
+    assert "blocks of text by test perplexity (lower is better)" in text
+    assert "more than 1 is worse" in text
+    assert re.search(r"\| ×1\.\d{4} \| ×1\.\d{4} to ×1\.\d{4} \|", text)
+    assert "Really worse than row 0: row 2.1" in text
+
+
+def test_one_seed_is_said(tmp_path):
+    make_runs(tmp_path, seeds=(1,))
+    (note,) = write_report(tmp_path, say=lambda text: None).notes
+    assert note == (
+        "One seed: the intervals and marks cover the choice of the test items only; another seed may differ by more."
+    )
+    for name in ("report.md", "report.html"):
+        assert note in (tmp_path / name).read_text(encoding="utf-8")
+    assert "±" not in (tmp_path / "report.md").read_text(encoding="utf-8")
+    make_runs(tmp_path / "more", seeds=(2,), rows={"0": ROWS["0"]})
+    assert make_report([tmp_path, tmp_path / "more"]).notes[0].startswith("One seed of row 2.1, 3: ")
+
+
+def test_few_items_are_said(tmp_path):
+    make_runs(tmp_path, count=20)
+    assert make_report([tmp_path]).notes == ["Only 20 test sentences: too few to trust the intervals and marks."]
+
+
+@pytest.mark.parametrize("lacking", [["3"], ["0"], ["0", "2.1", "3"]])
+def test_rows_without_items_are_not_tested(tmp_path, lacking):
+    make_runs(tmp_path)
+    for row in lacking:
+        (tmp_path / f"row-{row}-seed-2" / "items.npy").unlink()
+    report = write_report(tmp_path, say=lambda text: None)
+    assert report.notes[0].startswith(f"Not tested: row {', '.join(lacking)}. Its runs kept no test items (items.npy)")
+    marked = {row for row, cells in cells_of(report).items() if "*" in cells["vs row 0"]}
+    assert marked == ({"2.1"} if lacking == ["3"] else set())
+    assert cells_of(report)["2.1"]["vs row 0"].startswith("−"), "the difference itself is known all the same"
+    assert len(report.differences) == (0 if len(lacking) == 3 else 1)
+    assert ("No difference was tested" in (tmp_path / "report.md").read_text("utf-8")) is (len(lacking) == 3)
+
+
+def test_runs_of_other_test_sets_are_not_tested(tmp_path):
+    make_runs(tmp_path, seeds=(1,))
+    make_runs(tmp_path / "other", seeds=(1,), rows={"9": ROWS["3"]}, count=201)
+    report = write_report(tmp_path, tmp_path / "other", say=lambda text: None)
+    assert "the runs were scored on different test sets" in report.notes[0]
+    assert report.differences == []
+
+
+def test_bare_old_records_are_enough(tmp_path):
+    records = make_runs(tmp_path / "whole", seeds=(1,))
+    for record in records:
+        for name in ("recipe", "task", "environment", "signatures", "resumed", "peak_memory_bytes"):
+            del record[name]
+        del record["parameters"]["by_component"]
+    (tmp_path / "old").mkdir()
+    write_lines(tmp_path / "old", records)
+    report = write_report(tmp_path / "old", say=lambda text: None)
+    assert report.title == "old"
+    assert "BLEU" in cells_of(report)["0"]
+    assert list(svg_plots(report)) == ["share", "stored"]
+    assert "Learning curves" not in (tmp_path / "old" / "report.html").read_text("utf-8")
+
+
+def test_a_single_row(tmp_path):
+    make_runs(tmp_path, rows={"0": ROWS["0"]})
+    report = write_report(tmp_path, say=fail)
+    assert report.differences == []
+    assert "vs row 0" in cells_of(report)["0"]
+
+
+# -- plots and page --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_picture(tmp_path):
+    make_runs(tmp_path)
+    draw(make_report([tmp_path]), tmp_path / "report.png")
+    pixels = image.imread(tmp_path / "report.png")
+    assert pixels.shape[0] > 400
+    assert pixels.shape[1] > 1000
+    assert pixels.std() > 0.05, "an empty picture"
+
+
+def test_names_of_points_do_not_collide(tmp_path):
+    from hf_freeze.experiments.plots import _quality_figure
+
+    same = {str(i): (f"row {i}", 0.8) for i in range(6)}
+    make_runs(tmp_path, rows=same, seeds=(1,), count=5000)
+    figure = _quality_figure(make_report([tmp_path], lambda text: None), "share")
+    names = [text for text in figure.axes[0].texts if text.get_text() in same]
+    assert len(names) == 6
+    boxes = [text.get_window_extent() for text in names]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+class Page(HTMLParser):
+    """What a page refers to, its ids, and whether its elements are closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.ids, self.links, self.scripts = [], [], [], 0
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.scripts += tag == "script"
+        self.ids += [values["id"]] if "id" in values else []
+        self.links += [values[name] for name in ("src", "href", "xlink:href", "action") if name in values]
+        if tag not in ("meta", "link", "br", "img", "input"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_holds_all_it_shows(tmp_path):
+    make_runs(tmp_path)
+    write_report(tmp_path, say=fail)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.scripts == 1
+    assert all(link.startswith("#") for link in page.links)
+    assert not re.search(r"url\((?!#)", text)
+    assert {link[1:] for link in page.links} <= set(page.ids)
+    assert len(set(page.ids)) == len(page.ids), "the plots share no id"
+    assert "default-src 'none'" in text
+    assert text.count("<svg") == 4
+    assert "#010203" not in text
+    for said in (
+        "Learning curves",
+        "Where the parameters are",
+        "Which differences are real?",
+        "hf-freeze run tiny.yaml",
+    ):
+        assert said in text
+    assert text.count("<details>") == 1 + 9
+    for said in ("abc1234", "123", "yes; its training time is that after the last restart", "&#34;epochs&#34;: 2.0"):
+        assert said in text
+    assert "/here" not in text, "where the data lies is nobody's business"
+    # The table is sorted by numbers, not by how they are written.
+    keys = re.findall(r'data-key="([^"]*)"', text)
+    assert len(keys) == 3 * 11
+    for row in range(3):
+        assert keys[11 * row] == str(row)
+        assert all(re.fullmatch(r"-?[\d.e-]+", key) for key in keys[11 * row + 2 : 11 * row + 11])
+
+
+EVIL = "<script>alert('x')</script> & \"q\" $a$ | b"
+
+
+def test_what_records_hold_is_only_text(tmp_path):
+    rows = {"0": ("plain", 0.8), "_1": (EVIL, 0.5)}
+    evil = {"label": EVIL, "recipe": EVIL, "environment": ENVIRONMENT | {"device": EVIL}, "signatures": {"a": EVIL}}
+    changes = {("_1", seed): evil for seed in (1, 2)}
+    make_runs(tmp_path, rows=rows, seeds=(1, 2), changes=changes)
+    (tmp_path / "command.txt").write_text(EVIL)
+    report = write_report(tmp_path, say=fail)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert Page(text).scripts == 1
+    assert "<script>alert" not in text
+    assert text.count("&lt;script&gt;alert") > 8
+    assert any("_1" in svg for svg in svg_plots(report).values())
+    table = [line for line in (tmp_path / "report.md").read_text("utf-8").splitlines() if line.startswith("| _1")]
+    assert r"&lt;script>alert('x')&lt;/script> & " in table[0]
+    assert r"\| b |" in table[0]
+
+
+# -- the command line ------------------------------------------------------------------------------------------------------------
+
+
+def run_report(*arguments, code=0):
+    arguments = ["report", *map(str, arguments)]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "300", "NO_COLOR": "1"})
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setattr("hf_freeze.cli.console", Console(width=300))
+
+
+def test_the_command_says_what_it_found_and_wrote(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_runs(tmp_path / "a", seeds=(1,), rows={"0": ROWS["0"], "2.1": ("[red]x[/red]", 0.3)})
+    make_runs(tmp_path / "b", seeds=(1,), rows={"3": ROWS["3"]})
+    with (tmp_path / "b" / "results.jsonl").open("a") as file:
+        file.write('{"row"')
+    output = run_report("a", "b", "--out", "c").output
+    assert "b/results.jsonl: the last line was cut off" in output
+    assert "One seed: " in output
+    assert "[red]x[/red]" in output
+    assert "* marks a real difference" in output
+    assert "Written: c/report.html, c/report.md, c/report.png" in output
+    assert "Written: a/report.html" in run_report("a").output
+
+
+def test_what_cannot_be_reported_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_runs(tmp_path / "a", seeds=(1,))
+    make_runs(tmp_path / "b", seeds=(1,), task="language-modelling")
+    for folders, message in {
+        ("nowhere",): "nowhere/results.jsonl does not exist",
+        ("a", "b"): "a holds runs of translation and b of language-modelling",
+        ("a", "a"): "a and a both hold row '0' with seed 1",
+    }.items():
+        (line,) = run_report(*folders, code=2).stderr.strip().splitlines()
+        assert message in line
+        assert line.startswith("Error: ")
+    assert not (tmp_path / "a" / "report.md").exists()
