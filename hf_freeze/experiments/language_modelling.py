@@ -20,7 +20,7 @@ def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
     form = data_form(settings)
     if form == "builtin":
         corpus = hf_data.builtin_corpus(**settings["builtin"])
-        return take({name: _texts(corpus[name]["target"]) for name in corpus}, settings)
+        return take({str(name): _texts(split["target"]) for name, split in corpus.items()}, settings)
     if form == "hub":
         column = settings.get("column", "text")
         return read_splits(settings, lambda split: hf_data.load_hub_text(settings["hub"], split, column))

@@ -18,7 +18,8 @@ def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
     """Splits train, dev and test with columns `source` and `target`, as the recipe's `data` section says."""
     form = data_form(settings)
     if form == "builtin":
-        return take(dict(hf_data.builtin_corpus(**settings["builtin"])), settings)
+        corpus = hf_data.builtin_corpus(**settings["builtin"])
+        return take({str(name): split for name, split in corpus.items()}, settings)
     if form == "hub":
         columns = {"source": settings["source"], "target": settings["target"]}
         return read_splits(settings, lambda split: hf_data.load_hub_parallel(settings["hub"], split, **columns))

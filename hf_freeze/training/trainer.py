@@ -59,7 +59,8 @@ class TokenBatchTrainer(Seq2SeqTrainer):
         model.eval()
         loader = self._token_loader(dataset, shuffle=False)
         items = torch.zeros(len(dataset), 2, dtype=torch.float64, device=self.args.device)
-        for number, (indices, batch) in enumerate(zip(loader.batch_sampler, loader, strict=True)):
+        batches: Any = zip(loader.batch_sampler or (), loader, strict=True)
+        for number, (indices, batch) in enumerate(batches):
             if number % self.args.world_size != self.args.process_index:
                 continue
             batch = self._prepare_inputs(dict(batch))
