@@ -11,8 +11,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test,dev]"
 	touch $(STAMP)
 
-demo: $(STAMP)  ## the freeze ablation on the built-in corpus: a table and a picture, about 5 minutes on 2 cores
+demo: $(STAMP)  ## the freeze ablation of translation and language models on the built-in corpus, about 5 minutes on 2 cores
 	$(BIN)/hf-freeze run recipes/freeze_ablation/recipe.yaml --out runs/demo --jobs 2
+	$(BIN)/hf-freeze run recipes/freeze_ablation/lm.yaml --out runs/demo-lm --jobs 2
+	@echo "Open runs/demo/report.html and runs/demo-lm/report.html in a browser."
 
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal

@@ -18,6 +18,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 console = Console()
+_FOR_WIDE_TERMINALS = ("chrF", "dev ppl", "seeds", "best epoch", "train min")
 
 
 class _one_line_errors:
@@ -98,10 +99,12 @@ def report(
         found = write_report(*folders, out=out, say=lambda text: console.print(escape(text), soft_wrap=True))
         headings, cells = table_cells(found)
     table = Table(box=box.SIMPLE_HEAD, padding=0)
-    for column, heading in enumerate(headings):
-        table.add_column(heading, no_wrap=column == 1, justify="left" if column < 2 else "right")
+    # A narrow terminal shows what matters most; the report has the rest.
+    shown = [i for i, heading in enumerate(headings) if console.width >= 110 or heading not in _FOR_WIDE_TERMINALS]
+    for column in shown:
+        table.add_column(headings[column], no_wrap=column == 1, justify="left" if column < 2 else "right")
     for row in cells:
-        table.add_row(*map(escape, row))
+        table.add_row(*(escape(row[column]) for column in shown))
     console.print(table)
     console.print(escape("\n".join(legend(found))), soft_wrap=True, highlight=False)
     files = ", ".join(str((out or folders[0]) / f"report.{kind}") for kind in ("html", "md", "png"))

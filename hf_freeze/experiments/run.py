@@ -143,9 +143,8 @@ def training_arguments(run: dict[str, Any], folder: Path) -> Seq2SeqTrainingArgu
     # More than one evaluation an epoch is one every so many steps, which the Trainer takes as a share of all steps.
     evaluations = settings.get("evaluations", 1)
     interval = "epoch" if evaluations == 1 else "steps"
-    share = (
-        {} if evaluations == 1 else dict.fromkeys(("eval_steps", "save_steps"), 1 / settings["epochs"] / evaluations)
-    )
+    step = 1 / settings["epochs"] / evaluations
+    share = {} if evaluations == 1 else {"eval_steps": step, "save_steps": step}
     return Seq2SeqTrainingArguments(
         output_dir=str(folder / "checkpoints"),
         num_train_epochs=settings["epochs"],

@@ -15,7 +15,7 @@ def findings(report: "Report") -> list[tuple[str, str]]:
     task, rows, first = report.task, report.rows, report.rows[0]
     better = "higher" if task.higher else "lower"
     counts = sorted({row["seeds"] for row in rows})
-    seeds = "one seed" if counts == [1] else f"{'–'.join(map(str, counts))} seeds each"
+    seeds = "one seed" if counts == [1] else f"{'–'.join(map(str, counts))} seeds"
     on = f"the same {report.items:,} test {task.item}" if report.items else "the test set"
     asked = (
         f"What does each change of the model cost in quality, and what does it save? Each of {len(rows)} rows was trained "
