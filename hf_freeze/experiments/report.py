@@ -26,7 +26,7 @@ _SCALES = {"stored": 1e-6, "minutes": 1 / 60}
 
 
 @dataclass(frozen=True)
-class Task:
+class Comparison:
     """How the rows of a task are compared: by the first of its columns."""
 
     name: str  # of that column, in a sentence
@@ -52,8 +52,8 @@ class Task:
         return (text if float(text) else text[1:]).replace("-", "−")
 
 
-TASKS = {
-    "translation": Task(
+COMPARISONS = {
+    "translation": Comparison(
         "BLEU",
         {
             "bleu": ("BLEU", ("metrics", "test_bleu"), ".1f"),
@@ -65,7 +65,7 @@ TASKS = {
         item="sentences",
         scale=float,
     ),
-    "language-modelling": Task(
+    "language-modelling": Comparison(
         "test perplexity",
         {
             "test_perplexity": ("test ppl", ("metrics", "test_perplexity"), ".2f"),
@@ -84,7 +84,7 @@ class Report:
     """What `make_report` found; `rows` as of `summarise`, `differences` of all pairs of rows that could be tested."""
 
     title: str
-    task: Task
+    task: Comparison
     runs: list[Run]
     rows: list[dict[str, Any]]
     differences: list[Difference]
@@ -113,9 +113,9 @@ class Report:
 def make_report(folders: Sequence[Path], say: Callable[[str], Any] = print) -> Report:
     """Read and compare the finished runs of `folders`; the first row of the first is what all are compared with."""
     runs = read_runs(folders, say)
-    if runs[0].task not in TASKS:
-        raise ValueError(f"{folders[0]} holds runs of {runs[0].task!r}; reports are made of {sorted(TASKS)}")
-    task = TASKS[runs[0].task]
+    if runs[0].task not in COMPARISONS:
+        raise ValueError(f"{folders[0]} holds runs of {runs[0].task!r}; reports are made of {sorted(COMPARISONS)}")
+    task = COMPARISONS[runs[0].task]
     rows = summarise([run.record for run in runs], task)
     items, notes = _items_of_rows(runs, task)
     notes = unlike_settings(runs) + notes
@@ -143,7 +143,7 @@ def make_report(folders: Sequence[Path], say: Callable[[str], Any] = print) -> R
     )
 
 
-def _items_of_rows(runs: list[Run], task: Task) -> tuple[dict[str, list[np.ndarray]], list[str]]:
+def _items_of_rows(runs: list[Run], task: Comparison) -> tuple[dict[str, list[np.ndarray]], list[str]]:
     """The items of every row that can be tested, and what keeps the others from it."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -161,7 +161,7 @@ def _items_of_rows(runs: list[Run], task: Task) -> tuple[dict[str, list[np.ndarr
     return items, notes
 
 
-def summarise(records: list[dict[str, Any]], task: Task = TASKS["translation"]) -> list[dict[str, Any]]:
+def summarise(records: list[dict[str, Any]], task: Comparison = COMPARISONS["translation"]) -> list[dict[str, Any]]:
     """One dict a row, in grid order: for each column its mean and, over two or more seeds, standard deviation."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for record in records:
@@ -178,7 +178,7 @@ def summarise(records: list[dict[str, Any]], task: Task = TASKS["translation"]) 
     return found
 
 
-def _values(group: list[dict[str, Any]], column: str, task: Task) -> list[float]:
+def _values(group: list[dict[str, Any]], column: str, task: Comparison) -> list[float]:
     values = []
     for record in group:
         value: Any = record
