@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig
+from transformers.pytorch_utils import Conv1D
 
 from hf_freeze import count_parameters, make_variant, methods, stored_bytes
 from hf_freeze.registry import ARCHITECTURES, METHODS, Method, register_method
@@ -16,12 +17,20 @@ every_architecture = pytest.mark.parametrize(("architecture", "task"), CELLS, id
 
 
 class Factors(nn.Module):
-    def __init__(self, inputs, outputs, rank):
+    def __init__(self, dense, rank):
         super().__init__()
-        self.down, self.up = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs)
+        outputs, inputs = matrix(dense).shape
+        self.dense_class = type(dense)
+        self.down = nn.Linear(inputs, rank, bias=False)
+        self.up = nn.Linear(rank, outputs, bias=dense.bias is not None)
 
     def forward(self, x):
         return self.up(self.down(x))
+
+
+def matrix(linear):
+    """(outputs, inputs) of an nn.Linear or a Conv1D."""
+    return linear.weight.T if isinstance(linear, Conv1D) else linear.weight
 
 
 @pytest.fixture
@@ -40,24 +49,31 @@ def low_rank():
 
         def restructure(self, model, architecture):
             for base, name in self.places(model, architecture):
-                old = base.get_submodule(name)
-                base.set_submodule(name, Factors(old.in_features, old.out_features, self.rank))
+                base.set_submodule(name, Factors(base.get_submodule(name), self.rank))
 
         def convert(self, old, new):
             for base, name in self.places(new, new.architecture):
                 dense, factors = old.base_model.get_submodule(name), base.get_submodule(name)
-                u, s, v = torch.linalg.svd(dense.weight, full_matrices=False)
+                u, s, v = torch.linalg.svd(matrix(dense), full_matrices=False)
                 root = s[: self.rank].sqrt()
                 with torch.no_grad():
                     factors.down.weight.copy_(root[:, None] * v[: self.rank])
                     factors.up.weight.copy_(u[:, : self.rank] * root)
-                    factors.up.bias.copy_(dense.bias)
+                    if dense.bias is not None:
+                        factors.up.bias.copy_(dense.bias)
 
         def merge(self, model, architecture):
             for base, name in self.places(model, architecture):
                 factors = base.get_submodule(name)
-                dense = nn.Linear(factors.down.in_features, factors.up.out_features)
-                dense.weight.data, dense.bias.data = factors.up.weight @ factors.down.weight, factors.up.bias
+                weight, bias = factors.up.weight @ factors.down.weight, factors.up.bias
+                if factors.dense_class is Conv1D:
+                    dense = Conv1D(*weight.shape)
+                    dense.weight.data = weight.T.contiguous()
+                else:
+                    dense = nn.Linear(*weight.shape[::-1], bias=bias is not None)
+                    dense.weight.data = weight
+                if bias is not None:
+                    dense.bias.data = bias
                 base.set_submodule(name, dense)
 
     yield ToyLowRank
