@@ -85,7 +85,8 @@ def main(result, rank):
             trainer(scheduled_model(), result.parent, accumulate=1, **arguments).train()
         refused += 1
     # Nothing is frozen for a while: nothing is to be refused.
-    trainer(scheduled_model(phases=[Freeze(norm="frozen")]), result.parent, ddp_find_unused_parameters=False).train()
+    permanent = scheduled_model(phases=[Freeze(norm="frozen")])
+    trainer(permanent, result.parent, max_steps=1, accumulate=1, ddp_find_unused_parameters=False).train()
     result.write_text(json.dumps({"problems": problems, "refused": refused}))
     dist.destroy_process_group()
 
