@@ -53,7 +53,7 @@ class VariantMixin(TrainingMixin):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self._built = False
-        with _native_base_model(type(config)):
+        with _native_base_model(type(config), self.native_class.config_class):
             super().__init__(config, *args, **kwargs)
         if self.shifts_labels:
             # transformers finds the loss by the class name, and not that of GPT-2; its Trainer counts labels accordingly.
@@ -258,12 +258,12 @@ class VariantMixin(TrainingMixin):
 
 
 @contextlib.contextmanager
-def _native_base_model(config_class: type) -> Iterator[None]:
+def _native_base_model(config_class: type, native_config_class: Any) -> Iterator[None]:
     """Some native task classes have AutoModel make their base model. It must be the native one: the methods are applied to
     the whole, once."""
     registered: Any = transformers.AutoModel._model_mapping
     variant = registered._extra_content.get(config_class)
-    registered._extra_content[config_class] = registered[config_class.__mro__[2]]
+    registered._extra_content[config_class] = registered[native_config_class]
     try:
         yield
     finally:
