@@ -30,6 +30,7 @@ from hf_freeze.experiments.grid import FailedRuns, run_folder, run_grid
 from hf_freeze.experiments.recipe import expand, load_recipe
 from hf_freeze.experiments.report import write_report
 from hf_freeze.experiments.results import read_results
+from hf_freeze.experiments.run import training_arguments
 from hf_freeze.methods import Freeze
 from hf_freeze.metrics import load as load_metric
 from hf_freeze.registry import ARCHITECTURES, METHODS
@@ -164,6 +165,25 @@ def test_extends_starts_from_another_recipe(recipe_file, tmp_path):
     grandchild = tmp_path / "grandchild.yaml"
     grandchild.write_text("extends: sub/child.yaml\ndata: {root: there}\n")
     assert load_recipe(grandchild)["data"] == recipe["data"] | {"root": "there"}
+
+
+@pytest.mark.parametrize(
+    ("epochs", "evaluations", "interval", "share"),
+    [
+        (4, 1, "epoch", None),
+        (4, 2, "steps", 1 / 8),
+        (0.5, 8, "steps", 1 / 4),
+        (0.5, 2, "epoch", None),
+        (0.5, 1, "epoch", None),
+    ],
+)
+def test_evaluations_of_an_epoch_are_shares_of_all_steps(recipe_file, tmp_path, epochs, evaluations, interval, share):
+    """The Trainer takes 1 or more as a number of steps, and would evaluate after each."""
+    (run, *_) = expand(load_recipe(recipe_file, [f"training.epochs={epochs}", f"training.evaluations={evaluations}"]))
+    arguments = training_arguments(run, tmp_path)
+    assert (arguments.eval_strategy, arguments.save_strategy) == (interval, interval)
+    if share is not None:
+        assert arguments.eval_steps == arguments.save_steps == pytest.approx(share)
 
 
 def test_the_shipped_recipes_load():

@@ -142,9 +142,10 @@ def training_arguments(run: dict[str, Any], folder: Path) -> Seq2SeqTrainingArgu
     betas = settings.get("adam_betas", _ADAM["betas"])
     # More than one evaluation an epoch is one every so many steps, which the Trainer takes as a share of all steps.
     evaluations = settings.get("evaluations", 1)
-    interval = "epoch" if evaluations == 1 else "steps"
     step = 1 / settings["epochs"] / evaluations
-    share = {} if evaluations == 1 else {"eval_steps": step, "save_steps": step}
+    interval, share = (
+        ("epoch", {}) if evaluations == 1 or step >= 1 else ("steps", {"eval_steps": step, "save_steps": step})
+    )
     return Seq2SeqTrainingArguments(
         output_dir=str(folder / "checkpoints"),
         num_train_epochs=settings["epochs"],
