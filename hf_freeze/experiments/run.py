@@ -228,11 +228,16 @@ class _Progress(TrainerCallback):
     """Tells the grid how far the run is."""
 
     def __init__(self, report: Report) -> None:
-        self.report, self.resumed = report, False
+        self.report, self.resumed, self.ended = report, False, False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.resumed = state.global_step > 0
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.ended = True  # the evaluation of the best checkpoint is no progress
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if self.ended:
+            return
         shown = {key: value for key, value in (logs or {}).items() if key in ("loss", "eval_perplexity")}
         self.report({"step": state.global_step, "steps": state.max_steps, "epoch": state.epoch, **shown})
