@@ -132,6 +132,7 @@ def _on_meta(model: Any) -> Any:
     config._attn_implementation = "eager"  # plain matrix products: each is counted, on every device
     with torch.device("meta"):
         twin = type(model)(config)
+    twin.config.pad_token_id = None  # some forwards look for padding among the ids, which on meta have no values
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     twin.tie_weights()
     for name, parameter in twin.named_parameters(remove_duplicate=False):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     BertConfig,
     BertForMaskedLM,
     BertForQuestionAnswering,
@@ -21,7 +22,7 @@ from transformers import (
 
 from hf_freeze import count_parameters, make_variant, multiply_adds, stored_bytes
 from hf_freeze.experiments.recipe import load_recipe
-from hf_freeze.registry import method_from_dict
+from hf_freeze.registry import ARCHITECTURES, method_from_dict
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "freeze_ablation" / "recipe.yaml"
 VOCABULARY = 36_000
@@ -319,3 +320,25 @@ def test_a_length_the_model_does_not_have_is_refused(length):
 def test_counts_are_plain_values():
     count = count_parameters(tiny_marian([]))
     assert dataclasses.asdict(count)["by_component"]["ffn"]["total"] == 2 * L * (2 * D * F + F + D)
+
+
+# -- decoders ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+@pytest.mark.parametrize("task", ["causal-lm", "sequence-classification"])
+def test_decoders_by_hand(model_type, task):
+    """Multiply-adds per token of a sequence of T tokens: projections, FFN (gated or not), scores, output matrix."""
+    architecture = ARCHITECTURES[model_type]
+    config = AutoConfig.for_model(model_type, **architecture.tiny)
+    assert config.pad_token_id is not None  # with which some forwards look at the ids
+    model = make_variant(config, [], task=task)
+    length, d, f, layers, vocabulary, labels = 8, 16, 24, 2, 40, config.num_labels
+    keys_and_values = {"gpt2": 2 * d * d, "llama": 2 * d * d // 2}[model_type]
+    attention = layers * (2 * d * d + keys_and_values + 2 * length * d)
+    ffn = layers * {"gpt2": 2, "llama": 3}[model_type] * d * f
+    output = d * (vocabulary if task == "causal-lm" else labels)
+    macs = multiply_adds(model, length=length)
+    assert macs.by_component["attention"].forward == attention
+    assert macs.by_component["ffn"].forward == ffn
+    assert macs.forward == attention + ffn + output
