@@ -73,11 +73,7 @@ def run_grid(
         _check_folder(run_folder(out, run), run)
     if launched:
         return _execute_launched(runs, out, console, command, resume_anyway)
-    for run in runs:
-        _claim(run_folder(out, run), run)
-    if command is not None:
-        write_whole(out / "command.txt", command + "\n")
-    waiting = [run for run in runs if not (run_folder(out, run) / "metrics.json").exists()]
+    waiting = _claim_all(runs, out, command)
     if len(waiting) < len(runs):
         console.print(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished already; skipped")
     failed = _execute(waiting, out, jobs, console, resume_anyway, lambda: write_results(out, runs)) if waiting else []
@@ -120,6 +116,15 @@ def _check_folder(folder: Path, run: dict[str, Any]) -> None:
         raise ValueError(f"{folder} holds a run of other settings ({difference}); choose another --out, or remove it")
 
 
+def _claim_all(runs: list[dict[str, Any]], out: Path, command: str | None) -> list[dict[str, Any]]:
+    """Enter the settings of every run, and the command; returns the runs that are not finished."""
+    for run in runs:
+        _claim(run_folder(out, run), run)
+    if command is not None:
+        write_whole(out / "command.txt", command + "\n")
+    return [run for run in runs if not (run_folder(out, run) / "metrics.json").exists()]
+
+
 def _claim(folder: Path, run: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "run.json").exists():
@@ -153,11 +158,7 @@ def _execute_launched(
     state = PartialState(cpu=not torch.cuda.is_available())
     waiting: list[Any] = [None]
     if state.is_main_process:
-        for run in runs:
-            _claim(run_folder(out, run), run)
-        if command is not None:
-            write_whole(out / "command.txt", command + "\n")
-        waiting = [[run for run in runs if not (run_folder(out, run) / "metrics.json").exists()]]
+        waiting = [_claim_all(runs, out, command)]
     (waiting,) = broadcast_object_list(waiting)
     for run in waiting:
         folder, started = run_folder(out, run), time.monotonic()
