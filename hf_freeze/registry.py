@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
     from hf_freeze.architectures.base import Architecture
@@ -22,8 +23,9 @@ class Method:
 
     name: ClassVar[str]
     example: ClassVar["Method"]  # a tiny setting that the contract tests apply to every supported architecture
-    shrinks: ClassVar[bool] = False  # stored bytes fall with the example
+    shrinks: ClassVar[bool] = False  # stored bytes fall with the example, after `finalize()` where there is one
     exact: ClassVar[bool] = False  # the example leaves the forward unchanged
+    stochastic: ClassVar[bool] = False  # the example's forward in training mode is random
     architectures: ClassVar[frozenset[str] | None] = None  # supported model types; None is all
 
     @classmethod
@@ -42,6 +44,9 @@ class Method:
 
         Called once, by `make_variant`; what has the same name and shape in both is copied already.
         """
+
+    def prepare(self, model: "VariantMixin", architecture: "Architecture") -> None:
+        """Set what depends on the values of the new modules, converted or fresh. Called once, by `make_variant`."""
 
     def freeze(
         self, model: "VariantMixin", architecture: "Architecture"
@@ -68,6 +73,24 @@ class Method:
         Called before every optimiser step where `scheduled`, after `frozen_at` was followed; so it must be cheap.
         """
 
+    def auxiliary_loss(self, model: "VariantMixin", architecture: "Architecture") -> "torch.Tensor | None":
+        """A scalar that training adds to the mean loss of a label; it counts once in an optimiser step."""
+        return None
+
+    @property
+    def finalizable(self) -> bool:
+        """Whether training ends with `finalize`, and has not yet."""
+        return False
+
+    def finalize(self, model: "VariantMixin", architecture: "Architecture") -> "Method":
+        """End training, in place, whatever its progress: drop what only training needs. Returns the method that the config
+        names from then on, not `finalizable`."""
+        raise NotImplementedError
+
+    def is_seeded(self, component: str) -> bool:
+        """Whether it has a seed regenerate weights of this component, which are then not stored."""
+        return False
+
     def merge(self, model: "VariantMixin", architecture: "Architecture") -> None:
         """Undo `restructure` in place, densely. Raises ValueError that names the method where the maths forbids it."""
 
@@ -84,6 +107,7 @@ def register_method(
     example: dict[str, Any],
     shrinks: bool = False,
     exact: bool = False,
+    stochastic: bool = False,
     architectures: Iterable[str] | None = None,
 ) -> Callable[[M], M]:
     """Class decorator: enter a method under `name`, with the facts that the contract tests read."""
@@ -91,7 +115,7 @@ def register_method(
     def register(cls: M) -> M:
         if name in METHODS:
             raise ValueError(f"method {name!r} is registered already, by {METHODS[name].__qualname__}")
-        cls.name, cls.shrinks, cls.exact = name, shrinks, exact
+        cls.name, cls.shrinks, cls.exact, cls.stochastic = name, shrinks, exact, stochastic
         cls.architectures = None if architectures is None else frozenset(architectures)
         setattr(cls, "example", cls(**example))  # noqa: B010 (a subclass where Method is declared)
         METHODS[name] = cls

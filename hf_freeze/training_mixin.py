@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.registry import Method
+from hf_freeze.registry import Method, method_to_dict
 
 if TYPE_CHECKING:  # what the mixin is always combined with
     _Model = PreTrainedModel
@@ -30,6 +30,9 @@ class TrainingMixin(_Model):
     scheduled: bool = False
     progress: float | None = None
     _methods: list[Method]
+    _pending_auxiliary: list[tuple[torch.Tensor, int]] | None = (
+        None  # parameters and versions, until its term has a gradient
+    )
     _active: tuple[int, ...] = ()  # the methods, by number, that freeze at `progress` and not always
     _held: frozenset[str] = frozenset()  # what they froze: what somebody else has frozen is not ours to thaw
 
@@ -73,6 +76,36 @@ class TrainingMixin(_Model):
         self.progress = None
         self._freeze_phase()
 
+    @property
+    def finalizable(self) -> bool:
+        """Whether a method has something to end training with."""
+        return any(method.finalizable for method in self._methods)
+
+    def finalize(self) -> None:
+        """End training, in place and at any step: masks are fixed, and what only training needs is dropped. The config then
+        describes what is left, and an optimiser made before holds parameters that are gone.
+
+        Raises ValueError where nothing is to be finalized, as in a second call.
+        """
+        if not self.finalizable:
+            raise ValueError(
+                f"nothing to finalize: the methods {[method.name for method in self._methods]} are finalized, or need it not"
+            )
+        model: Any = self
+        self._methods = [
+            method.finalize(model, self.architecture) if method.finalizable else method for method in self._methods
+        ]
+        self.config.methods = [method_to_dict(method) for method in self._methods]
+        self.scheduled = any(method.scheduled for method in self._methods)
+        model._apply_freeze()
+
+    def auxiliary_loss(self) -> torch.Tensor | None:
+        """What methods add to the mean loss of a label; None where there is nothing."""
+        model: Any = self
+        terms = [method.auxiliary_loss(model, self.architecture) for method in self._methods]
+        found = [term for term in terms if term is not None]
+        return torch.stack(found).sum() if found else None
+
     def frozen_for_a_while(self) -> list[str]:
         """Names of the parameters that a schedule freezes in a part of training only."""
         names = self._names_of(i for i, method in enumerate(self._methods) if not method.frozen_at(None))
@@ -115,6 +148,38 @@ class TrainingMixin(_Model):
         self._freeze_phase()
 
 
+def _add_auxiliary_loss(model: Any, outputs: Any, labels: torch.Tensor | None) -> None:
+    """Into `outputs.loss`, where labels gave one, and under `auxiliary_loss` for losses that are computed outside.
+
+    Raises ValueError where the weights have moved since the last forward and its term had no gradient: a loss left it out.
+    """
+    added = model.auxiliary_loss()
+    if added is None:
+        return
+    pending = model._pending_auxiliary
+    if pending is not None and any(parameter._version != version for parameter, version in pending):
+        model._pending_auxiliary = None
+        raise ValueError(
+            f"the methods {[method.name for method in model._methods if method.finalizable]} add a term to the loss, and the last "
+            "step was trained without it: a loss of your own must add outputs['auxiliary_loss'] (label_smoothed_loss of "
+            "hf_freeze.training does; the Trainer's label_smoothing_factor does not)"
+        )
+    model._pending_auxiliary = [(p, p._version) for p in model.parameters() if p.requires_grad]
+
+    def used(_: torch.Tensor) -> None:
+        model._pending_auxiliary = None
+
+    if added.requires_grad:
+        added.register_hook(used)
+    else:
+        model._pending_auxiliary = None
+    if isinstance(outputs, tuple):
+        raise ValueError("a term that methods add to the loss needs return_dict=True")
+    if labels is not None and outputs.get("loss") is not None:
+        outputs.loss = outputs.loss + added
+    outputs["auxiliary_loss"] = added
+
+
 def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a variant, from that of its backbone; `wraps` keeps the signature, which the Trainer reads.
 
@@ -135,6 +200,8 @@ def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
             )
         outputs = native_forward(self, *args, **kwargs)
         labels = kwargs.get("labels")
+        if self.training and torch.is_grad_enabled() and self.device.type != "meta":
+            _add_auxiliary_loss(self, outputs, labels)
         if num_items_in_batch is None or labels is None:
             return outputs
         counted = labels[..., 1:] if self.shifts_labels else labels

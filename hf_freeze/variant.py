@@ -26,6 +26,7 @@ import hf_freeze.methods  # noqa: F401 (both fill the registries)
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.config import INITS, VariantConfigMixin, parse_methods
+from hf_freeze.layers.derived import Derived
 from hf_freeze.registry import (
     ARCHITECTURES,
     VARIANT_PREFIX,
@@ -117,6 +118,11 @@ class VariantMixin(TrainingMixin):
         return self.architecture.component(base_name(self, name))
 
     # -- values ----------------------------------------------------------------------------------------------------------
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Derived):
+            module.initialize_parameters()
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
@@ -245,7 +251,7 @@ class VariantMixin(TrainingMixin):
         Raises ValueError where a method cannot be undone.
         """
         source = self
-        structural = [m for m in parse_methods(self.config) if _is_structural(m)]
+        structural = [method for method in self._methods if _is_structural(method)]
         if structural:
             source = copy.deepcopy(self)
             for method in reversed(structural):
@@ -394,7 +400,10 @@ def make_variant(
         config = _variant_config(variant_class, backbone, methods, init)
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)
-            return variant_class(config)
+            model = variant_class(config)
+        for method in model._methods:
+            _prepare(method, model)
+        return model
     if init != "backbone":
         raise ValueError(f"init={init!r} draws fresh weights, but {backbone!r} names trained ones: pass a config")
     auto_class = TASKS[str(task)]
@@ -443,11 +452,17 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
             _load_matching(new, current, strict=step not in steps)
             if step in steps:
                 added[step - 1].convert(current, new)
+                _prepare(added[step - 1], new)
             new.config.digests = {}
             new._regenerate()
         current = new
     _copy_runtime(model, current)
     return current
+
+
+def _prepare(method: Method, model: Any) -> None:
+    if model.device.type != "meta":
+        method.prepare(model, model.architecture)
 
 
 def _is_structural(method: Method) -> bool:

@@ -48,7 +48,8 @@ class Stack:
     layers: str  # "encoder.layers.{}"
     depth: str  # the config field that holds the number of layers
     attentions: dict[str, Attention]  # "self", "cross"
-    ffn: tuple[str, ...]  # the linears, in the order of the forward
+    ffn: tuple[str, ...]  # the linears, in the order of the forward; the last one is after the activation
+    width: str  # the config field that holds the number of FFN neurons
 
     @property
     def layer_pattern(self) -> str:
@@ -125,6 +126,14 @@ class Architecture:
                     names = [linear for attention in stack.attentions.values() for linear in attention.linears]
                 for name in names:
                     yield stack_name, layer, f"{prefix}.{name}"
+
+    def ffns(self, config: Any) -> dict[str, list[str]]:
+        """FFN block, such as "encoder.0.ffn" -> names of its linears, in the order of the forward."""
+        return {
+            f"{name}.{layer}.ffn": [f"{stack.layers.format(layer)}.{linear}" for linear in stack.ffn]
+            for name, stack in self.stacks.items()
+            for layer in range(getattr(config, stack.depth))
+        }
 
     def layer_of(self, name: str) -> tuple[str, int] | None:
         """(stack, layer) that the parameter `name` lies in, or None."""

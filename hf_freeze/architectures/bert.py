@@ -40,6 +40,7 @@ BERT = register_architecture(
                     )
                 },
                 ffn=("intermediate.dense", "output.dense"),
+                width="intermediate_size",
             )
         },
         embeddings=("embeddings.*_embeddings.weight",),

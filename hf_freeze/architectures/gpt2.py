@@ -13,6 +13,7 @@ GPT2 = register_architecture(
                 depth="n_layer",
                 attentions={"self": Attention(q="attn.c_attn", k="attn.c_attn", v="attn.c_attn", o="attn.c_proj")},
                 ffn=("mlp.c_fc", "mlp.c_proj"),
+                width="n_inner",
             )
         },
         embeddings=("wte.weight", "wpe.weight"),

@@ -17,6 +17,7 @@ LLAMA = register_architecture(
                     )
                 },
                 ffn=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+                width="intermediate_size",
             )
         },
         embeddings=("embed_tokens.weight",),

@@ -1,3 +1,9 @@
 """One file per method; each registers itself."""
 
+from hf_freeze.methods.ffn_pruning import FFNPruning as FFNPruning
 from hf_freeze.methods.freeze import Freeze as Freeze
+from hf_freeze.methods.low_rank import LowRank as LowRank
+from hf_freeze.methods.magnitude_pruning import MagnitudePruning as MagnitudePruning
+from hf_freeze.methods.tensor_train import TensorTrain as TensorTrain
+from hf_freeze.methods.tucker import Tucker as Tucker
+from hf_freeze.methods.variational_dropout import VariationalDropout as VariationalDropout

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hf_freeze.architectures.base import Architecture, base_name, canonical_parameters, check_layers_type
 from hf_freeze.registry import Method, register_method
 from hf_freeze.rng import SeededTensor
+from hf_freeze.surgery import DENSE
 
 if TYPE_CHECKING:
     from hf_freeze.variant import VariantMixin
@@ -100,6 +101,9 @@ class Freeze(Method):
     def validate(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
 
+    def is_seeded(self, component: str) -> bool:
+        return getattr(self, component) not in _KEEP
+
     def freeze(self, model: "VariantMixin", architecture: Architecture) -> Iterable[tuple[str, SeededTensor | None]]:
         for full_name, parameter in canonical_parameters(model):
             name = base_name(model, full_name)
@@ -110,6 +114,8 @@ class Freeze(Method):
             if mode == "frozen":
                 yield full_name, None
                 continue
+            if component != "embeddings":
+                _check_dense(model, full_name, f"Freeze({component}={mode!r})")
             scheme = "embedding" if component == "embeddings" else _SCHEMES[mode]
             if parameter.ndim == 1:
                 scheme = "zeros"
@@ -119,3 +125,13 @@ class Freeze(Method):
         if self.layers is None or component in ("embeddings", "head"):
             return True
         return layer is not None and layer[1] in self.layers.get(layer[0], ())
+
+
+def _check_dense(model: Any, parameter_name: str, what: str) -> None:
+    """Raise ValueError where another method holds the weight in another form."""
+    module = model.get_submodule(parameter_name.rpartition(".")[0])
+    if type(module) not in DENSE:
+        raise ValueError(
+            f"{what}: {parameter_name.rpartition('.')[0]!r} is a {type(module).__name__}, and only the matrices of plain linears can "
+            "be made from a seed; use 'frozen', or leave it out by layers="
+        )

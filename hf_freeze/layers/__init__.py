@@ -1,0 +1,11 @@
+"""Linears whose weight follows from fewer, or other, parameters."""
+
+from hf_freeze.layers.derived import DerivedLinear as DerivedLinear
+from hf_freeze.layers.low_rank import LowRankLinear as LowRankLinear
+from hf_freeze.layers.masked import MaskedConv1D as MaskedConv1D
+from hf_freeze.layers.masked import MaskedLinear as MaskedLinear
+from hf_freeze.layers.sparse import SparseLinear as SparseLinear
+from hf_freeze.layers.tensor_train import TensorTrainLinear as TensorTrainLinear
+from hf_freeze.layers.tucker import TuckerLinear as TuckerLinear
+from hf_freeze.layers.variational import VariationalConv1D as VariationalConv1D
+from hf_freeze.layers.variational import VariationalLinear as VariationalLinear

@@ -1,0 +1,25 @@
+"""Boolean masks as bits, eight to a byte."""
+
+import torch
+
+
+def packed_size(entries: int) -> int:
+    """Bytes of a mask."""
+    return -(-entries // 8)
+
+
+def pack(mask: torch.Tensor) -> torch.Tensor:
+    """bool (any shape) -> uint8 (bytes,); the first entry is the lowest bit of the first byte."""
+    flat = mask.flatten()
+    padded = flat.new_zeros(8 * packed_size(flat.numel()))
+    padded[: flat.numel()] = flat
+    return (padded.view(-1, 8).to(torch.uint8) << _shifts(flat)).sum(1, dtype=torch.uint8)
+
+
+def unpack(packed: torch.Tensor, entries: int) -> torch.Tensor:
+    """uint8 (bytes,) -> bool (entries,)"""
+    return ((packed[:, None] >> _shifts(packed)) & 1).flatten()[:entries].bool()
+
+
+def _shifts(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=like.device)

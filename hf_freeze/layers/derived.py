@@ -1,0 +1,114 @@
+"""What all linears share whose weight is computed: y = x Wᵀ + b, with W kept for inference once it is computed.
+
+Shapes: I inputs, O outputs; `dense_weight` is (O, I), as in nn.Linear, also where the linear that was replaced is GPT-2's
+Conv1D, whose `weight` is (I, O).
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+
+def features(linear: nn.Module) -> tuple[int, int]:
+    """(inputs, outputs) of an nn.Linear, a Conv1D or one of our layers."""
+    found: Any = (linear.nx, linear.nf) if isinstance(linear, Conv1D) else (linear.in_features, linear.out_features)
+    return found
+
+
+class Derived(nn.Module):
+    """Keeps what inference computes from the parameters, until one of them changes.
+
+    A change through `parameter.data` in place cannot be seen; switching `train()` and `eval()` forgets everything.
+    """
+
+    # key -> (the tensors it was computed from, with their versions; the value)
+    _kept: dict[Any, tuple[list[Any], Any]] | None = None
+
+    def dense_weight(self) -> torch.Tensor:
+        """The weight (O, I) that the forward in eval mode stands for, differentiable."""
+        raise NotImplementedError
+
+    def keep(self, key: Any, compute: Callable[[], Any], sources: Iterable[Any] | None = None) -> Any:
+        """`compute()` under `key`, or what it gave before if no source has changed since: by default any parameter or buffer."""
+        if sources is None:
+            sources = (*self._parameters.values(), *self._buffers.values())
+        if self._kept is None:
+            self._kept = {}
+        if key in self._kept:
+            then, value = self._kept[key]
+            for (tensor, version), source in zip(then, sources, strict=True):
+                if tensor is not source or (source is not None and source._version != version):
+                    break
+            else:
+                return value
+        # What is made in inference mode could not be used in training later; autocast would round what is computed.
+        device = next(source.device.type for source in sources if source is not None)
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
+            value = compute()
+        if not any(source is not None and source.is_inference() for source in sources):  # these count no changes
+            self._kept[key] = ([(source, None if source is None else source._version) for source in sources], value)
+        return value
+
+    def kept_weight(self, device_type: str) -> torch.Tensor:
+        """The dense weight, kept; in the precision of autocast where that is on, which would round it in every forward."""
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+        def compute() -> torch.Tensor:
+            weight = self.dense_weight()
+            return weight.contiguous() if dtype is None else weight.to(dtype).contiguous()
+
+        return self.keep(dtype, compute)
+
+    def needs_gradient(self) -> bool:
+        """Whether the forward must be differentiable with respect to what the weight is computed from."""
+        return torch.is_grad_enabled() and any(
+            parameter.requires_grad
+            for name, parameter in self._parameters.items()
+            if parameter is not None and name != "bias"
+        )
+
+    def initialize_parameters(self) -> None:
+        """Draw fresh values for what the native initialisation knows nothing of."""
+
+    def train(self, mode: bool = True) -> Any:
+        self._kept = None
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._kept = None
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_kept"}  # neither copied nor pickled
+
+
+class DerivedLinear(Derived):
+    """Takes the place of `linear` (nn.Linear or Conv1D), with a bias if that has one, on the same device in the same dtype."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.in_features, self.out_features = features(linear)
+        self.dense_class: type[nn.Module] = getattr(linear, "dense_class", type(linear))
+        self.bias: nn.Parameter | None
+        if linear.bias is None:
+            self.register_parameter("bias", None)
+        else:
+            self.bias = nn.Parameter(torch.zeros_like(linear.bias))  # type: ignore[arg-type]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dense weight as the linear that was replaced has it: (O, I), or (I, O) of a Conv1D. Computed anew."""
+        weight = self.dense_weight()
+        return weight.T if issubclass(self.dense_class, Conv1D) else weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., I) -> (..., O)"""
+        weight = self.dense_weight() if self.needs_gradient() else self.kept_weight(x.device.type)
+        return functional.linear(x, weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

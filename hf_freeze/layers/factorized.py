@@ -1,0 +1,107 @@
+"""What low rank, tensor train and Tucker share: two ways to compute the same product, and the choice between them.
+
+Shapes: N tokens, I inputs, O outputs.
+"""
+
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hf_freeze.layers.cost import costs_of, product
+from hf_freeze.layers.derived import DerivedLinear
+
+EXECUTIONS = ("auto", "dense", "factors")
+_GAIN = 0.8  # the estimate is rough: factors must promise at most this share of the time of the dense product
+
+
+class FactorizedLinear(DerivedLinear):
+    """A weight that is a product of factors.
+
+    `execution` says how to compute without gradients: `"dense"` multiplies the factors once and keeps the weight;
+    `"factors"` never makes it; `"auto"` takes what is faster for this number of tokens (`layers.cost`), and factors where
+    there is no memory for the weight. With gradients it is the cheaper of both, whatever `execution`, since the weight would
+    have to be computed in every forward.
+    """
+
+    def __init__(self, linear: nn.Module, execution: str = "auto") -> None:
+        super().__init__(linear)
+        self.execution = execution
+        self._paths: dict[tuple[int, str, bool], str] = {}
+
+    def factor_cost(self, tokens: int, device_type: str, *, training: bool) -> float:
+        """Of the product with the factors, in the unit of `layers.cost`; while training, of making them ready too."""
+        raise NotImplementedError
+
+    def dense_cost(self, device_type: str) -> float:
+        """Of computing the dense weight."""
+        raise NotImplementedError
+
+    def ready_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
+        """(key, function): what `multiply` needs of the parameters, and under which key it is kept for inference."""
+        raise NotImplementedError
+
+    def multiply(self, x: torch.Tensor, ready: Any) -> torch.Tensor:
+        """(N, I) -> (N, O), without bias."""
+        raise NotImplementedError
+
+    def path(self, tokens: int, device_type: str, *, training: bool = False) -> str:
+        """`"dense"` or `"factors"`: how a forward of so many tokens is computed where there is memory for both."""
+        key = (tokens, device_type, training)
+        if key not in self._paths:
+            if len(self._paths) > 10_000:
+                self._paths.clear()
+            self._paths[key] = self._choose(*key)
+        return self._paths[key]
+
+    def _choose(self, tokens: int, device_type: str, training: bool) -> str:
+        if not training and self.execution != "auto":
+            return self.execution
+        dense = product(costs_of(device_type), 1, tokens, self.in_features, self.out_features)
+        if training:
+            dense += self.dense_cost(device_type)
+        factors = self.factor_cost(tokens, device_type, training=training)
+        return "factors" if factors < _GAIN * dense else "dense"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., I) -> (..., O)"""
+        device_type = x.device.type
+        training = self.needs_gradient()
+        tokens = x.numel() // self.in_features
+        if self.path(tokens, device_type, training=training) == "dense" and (training or self._has_room(x)):
+            weight = self.dense_weight() if training else self.kept_weight(device_type)
+            return functional.linear(x, weight, self.bias)
+        rows = x.reshape(-1, self.in_features)
+        key, make = self.ready_factors(tokens, device_type)
+        ready = make() if training else self.keep(key, make)
+        chunk = costs_of(device_type).chunk
+        if torch.is_grad_enabled() or chunk is None or tokens <= chunk:
+            y = self.multiply(rows, ready)
+            y = y if self.bias is None else y + self.bias
+        else:
+            y = self._in_chunks(rows, ready, chunk)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _in_chunks(self, rows: torch.Tensor, ready: Any, chunk: int) -> torch.Tensor:
+        """What lies between the factors would not fit into the cache for all tokens at once."""
+        y = None
+        for start in range(0, rows.shape[0], chunk):
+            part = self.multiply(rows[start : start + chunk], ready)
+            if y is None:  # autocast has decided the dtype
+                y = part.new_empty(rows.shape[0], self.out_features)
+            if self.bias is None:
+                y[start : start + chunk] = part
+            else:
+                torch.add(part, self.bias.to(part.dtype), out=y[start : start + chunk])
+        return y  # type: ignore[return-value]
+
+    def _has_room(self, x: torch.Tensor) -> bool:
+        """Whether the dense weight is there already, was asked for, or leaves half of the free memory."""
+        if self.execution == "dense" or self._kept:
+            return True
+        needed = 2 * self.in_features * self.out_features * x.element_size()
+        if x.device.type == "cuda":
+            return needed < torch.cuda.mem_get_info(x.device)[0]
+        return x.device.type != "cpu" or needed < psutil.virtual_memory().available

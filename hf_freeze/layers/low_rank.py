@@ -1,0 +1,72 @@
+"""A weight of low rank: W = up · down (Khakhulin et al., "Compressed Transformer", its SVD layer).
+
+Shapes: N tokens, I inputs, O outputs, R rank.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import initialization
+
+from hf_freeze.layers.cost import costs_of, product
+from hf_freeze.layers.factorized import FactorizedLinear
+
+
+class LowRankLinear(FactorizedLinear):
+    """`down` (R, I) and `up` (O, R). `std`: of an entry of the dense weight when it is fresh.
+
+    Raises ValueError for a rank outside 1..min(I, O).
+    """
+
+    def __init__(self, linear: Any, rank: int, *, std: float, execution: str = "auto") -> None:
+        super().__init__(linear, execution)
+        full = min(self.in_features, self.out_features)
+        if not 1 <= rank <= full:
+            raise ValueError(
+                f"rank={rank}: must be in 1..{full} for {self.in_features} inputs and {self.out_features} outputs"
+            )
+        self.rank = rank
+        self.std = std
+        new = {"device": linear.weight.device, "dtype": linear.weight.dtype}
+        self.down = nn.Parameter(torch.empty(rank, self.in_features, **new))
+        self.up = nn.Parameter(torch.empty(self.out_features, rank, **new))
+        self.initialize_parameters()
+
+    def initialize_parameters(self) -> None:
+        """A sum of R products of two normal numbers, with the variance of the dense weight: R σ⁴ = std²."""
+        for factor in (self.down, self.up):
+            initialization.normal_(factor, std=self.std**0.5 / self.rank**0.25)
+        if self.bias is not None:
+            initialization.zeros_(self.bias)
+
+    def dense_weight(self) -> torch.Tensor:
+        return self.up @ self.down
+
+    def fill(self, weight: torch.Tensor) -> None:
+        """The nearest weight of this rank in the Frobenius norm: U √S and √S Vᵀ of the singular value decomposition."""
+        u, s, v = torch.linalg.svd(weight.double(), full_matrices=False)
+        root = s[: self.rank].sqrt()
+        with torch.no_grad():
+            self.up.copy_(u[:, : self.rank] * root)
+            self.down.copy_(root[:, None] * v[: self.rank])
+
+    def factor_cost(self, tokens: int, device_type: str, *, training: bool) -> float:
+        costs = costs_of(device_type)
+        return product(costs, 1, tokens, self.in_features, self.rank) + product(
+            costs, 1, tokens, self.rank, self.out_features
+        )
+
+    def dense_cost(self, device_type: str) -> float:
+        return product(costs_of(device_type), 1, self.out_features, self.rank, self.in_features)
+
+    def ready_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
+        return "factors", lambda: (self.down, self.up)
+
+    def multiply(self, x: torch.Tensor, ready: Any) -> torch.Tensor:
+        down, up = ready
+        return functional.linear(functional.linear(x, down), up)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={self.rank}, execution={self.execution!r}"

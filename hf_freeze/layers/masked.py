@@ -1,0 +1,108 @@
+"""A linear of which some weights are zero and stay so, whatever the optimiser does: the mask acts in the forward."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from hf_freeze.layers.bits import pack, packed_size, unpack
+from hf_freeze.layers.derived import Derived
+from hf_freeze.layers.sparse import SparseLinear
+
+_STAGES = 100  # of a ramp: ranking all weights in every step would cost more than the step
+
+
+class Masked(Derived):
+    """`weight` as the linear has it, and `mask`, its bits. To be combined with the class of the linear."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    mask: torch.Tensor
+
+    @classmethod
+    def take_place_of(cls, linear: Any) -> "Masked":
+        """A fresh one of the same shapes; nothing is masked."""
+        with torch.device(linear.weight.device):
+            made: Any = (
+                MaskedConv1D(linear.nf, linear.nx)
+                if isinstance(linear, Conv1D)
+                else MaskedLinear(linear.in_features, linear.out_features, bias=linear.bias is not None)
+            )
+        ones = torch.full((packed_size(linear.weight.numel()),), 255, dtype=torch.uint8, device=linear.weight.device)
+        made.register_buffer("mask", ones)
+        return made.to(linear.weight.dtype)
+
+    @property
+    def dense_class(self) -> type[nn.Module]:
+        return Conv1D if isinstance(self, Conv1D) else nn.Linear
+
+    def kept_entries(self) -> torch.Tensor:
+        """bool, in the shape of `weight`: False where it is zero."""
+        return self.keep(
+            "entries", lambda: unpack(self.mask, self.weight.numel()).view(self.weight.shape), (self.mask,)
+        )
+
+    def zeros(self) -> int:
+        """How many weights are masked."""
+        return self.keep("zeros", lambda: int((~self.kept_entries()).sum()), (self.mask,))
+
+    def masked_weight(self) -> torch.Tensor:
+        """In the shape of `weight`."""
+        # A product with the mask would make a weight of infinity NaN.
+        return torch.where(self.kept_entries(), self.weight, 0)
+
+    def dense_weight(self) -> torch.Tensor:
+        weight = self.masked_weight()
+        return weight.T if isinstance(self, Conv1D) else weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., I) -> (..., O)"""
+        weight = self.dense_weight() if self.needs_gradient() else self.kept_weight(x.device.type)
+        return functional.linear(x, weight, self.bias)
+
+    def sparse(self) -> SparseLinear:
+        """The same function, stored sparse."""
+        return SparseLinear.of(self, self.kept_entries())
+
+
+class MaskedLinear(Masked, nn.Linear):
+    """An nn.Linear with a mask."""
+
+
+class MaskedConv1D(Masked, Conv1D):
+    """A Conv1D with a mask."""
+
+
+@torch.no_grad()
+def prune_smallest(modules: Sequence[Masked], sparsity: float, scope: str) -> None:
+    """Mask the smallest weights of what is left until the share `sparsity` is masked, of all modules together (`"global"`) or of
+    each (`"layer"`). What is masked stays masked."""
+    for group in [modules] if scope == "global" else [[module] for module in modules]:
+        removed = round(sparsity * sum(m.weight.numel() for m in group)) - sum(m.zeros() for m in group)
+        if removed <= 0:
+            continue
+        kept = [module.kept_entries() for module in group]
+        sizes = torch.cat([module.weight[entries].abs().float() for module, entries in zip(group, kept, strict=True)])
+        limit = sizes.kthvalue(removed).values
+        left = sizes >= limit
+        ties = (sizes == limit).nonzero()[:, 0]
+        left[ties[: removed - int((~left).sum())]] = False  # exactly so many, whatever ties there are
+        start = 0
+        for module, entries in zip(group, kept, strict=True):
+            count = int(entries.sum())
+            following = entries.clone()
+            following[entries] = left[start : start + count]
+            module.mask.copy_(pack(following))
+            start += count
+
+
+def cubic_ramp(done: float) -> float:
+    """The share of the final sparsity when the share `done` (clipped to 0..1) of the ramp is over: 1 - (1 - done)³, in steps.
+
+    Zhu & Gupta, 2017 (https://arxiv.org/abs/1710.01878), equation 1.
+    """
+    stage = -(-min(max(done, 0.0), 1.0) * _STAGES // 1) / _STAGES  # upwards, so that the last step reaches the end
+    return 1 - (1 - stage) ** 3

@@ -1,0 +1,74 @@
+"""A linear that stores its non-zero weights only, and where they are. Inference keeps the dense weight.
+
+Where they are takes one bit a weight, or one column number a non-zero weight and one count a row: whichever is smaller, which
+follows from the shape and the number of non-zeros.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_freeze.layers.bits import pack, packed_size, unpack
+from hf_freeze.layers.derived import DerivedLinear
+
+
+class SparseLinear(DerivedLinear):
+    """`values` (non-zeros,), row by row of the dense weight (O, I), trainable; `mask` bits, or `columns` and `counts`."""
+
+    def __init__(self, linear: Any, nonzeros: int) -> None:
+        super().__init__(linear)
+        entries = self.in_features * self.out_features
+        if not 0 <= nonzeros <= entries:
+            raise ValueError(
+                f"nonzeros={nonzeros}: must be in 0..{entries} for {self.in_features} inputs, {self.out_features} outputs"
+            )
+        self.nonzeros = nonzeros
+        device = linear.weight.device
+        self.values = nn.Parameter(torch.zeros(nonzeros, device=device, dtype=linear.weight.dtype))
+        column = torch.int16 if self.in_features <= 1 << 15 else torch.int32
+        as_columns = nonzeros * column.itemsize + self.out_features * 4
+        self.mask: torch.Tensor | None
+        if as_columns < packed_size(entries):
+            self.register_buffer("columns", torch.zeros(nonzeros, dtype=column, device=device))
+            self.register_buffer("counts", torch.zeros(self.out_features, dtype=torch.int32, device=device))
+        else:
+            self.register_buffer("mask", torch.zeros(packed_size(entries), dtype=torch.uint8, device=device))
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, linear: Any, kept: torch.Tensor) -> "SparseLinear":
+        """From an nn.Linear or Conv1D (or a class of it) and the entries to keep, bool in the shape of its weight."""
+        weight = linear.weight.detach()
+        if issubclass(linear.dense_class, Conv1D):
+            weight, kept = weight.T, kept.T
+        made = cls(linear, int(kept.sum()))
+        made.values.copy_(weight[kept])
+        if made.bias is not None:
+            made.bias.copy_(linear.bias)
+        if hasattr(made, "columns"):
+            made.columns.copy_(kept.nonzero()[:, 1])
+            made.counts.copy_(kept.sum(1))
+        else:
+            made.get_buffer("mask").copy_(pack(kept))
+        return made.train(linear.training)
+
+    def positions(self) -> torch.Tensor:
+        """int64 (non-zeros,): place of each value in the dense weight, row by row."""
+        return self.keep("positions", self._positions, self._buffers.values())
+
+    def _positions(self) -> torch.Tensor:
+        if not hasattr(self, "columns"):
+            return unpack(self.get_buffer("mask"), self.in_features * self.out_features).nonzero()[:, 0]
+        rows = torch.arange(self.out_features, device=self.values.device).repeat_interleave(self.get_buffer("counts"))
+        return rows * self.in_features + self.get_buffer("columns")
+
+    def dense_weight(self) -> torch.Tensor:
+        if self.values.is_meta:  # positions depend on values
+            return self.values.new_empty(self.out_features, self.in_features).requires_grad_(self.values.requires_grad)
+        flat = self.values.new_zeros(self.out_features * self.in_features)
+        return flat.index_put((self.positions(),), self.values).view(self.out_features, self.in_features)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, nonzeros={self.nonzeros}"

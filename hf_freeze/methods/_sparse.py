@@ -1,0 +1,60 @@
+"""What the methods share whose training ends with a fixed mask."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+
+from hf_freeze import surgery
+from hf_freeze.architectures.base import Architecture
+from hf_freeze.layers.sparse import SparseLinear
+from hf_freeze.methods._linear import LinearMethod
+
+if TYPE_CHECKING:
+    from hf_freeze.variant import VariantMixin
+
+M = TypeVar("M", bound="SparseMethod")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseMethod(LinearMethod):
+    """`nonzeros`: weights left in each linear, by its name; None before `finalize()`, which fills it in."""
+
+    nonzeros: dict[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        counts = self.nonzeros.values() if isinstance(self.nonzeros, dict) else [None] * (self.nonzeros is not None)
+        if any(type(count) is not int or count < 0 for count in counts):
+            raise ValueError(
+                f"{type(self).__name__}(nonzeros={self.nonzeros!r}): must be None, or a dict from linears to numbers; "
+                "finalize() fills it in"
+            )
+
+    def validate(self, architecture: Architecture, config: Any) -> None:
+        super().validate(architecture, config)
+        if self.nonzeros is not None:
+            names = self.linear_names(architecture, config)
+            if differ := sorted(set(names) ^ set(self.nonzeros)):
+                raise ValueError(
+                    f"{type(self).__name__}: nonzeros must name the linears {names}; {differ[0]!r} does not match"
+                )
+
+    @property
+    def finalizable(self) -> bool:
+        return self.nonzeros is None
+
+    def unfinished(self, linear: Any, name: str) -> nn.Module:
+        """The module before `finalize()`; it has a `sparse()`."""
+        raise NotImplementedError
+
+    def make(self, linear: Any, name: str, config: Any) -> nn.Module:
+        return self.unfinished(linear, name) if self.nonzeros is None else SparseLinear(linear, self.nonzeros[name])
+
+    def finalize(self: M, model: "VariantMixin", architecture: Architecture) -> M:
+        nonzeros = {}
+        for name, module in self.modules(model, architecture):
+            sparse = module.sparse()
+            surgery.replace(model, name, sparse)
+            nonzeros[name] = sparse.nonzeros
+        return replace(self, nonzeros=nonzeros)

@@ -1,0 +1,126 @@
+"""Remove whole neurons of the FFNs: rows of the matrices before the activation, columns of the one after it."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_freeze import surgery
+from hf_freeze.architectures.base import Architecture, check_layers_type
+from hf_freeze.layers.derived import features
+from hf_freeze.methods._linear import check_positive
+from hf_freeze.registry import Method, method_from_dict, register_method
+
+if TYPE_CHECKING:
+    from hf_freeze.variant import VariantMixin
+
+
+@register_method("ffn_pruning", example={"width": 13}, shrinks=True)
+@dataclass(frozen=True, kw_only=True)
+class FFNPruning(Method):
+    """Keep `width` neurons of each FFN in `layers` (None: all), those of the largest magnitude; or `keep`, such as
+    `{"encoder.0.ffn": [0, 3, 4]}`: the neurons to keep of each FFN that it names (`analysis.select_neurons`).
+
+    The magnitude of a neuron is the product of the norms of its input weights and of its output weights. `merge()` gives a
+    native model of the smaller width where all layers have the same, else one with zeros.
+
+    Raises ValueError for a width or neuron outside the FFN, an unknown layer or FFN, an FFN that another method has changed, or
+    one that an earlier Freeze has made random: its weights are not stored.
+    """
+
+    width: int | None = None
+    keep: dict[str, list[int]] | None = None
+    layers: dict[str, list[int]] | None = None
+
+    def __post_init__(self) -> None:
+        check_layers_type(self.layers)
+        if (self.width is None) == (self.keep is None):
+            raise ValueError(f"FFNPruning(width={self.width!r}, keep={self.keep!r}): give one of them")
+        if self.width is not None:
+            check_positive(self.width, "FFNPruning: width")
+            return
+        if self.layers is not None:
+            raise ValueError("FFNPruning(keep=..., layers=...): keep names the FFNs itself")
+        if not isinstance(self.keep, dict) or not self.keep:
+            raise ValueError(f"FFNPruning(keep={self.keep!r}): must be a dict such as {{'encoder.0.ffn': [0, 3, 4]}}")
+        for block, neurons in self.keep.items():
+            listed = isinstance(neurons, list) and neurons and all(type(n) is int and n >= 0 for n in neurons)
+            if not listed or neurons != sorted(set(neurons)):
+                raise ValueError(
+                    f"FFNPruning(keep={{{block!r}: {neurons!r}}}): must be a list of different neurons, in ascending order"
+                )
+
+    def validate(self, architecture: Architecture, config: Any) -> None:
+        architecture.check_layers(self.layers, config)
+        blocks = architecture.ffns(config)
+        for block in self.keep or ():
+            if block not in blocks:
+                raise ValueError(
+                    f"FFNPruning: no FFN {block!r} in {architecture.model_type}; choose from {list(blocks)}"
+                )
+        if not self._blocks(architecture, config):
+            raise ValueError(f"FFNPruning(layers={self.layers!r}) names no layer: leave it out for all")
+        earlier = [method_from_dict(data) for data in config.methods]
+        for method in earlier[: earlier.index(self)]:
+            if method.is_seeded("ffn"):
+                raise ValueError(
+                    f"FFNPruning after {method.name!r} with a random FFN: what a seed regenerates is not stored, so its neurons "
+                    "cannot be picked; put FFNPruning first, or merge() before"
+                )
+
+    def _blocks(self, architecture: Architecture, config: Any) -> dict[str, list[str]]:
+        """FFN -> its linears, of those that it changes."""
+        chosen = architecture.ffns(config)
+        if self.keep is not None:
+            return {block: chosen[block] for block in self.keep}
+        return {
+            block: names
+            for block, names in chosen.items()
+            if self.layers is None or int(block.split(".")[1]) in self.layers.get(block.split(".")[0], ())
+        }
+
+    def _select(self, model: Any, linears: list[str], source: Any, kept: list[int] | int) -> None:
+        for name in linears:
+            linear = source.base_model.get_submodule(name)
+            surgery.replace(model, name, surgery.select_features(linear, kept, outputs=name != linears[-1]))
+
+    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+        for block, linears in self._blocks(architecture, model.config).items():
+            modules = [surgery.dense_module(model, name, self.name) for name in linears]
+            width = features(modules[0])[1]
+            kept = range(self.width) if self.width is not None else self.keep[block]  # type: ignore[index]
+            if max(kept) >= width:
+                wrong = f"width={self.width}" if self.width is not None else f"neuron {max(kept)}"
+                most = f"1..{width}" if self.width is not None else f"0..{width - 1}"
+                raise ValueError(f"FFNPruning: {wrong} of {block!r}: must be in {most}")
+            self._select(model, linears, model, len(kept))
+
+    def convert(self, old: Any, new: "VariantMixin") -> None:
+        for block, linears in self._blocks(new.architecture, new.config).items():
+            kept = self._largest(old, linears) if self.keep is None else self.keep[block]
+            self._select(new, linears, old, kept)
+
+    def _largest(self, model: Any, linears: list[str]) -> list[int]:
+        *before, after = (surgery.effective_weight(module) for _, module in surgery.modules(model, linears))
+        score = torch.stack([weight.float().norm(dim=1) for weight in before]).prod(0) * after.float().norm(dim=0)
+        return score.argsort(descending=True, stable=True)[: self.width].sort().values.tolist()
+
+    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+        widths: dict[str, set[int]] = {}  # config field -> the widths of the FFNs that it is for
+        for block, linears in architecture.ffns(model.config).items():
+            field = architecture.stacks[block.split(".")[0]].width
+            widths.setdefault(field, set()).add(features(model.base_model.get_submodule(linears[0]))[1])
+        for block, linears in self._blocks(architecture, model.config).items():
+            stack = architecture.stacks[block.split(".")[0]]
+            if len(widths[stack.width]) > 1:
+                self._pad(model, linears, max(widths[stack.width]))
+        for field, found in widths.items():
+            setattr(model.config, field, max(found))
+
+    def _pad(self, model: Any, linears: list[str], width: int) -> None:
+        """Neurons of zeros, whose outputs count nothing."""
+        for name in linears:
+            linear = model.base_model.get_submodule(name)
+            wide = surgery.select_features(linear, width, outputs=name != linears[-1])
+            surgery.copy_into_corner(linear, wide)
+            surgery.replace(model, name, wide)

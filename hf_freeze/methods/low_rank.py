@@ -1,0 +1,53 @@
+"""Linears of low rank, by singular value decomposition or from scratch (Khakhulin et al., "Compressed Transformer")."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_freeze.layers import LowRankLinear
+from hf_freeze.methods._linear import FactorizedMethod, check_positive, glorot_std
+from hf_freeze.registry import register_method
+
+
+@register_method("low_rank", example={"rank": 4}, shrinks=True)
+@dataclass(frozen=True, kw_only=True)
+class LowRank(FactorizedMethod):
+    """W ≈ up · down with an inner size of `rank`: smaller if rank < I O / (I + O) for I inputs and O outputs.
+
+    From trained weights: the nearest of this rank, U √S and √S Vᵀ. Fresh: the variance of the dense initialisation.
+    `rank` may be a dict from the name of a linear to its rank; what it does not name stays dense (`analysis.choose_ranks`).
+    `components`, `layers`: which linears. `execution`: how inference computes (`hf_freeze.layers.factorized`).
+
+    Raises ValueError for a rank below 1 or above min(I, O), an unknown linear, component, layer or execution, or a linear that
+    another method has changed.
+    """
+
+    rank: int | dict[str, int]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.rank, dict):
+            for name, rank in self.rank.items():
+                check_positive(rank, f"LowRank: rank[{name!r}]")
+            if not self.rank:
+                raise ValueError("LowRank(rank={}) names no linear")
+        else:
+            check_positive(self.rank, "LowRank: rank")
+
+    def per_linear(self) -> Iterable[str] | None:
+        return self.rank if isinstance(self.rank, dict) else None
+
+    def make(self, linear: Any, name: str, config: Any) -> nn.Module:
+        rank = self.rank[name] if isinstance(self.rank, dict) else self.rank
+        return LowRankLinear(linear, rank, std=_dense_std(linear, config), execution=self.execution)
+
+
+def _dense_std(linear: Any, config: Any) -> float:
+    """Of a fresh dense weight: Glorot's for Marian's initialisation; else that of the weight as the backbone has just drawn it,
+    because some scale it by the depth. Where nothing is drawn (on meta, or before trained weights are filled in), any."""
+    if getattr(config, "init", None) == "marian" or linear.weight.is_meta:
+        return glorot_std(linear)
+    drawn = float(linear.weight.detach().float().std())
+    return drawn if 0 < drawn < 1 else glorot_std(linear)

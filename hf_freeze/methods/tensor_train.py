@@ -1,0 +1,37 @@
+"""Linears as tensor trains (Novikov et al., 2015, https://arxiv.org/abs/1509.06569; Khakhulin et al., "Compressed Transformer")."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_freeze.layers import TensorTrainLinear
+from hf_freeze.layers.derived import features
+from hf_freeze.layers.shapes import modes_of
+from hf_freeze.layers.tensor_train import check_ranks, full_ranks
+from hf_freeze.methods._linear import ShapedMethod, glorot_std
+from hf_freeze.registry import register_method
+
+
+@register_method("tensor_train", example={"rank": 4}, shrinks=True)
+@dataclass(frozen=True, kw_only=True)
+class TensorTrain(ShapedMethod):
+    """A TT-matrix with d cores of (r_{k-1}, n_k, m_k, r_k): Σ r_{k-1} n_k m_k r_k parameters.
+
+    `rank`: of all bonds, less where less is full. Or `ranks`: all of them, `[1, r_1, ..., r_{d-1}, 1]`, or a dict from the name
+    of a linear to them; what it does not name stays dense. `shape`: two lists of equally many factors, such as
+    `((2, 4, 8, 4, 2), (4, 4, 8, 4, 4))` for 512 and 2048: each dimension takes the list whose product it is, so that one setting
+    serves both matrices of an FFN; None: balanced factors, of about 4 for the smaller dimension.
+    From trained weights: TT-SVD. Fresh: cores of equal variance, so that the weight has Glorot's, 2 / (inputs + outputs).
+    `components`, `layers`: which linears. `execution`: how inference computes (`hf_freeze.layers.factorized`).
+
+    Raises ValueError for ranks below 1, above the full rank or of the wrong number, a shape whose products are not the
+    dimensions, a dimension that is prime, an unknown linear, component, layer or execution, or a linear that another method has
+    changed.
+    """
+
+    def make(self, linear: Any, name: str, config: Any) -> nn.Module:
+        in_modes, out_modes = modes_of(*features(linear), self.shape)
+        check_ranks(in_modes, out_modes, [1] * (len(in_modes) + 1))
+        ranks = self.ranks_of(name, full_ranks(in_modes, out_modes))
+        return TensorTrainLinear(linear, in_modes, out_modes, ranks, std=glorot_std(linear), execution=self.execution)

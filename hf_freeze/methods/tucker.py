@@ -1,0 +1,35 @@
+"""Linears as Tucker decompositions (Tucker, 1966; Khakhulin et al., "Compressed Transformer")."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_freeze.layers import TuckerLinear
+from hf_freeze.layers.derived import features
+from hf_freeze.layers.shapes import modes_of
+from hf_freeze.methods._linear import ShapedMethod, glorot_std
+from hf_freeze.registry import register_method
+
+
+@register_method("tucker", example={"rank": 2}, shrinks=True)
+@dataclass(frozen=True, kw_only=True)
+class Tucker(ShapedMethod):
+    """A core of all ranks and a factor (mode, rank) for each factor of both dimensions.
+
+    `rank`: of every mode, less where the mode is smaller. Or `ranks`: one for each factor of the inputs, then of the outputs,
+    or a dict from the name of a linear to them; what it does not name stays dense. `shape`: two lists of factors, such as
+    `((2, 4, 8, 4, 2), (4, 4, 8, 4, 4))` for 512 and 2048: each dimension takes the list whose product it is; None: balanced
+    factors, of about 4 for the smaller dimension.
+    From trained weights: HOSVD and three sweeps of HOOI. Fresh: core and factors of equal variance, so that the weight has
+    Glorot's, 2 / (inputs + outputs). `components`, `layers`: which linears. `execution`: how inference computes
+    (`hf_freeze.layers.factorized`).
+
+    Raises ValueError for ranks below 1, above the mode or of the wrong number, a shape whose products are not the dimensions, a
+    dimension that is prime, an unknown linear, component, layer or execution, or a linear that another method has changed.
+    """
+
+    def make(self, linear: Any, name: str, config: Any) -> nn.Module:
+        in_modes, out_modes = modes_of(*features(linear), self.shape)
+        ranks = self.ranks_of(name, (*in_modes, *out_modes))
+        return TuckerLinear(linear, in_modes, out_modes, ranks, std=glorot_std(linear), execution=self.execution)

@@ -1,0 +1,77 @@
+"""Sparse variational dropout (Molchanov et al., 2017, https://arxiv.org/abs/1701.05369)."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hf_freeze.architectures.base import Architecture
+from hf_freeze.layers.variational import Variational
+from hf_freeze.methods._linear import check_positive, check_share
+from hf_freeze.methods._sparse import SparseMethod
+from hf_freeze.registry import register_method
+
+if TYPE_CHECKING:
+    from hf_freeze.variant import VariantMixin
+
+
+def _check_number(value: Any, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{what}={value!r}: must be a finite number")
+
+
+@register_method(
+    "variational_dropout",
+    example={"training_size": 50, "threshold": -6.0, "warmup": 0.0},
+    shrinks=True,
+    stochastic=True,
+)
+@dataclass(frozen=True, kw_only=True)
+class VariationalDropout(SparseMethod):
+    """Train every weight as θ + σ ε and drop those with log α = log σ²/θ² of at least `threshold` (3: noise of 20 times the
+    weight's square). θ starts at the weight; σ at exp(`log_sigma`).
+
+    Training adds β / `training_size` · Σ KL to the mean loss of a label; `training_size` is the number of labels of one epoch
+    (target tokens, or examples of a classifier). β rises linearly from 0 to 1 over the share `warmup` of training, which needs
+    `VariantCallback` or `model.advance`, unless it is 0. A loss of your own finds the term in `outputs["auxiliary_loss"]`.
+    Weight decay on these weights fights the prior: leave it off. In eval mode the dropped weights are zero and there is no
+    noise. `finalize()` fixes the mask and stores what is left sparse; then fine-tune, if you like.
+
+    Raises ValueError for a training_size below 1 or missing when training, a warmup outside 0..1, a threshold or log_sigma that
+    is not finite, an unknown component or layer, or a linear that another method has changed.
+    """
+
+    training_size: int | None = None
+    threshold: float = 3.0
+    log_sigma: float = -5.0
+    warmup: float = 1 / 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.training_size is not None:
+            check_positive(self.training_size, "VariationalDropout: training_size")
+        _check_number(self.threshold, "VariationalDropout: threshold")
+        _check_number(self.log_sigma, "VariationalDropout: log_sigma")
+        check_share(self.warmup, "VariationalDropout: warmup")
+
+    @property
+    def scheduled(self) -> bool:
+        return self.finalizable and self.warmup > 0
+
+    def unfinished(self, linear: Any, name: str) -> nn.Module:
+        return Variational.take_place_of(linear, threshold=self.threshold, log_sigma=self.log_sigma)
+
+    def advance(self, model: "VariantMixin", architecture: Architecture, progress: float) -> None:
+        for _, module in self.modules(model, architecture):
+            module.kl_weight = min(1.0, progress / self.warmup)
+
+    def auxiliary_loss(self, model: "VariantMixin", architecture: Architecture) -> torch.Tensor | None:
+        if not self.finalizable:
+            return None
+        if self.training_size is None:
+            raise ValueError(
+                "VariationalDropout(training_size=None): training needs the number of labels of one epoch, to weigh the KL term"
+            )
+        return sum(module.kl() for _, module in self.modules(model, architecture)) / self.training_size  # type: ignore[return-value]

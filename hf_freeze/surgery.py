@@ -1,0 +1,111 @@
+"""The only place where modules of a model are replaced."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_freeze.architectures.base import Architecture
+from hf_freeze.layers.derived import features
+
+LINEAR_COMPONENTS = ("ffn", "attention")
+DENSE = (nn.Linear, Conv1D)
+
+
+def linear_names(
+    architecture: Architecture, config: Any, components: Iterable[str], layers: dict[str, list[int]] | None
+) -> list[str]:
+    """Names, below `base_model_prefix`, of the linears of these components in these layers (None: all), in the model's order."""
+    return [
+        name
+        for component in components
+        for stack, layer, name in architecture.linears(config, component)
+        if layers is None or layer in layers.get(stack, ())
+    ]
+
+
+def modules(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """(name, module) below the base model."""
+    for name in names:
+        yield name, model.base_model.get_submodule(name)
+
+
+def replace(model: Any, name: str, new: nn.Module) -> None:
+    """Put `new` where the module `name` (below the base model) was, in the same training mode."""
+    old = model.base_model.get_submodule(name)
+    model.base_model.set_submodule(name, new.train(old.training))
+    # Some modules draw the weights of those inside them, as GPT-2 does: they must do so again where weights are fresh.
+    around = name.split(".")[:-1]
+    for depth in range(len(around) + 1):
+        model.base_model.get_submodule(".".join(around[:depth]))._is_hf_initialized = False
+
+
+def dense_module(model: Any, name: str, method: str) -> Any:
+    """The linear `name`, to be replaced. Raises ValueError where a method has replaced it before."""
+    module = model.base_model.get_submodule(name)
+    if type(module) not in DENSE:
+        raise ValueError(
+            f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made; leave it out by "
+            "components= or layers=, or merge() first"
+        )
+    return module
+
+
+@torch.no_grad()
+def dense_linear(module: Any) -> nn.Module:
+    """An nn.Linear or Conv1D, whichever `module` took the place of, that computes the same."""
+    weight = module.dense_weight()
+    inputs, outputs = features(module)
+    with torch.device("meta"):
+        made: Any = (
+            Conv1D(outputs, inputs)
+            if issubclass(module.dense_class, Conv1D)
+            else nn.Linear(inputs, outputs, bias=module.bias is not None)
+        )
+    weight = weight.T if isinstance(made, Conv1D) else weight
+    made.weight = nn.Parameter(weight.contiguous().clone())
+    if module.bias is not None:
+        made.bias = nn.Parameter(module.bias.detach().clone())
+    return made
+
+
+@torch.no_grad()
+def select_features(linear: Any, kept: Sequence[int] | int, *, outputs: bool) -> Any:
+    """The linear with only these outputs (or inputs); with a number, so many of them, of no particular values."""
+    new_in, new_out = features(linear)
+    count = kept if isinstance(kept, int) else len(kept)
+    new_in, new_out = (new_in, count) if outputs else (count, new_out)
+    with torch.device(linear.weight.device):
+        made: Any = (
+            Conv1D(new_out, new_in)
+            if isinstance(linear, Conv1D)
+            else nn.Linear(new_in, new_out, bias=linear.bias is not None)
+        )
+    made.to(linear.weight.dtype)
+    if not isinstance(kept, int):
+        index = torch.tensor(kept, device=linear.weight.device, dtype=torch.long)
+        axis = int(outputs) if isinstance(linear, Conv1D) else int(not outputs)
+        made.weight.copy_(linear.weight.index_select(axis, index))
+        if linear.bias is not None:
+            made.bias.copy_(linear.bias.index_select(0, index) if outputs else linear.bias)
+    return made
+
+
+def effective_weight(module: Any) -> torch.Tensor:
+    """(O, I): the dense weight of any linear, ours or native, detached."""
+    if type(module) in DENSE:
+        weight = module.weight.detach()
+        return weight.T if isinstance(module, Conv1D) else weight
+    return module.dense_weight().detach()
+
+
+@torch.no_grad()
+def copy_into_corner(linear: Any, larger: Any) -> None:
+    """The first inputs and outputs of `larger` become those of `linear`, the others zero."""
+    larger.weight.zero_()
+    larger.weight[tuple(map(slice, linear.weight.shape))] = linear.weight
+    if linear.bias is not None:
+        larger.bias.zero_()
+        larger.bias[: linear.bias.shape[0]] = linear.bias
