@@ -160,8 +160,8 @@ def _add_auxiliary_loss(model: Any, outputs: Any, labels: torch.Tensor | None) -
     if pending is not None and any(parameter._version != version for parameter, version in pending):
         model._pending_auxiliary = None
         raise ValueError(
-            f"the methods {[method.name for method in model._methods if method.finalizable]} add a term to the loss, and the last "
-            "step was trained without it: a loss of your own must add outputs['auxiliary_loss'] (label_smoothed_loss of "
+            f"the methods {[method.name for method in model._methods if method.finalizable]} add a term to the loss, and the "
+            "last step was trained without it: a loss of your own must add outputs['auxiliary_loss'] (label_smoothed_loss of "
             "hf_freeze.training does; the Trainer's label_smoothing_factor does not)"
         )
     model._pending_auxiliary = [(p, p._version) for p in model.parameters() if p.requires_grad]

@@ -3,6 +3,7 @@
 Shapes: N tokens, I inputs, O outputs.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -71,11 +72,11 @@ class FactorizedLinear(DerivedLinear):
         training = self.needs_gradient()
         tokens = x.numel() // self.in_features
         if self.path(tokens, device_type, training=training) == "dense" and (training or self._has_room(x)):
-            weight = self.dense_weight() if training else self.kept_weight(device_type)
+            weight = self._exactly(self.dense_weight, device_type) if training else self.kept_weight(device_type)
             return functional.linear(x, weight, self.bias)
         rows = x.reshape(-1, self.in_features)
         key, make = self.ready_factors(tokens, device_type)
-        ready = make() if training else self.keep(key, make)
+        ready = self._exactly(make, device_type) if training else self.keep(key, make)
         chunk = costs_of(device_type).chunk
         if torch.is_grad_enabled() or chunk is None or tokens <= chunk:
             y = self.multiply(rows, ready)
@@ -83,6 +84,12 @@ class FactorizedLinear(DerivedLinear):
         else:
             y = self._in_chunks(rows, ready, chunk)
         return y.view(*x.shape[:-1], self.out_features)
+
+    @staticmethod
+    def _exactly(make: Callable[[], Any], device_type: str) -> Any:
+        """Autocast rounds the products with the input, not those among the factors."""
+        with torch.autocast(device_type, enabled=False):
+            return make()
 
     def _in_chunks(self, rows: torch.Tensor, ready: Any, chunk: int) -> torch.Tensor:
         """What lies between the factors would not fit into the cache for all tokens at once."""

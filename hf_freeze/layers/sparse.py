@@ -29,7 +29,6 @@ class SparseLinear(DerivedLinear):
         self.values = nn.Parameter(torch.zeros(nonzeros, device=device, dtype=linear.weight.dtype))
         column = torch.int16 if self.in_features <= 1 << 15 else torch.int32
         as_columns = nonzeros * column.itemsize + self.out_features * 4
-        self.mask: torch.Tensor | None
         if as_columns < packed_size(entries):
             self.register_buffer("columns", torch.zeros(nonzeros, dtype=column, device=device))
             self.register_buffer("counts", torch.zeros(self.out_features, dtype=torch.int32, device=device))
@@ -48,8 +47,8 @@ class SparseLinear(DerivedLinear):
         if made.bias is not None:
             made.bias.copy_(linear.bias)
         if hasattr(made, "columns"):
-            made.columns.copy_(kept.nonzero()[:, 1])
-            made.counts.copy_(kept.sum(1))
+            made.get_buffer("columns").copy_(kept.nonzero()[:, 1])
+            made.get_buffer("counts").copy_(kept.sum(1))
         else:
             made.get_buffer("mask").copy_(pack(kept))
         return made.train(linear.training)

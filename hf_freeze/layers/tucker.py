@@ -166,5 +166,5 @@ def _mode_vectors(tensor: torch.Tensor, mode: int) -> tuple[torch.Tensor, torch.
 def _project(tensor: torch.Tensor, factors: Sequence[torch.Tensor], leave_out: int | None = None) -> torch.Tensor:
     for mode, factor in enumerate(factors):
         if mode != leave_out:
-            tensor = torch.tensordot(tensor, factor, dims=([mode], [0])).movedim(-1, mode)
+            tensor = (tensor.movedim(mode, -1) @ factor).movedim(-1, mode)
     return tensor

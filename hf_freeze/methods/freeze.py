@@ -129,9 +129,10 @@ class Freeze(Method):
 
 def _check_dense(model: Any, parameter_name: str, what: str) -> None:
     """Raise ValueError where another method holds the weight in another form."""
-    module = model.get_submodule(parameter_name.rpartition(".")[0])
+    name = parameter_name.rpartition(".")[0]
+    module = model.get_submodule(name)
     if type(module) not in DENSE:
         raise ValueError(
-            f"{what}: {parameter_name.rpartition('.')[0]!r} is a {type(module).__name__}, and only the matrices of plain linears can "
-            "be made from a seed; use 'frozen', or leave it out by layers="
+            f"{what}: {name!r} is a {type(module).__name__}, and only the matrices of plain linears can be made from a seed; "
+            "use 'frozen', or leave it out by layers="
         )

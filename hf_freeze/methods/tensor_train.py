@@ -1,4 +1,4 @@
-"""Linears as tensor trains (Novikov et al., 2015, https://arxiv.org/abs/1509.06569; Khakhulin et al., "Compressed Transformer")."""
+"""Linears as tensor trains (Novikov et al., 2015, https://arxiv.org/abs/1509.06569; "Compressed Transformer")."""
 
 from dataclasses import dataclass
 from typing import Any
