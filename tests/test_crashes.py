@@ -75,6 +75,7 @@ def test_a_grid_killed_three_times_ends_as_an_undisturbed_one(task, tmp_path):
         "presets/small/training/max_tokens": 60,
     }
     changes = EACH[task] | LONGER | SCHEDULED | size
+    changes["rows/3"] = {"label": "from 0", "methods": [{"method": "freeze", "ffn": "frozen"}], "start": "0"}
     recipe = write_recipe(tmp_path / "r.yaml", **changes)
     (tmp_path / "killed").mkdir()
     command = ["-m", "hf_freeze", "run", recipe, "--out", tmp_path / "killed", "--jobs", "2"]

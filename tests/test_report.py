@@ -266,6 +266,44 @@ def test_one_seed_is_said(tmp_path):
     assert make_report([tmp_path, tmp_path / "more"]).notes[0].startswith("One seed of row 2.1, 3: ")
 
 
+def test_seeds_of_a_start_are_not_unlike_settings(tmp_path):
+    make_runs(tmp_path, seeds=(1, 2))
+    for seed in (1, 2):
+        path = tmp_path / f"row-3-seed-{seed}" / "run.json"
+        settings = json.loads(path.read_text())
+        start = {"row": "0", "seed": seed, "training": {"epochs": 2.0}, "methods": settings["methods"]}
+        path.write_text(json.dumps(settings | {"start": start}))
+    assert make_report([tmp_path], fail).notes == []
+    path.write_text(json.dumps(settings | {"start": start | {"training": {"epochs": 3.0}}}))
+    assert make_report([tmp_path]).notes == ["Row 3: the seeds differ in start, so the mean is of unlike runs."]
+
+
+def sizes(*totals):
+    """Changes of records: a row each of so many parameters, stored as they are."""
+    count = {"trainable_share": 1.0, "by_component": {}}
+    return {
+        (row, 1): {"parameters": count | dict.fromkeys(("total", "trainable", "stored"), n) | {"stored_bytes": 4 * n}}
+        for row, n in zip(ROWS, totals, strict=True)
+    }
+
+
+def test_rows_of_unlike_sizes_show_them(tmp_path):
+    changes = sizes(2_345_678, 500_000, 400_000)
+    changes["3", 1]["start"] = "0"
+    make_runs(tmp_path, seeds=(1,), changes=changes)
+    report = write_report(tmp_path, say=lambda text: None)
+    cells = cells_of(report)
+    assert [cells[row]["total k"] for row in ROWS] == ["2,346", "500", "400"]
+    assert list(cells["3"])[-4:] == ["share %", "total k", "stored MB", "train min"]
+    assert cells["3"]["trained"] == "✓✓✗ FFN random, from 0"
+    text = (tmp_path / "report.md").read_text("utf-8")
+    assert "share %: trained parameters of all; total k: all parameters, in thousands; stored MB: " in text
+    assert "Fewest trained parameters" not in text, "equal shares are of unlike totals"
+    keys = re.findall(r'data-key="([^"]*)"', (tmp_path / "report.html").read_text("utf-8"))
+    assert len(keys) == 3 * 12
+    assert float(keys[9]) == 2345.678
+
+
 def test_few_items_are_said(tmp_path):
     make_runs(tmp_path, count=20)
     assert make_report([tmp_path]).notes == ["Only 20 test sentences: too few to trust the intervals and marks."]
@@ -337,6 +375,23 @@ def test_names_of_points_do_not_collide(tmp_path):
     assert len(names) == 6
     boxes = [text.get_window_extent() for text in names]
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+@pytest.mark.parametrize(("smallest", "scale"), [(60_000, "linear"), (10_000, "log"), (0, "linear")])
+def test_sizes_far_apart_are_on_a_logarithmic_axis(tmp_path, smallest, scale):
+    from hf_freeze.experiments.plots import _quality_figure
+
+    make_runs(tmp_path, seeds=(1,), changes=sizes(500_000, 250_000, smallest))
+    report = make_report([tmp_path], lambda text: None)
+    (axes,) = _quality_figure(report, "stored").axes
+    assert axes.get_xscale() == scale
+    assert {text.get_text() for text in axes.texts} == set(ROWS)
+    low, high = axes.get_xlim()
+    assert low <= 4e-6 * smallest <= 2.0 < high
+    if scale == "log":
+        assert {"0.05", "1"} <= {label.get_text() for label in axes.get_xticklabels()}
+    assert _quality_figure(report, "share").axes[0].get_xscale() == "linear"
+    assert "stored" in svg_plots(report)
 
 
 class Page(HTMLParser):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
+from torch import nn
 from torch.nn import functional
 from transformers import DataCollatorForSeq2Seq, MarianConfig, Seq2SeqTrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
@@ -72,6 +73,29 @@ def test_the_smoothed_loss_takes_model_outputs_and_half_precision():
 def test_a_smoothing_outside_its_range_is_refused(smoothing):
     with pytest.raises(ValueError, match=rf"label smoothing {smoothing} is outside 0\.\.1"):
         label_smoothed_loss(smoothing)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_an_auxiliary_loss_counts_once_in_a_step(shift):
+    logits, labels = example()
+    loss = label_smoothed_loss(0.1, shift=shift)
+    plain = loss({"logits": logits}, labels)
+    torch.testing.assert_close(loss({"logits": logits, "auxiliary_loss": torch.tensor(3.0)}, labels), plain + 3)
+    # Four batches of unequally many labels, over accumulation or processes: 3 times the share of labels of each.
+    items = int((labels[:, 1:] if shift else labels).ne(-100).sum())
+    parts = [(logits[i : i + 1], labels[i : i + 1]) for i in range(4)]
+    weight = torch.tensor(3.0, requires_grad=True)
+    total = sum(loss({"logits": x, "auxiliary_loss": weight}, y, items) for x, y in parts)
+    torch.testing.assert_close(total, plain + 3)
+    total.backward()
+    assert weight.grad == pytest.approx(1)
+    shares = [(y[:, 1:] if shift else y).ne(-100).sum() / items for _, y in parts]
+    total = sum(
+        loss({"logits": x, "auxiliary_loss": torch.tensor(float(i))}, y, items) for i, (x, y) in enumerate(parts)
+    )
+    torch.testing.assert_close(total, plain + sum(i * share for i, share in enumerate(shares)))
+    with torch.no_grad():  # in evaluation
+        torch.testing.assert_close(loss({"logits": logits, "auxiliary_loss": weight}, labels), plain)
 
 
 # -- the Trainer -----------------------------------------------------------------------------------------------------------------
@@ -206,6 +230,31 @@ def test_accumulated_batches_make_the_step_of_one_big_batch(tmp_path):
             name
         )  # softmax does not see a key's bias
     assert moved > 0.05
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_an_auxiliary_loss_has_its_gradient_once(tmp_path, accumulation):
+    made, plain = model(), model()
+    aside = nn.Parameter(torch.zeros(2))  # of the auxiliary loss alone
+    made.register_parameter("aside", aside)
+
+    def add(module, arguments, outputs):
+        if module.training:
+            outputs["auxiliary_loss"] = aside[0] - 2 * aside[1]
+        return outputs
+
+    made.register_forward_hook(add)
+    data = sentences(24)
+    settings = {"learning_rate": 0.5, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    settings |= {"max_steps": 2, "gradient_accumulation_steps": accumulation}
+    for each in (made, plain):
+        running = trainer(tmp_path, each, data, dev=data, **settings)
+        assert len(running.get_train_dataloader()) == 5, "with accumulation the second step has fewer"
+        running.train()
+        assert math.isfinite(running.evaluate()["eval_loss"])
+    torch.testing.assert_close(aside.data, torch.tensor([-1.0, 2.0]))
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(made.get_parameter(name), parameter, msg=name)
 
 
 def test_a_step_is_the_gradient_of_the_smoothed_mean(tmp_path):

@@ -44,6 +44,11 @@ def run_folder(out: Path, run: dict[str, Any]) -> Path:
     return out / f"row-{run['row']}-seed-{run['seed']}"
 
 
+def start_folder(out: Path, run: dict[str, Any]) -> Path | None:
+    """The folder of the run that `run` starts from; None where it starts from fresh weights."""
+    return run_folder(out, run["start"]) if "start" in run else None
+
+
 def run_grid(
     recipe: dict[str, Any],
     out: Path,
@@ -54,6 +59,7 @@ def run_grid(
     resume_anyway: bool = False,
 ) -> list[dict[str, Any]]:
     """Execute every run of `recipe` that `out` does not hold yet, `jobs` at a time; returns the records in grid order.
+    A run that starts from another one waits until that one is finished, and fails with it.
 
     Under a launcher (torchrun, accelerate launch) all processes work on one run after the other. `resume_anyway`: go on with
     a checkpoint that another version, commit, device or number of threads or processes left.
@@ -208,8 +214,8 @@ def _execute(
         with bars:
             tasks = {"": bars.add_task("all runs", total=len(waiting), note="")}
             while waiting or running:
-                while waiting and len(running) < jobs:
-                    run = waiting.pop(0)
+                while len(running) < jobs and (run := next((run for run in waiting if _is_ready(run, out)), None)):
+                    waiting.remove(run)
                     name = run_folder(out, run).name
                     process = context.Process(target=_child, args=(run, out / name, threads, messages, resume_anyway))
                     process.start()
@@ -227,11 +233,27 @@ def _execute(
                     bars.advance(tasks[""])
                     if not _succeeded(out / name, process.exitcode, time.monotonic() - started, console):
                         failed.append(out / name)
+                        while run := next((run for run in waiting if start_folder(out, run) in failed), None):
+                            waiting.remove(run)
+                            failed.append(run_folder(out, run))
+                            _give_up(failed[-1], run["start"], console)
+                            bars.advance(tasks[""])
                     finished()
     finally:
         for process, _ in running.values():
             process.terminate()
     return failed
+
+
+def _is_ready(run: dict[str, Any], out: Path) -> bool:
+    start = start_folder(out, run)
+    return start is None or (start / "metrics.json").exists()
+
+
+def _give_up(folder: Path, start: dict[str, Any], console: Console) -> None:
+    reason = f"row {start['row']} with seed {start['seed']} failed, from which it starts"
+    (folder / "error.log").write_text(reason + "\n", encoding="utf-8")
+    console.print(f"[red]{escape(str(folder))} failed[/red]: {escape(reason)}", soft_wrap=True)
 
 
 def _succeeded(folder: Path, exitcode: int, seconds: float, console: Console) -> bool:

@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from hf_freeze.experiments import text
 from hf_freeze.experiments.plots import MARKERS, style_of, svg_plots
-from hf_freeze.experiments.results import Run
+from hf_freeze.experiments.results import Run, label_of
 
 if TYPE_CHECKING:
     from hf_freeze.experiments.report import Report
@@ -55,7 +55,7 @@ def _sortable(report: "Report", cells: list[list[str]]) -> list[list[tuple[str, 
     """Each cell with what it is sorted by: the number, not how it is written."""
     keys: list[list[float | str]] = []
     for index, row in enumerate(report.rows):
-        means = [row[column][0] for column in report.task.columns]
+        means = [row[column][0] for column in report.columns]
         means.insert(len(report.task.qualities), row["seeds"])
         keys.append([index, row["label"], means[0], report.to_first(row)[0], *means[1:]])
     return [list(zip(line, key, strict=True)) for line, key in zip(cells, keys, strict=True)]
@@ -92,7 +92,7 @@ def _details(run: Run) -> dict[str, Any]:
     parameters = {name: f"{n:,}" for name, n in record["parameters"].items() if isinstance(n, int)}
     return {
         "row": run.row,
-        "label": record["label"],
+        "label": label_of(record),
         "seed": record["seed"],
         "tables": {"Metrics, times": facts, "Parameters": parameters, "Environment": record.get("environment", {})},
         "settings": json.dumps(settings, indent=1, ensure_ascii=False) if settings else "",

@@ -11,7 +11,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
 if TYPE_CHECKING:
     from hf_freeze.experiments.report import Report
@@ -122,7 +122,15 @@ def _quality(figure: Figure, report: "Report", costs: list[str]) -> None:
             for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
                 set_formatter(ScalarFormatter())
         axes.margins(y=0.14)
-        axes.set_xlim(0, 1.1 * max(_point(report, row, cost)[0] for row in report.rows))
+        costs_of_rows = [_point(report, row, cost)[0] for row in report.rows]
+        if cost == "stored" and 0 < 10 * min(costs_of_rows) < max(costs_of_rows):
+            axes.set_xscale("log")  # or the small ones would lie on each other
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.margins(x=0.1)
+        else:
+            axes.set_xlim(0, 1.1 * max(costs_of_rows))
         axes.grid()
 
 

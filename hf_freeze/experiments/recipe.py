@@ -66,6 +66,7 @@ _SECTIONS = {
     "training": set(_TRAINING),
     "decoding": {"num_beams", "max_tokens"},
 }
+_ROW = ("label", "methods", "start", "training", "backbone")  # the first two are needed
 
 
 def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: bool = False) -> dict[str, Any]:
@@ -170,22 +171,10 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
             raise ValueError(f"{path}: {key!r} is missing")
     if recipe["task"] not in TASKS:
         raise ValueError(f"{path}: unknown task {recipe['task']!r}; choose from {list(TASKS)}")
-    for key, value in recipe["training"].items():
-        try:
-            recipe["training"][key] = _TRAINING[key](value)
-        except (AttributeError, TypeError, ValueError):
-            raise ValueError(f"{path}: training.{key}={value!r} is not a value that it takes") from None
-    for component in recipe["training"].get("learning_rates", ()):
-        if component not in TRAINED:
-            raise ValueError(
-                f"{path}: unknown component training.learning_rates.{component}; choose from {list(TRAINED)}"
-            )
+    _check_training(recipe["training"], path)
     _check_data(recipe["data"], recipe["task"], path)
     if recipe["task"] == "language-modelling":
         recipe["training"].setdefault("block_size", 128)
-    for key in ("block_size", "evaluations"):
-        if recipe["training"].get(key, 1) < 1:
-            raise ValueError(f"{path}: training.{key}={recipe['training'][key]} must be at least 1")
     seeds = recipe["seeds"]
     if not seeds or any(type(seed) is not int or not 0 <= seed < 2**32 for seed in seeds):
         raise ValueError(f"{path}: seeds must be integers, not {seeds!r}; each in 0..2^32-1")
@@ -197,7 +186,7 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
         if row not in recipe["rows"]:
             raise ValueError(f"{path}: no row {row!r}; choose from {list(recipe['rows'])}")
     for name, row in recipe["rows"].items():
-        if not isinstance(name, str) or not isinstance(row, dict) or set(row) != {"label", "methods"}:
+        if not isinstance(name, str) or not isinstance(row, dict) or not {"label", "methods"} <= set(row):
             raise ValueError(f"{path}: row {name!r} must be a quoted name with 'label' and 'methods'")
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"{path}: row {name!r} names a folder: letters, digits, '.', '_' and '-' only")
@@ -205,6 +194,43 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
             raise ValueError(f"{path}: the methods of row {name!r} must be a list, not {row['methods']!r}")
         for method in row["methods"]:
             method_from_dict(method)
+        for unknown in sorted(set(row) - set(_ROW)):
+            raise ValueError(f"{path}: unknown field {unknown!r} of row {name!r}; choose from {list(_ROW)}")
+        where = f"{path}: row {name!r}"
+        _check_types({key: row[key] for key in ("training", "backbone") if key in row}, where)
+        _check_training(row.get("training", {}), where)
+        _check_start(name, recipe["rows"], where)
+
+
+def _check_training(training: dict[str, Any], path: Any) -> None:
+    for key, value in training.items():
+        try:
+            training[key] = _TRAINING[key](value)
+        except (AttributeError, TypeError, ValueError):
+            raise ValueError(f"{path}: training.{key}={value!r} is not a value that it takes") from None
+    for component in training.get("learning_rates", ()):
+        if component not in TRAINED:
+            raise ValueError(
+                f"{path}: unknown component training.learning_rates.{component}; choose from {list(TRAINED)}"
+            )
+    for key, least in (("block_size", 1), ("evaluations", 1), ("epochs", 0)):
+        if training.get(key, least) < least:
+            raise ValueError(f"{path}: training.{key}={training[key]} must be at least {least}")
+
+
+def _check_start(name: str, rows: dict[str, Any], path: Any) -> None:
+    if "start" in rows[name] and "backbone" in rows[name]:
+        raise ValueError(
+            f"{path} has both 'start' and 'backbone': it takes the backbone of the row that it starts from"
+        )
+    way = [name]
+    while isinstance(row := rows[way[-1]], dict) and "start" in row:
+        start = row["start"]
+        if not isinstance(start, str) or start not in rows:
+            raise ValueError(f"{path}: start={start!r} is no row; choose from {list(rows)}")
+        if start in way:
+            raise ValueError(f"{path}: 'start' goes in a circle: {' <- '.join([*way, start])}")
+        way.append(start)
 
 
 def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
@@ -229,18 +255,36 @@ def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
         raise ValueError(f"{path}: unknown data.unit {data['unit']!r}; choose from ['lines', 'documents']")
 
 
+_OF_A_START = ("row", "seed", "training", "methods", "start")  # what else a run holds is equal in all rows
+
+
 def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
     """One plain dict a run, seed by seed, so that a first full table appears early. A random method without a seed of its
-    own takes the run's."""
+    own takes the run's. A row that another one starts from comes before it, wanted or not."""
     shared = {key: recipe[key] for key in ("name", "task", "preset", "data", "tokenizer", "backbone", "training")}
     shared["decoding"] = recipe.get("decoding", {})
-    wanted = [str(row) for row in recipe.get("only", recipe["rows"])]
+    order: dict[str, None] = {}
+    for wanted in recipe.get("only", recipe["rows"]):
+        way = [str(wanted)]
+        while "start" in (row := recipe["rows"][way[-1]]):
+            way.append(row["start"])
+        order |= dict.fromkeys(reversed(way))
     runs = []
     for seed in recipe["seeds"]:
-        for row in wanted:
-            methods = [_seeded(method, seed) for method in recipe["rows"][row]["methods"]]
-            label = recipe["rows"][row]["label"]
-            runs.append(copy.deepcopy(shared) | {"row": row, "label": label, "seed": seed, "methods": methods})
+        made: dict[str, dict[str, Any]] = {}
+        for name in order:
+            row = recipe["rows"][name]
+            run = copy.deepcopy(shared) | {"row": name, "label": row["label"], "seed": seed}
+            run["methods"] = [_seeded(method, seed) for method in row["methods"]]
+            run["training"] = _merge(run["training"], row.get("training", {}))
+            run["backbone"] = _merge(run["backbone"], row.get("backbone", {}))
+            if "start" in row:
+                # With its settings: what they change is another model to start from, and so another run.
+                start = copy.deepcopy(made[row["start"]])
+                run["backbone"] = start["backbone"]
+                run["start"] = {key: start[key] for key in _OF_A_START if key in start}
+            made[name] = run
+        runs += made.values()
     return runs
 
 

@@ -11,18 +11,19 @@ from typing import Any
 import numpy as np
 
 from hf_freeze.experiments.plots import draw
-from hf_freeze.experiments.results import Run, read_runs, unlike_settings
+from hf_freeze.experiments.results import Run, label_of, read_runs, unlike_settings
 from hf_freeze.experiments.statistics import Difference, bleu, compare, log_perplexity
 
 # column: (heading, where it is in a record, format)
 _COSTS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "epochs": ("best epoch", ("epochs_to_convergence",), ".1f"),
     "share": ("share %", ("parameters", "trainable_share"), ".1%"),
+    "total": ("total k", ("parameters", "total"), ",.0f"),  # shown where the rows differ in it
     "stored": ("stored MB", ("parameters", "stored_bytes"), ".2f"),
     "minutes": ("train min", ("seconds", "train"), ".1f"),
 }
 FEW_ITEMS = 100  # a bootstrap over fewer understates how far a score may be off
-_SCALES = {"stored": 1e-6, "minutes": 1 / 60}
+_SCALES = {"total": 1e-3, "stored": 1e-6, "minutes": 1 / 60}
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,16 @@ class Report:
     @property
     def seeds(self) -> list[int]:
         return sorted({run.record["seed"] for run in self.runs})
+
+    @property
+    def one_size(self) -> bool:
+        """Whether all rows have equally many parameters."""
+        return len({row["total"][0] for row in self.rows}) == 1
+
+    @property
+    def columns(self) -> dict[str, tuple[str, tuple[str, ...], str]]:
+        """Those of the task that the table shows."""
+        return {name: column for name, column in self.task.columns.items() if name != "total" or not self.one_size}
 
     @property
     def environments(self) -> list[dict[str, Any]]:
@@ -174,7 +185,7 @@ def summarise(records: list[dict[str, Any]], task: Comparison = COMPARISONS["tra
             for column, values in columns.items()
         }
         score = statistics.fmean(map(task.scale, columns[task.quality]))
-        found.append({"row": row, "label": group[0]["label"], "seeds": len(group), "score": score} | spreads)
+        found.append({"row": row, "label": label_of(group[0]), "seeds": len(group), "score": score} | spreads)
     return found
 
 
@@ -191,11 +202,12 @@ def _values(group: list[dict[str, Any]], column: str, task: Comparison) -> list[
 def table_cells(report: Report) -> tuple[list[str], list[list[str]]]:
     """Headings and formatted rows."""
     task, first = report.task, report.rows[0]["row"]
-    qualities, costs = ([heading for heading, _, _ in part.values()] for part in (task.qualities, _COSTS))
+    shown = [heading for heading, _, _ in report.columns.values()]
+    qualities, costs = shown[: len(task.qualities)], shown[len(task.qualities) :]
     headings = ["row", "trained", qualities[0], f"vs row {first}", *qualities[1:], "seeds", *costs]
     cells = []
     for row in report.rows:
-        values = [_cell(row[column][0], row[column][1], form) for column, (_, _, form) in task.columns.items()]
+        values = [_cell(row[column][0], row[column][1], form) for column, (_, _, form) in report.columns.items()]
         values.insert(len(task.qualities), str(row["seeds"]))
         cells.append([row["row"], row["label"], values[0], _against_first(report, row), *values[1:]])
     return headings, cells

@@ -88,6 +88,11 @@ def _read_run(grid: Path, record: dict[str, Any]) -> Run:
     )
 
 
+def label_of(record: dict[str, Any]) -> str:
+    """The label of a run's row, and which row it started from."""
+    return record["label"] + (f", from {record['start']}" if "start" in record else "")
+
+
 def unlike_settings(runs: Sequence[Run]) -> list[str]:
     """A sentence on the rows whose runs differ in more than their seed, so that their means are of unlike things."""
     found: dict[str, set[str]] = {}
@@ -105,10 +110,17 @@ def unlike_settings(runs: Sequence[Run]) -> list[str]:
 
 def _without_seed(run: Run) -> dict[str, Any]:
     """What must be equal in all seeds of a row. Only what both know is compared: later versions may know more settings."""
-    settings = {key: value for key, value in run.settings.items() if key not in ("seed", "name", "preset")}
+    settings = {key: value for key, value in run.settings.items() if key not in ("name", "preset")}
     if isinstance(settings.get("data"), dict):
         settings["data"] = {key: value for key, value in settings["data"].items() if key != "root"}
-    for method in (methods := [dict(method) for method in settings.get("methods", [])]):
-        if method.get("seed") == run.record["seed"]:
+    return _unseeded(settings, run.record["seed"]) | {"label": run.record["label"]}
+
+
+def _unseeded(settings: dict[str, Any], seed: int) -> dict[str, Any]:
+    """`settings` of a run, or of what it starts from, without the run's seed."""
+    kept = {key: value for key, value in settings.items() if key != "seed"}
+    for method in (methods := [dict(method) for method in kept.get("methods", [])]):
+        if method.get("seed") == seed:
             del method["seed"]
-    return settings | {"label": run.record["label"]} | ({"methods": methods} if "methods" in settings else {})
+    start = {"start": _unseeded(kept["start"], seed)} if "start" in kept else {}
+    return kept | ({"methods": methods} if "methods" in kept else {}) | start

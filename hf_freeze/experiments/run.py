@@ -1,5 +1,6 @@
 """One run of a grid: data, tokenizer, variant, training, test scores."""
 
+import hashlib
 import json
 import os
 import time
@@ -17,6 +18,7 @@ from hf_freeze import data as hf_data
 from hf_freeze import make_variant
 from hf_freeze.accounting import count_parameters, stored_bytes
 from hf_freeze.experiments.environment import environment, peak_memory, write_whole
+from hf_freeze.experiments.grid import start_folder
 from hf_freeze.experiments.tasks import task_of
 from hf_freeze.registry import method_from_dict
 from hf_freeze.training import TokenBatchTrainer, VariantCallback, label_smoothed_loss, parameter_groups
@@ -40,33 +42,39 @@ def backbone_config(settings: dict[str, Any], tokenizer: Any) -> transformers.Pr
 def execute(
     run: dict[str, Any], folder: Path, report: Report = lambda _: None, *, resume_anyway: bool = False
 ) -> dict[str, Any]:
-    """Train and test one row; writes model, metrics and log into `folder`, which may hold a killed run to resume.
+    """Train and test one row; writes model, metrics and log into `folder`, which may hold a killed run to resume. What the
+    run starts from is the finished run in its folder beside this one.
 
     Under a launcher (torchrun, accelerate launch) every process calls it; the first one writes. Returns the record that goes
     to results.jsonl. Raises FloatingPointError where the loss is no number, and the checkpoint before it is kept; ValueError
-    where the checkpoint to resume was made by other code or in another way, unless `resume_anyway`.
+    where the checkpoint to resume was made by other code or in another way, unless `resume_anyway`, or what the run starts
+    from is not finished.
     """
     started = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = last_whole_checkpoint(folder / "checkpoints")
-    _check_origin(folder, checkpoint if not resume_anyway else None)
+    start = start_folder(folder.parent, run)
+    if start is not None and not (start / "metrics.json").exists():
+        raise ValueError(f"{folder} starts from {start}, which is not finished: run row {run['start']['row']} first")
+    _check_origin(folder, checkpoint if not resume_anyway else None, start)
     transformers.set_seed(run["seed"])
     task = task_of(run["task"])
     splits = task.load(run["data"])
-    vocabulary, kind = run["tokenizer"]["vocab_size"], run["tokenizer"].get("kind", "bpe")
-    tokenizer = hf_data.train_tokenizer(task.texts(splits["train"]), vocabulary, kind, eos=task.eos)
-    config = backbone_config(run["backbone"], tokenizer)
-    tokenizer.model_max_length = config.max_position_embeddings
-    model = make_variant(
-        config,
-        [method_from_dict(method) for method in run["methods"]],
-        task=task.head,
-        init=run["backbone"].get("init", "backbone"),
-        seed=run["seed"],
-    )
+    methods = [method_from_dict(method) for method in run["methods"]]
+    if start is not None:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(start / "model")
+        model = make_variant(start / "model", methods, task=task.head)
+    else:
+        vocabulary, kind = run["tokenizer"]["vocab_size"], run["tokenizer"].get("kind", "bpe")
+        tokenizer = hf_data.train_tokenizer(task.texts(splits["train"]), vocabulary, kind, eos=task.eos)
+        config = backbone_config(run["backbone"], tokenizer)
+        tokenizer.model_max_length = config.max_position_embeddings
+        init = run["backbone"].get("init", "backbone")
+        model = make_variant(config, methods, task=task.head, init=init, seed=run["seed"])
     choose_attention(model)
     encoded = {name: task.encode(split, tokenizer, run) for name, split in splits.items()}
     progress = _Progress(report)
+    trains = run["training"]["epochs"] > 0
     trainer = TokenBatchTrainer(
         model=model,
         args=training_arguments(run, folder),
@@ -77,13 +85,18 @@ def execute(
         compute_loss_func=label_smoothed_loss(run["training"].get("label_smoothing", 0.0), shift=model.shifts_labels),
         max_tokens=run["training"]["max_tokens"],
         callbacks=[progress, VariantCallback(), EarlyStoppingCallback(run["training"].get("patience", 10))],
-        optimizers=(optimizer(model, run["training"]), None),
+        optimizers=(optimizer(model, run["training"]) if trains else None, None),
     )
     trainer.remove_callback(transformers.PrinterCallback)
     trained = time.perf_counter()
-    trainer.train(resume_from_checkpoint=checkpoint)
+    if trains:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    else:
+        trainer.state.epoch, progress.ended = 0.0, True
     train_seconds = time.perf_counter() - trained
     model = trainer.accelerator.unwrap_model(trainer.model)
+    if getattr(model, "finalizable", False):
+        model.finalize()
     model.config.use_cache = True  # the Trainer saves it switched off
     report({"stage": "testing"})
     tested = time.perf_counter()
@@ -100,7 +113,7 @@ def execute(
         "metrics": outcome.metrics | {"dev_loss": dev["eval_loss"], "dev_perplexity": dev["eval_perplexity"]},
         "signatures": outcome.signatures,
         "epochs_trained": round(trainer.state.epoch or 0, 3),
-        "epochs_to_convergence": round(min(epochs, key=lambda e: e["eval_loss"])["epoch"], 3),
+        "epochs_to_convergence": round(min(epochs, key=lambda e: e["eval_loss"])["epoch"], 3) if epochs else 0.0,
         "steps": trainer.state.global_step,
         "parameters": {
             "total": parameters.total,
@@ -122,7 +135,7 @@ def execute(
         "processes": trainer.args.world_size,
         "peak_memory_bytes": peak_memory(),
         "environment": environment(),
-    }
+    } | ({"start": run["start"]["row"]} if "start" in run else {})
     if trainer.is_world_process_zero():
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
@@ -142,7 +155,7 @@ def training_arguments(run: dict[str, Any], folder: Path) -> Seq2SeqTrainingArgu
     betas = settings.get("adam_betas", _ADAM["betas"])
     # More than one evaluation an epoch is one every so many steps, which the Trainer takes as a share of all steps.
     evaluations = settings.get("evaluations", 1)
-    step = 1 / settings["epochs"] / evaluations
+    step: Any = 1 / settings["epochs"] / evaluations if settings["epochs"] else 1
     interval, share = (
         ("epoch", {}) if evaluations == 1 or step >= 1 else ("steps", {"eval_steps": step, "save_steps": step})
     )
@@ -203,10 +216,13 @@ def last_whole_checkpoint(folder: Path) -> str | None:
     return None
 
 
-def _check_origin(folder: Path, checkpoint: str | None) -> None:
+def _check_origin(folder: Path, checkpoint: str | None, start: Path | None) -> None:
     """Raise ValueError where a resumed run would not end with the figures of an undisturbed one; else note who runs it."""
     path = folder / "environment.json"
     now = environment() | {"processes": int(os.environ.get("WORLD_SIZE", "1"))}
+    if start is not None:  # the weights: run again under other code, the same row has others
+        weights = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (start / "model").glob("*.safetensors")]
+        now["start"] = " ".join(sorted(weights))
     if checkpoint is not None and path.exists():
         then = json.loads(path.read_text(encoding="utf-8"))
         if differs := [f"{key} {then.get(key)!r}, now {now[key]!r}" for key in now if then.get(key) != now[key]]:

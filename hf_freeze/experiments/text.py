@@ -27,7 +27,7 @@ def findings(report: "Report") -> list[tuple[str, str]]:
         (f"{'Highest' if task.higher else 'Lowest'} {task.name}", f"{quality(report, best[0])}, row {_named(best[0])}.")
     )
     for what, column, unit in (
-        ("Fewest trained parameters", "share", "of all"),
+        ("Fewest trained parameters" if report.one_size else "Smallest trained share", "share", "of all"),
         ("Smallest checkpoint", "stored", "MB"),
     ):
         least = min(row[column][0] for row in rows)
@@ -93,7 +93,8 @@ def legend(report: "Report") -> list[str]:
         lines[0] = lines[0][:-1] + f". * marks a real difference (corrected p < {LEVEL}); one without * may be chance."
     if len(report.seeds) > 1:
         lines.append("± is the standard deviation over seeds.")
-    lines.append("share %: trained parameters of all; stored MB: tensors that the checkpoint holds.")
+    total = "" if report.one_size else "total k: all parameters, in thousands; "
+    lines.append(f"share %: trained parameters of all; {total}stored MB: tensors that the checkpoint holds.")
     return lines
 
 

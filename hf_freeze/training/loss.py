@@ -15,6 +15,9 @@ def label_smoothed_loss(smoothing: float, *, shift: bool = False) -> Callable[..
     time of the loss, which at small model sizes is a third of the step. `shift`: the label of a position is the token after it,
     as causal language models have it.
 
+    In training, `outputs["auxiliary_loss"]` (a scalar for this batch, such as a KL term) is added by the batch's share of the
+    labels, so that it counts once in an optimiser step over all its batches and processes.
+
     Raises ValueError for a smoothing outside 0..1.
     """
     if not 0 <= smoothing <= 1:
@@ -25,7 +28,10 @@ def label_smoothed_loss(smoothing: float, *, shift: bool = False) -> Callable[..
         total = functional.cross_entropy(
             logits.float().flatten(0, -2), labels.flatten(), reduction="sum", label_smoothing=smoothing
         )
-        return total / (num_items_in_batch if num_items_in_batch is not None else (labels != -100).sum())
+        counted = (labels != -100).sum()
+        items = num_items_in_batch if num_items_in_batch is not None else counted
+        auxiliary = outputs.get("auxiliary_loss") if torch.is_grad_enabled() else None
+        return total / items if auxiliary is None else total / items + auxiliary.float() * (counted / items)
 
     return loss
 
