@@ -86,7 +86,10 @@ def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: b
     presets = recipe.get("presets", {})
     if preset not in presets:
         raise ValueError(f"{path}: unknown preset {preset!r}; choose from {sorted(presets)}")
+    ordered = list(recipe.get("rows", ()))  # as the recipe names them, whatever the preset adds to some
     recipe = _merge(presets[preset], recipe)
+    if "rows" in recipe:
+        recipe["rows"] = {name: recipe["rows"][name] for name in dict.fromkeys([*ordered, *recipe["rows"]])}
     _check(recipe, path)
     return recipe
 

@@ -75,16 +75,19 @@ def execute(
     encoded = {name: task.encode(split, tokenizer, run) for name, split in splits.items()}
     progress = _Progress(report)
     trains = run["training"]["epochs"] > 0
+    callbacks = [progress, VariantCallback()]
+    if not model.finalizable:
+        callbacks.append(EarlyStoppingCallback(run["training"].get("patience", 10)))
     trainer = TokenBatchTrainer(
         model=model,
-        args=training_arguments(run, folder),
+        args=training_arguments(run, folder, best=not model.finalizable),
         train_dataset=encoded["train"],
         eval_dataset=encoded["dev"],
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         processing_class=tokenizer,
         compute_loss_func=label_smoothed_loss(run["training"].get("label_smoothing", 0.0), shift=model.shifts_labels),
         max_tokens=run["training"]["max_tokens"],
-        callbacks=[progress, VariantCallback(), EarlyStoppingCallback(run["training"].get("patience", 10))],
+        callbacks=callbacks,
         optimizers=(optimizer(model, run["training"]) if trains else None, None),
     )
     trainer.remove_callback(transformers.PrinterCallback)
@@ -95,7 +98,7 @@ def execute(
         trainer.state.epoch, progress.ended = 0.0, True
     train_seconds = time.perf_counter() - trained
     model = trainer.accelerator.unwrap_model(trainer.model)
-    if getattr(model, "finalizable", False):
+    if model.finalizable:
         model.finalize()
     model.config.use_cache = True  # the Trainer saves it switched off
     report({"stage": "testing"})
@@ -149,8 +152,9 @@ def execute(
     return record
 
 
-def training_arguments(run: dict[str, Any], folder: Path) -> Seq2SeqTrainingArguments:
-    """The Trainer's arguments for the recipe's `training` section."""
+def training_arguments(run: dict[str, Any], folder: Path, *, best: bool = True) -> Seq2SeqTrainingArguments:
+    """The Trainer's arguments for the recipe's `training` section. `best`: end with the checkpoint of the lowest dev loss; what
+    is pruned while it is trained is best before it is pruned, and must end with the last one."""
     settings = run["training"]
     betas = settings.get("adam_betas", _ADAM["betas"])
     # More than one evaluation an epoch is one every so many steps, which the Trainer takes as a share of all steps.
@@ -178,7 +182,7 @@ def training_arguments(run: dict[str, Any], folder: Path) -> Seq2SeqTrainingArgu
         **share,
         save_total_limit=1,
         restore_callback_states_from_checkpoint=True,  # or a resumed run would forget how long it has been patient
-        load_best_model_at_end=True,
+        load_best_model_at_end=best,
         metric_for_best_model="loss",
         greater_is_better=False,
         logging_steps=20,
