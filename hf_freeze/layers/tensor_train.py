@@ -209,7 +209,7 @@ class Plan:
                 x = functional.linear(x.reshape(tokens * batch, inner), matrix)
             else:
                 x = torch.matmul(matrix, x.reshape(tokens * batch, inner, columns))
-        return x.reshape(tokens, -1)
+        return x.reshape(tokens, math.prod(self.outputs))
 
 
 @functools.lru_cache(maxsize=4096)
