@@ -79,7 +79,7 @@ class FactorizedLinear(DerivedLinear):
         chunk = costs_of(device_type).chunk
         if torch.is_grad_enabled() or chunk is None or tokens <= chunk:
             y = self.multiply(rows, ready)
-            y = y if self.bias is None else y + self.bias
+            y = y if self.bias is None else y + self.bias.to(y.dtype)  # that of autocast, as a dense linear's
         else:
             y = self._in_chunks(rows, ready, chunk)
         return y.view(*x.shape[:-1], self.out_features)
