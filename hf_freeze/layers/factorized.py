@@ -99,7 +99,7 @@ class FactorizedLinear(DerivedLinear):
 
     def _has_room(self, x: torch.Tensor) -> bool:
         """Whether the dense weight is there already, was asked for, or leaves half of the free memory."""
-        if self.execution == "dense" or self._kept:
+        if self.execution == "dense" or self.keeps_weight(x.device.type):
             return True
         needed = 2 * self.in_features * self.out_features * x.element_size()
         if x.device.type == "cuda":
