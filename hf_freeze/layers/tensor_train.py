@@ -27,7 +27,8 @@ from hf_freeze.layers.factorized import FactorizedLinear
 class TensorTrainLinear(FactorizedLinear):
     """`core_0` ... `core_{d-1}`. `ranks` is (1, r_1, ..., r_{d-1}, 1).
 
-    Raises ValueError for modes of unequal number, and for ranks of the wrong number or outside 1..full rank.
+    Raises ValueError for modes of unequal number, and for ranks of the wrong number, outside 1..full rank, or of more than the
+    rank before and the modes allow.
     """
 
     def __init__(
@@ -113,6 +114,11 @@ def check_ranks(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequen
     for k, (rank, full) in enumerate(zip(ranks, full_ranks(in_modes, out_modes), strict=True)):
         if not 1 <= rank <= full:
             raise ValueError(f"ranks={list(ranks)}: number {k} is {rank}, but must be in 1..{full}, its full rank")
+        if k > 0 and rank > (most := ranks[k - 1] * in_modes[k - 1] * out_modes[k - 1]):
+            raise ValueError(
+                f"ranks={list(ranks)}: number {k} is {rank}, but after rank {ranks[k - 1]} the core's modes {in_modes[k - 1]} "
+                f"and {out_modes[k - 1]} allow at most {most}"
+            )
 
 
 def tt_svd(
