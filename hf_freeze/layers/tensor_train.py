@@ -11,6 +11,7 @@ is two large matrix products, however many cores there are.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from transformers import initialization
 
 from hf_freeze.layers.cost import Costs, costs_of, product
 from hf_freeze.layers.factorized import FactorizedLinear
+
+_FEW_CORES = 8  # there are 2^d orders of d cores
 
 
 class TensorTrainLinear(FactorizedLinear):
@@ -227,11 +230,11 @@ def best_plan(
     device_type: str,
     training: bool,
 ) -> Plan:
-    """The cheapest of all orders with at least two groups; while training with the cost of multiplying beforehand."""
-    costs, best = costs_of(device_type), None
-    for bits in range(1, 1 << (len(in_modes) - 1)):
-        cuts = tuple(k + 1 for k in range(len(in_modes) - 1) if bits >> k & 1)
-        for from_left in (False, True):
+    """The cheapest of all orders with at least two groups, of many cores at most three; while training with the cost of
+    multiplying beforehand."""
+    costs, best, d = costs_of(device_type), None, len(in_modes)
+    for number in range(1, d if d <= _FEW_CORES else 3):
+        for cuts, from_left in itertools.product(itertools.combinations(range(1, d), number), (False, True)):
             plan = Plan(in_modes, out_modes, ranks, cuts, from_left)
             plan.cost = sum(product(costs, tokens * batch, *sizes) for batch, *sizes in plan.steps())
             if training:
