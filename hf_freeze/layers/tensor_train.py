@@ -213,7 +213,7 @@ class Plan:
     def multiply(self, x: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
         """(N, I) -> (N, O)"""
         tokens = x.shape[0]
-        for matrix, (batch, rows, inner, columns) in zip(matrices, self.steps(), strict=True):
+        for matrix, (batch, _, inner, columns) in zip(matrices, self.steps(), strict=True):
             if columns == 1:
                 x = functional.linear(x.reshape(tokens * batch, inner), matrix)
             else:
