@@ -56,7 +56,7 @@ class TensorTrainLinear(FactorizedLinear):
     @property
     def cores(self) -> list[nn.Parameter]:
         """In order."""
-        return [self.get_parameter(f"core_{k}") for k in range(len(self.in_modes))]
+        return [getattr(self, f"core_{k}") for k in range(len(self.in_modes))]
 
     def initialize_parameters(self) -> None:
         """Var(W) is the product of all ranks and of all cores' variances: equal for all cores, so that it is std²."""
