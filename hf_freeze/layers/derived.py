@@ -19,6 +19,10 @@ def features(linear: nn.Module) -> tuple[int, int]:
     return found
 
 
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
 class Derived(nn.Module):
     """Keeps what inference computes from the parameters, until one of them changes.
 
@@ -55,13 +59,17 @@ class Derived(nn.Module):
 
     def kept_weight(self, device_type: str) -> torch.Tensor:
         """The dense weight, kept; in the precision of autocast where that is on, which would round it in every forward."""
-        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+        dtype = _autocast_dtype(device_type)
 
         def compute() -> torch.Tensor:
             weight = self.dense_weight()
             return weight.contiguous() if dtype is None else weight.to(dtype).contiguous()
 
         return self.keep(dtype, compute)
+
+    def keeps_weight(self, device_type: str) -> bool:
+        """Whether `kept_weight` has its memory already."""
+        return self._kept is not None and _autocast_dtype(device_type) in self._kept
 
     def needs_gradient(self) -> bool:
         """Whether the forward must be differentiable with respect to what the weight is computed from."""

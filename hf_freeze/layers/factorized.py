@@ -80,7 +80,7 @@ class FactorizedLinear(DerivedLinear):
         chunk = costs_of(device_type).chunk
         if torch.is_grad_enabled() or chunk is None or tokens <= chunk:
             y = self.multiply(rows, ready)
-            y = y if self.bias is None else y + self.bias
+            y = y if self.bias is None else y + self.bias.to(y.dtype)  # that of autocast, as a dense linear's
         else:
             y = self._in_chunks(rows, ready, chunk)
         return y.view(*x.shape[:-1], self.out_features)
@@ -106,7 +106,7 @@ class FactorizedLinear(DerivedLinear):
 
     def _has_room(self, x: torch.Tensor) -> bool:
         """Whether the dense weight is there already, was asked for, or leaves half of the free memory."""
-        if self.execution == "dense" or self._kept:
+        if self.execution == "dense" or self.keeps_weight(x.device.type):
             return True
         needed = 2 * self.in_features * self.out_features * x.element_size()
         if x.device.type == "cuda":

@@ -11,6 +11,7 @@ is two large matrix products, however many cores there are.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -23,11 +24,14 @@ from transformers import initialization
 from hf_freeze.layers.cost import Costs, costs_of, product
 from hf_freeze.layers.factorized import FactorizedLinear
 
+_FEW_CORES = 8  # there are 2^d orders of d cores
+
 
 class TensorTrainLinear(FactorizedLinear):
     """`core_0` ... `core_{d-1}`. `ranks` is (1, r_1, ..., r_{d-1}, 1).
 
-    Raises ValueError for modes of unequal number, and for ranks of the wrong number or outside 1..full rank.
+    Raises ValueError for modes of unequal number, and for ranks of the wrong number, outside 1..full rank, or of more than the
+    rank before and the modes allow.
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class TensorTrainLinear(FactorizedLinear):
     @property
     def cores(self) -> list[nn.Parameter]:
         """In order."""
-        return [self.get_parameter(f"core_{k}") for k in range(len(self.in_modes))]
+        return [getattr(self, f"core_{k}") for k in range(len(self.in_modes))]
 
     def initialize_parameters(self) -> None:
         """Var(W) is the product of all ranks and of all cores' variances: equal for all cores, so that it is std²."""
@@ -113,6 +117,11 @@ def check_ranks(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequen
     for k, (rank, full) in enumerate(zip(ranks, full_ranks(in_modes, out_modes), strict=True)):
         if not 1 <= rank <= full:
             raise ValueError(f"ranks={list(ranks)}: number {k} is {rank}, but must be in 1..{full}, its full rank")
+        if k > 0 and rank > (most := ranks[k - 1] * in_modes[k - 1] * out_modes[k - 1]):
+            raise ValueError(
+                f"ranks={list(ranks)}: number {k} is {rank}, but after rank {ranks[k - 1]} the core's modes {in_modes[k - 1]} "
+                f"and {out_modes[k - 1]} allow at most {most}"
+            )
 
 
 def tt_svd(
@@ -209,7 +218,7 @@ class Plan:
                 x = functional.linear(x.reshape(tokens * batch, inner), matrix)
             else:
                 x = torch.matmul(matrix, x.reshape(tokens * batch, inner, columns))
-        return x.reshape(tokens, -1)
+        return x.reshape(tokens, math.prod(self.outputs))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -221,11 +230,11 @@ def best_plan(
     device_type: str,
     training: bool,
 ) -> Plan:
-    """The cheapest of all orders with at least two groups; while training with the cost of multiplying beforehand."""
-    costs, best = costs_of(device_type), None
-    for bits in range(1, 1 << (len(in_modes) - 1)):
-        cuts = tuple(k + 1 for k in range(len(in_modes) - 1) if bits >> k & 1)
-        for from_left in (False, True):
+    """The cheapest of all orders with at least two groups, of many cores at most three; while training with the cost of
+    multiplying beforehand."""
+    costs, best, d = costs_of(device_type), None, len(in_modes)
+    for number in range(1, d if d <= _FEW_CORES else 3):
+        for cuts, from_left in itertools.product(itertools.combinations(range(1, d), number), (False, True)):
             plan = Plan(in_modes, out_modes, ranks, cuts, from_left)
             plan.cost = sum(product(costs, tokens * batch, *sizes) for batch, *sizes in plan.steps())
             if training:

@@ -53,7 +53,7 @@ class TuckerLinear(FactorizedLinear):
     @property
     def factors(self) -> list[nn.Parameter]:
         """Of the modes of the inputs, then of the outputs."""
-        return [self.get_parameter(f"factor_{k}") for k in range(len(self.ranks))]
+        return [getattr(self, f"factor_{k}") for k in range(len(self.ranks))]
 
     def initialize_parameters(self) -> None:
         """Var(W) is the product of all ranks and of the variances of core and factors: equal for all, so that it is std²."""

@@ -15,6 +15,8 @@ from hf_freeze.registry import Method
 if TYPE_CHECKING:
     from hf_freeze.variant import VariantMixin
 
+_MOST_MODES = 32  # a dimension has no more prime factors
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearMethod(Method):
@@ -157,6 +159,8 @@ class ShapedMethod(FactorizedMethod):
             set_field(
                 self, "shape", [check_ranks_list(modes, f"{name}: shape[{k}]") for k, modes in enumerate(self.shape)]
             )
+            if (longest := max(map(len, self.shape))) > _MOST_MODES:
+                raise ValueError(f"{name}: shape has a list of {longest} factors; the limit is {_MOST_MODES}")
 
     def per_linear(self) -> Iterable[str] | None:
         return self.ranks if isinstance(self.ranks, dict) else None

@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 
 from hf_freeze.layers import LowRankLinear
-from hf_freeze.methods._linear import FactorizedMethod, check_positive, glorot_std
-from hf_freeze.registry import register_method
+from hf_freeze.layers.derived import features
+from hf_freeze.methods._linear import FactorizedMethod, check_positive
+from hf_freeze.registry import architecture_of, register_method
 
 
 @register_method("low_rank", example={"rank": 4}, shrinks=True)
@@ -41,13 +42,16 @@ class LowRank(FactorizedMethod):
 
     def make(self, linear: Any, name: str, config: Any) -> nn.Module:
         rank = self.rank[name] if isinstance(self.rank, dict) else self.rank
-        return LowRankLinear(linear, rank, std=_dense_std(linear, config), execution=self.execution)
+        return LowRankLinear(linear, rank, std=_dense_std(linear, name, config), execution=self.execution)
 
 
-def _dense_std(linear: Any, config: Any) -> float:
-    """Of a fresh dense weight: Glorot's for Marian's initialisation; else that of the weight as the backbone has just drawn it,
-    because some scale it by the depth. Where nothing is drawn (on meta, or before trained weights are filled in), any."""
+def _dense_std(linear: Any, name: str, config: Any) -> float:
+    """Of a fresh dense weight: Glorot's for Marian's initialisation, where fused projections count one by one; else that of the
+    weight as the backbone has just drawn it, because some scale it by the depth. Where nothing is drawn (on meta, or before
+    trained weights are filled in), any."""
+    inputs, outputs = features(linear)
+    glorot = (2 / (inputs + outputs // architecture_of(config.model_type).parts(f"{name}.weight"))) ** 0.5
     if getattr(config, "init", None) == "marian" or linear.weight.is_meta:
-        return glorot_std(linear)
+        return glorot
     drawn = float(linear.weight.detach().float().std())
-    return drawn if 0 < drawn < 1 else glorot_std(linear)
+    return drawn if 0 < drawn < 1 else glorot
