@@ -85,12 +85,14 @@ class TrainingMixin(_Model):
         """End training, in place and at any step: masks are fixed, and what only training needs is dropped. The config then
         describes what is left, and an optimiser made before holds parameters that are gone.
 
-        Raises ValueError where nothing is to be finalized, as in a second call.
+        Raises ValueError where nothing is to be finalized, as in a second call, and on meta.
         """
         if not self.finalizable:
             raise ValueError(
                 f"nothing to finalize: the methods {[method.name for method in self._methods]} are finalized, or need it not"
             )
+        if self.device.type == "meta":
+            raise ValueError("finalize() looks at the weights, which on meta have no values")
         model: Any = self
         self._methods = [
             method.finalize(model, self.architecture) if method.finalizable else method for method in self._methods
