@@ -30,9 +30,7 @@ class TrainingMixin(_Model):
     scheduled: bool = False
     progress: float | None = None
     _methods: list[Method]
-    _pending_auxiliary: list[tuple[torch.Tensor, int]] | None = (
-        None  # parameters and versions, until its term has a gradient
-    )
+    _reached: set[str] | None = None  # by gradients since the last forward: the "outputs", the "term" that methods add
     _active: tuple[int, ...] = ()  # the methods, by number, that freeze at `progress` and not always
     _held: frozenset[str] = frozenset()  # what they froze: what somebody else has frozen is not ours to thaw
 
@@ -85,12 +83,14 @@ class TrainingMixin(_Model):
         """End training, in place and at any step: masks are fixed, and what only training needs is dropped. The config then
         describes what is left, and an optimiser made before holds parameters that are gone.
 
-        Raises ValueError where nothing is to be finalized, as in a second call.
+        Raises ValueError where nothing is to be finalized, as in a second call, and on meta.
         """
         if not self.finalizable:
             raise ValueError(
                 f"nothing to finalize: the methods {[method.name for method in self._methods]} are finalized, or need it not"
             )
+        if self.device.type == "meta":
+            raise ValueError("finalize() looks at the weights, which on meta have no values")
         model: Any = self
         self._methods = [
             method.finalize(model, self.architecture) if method.finalizable else method for method in self._methods
@@ -148,34 +148,34 @@ class TrainingMixin(_Model):
         self._freeze_phase()
 
 
-def _add_auxiliary_loss(model: Any, outputs: Any, labels: torch.Tensor | None) -> None:
-    """Into `outputs.loss`, where labels gave one, and under `auxiliary_loss` for losses that are computed outside.
+def _add_auxiliary_loss(model: Any, outputs: Any) -> None:
+    """Into `outputs.loss`, where there is one, and under `auxiliary_loss` for losses that are computed outside.
 
-    Raises ValueError where the weights have moved since the last forward and its term had no gradient: a loss left it out.
+    Raises ValueError where the last gradients were those of a loss that left it out.
     """
     added = model.auxiliary_loss()
     if added is None:
         return
-    pending = model._pending_auxiliary
-    if pending is not None and any(parameter._version != version for parameter, version in pending):
-        model._pending_auxiliary = None
-        raise ValueError(
-            f"the methods {[method.name for method in model._methods if method.finalizable]} add a term to the loss, and the "
-            "last step was trained without it: a loss of your own must add outputs['auxiliary_loss'] (label_smoothed_loss of "
-            "hf_freeze.training does; the Trainer's label_smoothing_factor does not)"
-        )
-    model._pending_auxiliary = [(p, p._version) for p in model.parameters() if p.requires_grad]
-
-    def used(_: torch.Tensor) -> None:
-        model._pending_auxiliary = None
-
-    if added.requires_grad:
-        added.register_hook(used)
-    else:
-        model._pending_auxiliary = None
     if isinstance(outputs, tuple):
         raise ValueError("a term that methods add to the loss needs return_dict=True")
-    if labels is not None and outputs.get("loss") is not None:
+    if model._reached is None:
+        model._reached = set()
+    forgotten = model._reached == {"outputs"}
+    model._reached.clear()
+    if forgotten:
+        adding = [m.name for m in model._methods if type(m).auxiliary_loss is not Method.auxiliary_loss]
+        raise ValueError(
+            f"the methods {adding} add a term to the loss, and the last step was trained without it: a loss of your own must "
+            "add outputs['auxiliary_loss'] (label_smoothed_loss of hf_freeze.training does; the Trainer's "
+            "label_smoothing_factor does not)"
+        )
+    if added.requires_grad:
+        reached = model._reached
+        for value in outputs.values():
+            if torch.is_tensor(value) and value.requires_grad:
+                value.register_hook(lambda _: reached.add("outputs"))
+        added.register_hook(lambda _: reached.add("term"))
+    if outputs.get("loss") is not None:
         outputs.loss = outputs.loss + added
     outputs["auxiliary_loss"] = added
 
@@ -201,7 +201,7 @@ def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
         outputs = native_forward(self, *args, **kwargs)
         labels = kwargs.get("labels")
         if self.training and torch.is_grad_enabled() and self.device.type != "meta":
-            _add_auxiliary_loss(self, outputs, labels)
+            _add_auxiliary_loss(self, outputs)
         if num_items_in_batch is None or labels is None:
             return outputs
         counted = labels[..., 1:] if self.shifts_labels else labels

@@ -79,7 +79,9 @@ class MaskedConv1D(Masked, Conv1D):
 @torch.no_grad()
 def prune_smallest(modules: Sequence[Masked], sparsity: float, scope: str) -> None:
     """Mask the smallest weights of what is left until the share `sparsity` is masked, of all modules together (`"global"`) or of
-    each (`"layer"`). What is masked stays masked."""
+    each (`"layer"`). What is masked stays masked. On meta it does nothing."""
+    if any(module.mask.is_meta for module in modules):  # without values nothing is smaller than anything
+        return
     for group in [modules] if scope == "global" else [[module] for module in modules]:
         removed = round(sparsity * sum(m.weight.numel() for m in group)) - sum(m.zeros() for m in group)
         if removed <= 0:

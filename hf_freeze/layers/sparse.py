@@ -15,7 +15,11 @@ from hf_freeze.layers.derived import DerivedLinear
 
 
 class SparseLinear(DerivedLinear):
-    """`values` (non-zeros,), row by row of the dense weight (O, I), trainable; `mask` bits, or `columns` and `counts`."""
+    """`values` (non-zeros,), row by row of the dense weight (O, I), trainable; `mask` bits, or `columns` and `counts`.
+
+    `columns` are the bytes of 16- or 32-bit integers: neither NCCL nor gloo can send 16-bit integers, and
+    DistributedDataParallel sends all buffers.
+    """
 
     def __init__(self, linear: Any, nonzeros: int) -> None:
         super().__init__(linear)
@@ -27,10 +31,12 @@ class SparseLinear(DerivedLinear):
         self.nonzeros = nonzeros
         device = linear.weight.device
         self.values = nn.Parameter(torch.zeros(nonzeros, device=device, dtype=linear.weight.dtype))
-        column = torch.int16 if self.in_features <= 1 << 15 else torch.int32
-        as_columns = nonzeros * column.itemsize + self.out_features * 4
+        self._column = torch.int16 if self.in_features <= 1 << 15 else torch.int32
+        as_columns = nonzeros * self._column.itemsize + self.out_features * 4
         if as_columns < packed_size(entries):
-            self.register_buffer("columns", torch.zeros(nonzeros, dtype=column, device=device))
+            self.register_buffer(
+                "columns", torch.zeros(nonzeros * self._column.itemsize, dtype=torch.uint8, device=device)
+            )
             self.register_buffer("counts", torch.zeros(self.out_features, dtype=torch.int32, device=device))
         else:
             self.register_buffer("mask", torch.zeros(packed_size(entries), dtype=torch.uint8, device=device))
@@ -47,7 +53,7 @@ class SparseLinear(DerivedLinear):
         if made.bias is not None:
             made.bias.copy_(linear.bias)
         if hasattr(made, "columns"):
-            made.get_buffer("columns").copy_(kept.nonzero()[:, 1])
+            made.get_buffer("columns").copy_(kept.nonzero()[:, 1].to(made._column).view(torch.uint8))
             made.get_buffer("counts").copy_(kept.sum(1))
         else:
             made.get_buffer("mask").copy_(pack(kept))
@@ -61,7 +67,7 @@ class SparseLinear(DerivedLinear):
         if not hasattr(self, "columns"):
             return unpack(self.get_buffer("mask"), self.in_features * self.out_features).nonzero()[:, 0]
         rows = torch.arange(self.out_features, device=self.values.device).repeat_interleave(self.get_buffer("counts"))
-        return rows * self.in_features + self.get_buffer("columns")
+        return rows * self.in_features + self.get_buffer("columns").view(self._column)
 
     def dense_weight(self) -> torch.Tensor:
         if self.values.is_meta:  # positions depend on values
