@@ -152,7 +152,8 @@ def test_training_equals_the_dense_weight(cls, size, arguments, training_path):
 @every_setting
 def test_gradients_are_finite_differences(cls, size, arguments, training_path):
     layer = make(cls, size, arguments).double()
-    names, values = zip(*layer.named_parameters(), strict=True)
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    values = [p.detach().clone().requires_grad_() for p in parameters]  # no nn.Parameter
     x = torch.randn(3, size[0], dtype=torch.double, requires_grad=True)
 
     def forward(x, *values):
@@ -160,10 +161,10 @@ def test_gradients_are_finite_differences(cls, size, arguments, training_path):
 
     assert torch.autograd.gradcheck(forward, (x, *values), fast_mode=True)
     y = functional.linear(x, densify(layer), layer.bias)
-    expected = torch.autograd.grad(y.sin().sum(), (x, *values))
-    actual = torch.autograd.grad(layer(x).sin().sum(), (x, *values))
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    expected = torch.autograd.grad(y.sin().sum(), (x, *parameters))
+    for y, weights in ((layer(x), parameters), (forward(x, *values), values)):
+        for one, other in zip(torch.autograd.grad(y.sin().sum(), (x, *weights)), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("execution", factorized.EXECUTIONS)
