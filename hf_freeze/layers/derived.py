@@ -26,7 +26,7 @@ def _autocast_dtype(device_type: str) -> torch.dtype | None:
 class Derived(nn.Module):
     """Keeps what inference computes from the parameters, until one of them changes.
 
-    A change through `parameter.data` in place cannot be seen; switching `train()` and `eval()` forgets everything.
+    A change in place through `parameter.data` cannot be seen; switching `train()` and `eval()` forgets everything.
     """
 
     # key -> (the tensors it was computed from, with their versions; the value)
@@ -44,8 +44,8 @@ class Derived(nn.Module):
             self._kept = {}
         if key in self._kept:
             then, value = self._kept[key]
-            for (tensor, version), source in zip(then, sources, strict=True):
-                if tensor is not source or (source is not None and source._version != version):
+            for (tensor, state), source in zip(then, sources, strict=True):
+                if tensor is not source or (source is not None and (source._version, source.data_ptr()) != state):
                     break
             else:
                 return value
@@ -54,7 +54,8 @@ class Derived(nn.Module):
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
             value = compute()
         if not any(source is not None and source.is_inference() for source in sources):  # these count no changes
-            self._kept[key] = ([(source, None if source is None else source._version) for source in sources], value)
+            states = [(source, None if source is None else (source._version, source.data_ptr())) for source in sources]
+            self._kept[key] = (states, value)
         return value
 
     def kept_weight(self, device_type: str) -> torch.Tensor:
