@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_freeze.layers import LowRankLinear
 from hf_freeze.layers.derived import features
-from hf_freeze.methods._linear import FactorizedMethod, check_positive
+from hf_freeze.methods._linear import FactorizedMethod, check_positive, glorot_std
 from hf_freeze.registry import architecture_of, register_method
 
 
@@ -49,9 +49,8 @@ def _dense_std(linear: Any, name: str, config: Any) -> float:
     """Of a fresh dense weight: Glorot's for Marian's initialisation, where fused projections count one by one; else that of the
     weight as the backbone has just drawn it, because some scale it by the depth. Where nothing is drawn (on meta, or before
     trained weights are filled in), any."""
-    inputs, outputs = features(linear)
-    glorot = (2 / (inputs + outputs // architecture_of(config.model_type).parts(f"{name}.weight"))) ** 0.5
-    if getattr(config, "init", None) == "marian" or linear.weight.is_meta:
-        return glorot
-    drawn = float(linear.weight.detach().float().std())
-    return drawn if 0 < drawn < 1 else glorot
+    if getattr(config, "init", None) == "marian":
+        inputs, outputs = features(linear)
+        return (2 / (inputs + outputs // architecture_of(config.model_type).parts(f"{name}.weight"))) ** 0.5
+    drawn = 0.0 if linear.weight.is_meta else float(linear.weight.detach().float().std())
+    return drawn if 0 < drawn < 1 else glorot_std(linear)
