@@ -1,6 +1,7 @@
 """What the benchmarks share: models of the freeze ablation, measuring in turns, rates of this machine, the report."""
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -19,12 +20,14 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "freeze_ablation" / "recipe.yam
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def parser(docstring: str | None) -> argparse.ArgumentParser:
+def parser(docstring: str | None, *, presets: bool = True) -> argparse.ArgumentParser:
+    """With `--out`, and with `presets` what chooses the models of the freeze ablation."""
     made = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument(
-        "--preset", default="tiny", help="of the recipe of the freeze ablation: demo, tiny, base, big ..."
-    )
-    made.add_argument("--set", action="append", default=[], help="backbone.config.encoder_layers=2 and the like")
+    if presets:
+        made.add_argument(
+            "--preset", default="tiny", help="of the recipe of the freeze ablation: demo, tiny, base, big ..."
+        )
+        made.add_argument("--set", action="append", default=[], help="backbone.config.encoder_layers=2 and the like")
     made.add_argument("--out", type=Path, help="a Markdown file for the table")
     return made
 
@@ -49,12 +52,14 @@ def config(run: dict[str, Any], vocabulary: int) -> Any:
     )
 
 
-def seconds(work: Callable[[], object]) -> float:
+def seconds(work: Callable[[], object], calls: int = 1) -> float:
+    """Of one call, the mean of `calls`."""
     synchronize()
     start = time.perf_counter()
-    work()
+    for _ in range(calls):
+        work()
     synchronize()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / calls
 
 
 def synchronize() -> None:
@@ -86,15 +91,24 @@ def quartiles(values: list[float], digits: int = 3) -> str:
     return f"{low:.{digits}f} to {high:.{digits}f}"
 
 
-def in_turns(one: Callable[[], object], other: Callable[[], object], rounds: int) -> Pair:
-    """Rounds of one, other, other, one, after an uncounted call of each: drift and warm caches favour neither."""
+def in_turns(one: Callable[[], object], other: Callable[[], object], rounds: int, *, at_least: float = 0.0) -> Pair:
+    """Rounds of one, other, other, one, after an uncounted call of each: drift and warm caches favour neither.
+
+    A work is called so often in its turn that the turn takes `at_least` so many seconds.
+    """
     one(), other()
+    often = {work: _calls(work, at_least) for work in (one, other)}
     pair = Pair()
     for _ in range(rounds):
-        first, second, third, fourth = (seconds(work) for work in (one, other, other, one))
+        first, second, third, fourth = (seconds(work, often[work]) for work in (one, other, other, one))
         pair.one.append((first + fourth) / 2)
         pair.other.append((second + third) / 2)
     return pair
+
+
+def _calls(work: Callable[[], object], at_least: float) -> int:
+    """How many take `at_least` so many seconds."""
+    return max(1, math.ceil(at_least / best(work, 3))) if at_least else 1
 
 
 def best(work: Callable[[], object], times: int = 5) -> float:
@@ -106,6 +120,19 @@ def copy_rate(size: int = 1 << 28) -> float:
     """Bytes read or written a second, by copies between two tensors of `size` bytes."""
     source, target = torch.ones(size // 4, device=DEVICE), torch.ones(size // 4, device=DEVICE)
     return 2 * size / best(lambda: target.copy_(source))
+
+
+def read_rate(size: int) -> float:
+    """Bytes read a second from one tensor of `size` bytes, again and again: from a cache where it fits into one."""
+    values = torch.ones(size // 4, device=DEVICE)
+    calls = max(1, (1 << 24) // size)
+    return size * calls / best(lambda: [torch.dot(values, values) for _ in range(calls)])
+
+
+def product_rate(size: int = 1024) -> float:
+    """Multiply-adds a second of an fp32 product of two square matrices."""
+    left, right = torch.ones(size, size, device=DEVICE), torch.ones(size, size, device=DEVICE)
+    return size**3 / best(lambda: left @ right)
 
 
 def markdown(header: list[str], lines: list[list[str]]) -> str:

@@ -1,11 +1,16 @@
 """Every benchmark says what it claims, and runs at its smallest setting. What it times is not judged here; sizes are."""
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from hf_freeze import data, make_variant, methods, stored_bytes
+from hf_freeze.experiments.run import backbone_config
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if not file.name.startswith("_"))
@@ -76,3 +81,58 @@ def test_training_throughput(run):
     assert re.search(r"ours to the plain loop: ratio [\d.]+ \(claim", printed)
     padding = {name: float(share) for name, share in re.findall(r"^\| ([\w' ,]+?) \|.*\| ([\d.]+) % \|", printed, re.M)}
     assert padding["ours"] == padding["plain loop"] < padding["Trainer's defaults"]
+
+
+def test_linear_methods(run, tmp_path):
+    out, picture = tmp_path / "table.md", tmp_path / "picture.png"
+    printed = run("linear_methods", "--quick", "--out", str(out), "--plot", str(picture))
+    assert "held with factors below dense: passed in all 5" in printed  # bytes, not times
+    for bar in ("layer at most 1.05 of dense", "peer at least 2.5 times the layer", "saved at least 0.85"):
+        assert f"- {bar}" in printed
+    layers = re.findall(r"^\| ([^|]*) \| 8 \| .*\| (dense|factors) \| ([\d.]*) \|", printed, re.M)
+    assert [name for name, _, other in layers if other] == [
+        "low rank, 25 %", "tensor train, rank 2", "tensor train, rank 8", "Tucker, rank 2", "Tucker, rank 3"
+    ]  # fmt: skip
+    assert all(way == "dense" for _, way, other in layers if not other)
+    assert out.read_text(encoding="utf-8").startswith("`python benchmarks/linear_methods.py --quick")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_linear_methods_counts_each_storage_once(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    module = importlib.import_module("linear_methods")
+    linear = torch.nn.Linear(4, 3)
+    assert module.held_bytes(linear) == module.held_bytes(linear, linear.weight.T, [linear]) == 4 * 15
+    linear.kept = {"key": ([(linear.bias, 0)], torch.zeros(5))}
+    assert module.held_bytes(linear) == 4 * 20
+
+
+def test_run_latency(run, tmp_path):
+    text = data.builtin_corpus(train=40, dev=4, test=4)
+    tokenizer = data.train_tokenizer([*text["train"]["source"], *text["train"]["target"]], 300)
+    settings = {"model_type": "marian", "config": {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
+                "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
+                "max_position_embeddings": 64}}  # fmt: skip
+    rows = {"0": [], "neurons": [methods.FFNPruning(width=8)], "noise": [methods.VariationalDropout(training_size=9)]}
+    for row, chosen in rows.items():
+        folder = tmp_path / f"row-{row}-seed-1"
+        model = make_variant(backbone_config(settings, tokenizer), chosen, task="seq2seq-lm", init="marian")
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        record = {"label": f"the {row}", "parameters": {"stored_bytes": stored_bytes(model)}}
+        (folder / "metrics.json").write_text(json.dumps(record), encoding="utf-8")
+    (tmp_path / "row-unfinished-seed-1").mkdir()
+    arguments = [str(tmp_path), "--rounds", "1", "--sentences", "3", "--new-tokens", "4"]
+    printed = run("run_latency", *arguments, "--out", str(tmp_path / "table.md"))
+    assert re.findall(r"^\| (\w+): the \1 \|", printed, re.M) == ["0", "neurons", "noise"]
+    assert "3 sentences, 4 new tokens each" in printed
+    (tmp_path / "text").write_text("a b\nc\n", encoding="utf-8")
+    printed = run("run_latency", *arguments, "--rows", "neurons", "--text", str(tmp_path / "text"))
+    assert "noise" not in printed
+    assert "2 sentences" in printed
+    with pytest.raises(
+        SystemExit, match=r"no finished run of row 'unfinished'; choose from \['0', 'neurons', 'noise'\]"
+    ):
+        run("run_latency", *arguments, "--rows", "unfinished")
+    with pytest.raises(SystemExit, match="holds no finished run of row 0 of seed 2"):
+        run("run_latency", *arguments, "--seed", "2")

@@ -4,13 +4,15 @@ The I inputs are (n_1, ..., n_d), the O outputs (m_1, ..., m_e). Input mode k ha
 V_k (m_k, S_k), and the core is (R_1, ..., R_d, S_1, ..., S_e), held as a matrix (ΠR, ΠS):
     Wᵀ = (U_1 ⊗ ... ⊗ U_d) · core · (V_1 ⊗ ... ⊗ V_e)ᵀ.
 
-So it is a weight of rank min(ΠR, ΠS) whose two outer factors are Kronecker products, and a product with it is two matrix
-products: the core is multiplied to one of them beforehand.
+A product with it takes the factors of the inputs, the core and the factors of the outputs in turn. Neighbouring factors, and
+the core with those of one side, are multiplied beforehand where that makes it cheaper: with all of them it is two products, as
+with a weight of rank min(ΠR, ΠS).
 """
 
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +20,9 @@ from torch import nn
 from torch.nn import functional
 from transformers import initialization
 
-from hf_freeze.layers.cost import costs_of, product
+from hf_freeze.layers.cost import Costs, costs_of, product
 from hf_freeze.layers.factorized import FactorizedLinear
+from hf_freeze.layers.tensor_train import Plan, best_plan, merge_cost
 
 
 class TuckerLinear(FactorizedLinear):
@@ -88,9 +91,10 @@ class TuckerLinear(FactorizedLinear):
                 factor.copy_(value)
 
     def factor_cost(self, tokens: int, device_type: str, *, training: bool) -> float:
-        costs, rank = costs_of(device_type), min(self.inner, self.outer)
-        cost = product(costs, 1, tokens, self.in_features, rank) + product(costs, 1, tokens, rank, self.out_features)
-        return cost + self._two_factors_cost(device_type) if training else cost
+        return self._plan(tokens, device_type, training).cost
+
+    def _plan(self, tokens: int, device_type: str, training: bool) -> "TuckerPlan":
+        return best_tucker_plan(self.in_modes, self.out_modes, self.ranks, tokens, device_type, training)
 
     def _two_factors_cost(self, device_type: str) -> float:
         costs, rank = costs_of(device_type), min(self.inner, self.outer)
@@ -105,14 +109,88 @@ class TuckerLinear(FactorizedLinear):
         )
 
     def ready_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
-        return "factors", self._two_factors
+        plan = self._plan(tokens, device_type, self.needs_gradient())
+        return plan.key, lambda: (plan, *self._matrices(plan))
+
+    def _matrices(self, plan: "TuckerPlan") -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
+        """Of the factors of the inputs, of the core and what it is multiplied with, and of the factors of the outputs."""
+        factors = self.factors
+        ins, outs = factors[: len(self.in_modes)], factors[len(self.in_modes) :]
+        middle = self.core.T
+        if plan.inputs is None:
+            middle = middle @ kronecker(ins).T
+        if plan.outputs is None:
+            middle = kronecker(outs) @ middle
+        return (
+            plan.inputs.matrices([factor[None, :, :, None] for factor in ins]) if plan.inputs else [],
+            middle.contiguous(),
+            plan.outputs.matrices([factor.T[None, :, :, None] for factor in outs]) if plan.outputs else [],
+        )
 
     def multiply(self, x: torch.Tensor, ready: Any) -> torch.Tensor:
-        down, up = ready
-        return functional.linear(functional.linear(x, down), up)
+        plan, inputs, middle, outputs = ready
+        if plan.inputs is not None:
+            x = plan.inputs.multiply(x, inputs)
+        x = functional.linear(x, middle)
+        return x if plan.outputs is None else plan.outputs.multiply(x, outputs)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.in_modes} x {self.out_modes}, ranks={self.ranks}, execution={self.execution!r}"
+
+
+@dataclass(frozen=True)
+class TuckerPlan:
+    """How the factors of each side are taken; None: they are multiplied to the core beforehand."""
+
+    inputs: Plan | None
+    outputs: Plan | None
+    cost: float
+
+    @property
+    def key(self) -> Any:
+        return tuple(None if plan is None else plan.key for plan in (self.inputs, self.outputs))
+
+
+@functools.lru_cache(maxsize=4096)
+def best_tucker_plan(
+    in_modes: tuple[int, ...],
+    out_modes: tuple[int, ...],
+    ranks: tuple[int, ...],
+    tokens: int,
+    device_type: str,
+    training: bool,
+) -> TuckerPlan:
+    """The cheapest; while training with the cost of multiplying beforehand."""
+    costs = costs_of(device_type)
+    inner, outer = ranks[: len(in_modes)], ranks[len(in_modes) :]
+    first, last = (_side(*side, tokens, device_type, training) for side in ((in_modes, inner), (outer, out_modes)))
+    found = []
+    for left, right in ((first, last), (None, last), (first, None)):
+        inputs = math.prod(inner if left else in_modes)
+        outputs = math.prod(outer if right else out_modes)
+        cost = product(costs, 1, tokens, inputs, outputs) + sum(plan.cost for plan in (left, right) if plan)
+        if training and left is None:
+            cost += _kronecker_cost(costs, in_modes, inner) + product(costs, 1, outputs, math.prod(inner), inputs)
+        if training and right is None:
+            cost += _kronecker_cost(costs, outer, out_modes) + product(costs, 1, outputs, math.prod(outer), inputs)
+        found.append(TuckerPlan(left, right, cost))
+    return min(found, key=lambda plan: plan.cost)
+
+
+def _side(sizes: tuple[int, ...], results: tuple[int, ...], tokens: int, device_type: str, training: bool) -> Plan:
+    """The cheapest product with a Kronecker product, which is a tensor train of ranks 1; in one group, too."""
+    costs, ranks = costs_of(device_type), (1,) * (len(sizes) + 1)
+    whole = Plan(sizes, results, ranks, (), False)
+    whole.cost = product(costs, tokens, math.prod(results), math.prod(sizes), 1)
+    if training:
+        whole.cost += _kronecker_cost(costs, sizes, results)
+    if len(sizes) == 1:
+        return whole
+    return min(whole, best_plan(sizes, results, ranks, tokens, device_type, training), key=lambda plan: plan.cost)
+
+
+def _kronecker_cost(costs: Costs, sizes: tuple[int, ...], results: tuple[int, ...]) -> float:
+    return merge_cost(costs, sizes, results, (1,) * (len(sizes) + 1))
 
 
 def check_ranks(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> None:

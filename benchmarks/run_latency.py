@@ -1,0 +1,187 @@
+"""Decoding and training time of the finished runs of a translation grid, each against row 0 of the same folder.
+
+    hf-freeze run recipes/freeze_ablation/recipe.yaml --out runs/demo
+    python benchmarks/run_latency.py runs/demo --out run_latency.md
+
+Claim: no row takes more than 1.05 of row 0's time to decode, at batch 1 or 64. What a method does to a training step is measured
+without a claim.
+
+Each row's model (of the smallest seed that row 0 has too) is loaded as it was saved, in fp32, with the attention of the runs. A
+ratio is the median over rounds of row, row 0, row 0, row in one process, with quartiles; row 0 against itself, loaded twice,
+shows the noise.
+
+Decoding: `--sentences` sentences (of the test split that the runs were made with where that is the built-in corpus, or
+`--text`), greedy, with cache, exactly `--new-tokens` new tokens each, one sentence after the other and in batches of 64. So
+lengths do not differ between rows: what a row gains by shorter translations is not in it.
+
+Training: forward, label-smoothed loss, backward and fused AdamW step on what is trainable, in training mode, on one batch of 64
+of these sentences with their targets (`--target`; without it, `--text` is its own).
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import _shared
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.utils import logging
+
+from hf_freeze import data
+from hf_freeze.experiments.run import choose_attention
+from hf_freeze.training import label_smoothed_loss
+
+BAR = 1.05
+BATCH = 64
+
+
+def find_rows(folder: Path, seed: int | None) -> dict[str, Path]:
+    """row -> folder of its finished run, row 0 first; SystemExit where there is none of row 0."""
+    found: dict[str, dict[int, Path]] = {}
+    for path in folder.glob("row-*-seed-*"):
+        row, number = re.fullmatch(r"row-(.+)-seed-(\d+)", path.name).groups()  # type: ignore[union-attr]
+        if (path / "metrics.json").exists() and (path / "model").is_dir() and (seed is None or int(number) == seed):
+            found.setdefault(row, {})[int(number)] = path
+    if "0" not in found:
+        of = "" if seed is None else f" of seed {seed}"
+        raise SystemExit(f"{folder} holds no finished run of row 0{of}: `hf-freeze run RECIPE --out {folder}` first")
+    zero = found["0"]
+    order = sorted(found, key=lambda row: (row != "0", row))
+    return {row: found[row][min(set(found[row]) & set(zero) or found[row])] for row in order}
+
+
+def read_text(options: argparse.Namespace, folder: Path) -> tuple[list[str], list[str]]:
+    """Sources and targets."""
+    if options.text is not None:
+        sources = data.read_lines(options.text)
+        targets = data.read_lines(options.target or options.text)
+        pairs = [(s, t) for s, t in zip(sources, targets, strict=True) if s and t]
+    else:
+        file = folder / "run.json"
+        settings = json.loads(file.read_text(encoding="utf-8"))["data"] if file.exists() else {}
+        test = data.builtin_corpus(**settings.get("builtin", {}))["test"]
+        pairs = list(zip(test["source"], test["target"], strict=True))
+    chosen = pairs[: options.sentences]
+    return [source for source, _ in chosen], [target for _, target in chosen]
+
+
+def load(folder: Path) -> Any:
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder / "model").to(_shared.DEVICE)
+    choose_attention(model)
+    return model
+
+
+def decoder(model: Any, batches: list[Any], new_tokens: int) -> Callable[[], None]:
+    """A function that decodes all batches, each to the same length."""
+    model.eval()
+
+    @torch.no_grad()
+    def decode() -> None:
+        for batch in batches:
+            made = model.generate(
+                **batch, num_beams=1, do_sample=False, min_new_tokens=new_tokens, max_new_tokens=new_tokens
+            )
+            if made.shape[1] != new_tokens + 1:
+                raise RuntimeError(f"{made.shape[1] - 1} new tokens instead of {new_tokens}")
+
+    return decode
+
+
+def stepper(model: Any, batch: Any, labels: torch.Tensor) -> Callable[[], None]:
+    """A function that takes one training step."""
+    model.train()
+    if getattr(model, "scheduled", False):
+        model.advance(1, 2)
+    loss_of = label_smoothed_loss(0.1)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, 1e-5, weight_decay=0.0, fused=True)
+    inputs = model.prepare_decoder_input_ids_from_labels(labels)
+
+    def step() -> None:
+        loss_of(model(**batch, decoder_input_ids=inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def main() -> None:
+    parser = _shared.parser(__doc__, presets=False)
+    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="of `hf-freeze run`: row-NAME-seed-N/model")
+    parser.add_argument("--rows", nargs="+", help="default: all; row 0 is always there")
+    parser.add_argument("--seed", type=int, help="default: the smallest that row 0 has too")
+    parser.add_argument("--text", help="source sentences, one a line, plain or gzipped")
+    parser.add_argument("--target", help="their translations")
+    parser.add_argument("--sentences", type=int, default=BATCH)
+    parser.add_argument("--new-tokens", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5, help="of four turns each; three times as many for short works")
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    print(f"{torch.get_num_threads()} threads")
+    folders = find_rows(options.folder, options.seed)
+    if unknown := set(options.rows or ()) - set(folders):
+        raise SystemExit(f"no finished run of row {sorted(unknown)[0]!r}; choose from {list(folders)}")
+    if options.rows:
+        folders = {row: folder for row, folder in folders.items() if row in ("0", *options.rows)}
+    sources, targets = read_text(options, folders["0"])
+    tokenizer = AutoTokenizer.from_pretrained(folders["0"] / "model")
+    sizes = {row: load(folder).config.vocab_size for row, folder in folders.items()}
+    if len(set(sizes.values())) > 1:
+        raise SystemExit(f"the rows have vocabularies of different sizes: {sizes}")
+
+    def batches(size: int) -> list[Any]:
+        parts = [sources[start : start + size] for start in range(0, len(sources), size)]
+        return [
+            tokenizer(part, return_tensors="pt", padding=True, truncation=True).to(_shared.DEVICE) for part in parts
+        ]
+
+    labels = tokenizer(targets[:BATCH], return_tensors="pt", padding=True, truncation=True).to(_shared.DEVICE)
+    labels = labels["input_ids"].masked_fill(labels["attention_mask"] == 0, -100)
+    singles, together = batches(1), batches(BATCH)
+    zero_decoding, zero_training = load(folders["0"]), load(folders["0"])
+    zero = {
+        "1": decoder(zero_decoding, singles, options.new_tokens),
+        "64": decoder(zero_decoding, together, options.new_tokens),
+        "step": stepper(zero_training, together[0], labels),
+    }
+    lines, worst = [], []
+    for row, folder in folders.items():
+        decoding, training = load(folder), load(folder)
+        works = {
+            "1": decoder(decoding, singles, options.new_tokens),
+            "64": decoder(decoding, together, options.new_tokens),
+            "step": stepper(training, together[0], labels),
+        }
+        record = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+        cells = [f"{row}: {record['label']}", f"{record['parameters']['stored_bytes'] / 1e6:.2f}"]
+        for name, work in works.items():
+            rounds = options.rounds * (1 if name == "1" else 3)
+            pair = _shared.in_turns(work, zero[name], rounds)
+            scale = len(sources) if name in ("1", "64") else 1  # decoding a sentence, a step
+            cells += [f"{1e3 * statistics.median(pair.one) / scale:.2f}", str(pair)]
+            if name != "step" and row != "0":
+                worst.append((pair.ratio, f"row {row} at batch {name}"))
+        lines.append(cells)
+        print(*cells, sep=" | ", flush=True)
+    header = ["row", "stored, MB", "batch 1: ms a sentence", "to row 0", "batch 64: ms a sentence", "to row 0",
+              "training step, ms", "to row 0"]  # fmt: skip
+    missed = [f"{where} ({ratio:.2f})" for ratio, where in worst if ratio > BAR]
+    verdict = f"missed: {', '.join(missed)}" if missed else "passed" if worst else "not measured: there is no other row"
+    summary = (
+        f"decoding at most {BAR} of row 0: {verdict}; {len(sources)} sentences, {options.new_tokens} new tokens each, a step of "
+        f"{len(labels)} sentences ({together[0]['input_ids'].numel()} source and {labels.numel()} target positions); "
+        f"{torch.get_num_threads()} threads"
+    )
+    _shared.report(options, _shared.markdown(header, lines), summary)
+
+
+if __name__ == "__main__":
+    main()
