@@ -47,7 +47,7 @@ class SparseMethod(LinearMethod):
     def prepare(self, model: "VariantMixin", architecture: Architecture) -> None:
         if self.nonzeros is not None:
             raise ValueError(
-                f"{type(self).__name__}: which weights are left stands in the checkpoint that finalize() leads to, and neither in "
+                f"{type(self).__name__}: which weights are left stands in the checkpoint that finalize() leads to, neither in "
                 "other weights nor in a config: leave nonzeros out, or open the checkpoint"
             )
 
