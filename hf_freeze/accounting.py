@@ -109,9 +109,9 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
     # its input, each as dear as its forward, where they are needed; what is left are the score products of attention.
     backward: dict[str, float] = defaultdict(float)
     for module, (component, flops) in forward.items():
-        weight = getattr(module, "weight", None)
-        if weight is not None:
-            backward[component] += flops * (weight.requires_grad + needs_input_gradient[module])
+        if matrices := _matrices(module):
+            trained = any(matrix.requires_grad for matrix in matrices)
+            backward[component] += flops * (trained + needs_input_gradient[module])
     backward["attention"] += backward_flops - sum(backward.values())
     per_token = 1 / 2 / length
     by_component = {
@@ -140,6 +140,11 @@ def _on_meta(model: Any) -> Any:
     return twin.train()
 
 
+def _matrices(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of its products. To ask for a `weight` that is computed would compute it, and be counted."""
+    return [parameter for name, parameter in module.named_parameters(recurse=False) if name != "bias"]
+
+
 def _forward_by_component(model: Any, counter: FlopCounterMode) -> dict[nn.Module, tuple[str, int]]:
     """module -> (component, flops of its own: the counter adds each operation to every module around it)."""
     architecture = architecture_of(model.config.model_type)
@@ -150,7 +155,7 @@ def _forward_by_component(model: Any, counter: FlopCounterMode) -> dict[nn.Modul
     for name, module in model.named_modules():
         key = f"{root}.{name}" if name else root
         flops = counts.get(key, 0) - sum(counts.get(f"{key}.{child}", 0) for child, _ in module.named_children())
-        if flops and hasattr(module, "weight"):
+        if flops and _matrices(module):
             source = tied.get(f"{name}.weight", f"{name}.weight")
             own[module] = (architecture.component(base_name(model, source)), flops)
         elif flops:

@@ -146,7 +146,7 @@ class VariantMixin(TrainingMixin):
         """Glorot-uniform matrices, tables U(±sqrt(3/d)); biases 0 and norms 1/0 are native (Bogoychev, 2021)."""
         wanted = {id(parameter) for parameter in fresh}
         for name, module in self.named_modules():
-            weight = getattr(module, "weight", None)
+            weight = module._parameters.get("weight")  # that of some layers is computed, and no parameter
             if weight is None or weight.ndim != 2 or id(weight) not in wanted:
                 continue
             component = self._component(f"{name}.weight")

@@ -3,6 +3,7 @@
 No name of a method or architecture appears here or in the tests: a new one is tested by being registered.
 """
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -16,13 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AutoConfig, Trainer, TrainingArguments
 
 from hf_freeze import VariantCallback, make_variant
-from hf_freeze.architectures.base import Architecture, base_name, canonical_parameters
-from hf_freeze.registry import ARCHITECTURES, METHODS, Method
+from hf_freeze.architectures.base import TRAINED, Architecture, base_name, canonical_parameters
+from hf_freeze.registry import ARCHITECTURES, METHODS, Method, method_to_dict
 from hf_freeze.variant import INITS, TASKS
 
 MODEL = "trained"  # the source that is a native model with weights; the others are a config, with that init
@@ -38,15 +40,39 @@ class Case:
     task: str
     source: str
     methods: tuple[Method, ...]
+    finalized: bool = False  # what `finalize()` leaves, where a method has something to end training with
 
     @property
     def id(self) -> str:
         names = "+".join(method.name for method in self.methods) or "baseline"
-        return f"{self.architecture.model_type}-{self.task}-{self.source}-{names}"
+        return f"{self.architecture.model_type}-{self.task}-{self.source}-{names}{'-finalized' * self.finalized}"
 
     @property
     def exact(self) -> bool:
         return all(method.exact for method in self.methods)
+
+    @property
+    def finalizable(self) -> bool:
+        return not self.finalized and any(method.finalizable for method in self.methods)
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether two forwards in training mode differ."""
+        return not self.finalized and any(method.stochastic for method in self.methods)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether a part of it is regenerated from a seed, and not stored."""
+        return any(method.is_seeded(component) for method in self.methods for component in TRAINED)
+
+    @property
+    def thorough(self) -> bool:
+        """Whether every test takes it: the baseline wherever it is, and each method on the first task, from trained weights.
+
+        The other tasks differ in the head alone, the other sources in values alone: what is saved, opened, trained and merged
+        shows a method that goes wrong there.
+        """
+        return not self.methods or (self.source == MODEL and self.task == self.architecture.tasks[0])
 
     @property
     def auto_class(self) -> Any:
@@ -59,8 +85,10 @@ class Case:
     @property
     def trained_by_trainer(self) -> bool:
         """Whether the tests with a Trainer, the slowest, take it: each method on one task, the baseline on each with a loss."""
+        if self.source != MODEL or self.finalized:
+            return False
         with_loss = [task for task in self.architecture.tasks if _has_loss(self.architecture.model_type, task)]
-        return self.source == MODEL and self.task in (with_loss[:1] if self.methods else with_loss)
+        return self.task in (with_loss[:1] if self.methods else with_loss)
 
     def batch(self) -> dict[str, torch.Tensor]:
         return self.architecture.tiny_inputs(self.task)
@@ -77,7 +105,10 @@ def _cases() -> Iterator[Case]:
         # The first task from every source; the other tasks differ in the head alone, which one source shows.
         for number, task in enumerate(architecture.tasks):
             for source, methods in itertools.product(SOURCES if number == 0 else SOURCES[:1], applied):
-                yield Case(architecture, task, source, methods)
+                case = Case(architecture, task, source, methods)
+                yield case
+                if case.thorough and case.finalizable:
+                    yield replace(case, finalized=True)
 
 
 CASES = list(_cases())
@@ -141,19 +172,52 @@ def add_noise(model: Any, architecture: Architecture) -> Any:
     return model
 
 
+_BUILT: dict[str, Any] = {}
+
+
 def build(case: Case) -> Any:
-    """The variant of a case, in eval mode, with non-degenerate weights whatever its source."""
+    """The variant of a case, in eval mode, with non-degenerate weights whatever its source; made once, then copied."""
+    key = f"{case.id} {json.dumps([method_to_dict(method) for method in case.methods])}"
+    if key not in _BUILT:
+        _BUILT[key] = _build(case)
+    return copy.deepcopy(_BUILT[key])
+
+
+def _build(case: Case) -> Any:
     if case.source == MODEL:
-        return make_variant(native(case), list(case.methods)).eval()
-    init = case.source.removeprefix("init_")
-    model = make_variant(native_config(case.architecture), list(case.methods), task=case.task, init=init, seed=3)
-    return add_noise(model, case.architecture).eval()
+        model = make_variant(native(case), list(case.methods))
+    else:
+        init = case.source.removeprefix("init_")
+        model = make_variant(native_config(case.architecture), list(case.methods), task=case.task, init=init, seed=3)
+        add_noise(model, case.architecture)
+    if case.finalized:
+        model.finalize()
+    return model.eval()
+
+
+def finished(model: Any) -> Any:
+    """As at the end of training: what only training needs is dropped."""
+    if getattr(model, "finalizable", False):
+        model.finalize()
+    return model
 
 
 def reload(case: Case, folder: Path) -> tuple[Any, dict[str, Any]]:
     """From disk, under another global seed."""
     torch.manual_seed(4321)
     return case.auto_class.from_pretrained(folder, output_loading_info=True)
+
+
+def merge_or_none(model: Any) -> Any:
+    """The merged model, or None where a method refuses by its name, which the design allows."""
+    try:
+        return model.merge()
+    except ValueError as error:
+        message = str(error)
+    names = [method["method"] for method in model.config.methods]
+    assert any(name in message for name in names), f"{message} names none of {names}"
+    assert "\n" not in message
+    return None
 
 
 # -- looking -----------------------------------------------------------------------------------------------------------------
@@ -221,11 +285,25 @@ def is_scheduled(model: Any) -> bool:
     return getattr(model, "scheduled", False)  # of a native model, nothing is
 
 
-def begin_training(model: Any) -> Any:
-    """The model in training mode, at the first step of what it schedules."""
+def begin_training(model: Any, step: int = 0, total_steps: int = 1) -> Any:
+    """The model in training mode, at a step of what it schedules; what it draws there is the same at every call."""
     if is_scheduled(model):
-        model.advance(0, 1)
+        model.advance(step, total_steps)
+    torch.manual_seed(6)
     return model.train()
+
+
+@contextlib.contextmanager
+def without_noise(case: Case) -> Iterator[None]:
+    """For equalities over different batches: in training mode, what a stochastic method draws by `torch.randn_like` is zero.
+
+    What it adds to the loss is not.
+    """
+    if not case.stochastic:
+        yield
+        return
+    with mock.patch.object(torch, "randn_like", torch.zeros_like):
+        yield
 
 
 def objective(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -246,10 +324,10 @@ def gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, dict[s
     return loss.item(), found
 
 
-def training_step(model: Any, batch: dict[str, torch.Tensor]) -> None:
+def training_step(model: Any, batch: dict[str, torch.Tensor], step: int = 0, total_steps: int = 1) -> None:
     """One step of AdamW with weight decay on all of `parameters()`, as a hand-written loop does it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    objective(begin_training(model), batch).backward()
+    objective(begin_training(model, step, total_steps), batch).backward()
     optimizer.step()
     model.eval()
 
@@ -271,14 +349,22 @@ def stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def sgd_step_of_trainer(
-    model: Any, rows: list[dict[str, torch.Tensor]], folder: Path, *, batch_size: int, accumulate: int, **arguments: Any
+    model: Any,
+    rows: list[dict[str, torch.Tensor]],
+    folder: Path,
+    *,
+    batch_size: int,
+    accumulate: int,
+    max_steps: int = 1,
+    compute_loss_func: Any = None,
+    **arguments: Any,
 ) -> Trainer:
     """One optimiser step by the Trainer whose update is the gradient: SGD, learning rate 1, no clipping."""
     settings = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=accumulate,
-        max_steps=1,
+        max_steps=max_steps,
         optim="sgd",
         learning_rate=1.0,
         lr_scheduler_type="constant",
@@ -291,7 +377,9 @@ def sgd_step_of_trainer(
         **arguments,
     )
     callbacks = [VariantCallback()] if is_scheduled(model) else []
-    trainer = Trainer(model=model, args=settings, train_dataset=rows, callbacks=callbacks)
+    trainer = Trainer(
+        model=model, args=settings, train_dataset=rows, callbacks=callbacks, compute_loss_func=compute_loss_func
+    )
     trainer.train()
     return trainer
 

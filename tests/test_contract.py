@@ -23,14 +23,18 @@ from contract_cases import (
     build,
     differences,
     file_sizes,
+    finished,
     generation_problems,
     gradients,
+    is_scheduled,
+    merge_or_none,
     native,
     native_config,
     objective,
     outputs,
     plain_update,
     reload,
+    reload_problems,
     seeded_names,
     sgd_step_of_trainer,
     snapshot,
@@ -41,16 +45,18 @@ from contract_cases import (
     training_rows,
     training_step,
     two_processes,
+    without_noise,
 )
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_freeze import make_variant
-from hf_freeze.accounting import count_parameters, stored_bytes
+from hf_freeze.accounting import count_parameters, multiply_adds, stored_bytes
 from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.registry import ARCHITECTURES, METHODS, method_from_dict, method_to_dict
 from hf_freeze.rng import digest
+from hf_freeze.training import label_smoothed_loss
 from hf_freeze.variant import TASKS
 
 TESTS = Path(__file__).parent
@@ -63,11 +69,14 @@ def over(cases):
 
 
 every_case = over(CASES)
+every_thorough = over(case for case in CASES if case.thorough)
 every_trained = over(case for case in CASES if case.source == MODEL)
 every_config = over(case for case in CASES if case.source != MODEL)
+every_source = over(case for case in CASES if case.thorough or case.source != MODEL)
 every_with_loss = over(case for case in CASES if case.trained_by_trainer)
-every_generator = over(case for case in CASES if case.native_class.can_generate())
-every_decoder = over(case for case in CASES if "decoder" in case.architecture.stacks)
+every_generator = over(case for case in CASES if case.thorough and case.native_class.can_generate())
+every_decoder = over(case for case in CASES if case.thorough and "decoder" in case.architecture.stacks)
+every_finalizable = over(case for case in CASES if case.thorough and case.finalizable)
 every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)
 every_backbone = over(case for case in CASES if case.source == MODEL and not case.methods)
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -188,7 +197,7 @@ def test_the_base_model_of_a_task_model_holds_the_same_weights(case, tmp_path):
         assert base.get_parameter(name).requires_grad == expected[name].requires_grad, name
 
 
-@every_trained
+@over(case for case in CASES if case.thorough and case.source == MODEL)
 def test_opening_in_bf16_rounds_the_same_values(case, tmp_path):
     model = build(case)
     model.save_pretrained(tmp_path / "fp32")
@@ -218,7 +227,7 @@ def test_fresh_weights_are_a_function_of_the_seed(case):
     assert all(torch.equal(zero[name], one[name]) for name in seeded)
 
 
-@every_case
+@every_thorough
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )
@@ -234,11 +243,13 @@ def test_a_copy_is_equal_and_independent(copied, case):
     assert differences(outputs(model, case.batch()), expected) == []
 
 
-@every_case
+@every_source
 def test_meta_builds_the_same_structure(case):
     real = build(case)
     with torch.device("meta"):
-        if case.source == MODEL:
+        if case.finalized:
+            meta = make_variant(real.config, [], task=case.task)
+        elif case.source == MODEL:
             meta = make_variant(case.native_class(native_config(case.architecture)), list(case.methods))
         else:
             init = case.source.removeprefix("init_")
@@ -267,6 +278,7 @@ def test_a_step_changes_what_is_trainable_and_nothing_else(case):
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == parameter.requires_grad, name
         assert torch.equal(parameter, before[name]) == (not parameter.requires_grad), name
+    training_step(model, case.batch())  # what methods add to the loss was in the first one, or this is refused
     for name, definition in model.seeded_tensors.items():
         assert torch.equal(model.get_parameter(name), definition.generate()), name
     assert any(trainability(model).values())
@@ -278,11 +290,13 @@ def test_a_step_changes_what_is_trainable_and_nothing_else(case):
 # -- 3: the forward and the size ---------------------------------------------------------------------------------------------
 
 
-@every_trained
+@over(case for case in CASES if case.thorough and case.source == MODEL)
 def test_the_forward_differs_from_the_backbone_unless_exact(case):
     backbone = native(case)
     config, weights = backbone.config.to_dict(), snapshot(backbone)
     variant = make_variant(backbone, list(case.methods))
+    if case.finalized:
+        variant.finalize()
     assert backbone.config.to_dict() == config
     actual, expected = outputs(variant, case.batch()), outputs(backbone, case.batch())
     if not case.methods:
@@ -296,9 +310,9 @@ def test_the_forward_differs_from_the_backbone_unless_exact(case):
     assert not {p.data_ptr() for p in backbone.parameters()} & {p.data_ptr() for p in variant.parameters()}
 
 
-@every_case
+@over(case for case in CASES if case.thorough and not case.finalized)
 def test_the_file_shrinks_iff_declared(case, tmp_path):
-    build(case).save_pretrained(tmp_path / "variant")
+    finished(build(case)).save_pretrained(tmp_path / "variant")
     build(Case(case.architecture, case.task, case.source, ())).save_pretrained(tmp_path / "baseline")
     shrinks = file_sizes(tmp_path / "variant")[0] < file_sizes(tmp_path / "baseline")[0]
     assert shrinks == any(method.shrinks for method in case.methods)
@@ -342,11 +356,12 @@ def test_a_baseline_has_the_keys_of_its_backbone(case, tmp_path):
     assert mine.keys() == theirs.keys() - constants
 
 
-@over(case for case in CASES if case.methods and build(case).seeded_tensors)
+@over(case for case in CASES if case.seeded)
 def test_a_seeded_tensor_without_its_digest_is_refused(case, tmp_path):
     model = build(case)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
+    assert config["digests"].keys() == {base_name(model, name) for name in model.seeded_tensors} != set()
     for name in (min(config["digests"]), max(config["digests"])):
         found = config["digests"][name]
         for digests, message in (
@@ -362,7 +377,7 @@ def test_a_seeded_tensor_without_its_digest_is_refused(case, tmp_path):
         model.save_pretrained(tmp_path / "changed")
 
 
-@every_case
+@every_thorough
 def test_a_checkpoint_without_a_stored_tensor_is_refused(case, tmp_path):
     model = build(case)
     model.save_pretrained(tmp_path)
@@ -377,6 +392,37 @@ def test_a_checkpoint_without_a_stored_tensor_is_refused(case, tmp_path):
         save_file({k: v for k, v in weights.items() if k != name}, path, metadata={"format": "pt"})
         with pytest.raises(ValueError, match=f"lacks trained tensors.*{name}"):
             reload(case, tmp_path)
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------------
+
+
+@every_thorough
+def test_multiply_adds_are_those_of_the_components(case):
+    model = build(case)
+    cost = multiply_adds(model, length=8)
+    native_cost = multiply_adds(native(case), length=8)
+    for direction in ("forward", "backward"):
+        parts = {name: getattr(part, direction) for name, part in cost.by_component.items()}
+        assert sum(parts.values()) == pytest.approx(getattr(cost, direction))
+        assert all(part >= 0 for part in parts.values())
+    assert cost.forward > 0
+    # Score products have no weights: backward they cost the same, whatever the linears became.
+    untouched = [
+        name
+        for name in cost.by_component
+        if cost.by_component[name].forward == native_cost.by_component[name].forward and all_trained(model, name)
+    ]
+    assert untouched
+    for name in untouched:
+        assert cost.by_component[name].backward == pytest.approx(native_cost.by_component[name].backward), name
+    twin = copy.deepcopy(model).to("meta")
+    assert multiply_adds(twin, length=8) == cost
+
+
+def all_trained(model, component):
+    named = [(base_name(model, name), p) for name, p in canonical_parameters(model)]
+    return all(p.requires_grad for name, p in named if model.architecture.component(name) == component)
 
 
 # -- 5: generating, and who sees what ----------------------------------------------------------------------------------------
@@ -395,7 +441,7 @@ def inputs_only(model, batch):
     return inputs
 
 
-@every_case
+@every_thorough
 def test_padding_does_not_change_a_row(case):
     model = build(case)
     inputs = inputs_only(model, case.batch())
@@ -411,7 +457,7 @@ def test_padding_does_not_change_a_row(case):
         assert differences(alone, cut, 1e-4) == []
 
 
-@every_case
+@every_thorough
 def test_a_sentence_does_not_see_another(case):
     model = build(case)
     inputs = inputs_only(model, case.batch())
@@ -453,19 +499,7 @@ def test_a_decoder_does_not_see_the_future(attention, case):
 # -- 6: merging --------------------------------------------------------------------------------------------------------------
 
 
-def merge_or_none(model):
-    """The merged model, or None where a method refuses by its name, which the design allows."""
-    try:
-        return model.merge()
-    except ValueError as error:
-        message = str(error)
-    names = [method["method"] for method in model.config.methods]
-    assert any(name in message for name in names), f"{message} names none of {names}"
-    assert "\n" not in message
-    return None
-
-
-@every_case
+@every_thorough
 def test_merged_is_a_native_model(case):
     model = build(case)
     expected, weights = outputs(model, case.batch()), snapshot(model)
@@ -482,10 +516,99 @@ def test_merged_is_a_native_model(case):
     assert all(torch.equal(weights[name], model.get_parameter(name)) for name in weights)
 
 
+# -- finalizing --------------------------------------------------------------------------------------------------------------
+
+
+@every_finalizable
+@pytest.mark.parametrize("steps", [0, 2, 4], ids=["before", "during", "after"])
+def test_finalize_ends_training_at_any_step(steps, case, tmp_path):
+    """What it leaves is a variant like any other: the cases `-finalized` hold all that is in this file."""
+    model = build(case)
+    for step in range(steps):
+        training_step(model, case.batch(), step, 4)
+    if is_scheduled(model):
+        model.advance(steps, 4)
+    batch = case.batch()
+    expected, stored, grads = outputs(model, batch), stored_bytes(model), trainability(model)
+    merged = merge_or_none(model)
+    model.finalize()
+    assert not model.finalizable
+    assert not any(method.finalizable for method in map(method_from_dict, model.config.methods))
+    assert model.scheduled == any(method.scheduled for method in map(method_from_dict, model.config.methods))
+    assert model.auxiliary_loss() is None
+    with pytest.raises(ValueError, match=r"\Anothing to finalize: .+\Z"):
+        model.finalize()
+    # What a schedule had not done yet is done now.
+    if not any(method.scheduled for method in case.methods) or steps == 4:
+        assert differences(outputs(model, batch), expected, 1e-6) == []
+    assert all(trainable == grads.get(name, trainable) for name, trainable in trainability(model).items())
+    assert stored_bytes(model) < stored
+    if merged is not None and not any(method.scheduled for method in case.methods):
+        after = merge_or_none(model)
+        assert differences(dict(after.state_dict()), dict(merged.state_dict()), 1e-6) == []
+    model.save_pretrained(tmp_path)
+    assert file_sizes(tmp_path)[0] == stored_bytes(model)
+    assert json.loads((tmp_path / "config.json").read_text())["methods"] == model.config.methods
+    reloaded, info = reload(case, tmp_path)
+    assert reload_problems(reloaded, info, outputs(model, batch), trainability(model), batch) == []
+    again = make_variant(model, [])
+    assert again.config.methods == model.config.methods
+    assert differences(outputs(again, batch), outputs(model, batch)) == []
+
+
+@every_finalizable
+def test_a_finalized_variant_trains_on_with_what_is_zero_at_zero(case):
+    if merge_or_none(build(case)) is None:
+        pytest.skip("it cannot be merged: what is zero cannot be seen")
+    model = finished(build(case))
+    zeros = {name: value == 0 for name, value in model.merge().state_dict().items()}
+    for _ in range(2):
+        before = snapshot(model)
+        training_step(model, case.batch())
+        moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+        assert moved
+        assert moved <= {name for name, trainable in trainability(model).items() if trainable}
+    for name, value in model.merge().state_dict().items():
+        assert not value[zeros[name]].any(), name
+
+
+@every_backbone
+def test_a_variant_without_anything_to_finalize_says_so(case):
+    model = build(case)
+    assert not model.finalizable
+    with pytest.raises(ValueError, match=r"\Anothing to finalize: .+\Z"):
+        model.finalize()
+
+
+@every_finalizable
+def test_nothing_is_finalized_on_meta(case):
+    with torch.device("meta"):
+        model = make_variant(case.native_class(native_config(case.architecture)), list(case.methods))
+    with pytest.raises(ValueError, match="meta"):
+        model.finalize()
+    assert model.config.methods == build(case).config.methods
+
+
 # -- 8: the ways to train ----------------------------------------------------------------------------------------------------
 
 
-@every_case
+@every_thorough
+def test_training_is_random_iff_declared(case):
+    model = build(case)
+
+    def values(seed, training):
+        begin_training(model).train(training)
+        torch.manual_seed(seed)
+        return {name: value.detach() for name, value in model(**case.batch()).items() if torch.is_tensor(value)}
+
+    assert differences(values(1, False), values(2, False)) == []
+    assert differences(values(1, True), values(1, True)) == []
+    assert (differences(values(1, True), values(2, True)) != []) == case.stochastic
+    with without_noise(case):
+        assert differences(values(1, True), values(2, True)) == [], "without_noise does not know this draw"
+
+
+@every_thorough
 def test_bf16_autocast(case):
     model = build(case)
     expected, _ = gradients(model, case.batch())
@@ -498,7 +621,7 @@ def test_bf16_autocast(case):
         assert parameter.grad is None or parameter.grad.isfinite().all(), name
 
 
-@every_case
+@every_thorough
 def test_gradient_checkpointing_changes_nothing(case):
     model = build(case)
     expected_loss, expected = gradients(model, case.batch())
@@ -528,11 +651,13 @@ exact_trainer = pytest.mark.skipif(
 @every_with_loss
 def test_accumulated_batches_give_the_update_of_one(case, tmp_path):
     rows = training_rows(case)
-    expected = plain_update(build(case), rows)
+    with without_noise(case):
+        expected = plain_update(build(case), rows)
     for batch_size in (BATCH_ROWS, 1):
         model = build(case)
         before = snapshot(model)
-        sgd_step_of_trainer(model, rows, tmp_path, batch_size=batch_size, accumulate=BATCH_ROWS // batch_size)
+        with without_noise(case):
+            sgd_step_of_trainer(model, rows, tmp_path, batch_size=batch_size, accumulate=BATCH_ROWS // batch_size)
         actual = {name: p.detach() for name, p in model.named_parameters()}
         assert differences(actual, expected, 1e-4) == [], f"batches of {batch_size}"
         for name, parameter in model.named_parameters():
@@ -550,20 +675,25 @@ def test_accumulated_batches_with_label_smoothing(case, tmp_path):
     reference = build(case)
     before = snapshot(reference)
     shift = 0 if reference.config.is_encoder_decoder else 1
-    logits = begin_training(reference)(**batch).logits
-    logits, labels = logits[:, : logits.shape[1] - shift], batch["labels"][:, shift:]
-    nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1).backward()
+    with without_noise(case):
+        result = begin_training(reference)(**batch)
+    logits, labels = result.logits[:, : result.logits.shape[1] - shift], batch["labels"][:, shift:]
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+    added = result.get("auxiliary_loss")
+    (loss if added is None else loss + added).backward()
     expected = {n: before[n] if p.grad is None else before[n] - p.grad for n, p in reference.named_parameters()}
+    # The Trainer's own smoothing knows nothing of what methods add.
+    smoothing = {"label_smoothing_factor": 0.1}
+    if added is not None:
+        with pytest.raises(ValueError, match="must add outputs\\['auxiliary_loss'\\]"):
+            sgd_step_of_trainer(build(case), rows, tmp_path, batch_size=1, accumulate=1, max_steps=2, **smoothing)
+        smoothing = {"compute_loss_func": label_smoothed_loss(0.1, shift=bool(shift))}
     for batch_size in (BATCH_ROWS, 1):
         model = build(case)
-        sgd_step_of_trainer(
-            model,
-            rows,
-            tmp_path,
-            batch_size=batch_size,
-            accumulate=BATCH_ROWS // batch_size,
-            label_smoothing_factor=0.1,
-        )
+        with without_noise(case):
+            sgd_step_of_trainer(
+                model, rows, tmp_path, batch_size=batch_size, accumulate=BATCH_ROWS // batch_size, **smoothing
+            )
         actual = {name: p.detach() for name, p in model.named_parameters()}
         assert differences(actual, expected, 1e-4) == [], f"batches of {batch_size}"
 

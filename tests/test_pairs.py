@@ -1,5 +1,6 @@
 """CONTRIBUTING.md, 7: every ordered pair of methods works, or is refused in one line."""
 
+import copy
 import re
 
 import pytest
@@ -7,7 +8,9 @@ from contract_cases import (
     build,
     differences,
     file_sizes,
+    finished,
     generation_problems,
+    merge_or_none,
     native,
     outputs,
     pairs,
@@ -37,8 +40,10 @@ def test_a_pair_works_or_is_refused(pair, tmp_path):
         message = None
     if message is not None:
         assert re.fullmatch(".+", message), message  # one line
-        with pytest.raises(ValueError, match=r"\A.+\Z"):  # one after the other is no way around it
-            make_variant(make_variant(native(pair), [first]), [second])
+        in_turn = make_variant(native(pair), [first])
+        for one in [in_turn] + [finished(copy.deepcopy(in_turn))] * first.finalizable:
+            with pytest.raises(ValueError, match=r"\A.+\Z"):  # one after the other is no way around it
+                make_variant(one, [second])
         return
     batch = pair.batch()
     expected = outputs(model, batch)
@@ -46,8 +51,14 @@ def test_a_pair_works_or_is_refused(pair, tmp_path):
     assert in_turn.config.methods == model.config.methods
     assert differences(outputs(in_turn, batch), expected) == []
     assert trainability(in_turn) == trainability(model)
-    for step in range(2):
+    merged = merge_or_none(model)
+    assert merged is None or differences(outputs(merged, batch), expected, 1e-5) == []
+    finalizable = any(method.finalizable for method in pair.methods)
+    assert model.finalizable == finalizable
+    for step in range(3 if finalizable else 2):
         folder = tmp_path / str(step)
+        if step == 2:
+            finished(model)
         model.save_pretrained(folder)
         assert file_sizes(folder)[0] == stored_bytes(model)
         reloaded, info = reload(pair, folder)

@@ -4,6 +4,7 @@ Shapes: I inputs, O outputs; `dense_weight` is (O, I), as in nn.Linear, also whe
 Conv1D, whose `weight` is (I, O).
 """
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,7 +21,14 @@ def features(linear: nn.Module) -> tuple[int, int]:
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def without_autocast(device_type: str) -> Any:
+    """A context in which nothing is rounded; meta knows no autocast."""
+    return contextlib.nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
 
 
 class Derived(nn.Module):
@@ -51,7 +59,7 @@ class Derived(nn.Module):
                 return value
         # What is made in inference mode could not be used in training later; autocast would round what is computed.
         device = next(source.device.type for source in sources if source is not None)
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
+        with torch.inference_mode(False), torch.no_grad(), without_autocast(device):
             value = compute()
         if not any(source is not None and source.is_inference() for source in sources):  # these count no changes
             states = [(source, None if source is None else (source._version, source.data_ptr())) for source in sources]

@@ -44,6 +44,13 @@ class SparseMethod(LinearMethod):
     def finalizable(self) -> bool:
         return self.nonzeros is None
 
+    def prepare(self, model: "VariantMixin", architecture: Architecture) -> None:
+        if self.nonzeros is not None:
+            raise ValueError(
+                f"{type(self).__name__}: which weights are left stands in the checkpoint that finalize() leads to, neither in "
+                "other weights nor in a config: leave nonzeros out, or open the checkpoint"
+            )
+
     def unfinished(self, linear: Any, name: str) -> nn.Module:
         """The module before `finalize()`; it has a `sparse()`."""
         raise NotImplementedError

@@ -62,7 +62,8 @@ class MagnitudePruning(SparseMethod):
         return Masked.take_place_of(linear)
 
     def prepare(self, model: "VariantMixin", architecture: Architecture) -> None:
-        if self.finalizable and not self.scheduled:
+        super().prepare(model, architecture)
+        if not self.scheduled:
             self._prune(model, architecture, self.sparsity)
 
     def advance(self, model: "VariantMixin", architecture: Architecture, progress: float) -> None:
