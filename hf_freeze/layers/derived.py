@@ -5,6 +5,7 @@ Conv1D, whose `weight` is (I, O).
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +21,15 @@ def features(linear: nn.Module) -> tuple[int, int]:
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if on else None
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Full precision inside; on a device without autocast, such as meta, it is so anyway."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 class Derived(nn.Module):
@@ -51,7 +60,7 @@ class Derived(nn.Module):
                 return value
         # What is made in inference mode could not be used in training later; autocast would round what is computed.
         device = next(source.device.type for source in sources if source is not None)
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
+        with torch.inference_mode(False), torch.no_grad(), without_autocast(device):
             value = compute()
         if not any(source is not None and source.is_inference() for source in sources):  # these count no changes
             states = [(source, None if source is None else (source._version, source.data_ptr())) for source in sources]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_freeze.layers.cost import costs_of, product
-from hf_freeze.layers.derived import DerivedLinear
+from hf_freeze.layers.derived import DerivedLinear, without_autocast
 
 EXECUTIONS = ("auto", "dense", "factors")
 _GAIN = 0.8  # the estimate is rough: factors must promise at most this share of the time of the dense product
@@ -88,7 +88,7 @@ class FactorizedLinear(DerivedLinear):
     @staticmethod
     def _exactly(make: Callable[[], Any], device_type: str) -> Any:
         """Autocast rounds the products with the input, not those among the factors."""
-        with torch.autocast(device_type, enabled=False):
+        with without_autocast(device_type):
             return make()
 
     def _in_chunks(self, rows: torch.Tensor, ready: Any, chunk: int) -> torch.Tensor:

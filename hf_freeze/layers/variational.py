@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import initialization
 from transformers.pytorch_utils import Conv1D
 
-from hf_freeze.layers.derived import Derived
+from hf_freeze.layers.derived import Derived, without_autocast
 from hf_freeze.layers.sparse import SparseLinear
 
 _K1, _K2, _K3 = 0.63576, 1.87320, 1.48695  # Molchanov et al., equation 14
@@ -66,7 +66,7 @@ class Variational(Derived):
 
     def kl(self) -> torch.Tensor:
         """β times the divergence of all weights, in nats; log α is clipped to ±10."""
-        with torch.autocast(self.weight.device.type, enabled=False):
+        with without_autocast(self.weight.device.type):
             return -self.kl_weight * negative_kl(self.log_alpha().clamp(-10, 10)).sum()
 
     def dense_weight(self) -> torch.Tensor:
