@@ -3,6 +3,7 @@
 Importing it registers the variants with the Auto classes and gives back the translation pipelines.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from hf_freeze import methods as methods
@@ -15,6 +16,7 @@ from hf_freeze.pipelines import register_pipelines
 from hf_freeze.variant import make_variant as make_variant
 
 if TYPE_CHECKING:
+    from hf_freeze import analysis as analysis
     from hf_freeze.training import VariantCallback as VariantCallback
 
 register_pipelines()
@@ -25,4 +27,6 @@ def __getattr__(name: str) -> Any:
         from hf_freeze.training import VariantCallback
 
         return VariantCallback
+    if name == "analysis":
+        return importlib.import_module("hf_freeze.analysis")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

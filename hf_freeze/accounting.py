@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameters
+from hf_freeze.layers.derived import Derived
 from hf_freeze.registry import architecture_of
 
 
@@ -81,6 +82,8 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
 
     Counted operation by operation on `meta` (torch's FlopCounterMode: two flops are one multiply-add), score products of
     attention included; the lookup of an embedding is free, the product with a tied output matrix counts as `embeddings`.
+    A linear whose weight is computed counts with the products that a CPU chooses for `length` tokens, the making of the weight
+    included, unless it is frozen and kept; one with zeros in its weight counts as a dense one, which is what is computed.
     Raises ValueError for a length below 1 or above the positions of the model.
     """
     positions = getattr(model.config, "max_position_embeddings", length)
@@ -89,29 +92,31 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
     twin = _on_meta(model)
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
-    needs_input_gradient: dict[nn.Module, bool] = {}
+    calls: dict[nn.Module, list[torch.Tensor]] = defaultdict(list)
 
     def note_input(module: nn.Module, arguments: Any) -> None:
         if arguments and torch.is_tensor(arguments[0]):
-            needs_input_gradient[module] = arguments[0].requires_grad
+            calls[module].append(arguments[0].detach().requires_grad_(arguments[0].requires_grad))
 
-    for module in twin.modules():
-        module.register_forward_pre_hook(note_input)
+    hooks = [module.register_forward_pre_hook(note_input) for module in twin.modules()]
+    twin(**inputs)  # also computes what frozen layers keep from then on
+    for hook in hooks:
+        hook.remove()
     with FlopCounterMode(display=False) as counter:
         outputs = twin(**inputs)
-        forward_flops = counter.get_total_flops()
-        forward = _forward_by_component(twin, counter)
+    forward_flops = counter.get_total_flops()
+    forward = _forward_by_component(twin, counter)
+    with FlopCounterMode(display=False) as counter:
         differentiable = [o.sum() for o in outputs.values() if torch.is_tensor(o) and o.requires_grad]
         if differentiable:
             torch.stack(differentiable).sum().backward()
-    backward_flops = counter.get_total_flops() - forward_flops
-    # In the backward pass the counter does not know the modules. A linear computes the gradient of its weight and that of
-    # its input, each as dear as its forward, where they are needed; what is left are the score products of attention.
+    backward_flops = counter.get_total_flops()
+    # In the backward pass the counter does not know the modules. So each linear is run again, alone; what is left are the
+    # score products of attention.
     backward: dict[str, float] = defaultdict(float)
-    for module, (component, flops) in forward.items():
-        if matrices := _matrices(module):
-            trained = any(matrix.requires_grad for matrix in matrices)
-            backward[component] += flops * (trained + needs_input_gradient[module])
+    for module, (component, _) in forward.items():
+        if _is_linear(module):
+            backward[component] += sum(_backward_alone(module, x) for x in calls[module])
     backward["attention"] += backward_flops - sum(backward.values())
     per_token = 1 / 2 / length
     by_component = {
@@ -127,6 +132,19 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
     )
 
 
+def _backward_alone(module: nn.Module, x: torch.Tensor) -> int:
+    """Flops of the gradients of one call, with respect to what is trained and, where it needs one, the input."""
+    y = module(x)
+    with FlopCounterMode(display=False) as counter:
+        if y.requires_grad:
+            y.sum().backward()
+    return counter.get_total_flops()
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, Derived) or "weight" in module._parameters
+
+
 def _on_meta(model: Any) -> Any:
     config = copy.deepcopy(model.config)
     config._attn_implementation = "eager"  # plain matrix products: each is counted, on every device
@@ -140,11 +158,6 @@ def _on_meta(model: Any) -> Any:
     return twin.train()
 
 
-def _matrices(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of its products. To ask for a `weight` that is computed would compute it, and be counted."""
-    return [parameter for name, parameter in module.named_parameters(recurse=False) if name != "bias"]
-
-
 def _forward_by_component(model: Any, counter: FlopCounterMode) -> dict[nn.Module, tuple[str, int]]:
     """module -> (component, flops of its own: the counter adds each operation to every module around it)."""
     architecture = architecture_of(model.config.model_type)
@@ -155,7 +168,7 @@ def _forward_by_component(model: Any, counter: FlopCounterMode) -> dict[nn.Modul
     for name, module in model.named_modules():
         key = f"{root}.{name}" if name else root
         flops = counts.get(key, 0) - sum(counts.get(f"{key}.{child}", 0) for child, _ in module.named_children())
-        if flops and _matrices(module):
+        if flops and _is_linear(module):
             source = tied.get(f"{name}.weight", f"{name}.weight")
             own[module] = (architecture.component(base_name(model, source)), flops)
         elif flops:

@@ -115,10 +115,18 @@ def report(
 def inspect(
     model: Annotated[str, typer.Argument(help="Directory or Hub id of a variant or a native model.")],
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, for the products of attention.")] = 32,
+    latency: Annotated[
+        bool, typer.Option("--latency", help="Load the weights too, and measure the linears on this machine.")
+    ] = False,
+    tokens: Annotated[
+        tuple[int, int], typer.Option(metavar="FEW MANY", help="Tokens of the forwards that --latency measures.")
+    ] = (1, 64),
 ) -> None:
     """Count parameters, stored bytes and multiply-adds per component, without loading any weight.
 
     Example: hf-freeze inspect Helsinki-NLP/opus-mt-tr-en
+
+    Example: hf-freeze inspect runs/freeze-ablation/row-3-seed-1/model --latency --tokens 1 64
     """
     import torch
     import transformers
@@ -136,6 +144,7 @@ def inspect(
             built = (named or classes)[0](config)
         built.to(config.dtype or torch.float32)
         parameters, operations = count_parameters(built), multiply_adds(built, length=length)
+        timed = _latency_table(type(built), model, tokens) if latency else None
     table = Table(
         "component", "parameters", "trainable", "stored", "forward", "backward", title=f"{type(built).__name__} {model}"
     )
@@ -147,6 +156,32 @@ def inspect(
     console.print(f"stored: {stored_bytes(built):,} bytes; forward, backward: multiply-adds a token at length {length}")
     for method in getattr(config, "methods", ()):
         console.print(f"method: {method}")
+    if timed is not None:
+        console.print(timed)
+
+
+def _latency_table(model_class: Any, name: str, tokens: tuple[int, int]) -> Table:
+    import torch
+
+    from hf_freeze.analysis import linear_latencies
+    from hf_freeze.analysis.latency import check_tokens
+
+    numbers = [check_tokens(number) for number in dict.fromkeys(tokens)]
+    model = model_class.from_pretrained(name).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    where = f"{model.device.type}, {model.dtype}".replace("torch.", "")
+    table = Table(
+        title=f"Linears of attention and FFN: median of a forward ({where}, {torch.get_num_threads()} threads)"
+    )
+    for heading in ("linear", "number", "tokens", "computed", "ms", "plain ms", "ratio"):
+        table.add_column(heading, justify="right" if heading in ("number", "ms", "plain ms", "ratio") else "left")
+    for found in linear_latencies(model, numbers):
+        what = f"{found.layer} {found.inputs} to {found.outputs}" + f", {found.setting}" * bool(found.setting)
+        if found.tokens != numbers[0]:
+            what = ""  # as in the row above
+        ratio = "" if found.path == "plain" else f"{found.ms / found.plain_ms:.2f}"
+        cells = (what, found.count, found.tokens, found.path, f"{found.ms:.3f}", f"{found.plain_ms:.3f}", ratio)
+        table.add_row(*(escape(str(cell)) for cell in cells), end_section=found.tokens == numbers[-1])
+    return table
 
 
 @app.command()

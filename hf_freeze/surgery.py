@@ -109,3 +109,11 @@ def copy_into_corner(linear: Any, larger: Any) -> None:
     if linear.bias is not None:
         larger.bias.zero_()
         larger.bias[: linear.bias.shape[0]] = linear.bias
+
+
+@torch.no_grad()
+def neuron_magnitudes(model: Any, linears: Sequence[str]) -> torch.Tensor:
+    """fp32 (neurons,): of an FFN, whose linears are named in the order of the forward, the product of the norms of each
+    neuron's input weights (of all linears before the last) and of its output weights."""
+    *before, after = (effective_weight(module) for _, module in modules(model, linears))
+    return torch.stack([weight.float().norm(dim=1) for weight in before]).prod(0) * after.float().norm(dim=0)

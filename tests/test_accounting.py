@@ -20,7 +20,7 @@ from transformers import (
     OpenAIGPTLMHeadModel,
 )
 
-from hf_freeze import count_parameters, make_variant, multiply_adds, stored_bytes
+from hf_freeze import count_parameters, make_variant, methods, multiply_adds, stored_bytes
 from hf_freeze.experiments.recipe import load_recipe
 from hf_freeze.registry import ARCHITECTURES, method_from_dict
 
@@ -342,3 +342,101 @@ def test_decoders_by_hand(model_type, task):
     assert macs.by_component["attention"].forward == attention
     assert macs.by_component["ffn"].forward == ffn
     assert macs.forward == attention + ffn + output
+
+
+# -- linears whose weight is computed ------------------------------------------------------------------------------------------
+
+WIDE = {"d_model": 512, "encoder_ffn_dim": 2048, "decoder_ffn_dim": 2048, "encoder_layers": 1, "decoder_layers": 1}
+I, O, TOKENS = 512, 2048, 20  # noqa: E741
+ATTENTIONS = 3 * (4 * I * I + 2 * TOKENS * I)
+
+
+def wide(*applied):
+    with torch.device("meta"):
+        return make_variant(tiny_marian_config(**WIDE), list(applied), task="seq2seq-lm", init="marian")
+
+
+def two_cores(rank, modes, from_left):
+    """Of one token: the cores (1, n1, m1, r) and (r, n2, m2, 1), one after the other."""
+    (n1, n2), (m1, m2) = modes
+    return rank * (n1 * m1 * n2 + m1 * n2 * m2 if from_left else n2 * m2 * n1 + m2 * n1 * m1)
+
+
+def tensor_train_by_hand(rank):
+    there, back = [min(two_cores(rank, modes, left) for left in (True, False)) for modes in (MODES, MODES[::-1])]
+    return there + back
+
+
+MODES = ((16, 32), (32, 64))
+TUCKER = 4 * (I + O)  # inner size 2²; one of the outer factors is multiplied with the core once for all tokens
+BY_HAND = {  # multiply-adds a token of the two linears of an FFN: trained, and frozen, with what is kept already made
+    "low rank": (methods.LowRank(rank=8), 2 * 8 * (I + O), 2 * 8 * (I + O)),
+    "nearly full rank": (methods.LowRank(rank=500), 2 * 500 * (I + O), 2 * I * O),
+    "tensor train": (methods.TensorTrain(rank=2, shape=MODES), tensor_train_by_hand(2), tensor_train_by_hand(2)),
+    "tucker": (methods.Tucker(rank=2, shape=MODES), 2 * TUCKER + 4 * 4 * (I + O) / TOKENS, 2 * TUCKER),
+    "masked": (methods.MagnitudePruning(sparsity=0.9), 2 * I * O, 2 * I * O),
+    "variational": (methods.VariationalDropout(), 4 * I * O, 4 * I * O),  # means and variances
+    "pruned neurons": (methods.FFNPruning(width=100), 2 * I * 100, 2 * I * 100),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_computed_weights_by_hand(name):
+    method, trained, frozen = BY_HAND[name]
+    operations = multiply_adds(wide(method), length=TOKENS)
+    forward = {"attention": ATTENTIONS, "ffn": 2 * trained, "embeddings": V * I}
+    assert forward_of(operations) == pytest.approx(forward)
+    assert backward_of(operations) == pytest.approx({c: 2 * value for c, value in forward.items()})
+    assert operations.backward == pytest.approx(2 * operations.forward)
+
+    operations = multiply_adds(wide(method, methods.Freeze(ffn="frozen")), length=TOKENS)
+    ffn = {"ffn": 2 * frozen}  # the gradient of the input only
+    assert forward_of(operations) == pytest.approx(forward | ffn)
+    assert backward_of(operations) == pytest.approx({c: 2 * value for c, value in forward.items()} | ffn)
+
+
+def test_making_a_weight_in_every_step_by_hand():
+    """So small a product is cheaper with the dense weight, which all tokens share."""
+    operations = multiply_adds(tiny_marian([{"method": "low_rank", "rank": 4}]), length=N)
+    ffn = 2 * L * 2 * (D * F + 4 * D * F / N)
+    assert forward_of(operations) == pytest.approx(MARIAN_FORWARD | {"ffn": ffn})
+    assert backward_of(operations) == pytest.approx(
+        {c: 2 * value for c, value in (MARIAN_FORWARD | {"ffn": ffn}).items()}
+    )
+
+
+def finalized(sparsity):
+    model = tiny_marian([{"method": "magnitude_pruning", "sparsity": sparsity}])
+    model.finalize()
+    return model
+
+
+def test_a_sparse_weight_counts_as_dense_and_its_places_are_stored(tmp_path):
+    dense, sparse = tiny_marian([]), finalized(0.9)
+    assert multiply_adds(sparse, length=N) == multiply_adds(dense, length=N)
+    ffn, left = count_parameters(sparse).by_component["ffn"], round(0.1 * 2 * 2 * L * D * F)
+    assert ffn.total == ffn.stored == ffn.trainable == left + 2 * L * (D + F)
+    # A bit a weight, or (for fewer non-zeros) a column number each and a count a row.
+    places = {n: b.nbytes for n, b in sparse.named_buffers() if n.endswith((".mask", ".columns", ".counts"))}
+    assert 0 < sum(places.values()) <= 2 * 2 * L * D * F / 8
+    assert stored_bytes(sparse) == 4 * count_parameters(sparse).stored + sum(places.values())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: finalized(0.5),
+        lambda: finalized(0.99),
+        lambda: tiny_marian([{"method": "tensor_train", "rank": 2}]),
+        lambda: tiny_marian([{"method": "magnitude_pruning", "sparsity": 0.5}]),
+        lambda: tiny_marian([{"method": "ffn_pruning", "width": 7}, {"method": "freeze", "attention": "random"}]),
+    ],
+    ids=["sparse", "very sparse", "tensor train", "masked", "pruned neurons"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stored_bytes_of_compressed_variants_are_those_of_the_file(make, dtype, tmp_path):
+    model = make().to(dtype)
+    model.save_pretrained(tmp_path)
+    with (tmp_path / "model.safetensors").open("rb") as file:
+        header = 8 + int.from_bytes(file.read(8), "little")
+    assert stored_bytes(model) == (tmp_path / "model.safetensors").stat().st_size - header

@@ -31,7 +31,7 @@ from hf_freeze.experiments.recipe import expand, load_recipe
 from hf_freeze.experiments.report import write_report
 from hf_freeze.experiments.results import read_results
 from hf_freeze.experiments.run import training_arguments
-from hf_freeze.methods import Freeze
+from hf_freeze.methods import Freeze, LowRank
 from hf_freeze.metrics import load as load_metric
 from hf_freeze.registry import ARCHITECTURES, METHODS
 
@@ -557,6 +557,31 @@ def test_inspect_a_trained_run(grid):
     _, out, _, records = grid
     output = plain(cli("inspect", out / "row-2.1-seed-1" / "model").output)
     assert f"{records[1]['parameters']['stored_bytes']:,} bytes" in output
+
+
+def test_inspect_measures_the_linears(tmp_path):
+    config = BertConfig(**ARCHITECTURES["bert"].tiny)
+    model = make_variant(config, [LowRank(rank=3)], task="masked-lm")
+    model.save_pretrained(tmp_path)
+    table = plain(cli("inspect", tmp_path, "--latency", "--tokens", "2", "5").output).split("Linears of attention")[1]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
+    assert [(row[2], row[3]) for row in rows if row[2]] == [("2", "dense"), ("5", "dense")] * 2 + [
+        ("2", "plain"),
+        ("5", "plain"),
+    ]
+    first = " ".join(row[0] for row in rows)
+    assert "LowRankLinear 16 to 24" in first
+    assert "rank=3" in first
+    for row in rows:
+        if row[2] and row[3] != "plain":
+            ms, plain_ms, ratio = map(float, row[4:])
+            assert min(ms, plain_ms, ratio) >= 0
+    assert "tokens=0: must be an integer of at least 1" in one_line_error(
+        "inspect", tmp_path, "--latency", "--tokens", "0", "5"
+    )
+    (tmp_path / "model.safetensors").unlink()
+    assert "model.safetensors" in one_line_error("inspect", tmp_path, "--latency")
+    assert "Linears of" not in cli("inspect", tmp_path).output
 
 
 def test_methods_and_architectures_are_listed():

@@ -4,8 +4,8 @@ Shapes: I inputs, O outputs; `dense_weight` is (O, I), as in nn.Linear, also whe
 Conv1D, whose `weight` is (I, O).
 """
 
-import contextlib
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,14 +21,15 @@ def features(linear: nn.Module) -> tuple[int, int]:
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
+    on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if on else None
 
 
-def without_autocast(device_type: str) -> Any:
-    """A context in which nothing is rounded; meta knows no autocast."""
-    return contextlib.nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Full precision inside; on a device without autocast, such as meta, it is so anyway."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 class Derived(nn.Module):

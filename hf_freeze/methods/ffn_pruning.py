@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type
 from hf_freeze.layers.derived import features
@@ -101,8 +99,7 @@ class FFNPruning(Method):
             self._select(new, linears, old, kept)
 
     def _largest(self, model: Any, linears: list[str]) -> list[int]:
-        *before, after = (surgery.effective_weight(module) for _, module in surgery.modules(model, linears))
-        score = torch.stack([weight.float().norm(dim=1) for weight in before]).prod(0) * after.float().norm(dim=0)
+        score = surgery.neuron_magnitudes(model, linears)
         return score.argsort(descending=True, stable=True)[: self.width].sort().values.tolist()
 
     def merge(self, model: "VariantMixin", architecture: Architecture) -> None:

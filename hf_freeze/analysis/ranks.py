@@ -1,0 +1,310 @@
+"""Ranks for each linear, from the spectra of trained weights: at an energy, a number of parameters or a measured time.
+
+Shapes: I inputs, O outputs of a linear.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import nn
+
+from hf_freeze import methods, surgery
+from hf_freeze.analysis._shared import check_model, progress_bar
+from hf_freeze.analysis.latency import check_tokens, median_ms
+from hf_freeze.layers.derived import features
+from hf_freeze.layers.shapes import modes_of
+from hf_freeze.layers.tensor_train import check_ranks
+
+_ROUNDING = 1e-10  # a smaller share of the energy is the rounding of fp32 weights and of their Gram matrices
+_LATENCY_STEP = 1e-3  # of energy: measured times differ by more than what finer steps change
+
+Ranks = tuple[int, ...]
+
+
+def choose_ranks(
+    model: Any,
+    method: type[Any],
+    *,
+    budget: float | None = None,
+    energy: float | None = None,
+    max_latency: float | None = None,
+    tokens: int = 64,
+    **settings: Any,
+) -> Any:
+    """The config of `method` (`methods.LowRank`, `TensorTrain` or `Tucker`) with ranks of its own for each linear.
+
+    Give one of:
+
+    - `energy`, in (0, 1]: for each linear the smallest ranks that keep this share of its squared Frobenius norm. For tensor
+      trains those of TT-SVD (Oseledets, 2011, https://doi.org/10.1137/090752286, theorem 2.2), for Tucker those of HOSVD (De
+      Lathauwer et al., 2000, https://doi.org/10.1137/S0895479896305696, property 10); both bound the loss from above, and
+      may keep more.
+    - `budget`, in (0, 1]: the share of the weights of all chosen linears, biases apart, that may be left. The energy is the
+      highest that fits, the same for all linears (to 1e-4 for tensor trains, whose ranks depend on one another).
+    - `max_latency`: ms that all chosen linears may take one after another, in a forward of `tokens` tokens without gradients,
+      in eval mode, on the device of the model. The sum of the medians of real layers of these ranks, each measured warm and
+      alone; in the model they compete for the cache. The energy is the highest that fits, to 1e-3.
+
+    `settings` go to the method: `components`, `layers`, `shape`, `execution`. A linear whose factors would not be smaller stays
+    dense and is not named; in budget and latency it counts as such. Less than 1e-10 of the energy counts as rounding.
+
+    Raises ValueError for another method, an unknown setting, a share outside (0, 1], a budget or latency that rank 1 exceeds
+    (with what is possible), a model on meta, an unknown architecture, a linear that a method has changed, weights that are not
+    finite, and where every linear would stay dense.
+    """
+    if method not in _SPECTRA:
+        raise ValueError(f"method={method!r}: choose from {[f'methods.{m.__name__}' for m in _SPECTRA]}")
+    goal = _check_goal(budget=budget, energy=energy, max_latency=max_latency)
+    check_tokens(tokens)
+    architecture = check_model(model)
+    pattern = _pattern(method, settings)
+    pattern.validate(architecture, model.config)
+    chooser = _Chooser(model, method, pattern, settings)
+    chosen: dict[str, Ranks] = {}
+    with progress_bar() as progress:
+        chooser.decompose(pattern.linear_names(architecture, model.config), progress)
+        if energy is not None:
+            chosen = chooser.at(1 - energy)
+        elif budget is not None:
+            chosen = chooser.within_budget(budget, progress)
+        elif max_latency is not None:
+            chosen = chooser.within_latency(max_latency, tokens, progress)
+    if not chosen:
+        raise ValueError(f"{goal}: no factors would be smaller than the dense weights, so all linears would stay dense")
+    return chooser.config(chosen)
+
+
+def _check_goal(**goals: Any) -> str:
+    given = {name: value for name, value in goals.items() if value is not None}
+    if len(given) != 1:
+        raise ValueError(f"choose_ranks: give one of {list(goals)}, not {list(given) or 'none'}")
+    ((name, value),) = given.items()
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value <= 0 or (name != "max_latency" and value > 1):
+        raise ValueError(
+            f"{name}={value!r}: must be {'a number of ms above 0' if name == 'max_latency' else 'a share in (0, 1]'}"
+        )
+    return f"{name}={value}"
+
+
+def _pattern(method: type[Any], settings: dict[str, Any]) -> Any:
+    """The method with any rank, which checks the settings."""
+    known = [field.name for field in fields(method) if field.name not in ("rank", "ranks")]
+    for name in settings:
+        if name not in known:
+            raise ValueError(f"choose_ranks: unknown setting {name!r} of {method.__name__}; choose from {known}")
+    return method(rank=1, **settings)
+
+
+class _Spectrum:
+    """What a linear loses at which ranks. `losses`: at that loss, or a larger one, all ranks are 1."""
+
+    losses: int
+    step = 1e-9  # how fine a loss is searched
+
+    def __init__(self, linear: nn.Module, modes: Any) -> None:
+        raise NotImplementedError
+
+    def ranks(self, loss: float) -> Ranks:
+        """The smallest that lose at most this share of the squared norm."""
+        raise NotImplementedError
+
+    def size(self, ranks: Ranks) -> int:
+        """Parameters, without a bias."""
+        raise NotImplementedError
+
+
+class _LowRankSpectrum(_Spectrum):
+    losses = 1
+
+    def __init__(self, linear: nn.Module, modes: Any) -> None:
+        self.sizes = features(linear)
+        self.lost = _lost(surgery.effective_weight(linear).double())
+
+    def ranks(self, loss: float) -> Ranks:
+        return (_smallest(self.lost, loss),)
+
+    def size(self, ranks: Ranks) -> int:
+        return ranks[0] * sum(self.sizes)
+
+
+class _TuckerSpectrum(_Spectrum):
+    """As `layers.tucker.tucker` with a loss: each mode may lose the same share."""
+
+    def __init__(self, linear: nn.Module, modes: Any) -> None:
+        self.modes = (*modes[0], *modes[1])
+        self.losses = len(self.modes)
+        tensor = surgery.effective_weight(linear).T.double().reshape(self.modes)
+        self.lost = [_lost(tensor.movedim(k, 0).reshape(mode, -1)) for k, mode in enumerate(self.modes)]
+
+    def ranks(self, loss: float) -> Ranks:
+        return tuple(_smallest(lost, loss / self.losses) for lost in self.lost)
+
+    def size(self, ranks: Ranks) -> int:
+        return math.prod(ranks) + sum(mode * rank for mode, rank in zip(self.modes, ranks, strict=True))
+
+
+class _TensorTrainSpectrum(_Spectrum):
+    """As `layers.tensor_train.tt_svd` with a loss, several times faster: no factor is needed, and eigenvectors of the smaller
+    Gram matrix tell as much as singular vectors. A rank depends on those before it, so each loss is computed anew."""
+
+    step = 1e-4
+
+    def __init__(self, linear: nn.Module, modes: Any) -> None:
+        self.linear, (self.in_modes, self.out_modes) = linear, modes
+        check_ranks(self.in_modes, self.out_modes, [1] * (len(self.in_modes) + 1))
+        self.losses = len(self.in_modes) - 1
+
+    def ranks(self, loss: float) -> Ranks:
+        d = len(self.in_modes)
+        rest = surgery.effective_weight(self.linear).T.double().reshape(*self.in_modes, *self.out_modes)
+        rest = rest.permute(*(axis for k in range(d) for axis in (k, d + k)))
+        allowed = loss * rest.square().sum() / self.losses
+        ranks = [1]
+        for n, m in zip(self.in_modes[:-1], self.out_modes[:-1], strict=True):
+            rest = rest.reshape(ranks[-1] * n * m, -1)
+            tall = rest.shape[0] > rest.shape[1]
+            energies, vectors = torch.linalg.eigh(rest.T @ rest if tall else rest @ rest.T)
+            energies = energies.clamp_min(0)
+            rank = max(int((energies.cumsum(0) > allowed).sum()), 1)
+            kept = vectors[:, -rank:]
+            rest = energies[-rank:, None].sqrt() * kept.T if tall else kept.T @ rest  # S Vᵀ
+            ranks.append(rank)
+        return (*ranks, 1)
+
+    def size(self, ranks: Ranks) -> int:
+        return sum(
+            before * n * m * after
+            for before, n, m, after in zip(ranks, self.in_modes, self.out_modes, ranks[1:], strict=False)
+        )
+
+
+_SPECTRA: dict[type, type[_Spectrum]] = {
+    methods.LowRank: _LowRankSpectrum,
+    methods.TensorTrain: _TensorTrainSpectrum,
+    methods.Tucker: _TuckerSpectrum,
+}
+
+
+def _lost(matrix: torch.Tensor) -> torch.Tensor:
+    """Share of the squared norm that is lost where the first k singular values are kept, for k = 0, 1, ...: descending."""
+    gram = matrix.T @ matrix if matrix.shape[0] > matrix.shape[1] else matrix @ matrix.T
+    lost = torch.linalg.eigvalsh(gram).clamp_min(0).cumsum(0).flip(0)
+    return (lost / lost[0].clamp_min(torch.finfo(lost.dtype).tiny)).cpu()
+
+
+def _smallest(lost: torch.Tensor, allowed: float) -> int:
+    return max(int((lost > allowed).sum()), 1)
+
+
+class _Chooser:
+    """Finds the smallest loss that fits; the choice at a loss is linear -> ranks, of those that become smaller."""
+
+    def __init__(self, model: Any, method: type[Any], pattern: Any, settings: dict[str, Any]) -> None:
+        self.model, self.method, self.pattern, self.settings = model, method, pattern, settings
+        self.linears: dict[str, Any] = {}
+        self.spectra: dict[str, _Spectrum] = {}
+        self.times: dict[Any, float] = {}  # (shape, dtype, ranks) -> ms; without ranks, of the dense linear
+
+    def decompose(self, names: Sequence[str], progress: Progress) -> None:
+        for name in progress.track(names, description="Decomposing linears"):
+            linear = surgery.dense_module(self.model, name, self.method.name)
+            if not linear.weight.isfinite().all():
+                raise ValueError(f"the weight of {name!r} is not finite")
+            try:
+                shape = getattr(self.pattern, "shape", None)
+                modes = None if self.method is methods.LowRank else modes_of(*features(linear), shape)
+                self.spectra[name] = _SPECTRA[self.method](linear, modes)
+            except ValueError as error:
+                raise ValueError(f"method {self.method.name!r}, {name!r}: {error}") from None
+            self.linears[name] = linear
+
+    def at(self, loss: float) -> dict[str, Ranks]:
+        found = {}
+        for name, spectrum in self.spectra.items():
+            ranks = spectrum.ranks(max(loss, _ROUNDING))
+            if spectrum.size(ranks) < self.linears[name].weight.numel():
+                found[name] = ranks
+        return found
+
+    def config(self, chosen: dict[str, Ranks]) -> Any:
+        if self.method is methods.LowRank:
+            return self.method(rank={name: ranks[0] for name, ranks in chosen.items()}, **self.settings)
+        return self.method(ranks={name: list(ranks) for name, ranks in chosen.items()}, **self.settings)
+
+    def within_budget(self, budget: float, progress: Progress) -> dict[str, Ranks]:
+        def share(chosen: dict[str, Ranks]) -> float:
+            sizes = {name: linear.weight.numel() for name, linear in self.linears.items()}
+            left = sizes | {name: self.spectra[name].size(ranks) for name, ranks in chosen.items()}
+            return sum(left.values()) / sum(sizes.values())
+
+        least = self.at(self.largest_loss)
+        if share(least) > budget:
+            raise ValueError(
+                f"budget={budget}: at rank 1, {share(least):.3g} of the parameters of the chosen linears are left; that is the "
+                "least possible"
+            )
+        step = min(spectrum.step for spectrum in self.spectra.values())
+        return self._search(lambda chosen: share(chosen) <= budget, least, step, progress)
+
+    def within_latency(self, limit: float, tokens: int, progress: Progress) -> dict[str, Ranks]:
+        def ms(chosen: dict[str, Ranks]) -> float:
+            measured = progress.add_task("Measuring layers", total=len(self.linears))
+            total = 0.0
+            for name in self.linears:
+                total += self._measure(name, chosen.get(name), tokens)
+                progress.advance(measured)
+            progress.remove_task(measured)
+            return total
+
+        least, dense = self.at(self.largest_loss), ms({})
+        if dense <= limit:
+            raise ValueError(
+                f"max_latency={limit}: the dense linears take only {dense:.3g} ms for {tokens} tokens; nothing to do"
+            )
+        if (smallest := ms(least)) > limit:
+            raise ValueError(
+                f"max_latency={limit}: for {tokens} tokens the dense linears take {dense:.3g} ms, and at rank 1 it is still "
+                f"{smallest:.3g} ms"
+            )
+        return self._search(lambda chosen: ms(chosen) <= limit, least, _LATENCY_STEP, progress)
+
+    @property
+    def largest_loss(self) -> float:
+        """At which every rank is 1."""
+        return max(spectrum.losses for spectrum in self.spectra.values()) + 1
+
+    def _search(
+        self, fits: Callable[[dict[str, Ranks]], bool], least: dict[str, Ranks], step: float, progress: Progress
+    ) -> dict[str, Ranks]:
+        """The choice at the smallest loss that fits, by bisection; `least` fits."""
+        if fits(most := self.at(0.0)):
+            return most
+        below, above, best = 0.0, self.largest_loss, least
+        task = progress.add_task("Searching", total=math.ceil(math.log2(above / step)))
+        while above - below > step:
+            middle = (below + above) / 2
+            chosen = self.at(middle)
+            if fits(chosen):
+                above, best = middle, chosen
+            else:
+                below = middle
+            progress.advance(task)
+        progress.remove_task(task)
+        return best
+
+    def _measure(self, name: str, ranks: Ranks | None, tokens: int) -> float:
+        linear = self.linears[name]
+        key = (features(linear), type(linear), linear.weight.dtype, linear.bias is not None, ranks)
+        if key not in self.times:
+            if ranks is None:
+                layer = linear
+            else:
+                with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+                    layer = self.config({name: ranks}).make(linear, name, self.model.config).eval()
+            self.times[key] = median_ms([layer], tokens)[0]
+        return self.times[key]
