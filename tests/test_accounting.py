@@ -368,12 +368,15 @@ def tensor_train_by_hand(rank):
 
 
 MODES = ((16, 32), (32, 64))
-TUCKER = 4 * (I + O)  # inner size 2²; one of the outer factors is multiplied with the core once for all tokens
+# Rank 2 everywhere, factor by factor: 16 x 32 inputs to 2 x 2, 32 x 64 inputs to 2 x 2, and the core; the outputs mirror them.
+SMALL, LARGE, CORE = 2 * 16 * 32 + 2 * 2 * 32, 2 * 32 * 64 + 2 * 2 * 64, 4 * 4
+TUCKER_TRAINED = (SMALL + CORE + LARGE) + (LARGE + CORE + SMALL)
+TUCKER_KEPT = (SMALL + 4 * O) + (LARGE + 4 * I)  # the core and the factors of the outputs are one matrix
 BY_HAND = {  # multiply-adds a token of the two linears of an FFN: trained, and frozen, with what is kept already made
     "low rank": (methods.LowRank(rank=8), 2 * 8 * (I + O), 2 * 8 * (I + O)),
     "nearly full rank": (methods.LowRank(rank=500), 2 * 500 * (I + O), 2 * I * O),
     "tensor train": (methods.TensorTrain(rank=2, shape=MODES), tensor_train_by_hand(2), tensor_train_by_hand(2)),
-    "tucker": (methods.Tucker(rank=2, shape=MODES), 2 * TUCKER + 4 * 4 * (I + O) / TOKENS, 2 * TUCKER),
+    "tucker": (methods.Tucker(rank=2, shape=MODES), TUCKER_TRAINED, TUCKER_KEPT),
     "masked": (methods.MagnitudePruning(sparsity=0.9), 2 * I * O, 2 * I * O),
     "variational": (methods.VariationalDropout(), 4 * I * O, 4 * I * O),  # means and variances
     "pruned neurons": (methods.FFNPruning(width=100), 2 * I * 100, 2 * I * 100),
