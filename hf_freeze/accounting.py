@@ -63,7 +63,7 @@ def _components(model: nn.Module) -> Any:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type"):
         raise ValueError(f"{type(model).__name__} is no transformers model")
-    architecture = architecture_of(config.model_type)
+    architecture = getattr(model, "architecture", None) or architecture_of(config.model_type)
     for name, parameter in canonical_parameters(model):
         yield name, parameter, architecture.component(base_name(model, name))
 

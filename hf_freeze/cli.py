@@ -18,7 +18,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 console = Console()
-_FOR_WIDE_TERMINALS = ("chrF", "dev ppl", "seeds", "best epoch", "total k", "train min")
+_FOR_WIDE_TERMINALS = ("chrF", "dev ppl", "seeds", "best epoch", "epochs", "total k", "parameters", "train min")
 
 
 class _one_line_errors:

@@ -223,7 +223,7 @@ BAD_RECIPES = {
     "unknown preset": ({"preset": "huge"}, r"unknown preset 'huge'; choose from \['small'\]"),
     "missing": ({"rows": ...}, "'rows' is missing"),
     "no name": ({"name": ...}, "'name' is missing"),
-    "task": ({"task": "parsing"}, r"unknown task 'parsing'; choose from \['translation', 'language-modelling'\]"),
+    "task": ({"task": "parsing"}, r"unknown task 'parsing'; choose from \['translation', 'language-modelling', "),
     "no seeds": ({"seeds": []}, r"seeds must be integers, not \[\]"),
     "seed type": ({"seeds": [1, "2"]}, "seeds must be integers"),
     "unknown row": ({"only": ["7"]}, r"no row '7'; choose from \['0', '2.1'\]"),

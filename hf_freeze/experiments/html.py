@@ -7,7 +7,7 @@ import jinja2
 from markupsafe import Markup
 
 from hf_freeze.experiments import text
-from hf_freeze.experiments.plots import MARKERS, style_of, svg_plots
+from hf_freeze.experiments.plots import MARKERS, has_dev, style_of, svg_plots
 from hf_freeze.experiments.results import Run, label_of
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ def page(report: "Report") -> str:
         table=_sortable(report, cells),
         legend=text.legend(report),
         plots={name: Markup(svg) for name, svg in svg_plots(report).items()},
+        axes=report.task.axes,
+        has_dev=has_dev(report),
         matrix=_matrix(report),
         pairs=text.pair_cells(report),
         method=text.method(report),

@@ -1,5 +1,6 @@
 """The plots of a report: quality against cost, learning curves, parameters by component."""
 
+import functools
 import io
 import re
 from collections.abc import Callable
@@ -49,24 +50,22 @@ _SPOTS = [
     (d * x, d * y) for d in (8, 14, 22) for x, y in ((1, 0.5), (-1, 0.5), (1, -0.9), (-1, -0.9), (0, 1), (0, -1.2))
 ]
 _SIZE = (4.6, 3.3)  # inches, of a plot of the page: its letters stay readable on a telephone
-_COSTS = {"share": ("trained parameters, % of all", 100), "stored": ("stored in the checkpoint, MB", 1)}
 
 
 def draw(report: "Report", path: Path) -> None:
-    """Quality against the share of parameters that is trained and against what is stored, side by side."""
+    """Quality against each cost, such as the share of parameters that is trained and what is stored, side by side."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 4.6 + 0.2 * len(report.rows) / 3), layout="constrained")
-        _quality(figure, report, list(_COSTS))
+        _quality(figure, report, list(report.task.axes))
         _legend(figure, report)
-        _name_rows(figure, report, list(_COSTS))
+        _name_rows(figure, report, list(report.task.axes))
         figure.savefig(path, dpi=130, facecolor="white")
 
 
 def svg_plots(report: "Report") -> dict[str, str]:
     """Name of each plot that the runs have data for, and its SVG."""
     plots: dict[str, Callable[[Report], Figure | None]] = {
-        "share": lambda report: _quality_figure(report, "share"),
-        "stored": lambda report: _quality_figure(report, "stored"),
+        **{cost: functools.partial(_quality_figure, cost=cost) for cost in report.task.axes},
         "curves": _curves,
         "components": _components,
     }
@@ -116,17 +115,17 @@ def _quality(figure: Figure, report: "Report", costs: list[str]) -> None:
         for index, row in enumerate(report.rows):
             (x, y, spread), (colour, marker) = _point(report, row, cost), style_of(index)
             axes.errorbar(x, y, yerr=spread, fmt=marker, color=colour, markersize=7, capsize=4, alpha=0.85)
-        axes.set(xlabel=_COSTS[cost][0], ylabel=f"{task.name} ({'higher' if task.higher else 'lower'} is better)")
+        axes.set(xlabel=task.axes[cost].label, ylabel=f"{task.name} ({'higher' if task.higher else 'lower'} is better)")
         if not task.higher:
             axes.set_yscale("log")
             for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
                 set_formatter(ScalarFormatter())
         axes.margins(y=0.14)
         costs_of_rows = [_point(report, row, cost)[0] for row in report.rows]
-        if cost == "stored" and 0 < 10 * min(costs_of_rows) < max(costs_of_rows):
+        if cost != "share" and 0 < 10 * min(costs_of_rows) < max(costs_of_rows):
             axes.set_xscale("log")  # or the small ones would lie on each other
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
             axes.xaxis.set_minor_formatter(NullFormatter())
             axes.margins(x=0.1)
         else:
@@ -135,7 +134,7 @@ def _quality(figure: Figure, report: "Report", costs: list[str]) -> None:
 
 
 def _point(report: "Report", row: dict[str, Any], cost: str) -> tuple[float, float, float | None]:
-    return _COSTS[cost][1] * row[cost][0], *row[report.task.quality]
+    return report.task.axes[cost].unit * row[cost][0], *row[report.task.quality]
 
 
 def _name_rows(figure: Figure, report: "Report", costs: list[str]) -> None:
@@ -165,20 +164,20 @@ def _name_points(axes: Any, points: list[tuple[float, float, str]]) -> None:
 
 
 def _curves(report: "Report") -> Figure | None:
-    """Dev loss after each epoch, a line a run; train loss faint behind it."""
+    """Dev loss after each epoch, a line a run; train loss faint behind it, or alone."""
     if not any(run.log for run in report.runs):
         return None
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.subplots()
     order = [row["row"] for row in report.rows]
-    highest = 0.0
+    highest, faint = 0.0, 0.25 if has_dev(report) else 0.7
     for run in report.runs:
         colour, marker = style_of(order.index(run.row))
         train = [(entry["epoch"], entry["loss"]) for entry in run.log if "loss" in entry]
         # The last evaluation of an epoch may be of the best model, after training; the first is of that epoch.
         dev = {entry["epoch"]: entry["eval_loss"] for entry in reversed(run.log) if "eval_loss" in entry}
         if train:
-            axes.plot(*zip(*train, strict=True), color=colour, alpha=0.25, linewidth=0.7)
+            axes.plot(*zip(*train, strict=True), color=colour, alpha=faint, linewidth=0.7)
         if dev:
             epochs = sorted(dev)
             losses = [dev[epoch] for epoch in epochs]
@@ -191,6 +190,11 @@ def _curves(report: "Report") -> Figure | None:
         axes.set_ylim(top=1.1 * highest)  # the first steps in training would press all that follows together
     axes.grid()
     return figure
+
+
+def has_dev(report: "Report") -> bool:
+    """Whether any run was evaluated while it trained."""
+    return any("eval_loss" in entry for run in report.runs for entry in run.log)
 
 
 def _components(report: "Report") -> Figure | None:

@@ -2,13 +2,15 @@
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hf_freeze.architectures.base import TRAINED
+from hf_freeze.experiments.perceptron import PerceptronConfig
 from hf_freeze.experiments.tasks import SPLITS, TASKS
 from hf_freeze.registry import METHODS, method_from_dict
 
@@ -65,6 +67,53 @@ _SECTIONS = {
     "backbone": {"model_type", "init", "config"},
     "training": set(_TRAINING),
     "decoding": {"num_beams", "max_tokens"},
+}
+
+
+def _whole(number: Any) -> int:
+    if float(number) != int(number):
+        raise ValueError
+    return int(number)
+
+
+def _lr_steps(steps: Any) -> dict[str, Any]:
+    if set(steps) != {"gamma", "at"}:
+        raise ValueError
+    return {"gamma": float(steps["gamma"]), "at": [_whole(epoch) for epoch in steps["at"]]}
+
+
+@dataclass(frozen=True)
+class _Language:
+    """What the recipes of a task may say: the fields of each section, how settings of `training` are read, and which of them
+    are needed; `files`: what the two files of a split are, None where it is a list of any number."""
+
+    sections: dict[str, set[str]]
+    training: dict[str, Callable[[Any], Any]]
+    needed: tuple[str, ...]
+    files: str | None
+
+
+_IMAGE_TRAINING: dict[str, Callable[[Any], Any]] = {
+    "epochs": _whole,
+    "batch_size": _whole,
+    "learning_rate": float,
+    "lr_steps": _lr_steps,  # the rate is multiplied by `gamma` before each of the epochs `at`, counted from 0
+    "weight_decay": float,
+}
+_TEXT = ("epochs", "max_tokens", "learning_rate", "warmup_steps")
+_LANGUAGES = {
+    "translation": _Language(_SECTIONS, _TRAINING, _TEXT, files="[source, target]"),
+    "language-modelling": _Language(_SECTIONS, _TRAINING, _TEXT, files=None),
+    "image-classification": _Language(
+        {
+            "data": {"root", "train", "dev", "test", "holdout", "limit"},
+            "backbone": {"sizes"},
+            "training": set(_IMAGE_TRAINING),
+        },
+        _IMAGE_TRAINING,
+        ("epochs", "batch_size", "learning_rate"),
+        files="[images, labels]",
+    ),
 }
 _ROW = ("label", "methods", "start", "training", "backbone")  # the first two are needed
 
@@ -163,20 +212,45 @@ def _check_types(recipe: dict[str, Any], path: Any) -> None:
             raise ValueError(f"{path}: unknown field {key!r}; choose from {sorted(_FIELDS)}")
         if not isinstance(value, _FIELDS[key]):
             raise ValueError(f"{path}: {key} must be a {_FIELDS[key].__name__}, not {value!r}")
-        for unknown in sorted(set(value) - _SECTIONS[key]) if key in _SECTIONS else ():
-            raise ValueError(f"{path}: unknown field {key}.{unknown}; choose from {sorted(_SECTIONS[key])}")
+
+
+def _check_present(recipe: dict[str, Any], keys: Collection[str], path: Any) -> None:
+    for key in keys:
+        if key not in recipe:
+            raise ValueError(f"{path}: {key!r} is missing")
+
+
+def _check_sections(recipe: dict[str, Any], task: str, path: Any) -> None:
+    sections = _LANGUAGES[task].sections
+    for key in (key for key in _SECTIONS if key in recipe):
+        if key not in sections:
+            raise ValueError(f"{path}: task {task!r} takes no {key}")
+        for unknown in sorted(set(recipe[key]) - set(sections[key])):
+            raise ValueError(f"{path}: unknown field {key}.{unknown}; choose from {sorted(sections[key])}")
+    if task == "image-classification" and "backbone" in recipe:
+        if "sizes" not in recipe["backbone"]:
+            raise ValueError(f"{path}: backbone.sizes is missing")
+        try:
+            PerceptronConfig(recipe["backbone"]["sizes"])
+        except ValueError as error:
+            raise ValueError(f"{path}: backbone.{error}") from None
 
 
 def _check(recipe: dict[str, Any], path: Any) -> None:
     _check_types(recipe, path)
-    for key in ("name", "task", "data", "tokenizer", "backbone", "training", "rows", "seeds"):
-        if key not in recipe:
-            raise ValueError(f"{path}: {key!r} is missing")
-    if recipe["task"] not in TASKS:
-        raise ValueError(f"{path}: unknown task {recipe['task']!r}; choose from {list(TASKS)}")
-    _check_training(recipe["training"], path)
-    _check_data(recipe["data"], recipe["task"], path)
-    if recipe["task"] == "language-modelling":
+    _check_present(recipe, ("name", "task"), path)
+    task: str = recipe["task"]
+    if task not in TASKS:
+        raise ValueError(f"{path}: unknown task {task!r}; choose from {list(TASKS)}")
+    sections = (key for key in _LANGUAGES[task].sections if key != "decoding")
+    _check_present(recipe, (*sections, "rows", "seeds"), path)
+    _check_sections(recipe, task, path)
+    for key in _LANGUAGES[task].needed:
+        if key not in recipe["training"]:
+            raise ValueError(f"{path}: training.{key} is missing")
+    _check_training(recipe["training"], task, path)
+    _check_data(recipe["data"], task, path)
+    if task == "language-modelling":
         recipe["training"].setdefault("block_size", 128)
     seeds = recipe["seeds"]
     if not seeds or any(type(seed) is not int or not 0 <= seed < 2**32 for seed in seeds):
@@ -200,15 +274,17 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
         for unknown in sorted(set(row) - set(_ROW)):
             raise ValueError(f"{path}: unknown field {unknown!r} of row {name!r}; choose from {list(_ROW)}")
         where = f"{path}: row {name!r}"
-        _check_types({key: row[key] for key in ("training", "backbone") if key in row}, where)
-        _check_training(row.get("training", {}), where)
+        changed = {key: row[key] for key in ("training", "backbone") if key in row}
+        _check_types(changed, where)
+        _check_sections(changed, task, where)
+        _check_training(row.get("training", {}), task, where)
         _check_start(name, recipe["rows"], where)
 
 
-def _check_training(training: dict[str, Any], path: Any) -> None:
+def _check_training(training: dict[str, Any], task: str, path: Any) -> None:
     for key, value in training.items():
         try:
-            training[key] = _TRAINING[key](value)
+            training[key] = _LANGUAGES[task].training[key](value)
         except (AttributeError, TypeError, ValueError):
             raise ValueError(f"{path}: training.{key}={value!r} is not a value that it takes") from None
     for component in training.get("learning_rates", ()):
@@ -216,7 +292,7 @@ def _check_training(training: dict[str, Any], path: Any) -> None:
             raise ValueError(
                 f"{path}: unknown component training.learning_rates.{component}; choose from {list(TRAINED)}"
             )
-    for key, least in (("block_size", 1), ("evaluations", 1), ("epochs", 0)):
+    for key, least in (("block_size", 1), ("evaluations", 1), ("batch_size", 1), ("epochs", 0)):
         if training.get(key, least) < least:
             raise ValueError(f"{path}: training.{key}={training[key]} must be at least {least}")
 
@@ -237,8 +313,9 @@ def _check_start(name: str, rows: dict[str, Any], path: Any) -> None:
 
 
 def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
-    form, parallel = data_form(data), task == "translation"
-    splits = [split for split in SPLITS if split != "dev" or "holdout" not in data]
+    form, parallel, files = data_form(data), task == "translation", _LANGUAGES[task].files
+    without_dev = "holdout" in data or (task == "image-classification" and "dev" not in data)
+    splits = [split for split in SPLITS if split != "dev" or not without_dev]
     needed = {"builtin": [], "hub": [*(["source", "target"] if parallel else []), *splits]}.get(form or "", splits)
     for key in needed:
         if key not in data:
@@ -246,10 +323,10 @@ def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
     if form != "files" and "root" in data:
         raise ValueError(f"{path}: data.root says where files are, but the data is of the form {form!r}")
     for split in splits if form == "files" else ():
-        files = data[split]
-        if not isinstance(files, list) or not files or (parallel and len(files) != 2):
-            wanted = "two files, [source, target]" if parallel else "a list of files"
-            raise ValueError(f"{path}: data.{split} must be {wanted}, not {files!r}")
+        named = data[split]
+        if not isinstance(named, list) or not named or (files is not None and len(named) != 2):
+            wanted = "a list of files" if files is None else f"two files, {files}"
+            raise ValueError(f"{path}: data.{split} must be {wanted}, not {named!r}")
     if "holdout" in data and (type(data["holdout"]) is not int or data["holdout"] < 1 or "dev" in data):
         raise ValueError(
             f"{path}: data.holdout={data['holdout']!r} must be a number of training items, and takes the place of data.dev"
@@ -264,7 +341,8 @@ _OF_A_START = ("row", "seed", "training", "methods", "start")  # what else a run
 def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
     """One plain dict a run, seed by seed, so that a first full table appears early. A random method without a seed of its
     own takes the run's. A row that another one starts from comes before it, wanted or not."""
-    shared = {key: recipe[key] for key in ("name", "task", "preset", "data", "tokenizer", "backbone", "training")}
+    named = ("name", "task", "preset", "data", "tokenizer", "backbone", "training")
+    shared = {key: recipe[key] for key in named if key in recipe}
     shared["decoding"] = recipe.get("decoding", {})
     order: dict[str, None] = {}
     for wanted in recipe.get("only", recipe["rows"]):

@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,39 @@ import numpy as np
 
 from hf_freeze.experiments.plots import draw
 from hf_freeze.experiments.results import Run, label_of, read_runs, unlike_settings
-from hf_freeze.experiments.statistics import Difference, bleu, compare, log_perplexity
+from hf_freeze.experiments.statistics import Difference, accuracy, bleu, compare, log_perplexity
 
-# column: (heading, where it is in a record, format)
-_COSTS: dict[str, tuple[str, tuple[str, ...], str]] = {
+Columns = dict[str, tuple[str, tuple[str, ...], str]]  # name -> (heading, where it is in a record, format)
+
+TO_FIRST = "first"  # in place of a place in a record: how many times the first row has what this row has of a column
+_COSTS: Columns = {
     "epochs": ("best epoch", ("epochs_to_convergence",), ".1f"),
     "share": ("share %", ("parameters", "trainable_share"), ".1%"),
     "total": ("total k", ("parameters", "total"), ",.0f"),  # shown where the rows differ in it
     "stored": ("stored MB", ("parameters", "stored_bytes"), ".2f"),
     "minutes": ("train min", ("seconds", "train"), ".1f"),
 }
+_IMAGE_COSTS: Columns = {
+    "epochs": ("epochs", ("epochs_trained",), ".0f"),
+    "total": ("parameters", ("parameters", "total"), ",.0f"),
+    "fewer": ("times fewer", (TO_FIRST, "total"), ".2f"),
+    "stored": ("stored kB", ("parameters", "stored_bytes"), ",.1f"),
+    "smaller": ("times smaller", (TO_FIRST, "stored"), ".2f"),
+    "minutes": ("train min", ("seconds", "train"), ".1f"),
+}
 FEW_ITEMS = 100  # a bootstrap over fewer understates how far a score may be off
-_SCALES = {"total": 1e-3, "stored": 1e-6, "minutes": 1 / 60}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Of a plot of quality against a cost. `unit`: of the axis, in that of the column; `asks`: what the plot answers."""
+
+    label: str
+    unit: float
+    asks: str
+
+
+_STORED_ASKS = "What a smaller checkpoint costs"
 
 
 @dataclass(frozen=True)
@@ -35,18 +56,29 @@ class Comparison:
     higher: bool  # is a higher score better?
     score: Callable[[np.ndarray], np.ndarray]  # of summed items
     item: str  # what is resampled
-    scale: Callable[[float], float]  # of the record's metric to that of `score`, on which differences are taken
+    scale: Callable[[float], float]  # of the column to the scale of `score`, on which differences are taken
+    costs: Columns = field(default_factory=lambda: _COSTS)
+    units: dict[str, float] = field(default_factory=lambda: {"total": 1e-3, "stored": 1e-6, "minutes": 1 / 60})
+    axes: dict[str, Axis] = field(
+        default_factory=lambda: {
+            "share": Axis("trained parameters, % of all", 100, "What training fewer parameters costs"),
+            "stored": Axis("stored in the checkpoint, MB", 1, _STORED_ASKS),
+        }
+    )
+    rows_are: str = "trained"  # heading of the labels
+    digits: int = 1  # of a difference in the table
 
     @property
-    def columns(self) -> dict[str, tuple[str, tuple[str, ...], str]]:
-        return self.qualities | _COSTS
+    def columns(self) -> Columns:
+        return self.qualities | self.costs
 
     @property
     def quality(self) -> str:
         return next(iter(self.qualities))
 
-    def signed(self, difference: float, digits: int = 1) -> str:
+    def signed(self, difference: float, digits: int | None = None) -> str:
         """A difference of scores as it is shown: of BLEU in points, of log-perplexity as a ratio of perplexities."""
+        digits = self.digits if digits is None else digits
         if self.scale is math.log:
             return f"×{math.exp(difference):.{digits + 2}f}"
         text = f"{difference:+.{digits}f}"
@@ -77,6 +109,22 @@ COMPARISONS = {
         item="blocks of text",
         scale=math.log,
     ),
+    "image-classification": Comparison(
+        "accuracy",
+        {"accuracy": ("accuracy %", ("metrics", "test_accuracy"), ".2f")},
+        higher=True,
+        score=accuracy,
+        item="images",
+        scale=float,
+        costs=_IMAGE_COSTS,
+        units={"accuracy": 100, "stored": 1e-3, "minutes": 1 / 60},
+        axes={
+            "total": Axis("parameters", 1, "What fewer parameters cost"),
+            "stored": Axis("stored in the checkpoint, kB", 1, _STORED_ASKS),
+        },
+        rows_are="method",
+        digits=2,
+    ),
 }
 
 
@@ -103,7 +151,7 @@ class Report:
         return len({row["total"][0] for row in self.rows}) == 1
 
     @property
-    def columns(self) -> dict[str, tuple[str, tuple[str, ...], str]]:
+    def columns(self) -> Columns:
         """Those of the task that the table shows."""
         return {name: column for name, column in self.task.columns.items() if name != "total" or not self.one_size}
 
@@ -177,9 +225,15 @@ def summarise(records: list[dict[str, Any]], task: Comparison = COMPARISONS["tra
     rows: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         rows.setdefault(record["row"], []).append(record)
-    found = []
+    found: list[dict[str, Any]] = []
     for row, group in rows.items():
-        columns = {column: _values(group, column, task) for column in task.columns}
+        columns: dict[str, list[float]] = {}
+        for column, (_, where, _) in task.columns.items():
+            if where[0] == TO_FIRST:
+                own = columns[where[1]]
+                columns[column] = [(found[0][where[1]][0] if found else statistics.fmean(own)) / each for each in own]
+            else:
+                columns[column] = _values(group, column, task)
         spreads = {
             column: (statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
             for column, values in columns.items()
@@ -195,7 +249,7 @@ def _values(group: list[dict[str, Any]], column: str, task: Comparison) -> list[
         value: Any = record
         for key in task.columns[column][1]:
             value = value[key]
-        values.append(value * _SCALES.get(column, 1))
+        values.append(value * task.units.get(column, 1))
     return values
 
 
@@ -204,7 +258,7 @@ def table_cells(report: Report) -> tuple[list[str], list[list[str]]]:
     task, first = report.task, report.rows[0]["row"]
     shown = [heading for heading, _, _ in report.columns.values()]
     qualities, costs = shown[: len(task.qualities)], shown[len(task.qualities) :]
-    headings = ["row", "trained", qualities[0], f"vs row {first}", *qualities[1:], "seeds", *costs]
+    headings = ["row", task.rows_are, qualities[0], f"vs row {first}", *qualities[1:], "seeds", *costs]
     cells = []
     for row in report.rows:
         values = [_cell(row[column][0], row[column][1], form) for column, (_, _, form) in report.columns.items()]

@@ -1,10 +1,11 @@
 """One run of a grid: data, tokenizer, variant, training, test scores."""
 
+import functools
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,11 @@ from hf_freeze import make_variant
 from hf_freeze.accounting import count_parameters, stored_bytes
 from hf_freeze.experiments.environment import environment, peak_memory, write_whole
 from hf_freeze.experiments.grid import start_folder
-from hf_freeze.experiments.tasks import task_of
+from hf_freeze.experiments.tasks import OwnTask, Report, Task, Trained, task_of
 from hf_freeze.registry import method_from_dict
 from hf_freeze.training import TokenBatchTrainer, VariantCallback, label_smoothed_loss, parameter_groups
 
 _ADAM: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-9}
-
-Report = Callable[[dict[str, Any]], None]  # receives {"step":, "steps":, "loss": ...} while the run goes on
 
 
 def backbone_config(settings: dict[str, Any], tokenizer: Any) -> transformers.PreTrainedConfig:
@@ -59,6 +58,55 @@ def execute(
     _check_origin(folder, checkpoint if not resume_anyway else None, start)
     transformers.set_seed(run["seed"])
     task = task_of(run["task"])
+    train = task.execute if isinstance(task, OwnTask) else functools.partial(_execute_text, task)
+    trained = train(run, folder, report, checkpoint=checkpoint, start=start)
+    parameters = count_parameters(trained.model)
+    record = {
+        "recipe": run["name"],
+        "task": run["task"],
+        "row": run["row"],
+        "label": run["label"],
+        "seed": run["seed"],
+        "metrics": trained.outcome.metrics,
+        "signatures": trained.outcome.signatures,
+        "epochs_trained": round(trained.epochs, 3),
+        "epochs_to_convergence": round(trained.best_epoch, 3),
+        "steps": trained.steps,
+        "parameters": {
+            "total": parameters.total,
+            "trainable": parameters.trainable,
+            "stored": parameters.stored,
+            "stored_bytes": stored_bytes(trained.model),
+            "trainable_share": parameters.trainable / parameters.total,
+            "by_component": {
+                name: {"total": part.total, "trainable": part.trainable, "stored": part.stored}
+                for name, part in parameters.by_component.items()
+            },
+        },
+        "seconds": {
+            "train": trained.train_seconds,
+            "test": trained.test_seconds,
+            "all": time.perf_counter() - started,
+        },
+        "resumed": trained.resumed,
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "peak_memory_bytes": peak_memory(),
+        "environment": environment(),
+    } | ({"start": run["start"]["row"]} if "start" in run else {})
+    if int(os.environ.get("RANK", "0")) == 0:
+        np.save(folder / "items.npy", trained.outcome.items)
+        write_whole(folder / "log.jsonl", "".join(json.dumps(entry) + "\n" for entry in trained.log))
+        # Written last: a run with metrics.json is a finished one.
+        write_whole(folder / "metrics.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    if distributed.is_initialized():
+        distributed.barrier()
+    return record
+
+
+def _execute_text(
+    task: Task, run: dict[str, Any], folder: Path, report: Report, *, checkpoint: str | None, start: Path | None
+) -> Trained:
+    """The transformers of text, which the Trainer trains."""
     splits = task.load(run["data"])
     methods = [method_from_dict(method) for method in run["methods"]]
     if start is not None:
@@ -91,12 +139,12 @@ def execute(
         optimizers=(optimizer(model, run["training"]) if trains else None, None),
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    trained = time.perf_counter()
+    began = time.perf_counter()
     if trains:
         trainer.train(resume_from_checkpoint=checkpoint)
     else:
         trainer.state.epoch, progress.ended = 0.0, True
-    train_seconds = time.perf_counter() - trained
+    train_seconds = time.perf_counter() - began
     model = trainer.accelerator.unwrap_model(trainer.model)
     if model.finalizable:
         model.finalize()
@@ -105,51 +153,23 @@ def execute(
     tested = time.perf_counter()
     outcome = task.test(run, folder, trainer, tokenizer, splits["test"], encoded["test"])
     dev = trainer.evaluate()
+    test_seconds = time.perf_counter() - tested
     epochs = [entry for entry in trainer.state.log_history if "eval_loss" in entry][:-1]
-    parameters = count_parameters(model)
-    record = {
-        "recipe": run["name"],
-        "task": run["task"],
-        "row": run["row"],
-        "label": run["label"],
-        "seed": run["seed"],
-        "metrics": outcome.metrics | {"dev_loss": dev["eval_loss"], "dev_perplexity": dev["eval_perplexity"]},
-        "signatures": outcome.signatures,
-        "epochs_trained": round(trainer.state.epoch or 0, 3),
-        "epochs_to_convergence": round(min(epochs, key=lambda e: e["eval_loss"])["epoch"], 3) if epochs else 0.0,
-        "steps": trainer.state.global_step,
-        "parameters": {
-            "total": parameters.total,
-            "trainable": parameters.trainable,
-            "stored": parameters.stored,
-            "stored_bytes": stored_bytes(model),
-            "trainable_share": parameters.trainable / parameters.total,
-            "by_component": {
-                name: {"total": part.total, "trainable": part.trainable, "stored": part.stored}
-                for name, part in parameters.by_component.items()
-            },
-        },
-        "seconds": {
-            "train": train_seconds,
-            "test": time.perf_counter() - tested,
-            "all": time.perf_counter() - started,
-        },
-        "resumed": progress.resumed,
-        "processes": trainer.args.world_size,
-        "peak_memory_bytes": peak_memory(),
-        "environment": environment(),
-    } | ({"start": run["start"]["row"]} if "start" in run else {})
     if trainer.is_world_process_zero():
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-        np.save(folder / "items.npy", outcome.items)
-        log = "".join(json.dumps(entry) + "\n" for entry in trainer.state.log_history)
-        write_whole(folder / "log.jsonl", log)
-        # Written last: a run with metrics.json is a finished one.
-        write_whole(folder / "metrics.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    if distributed.is_initialized():
-        distributed.barrier()
-    return record
+    metrics = outcome.metrics | {"dev_loss": dev["eval_loss"], "dev_perplexity": dev["eval_perplexity"]}
+    return Trained(
+        model=model,
+        outcome=replace(outcome, metrics=metrics),
+        log=trainer.state.log_history,
+        epochs=trainer.state.epoch or 0,
+        best_epoch=min(epochs, key=lambda entry: entry["eval_loss"])["epoch"] if epochs else 0.0,
+        steps=trainer.state.global_step,
+        train_seconds=train_seconds,
+        test_seconds=test_seconds,
+        resumed=progress.resumed,
+    )
 
 
 def training_arguments(run: dict[str, Any], folder: Path, *, best: bool = True) -> Seq2SeqTrainingArguments:

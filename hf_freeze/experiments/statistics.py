@@ -42,6 +42,11 @@ def log_perplexity(sums: np.ndarray) -> np.ndarray:
     return sums[..., 0] / sums[..., 1]
 
 
+def accuracy(sums: np.ndarray) -> np.ndarray:
+    """(..., 3) sums of correct items, of items and of their classes (which only tell test sets apart) to (...) accuracy in %."""
+    return 100 * sums[..., 0] / sums[..., 1]
+
+
 @dataclass(frozen=True)
 class Difference:
     """Score of `row` minus score of `base`, means over seeds, in the units of the score that was compared."""

@@ -11,6 +11,7 @@ import numpy as np
 TASKS = {  # name in a recipe -> module of this package that defines TASK, imported when it is used: they import much
     "translation": "translation",
     "language-modelling": "language_modelling",
+    "image-classification": "image_classification",
 }
 SPLITS = ("train", "dev", "test")
 
@@ -41,7 +42,37 @@ class Task:
     test: Callable[..., Outcome]
 
 
-def task_of(name: str) -> Task:
+Report = Callable[[dict[str, Any]], None]  # receives {"step":, "steps":, "loss": ...} while the run goes on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a run came to, for its record. `log`: as the Trainer's `log_history`."""
+
+    model: Any
+    outcome: Outcome
+    log: list[dict[str, Any]]
+    epochs: float
+    best_epoch: float
+    steps: int
+    train_seconds: float
+    test_seconds: float
+    resumed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnTask:
+    """A task that the Trainer does not serve.
+
+    `execute(run, folder, report, checkpoint=, start=)` trains, tests and writes the model to `folder / "model"`; it goes on from
+    `checkpoint`, a folder `folder / "checkpoints" / "checkpoint-*"`, and starts from the finished run in `start`, where these
+    are not None.
+    """
+
+    execute: Callable[..., Trained]
+
+
+def task_of(name: str) -> Task | OwnTask:
     """The task of that name in a recipe."""
     return importlib.import_module(f"hf_freeze.experiments.{TASKS[name]}").TASK
 

@@ -26,10 +26,13 @@ def findings(report: "Report") -> list[tuple[str, str]]:
     found.append(
         (f"{'Highest' if task.higher else 'Lowest'} {task.name}", f"{quality(report, best[0])}, row {_named(best[0])}.")
     )
+    stored = task.columns["stored"][0].split()[-1]  # MB
     for what, column, unit in (
         ("Fewest trained parameters" if report.one_size else "Smallest trained share", "share", "of all"),
-        ("Smallest checkpoint", "stored", "MB"),
+        ("Smallest checkpoint", "stored", stored),
     ):
+        if column not in task.columns:
+            continue
         least = min(row[column][0] for row in rows)
         amount = f"{least:{task.columns[column][2]}} {unit}"
         cheapest = [row for row in best if row[column][0] == least]
@@ -93,8 +96,15 @@ def legend(report: "Report") -> list[str]:
         lines[0] = lines[0][:-1] + f". * marks a real difference (corrected p < {LEVEL}); one without * may be chance."
     if len(report.seeds) > 1:
         lines.append("± is the standard deviation over seeds.")
+    stored = task.columns["stored"][0]
+    if "fewer" in task.columns:
+        lines.append(
+            f"parameters: of the whole network, biases too; {stored}: tensors of the file, with the places of weights that are "
+            f"left; times fewer, times smaller: row {first} divided by this row."
+        )
+        return lines
     total = "" if report.one_size else "total k: all parameters, in thousands; "
-    lines.append(f"share %: trained parameters of all; {total}stored MB: tensors that the checkpoint holds.")
+    lines.append(f"share %: trained parameters of all; {total}{stored}: tensors that the checkpoint holds.")
     return lines
 
 
@@ -150,7 +160,8 @@ def markdown(report: "Report") -> str:
     from hf_freeze.experiments.report import table_cells
 
     lines = [f"# {report.title}", "", *_table(*table_cells(report), left=2), ""]
-    lines += [f"![{report.task.name} against trained share and stored size](report.png)", ""]
+    against = "trained share" if "share" in report.task.axes else "parameters"
+    lines += [f"![{report.task.name} against {against} and stored size](report.png)", ""]
     lines += [f"**{note}**" for note in report.notes] + [""] * bool(report.notes)
     lines += [" ".join(legend(report)), ""]
     lines += [f"- {_plain(what)}: {_plain(sentence)}" for what, sentence in findings(report)] + [""]
