@@ -369,7 +369,7 @@ def plot(bench: Bench, size: Size, path: Path) -> None:
     with mpl.rc_context(plots._STYLE):
         figure = Figure(figsize=(10, 3.8), layout="constrained")
         for axes, (name, ranks) in zip(figure.subplots(1, len(kinds), sharey=True), RANKS.items(), strict=True):
-            ranks = [rank for rank in ranks if rank <= size.rank(1) // 2] if name == "low rank" else ranks
+            ranks = [rank for rank in ranks if rank <= size.rank(1)] if name == "low rank" else ranks
             for index, tokens in enumerate(bench.options.tokens):
                 colour, marker = plots.style_of(index)
                 x = torch.randn(tokens, size.inputs, device=_shared.DEVICE)
@@ -379,7 +379,7 @@ def plot(bench: Bench, size: Size, path: Path) -> None:
                         layer = kinds[name](rank=rank, execution=execution).make(size.linear(), "linear", None).eval()
                         pair = bench.turns(functools.partial(layer, x), functools.partial(dense, x))
                         points.append(pair.ratio)
-                    label = f"{tokens} tokens, {execution}"
+                    label = f"{tokens} token{'s' * (tokens > 1)}, {execution}"
                     axes.plot(ranks, points, look, color=colour, marker=marker, markersize=5, label=label)
             axes.axhline(1, color=plots._INK, linewidth=0.8)
             axes.set(title=name, xlabel="rank", xscale="log", yscale="log")

@@ -20,7 +20,7 @@ from hf_freeze import count_parameters, make_variant, methods
 from hf_freeze.layers import LowRankLinear, TensorTrainLinear, TuckerLinear, factorized
 from hf_freeze.layers.shapes import balanced_modes, mode_count, modes_of
 from hf_freeze.layers.tensor_train import Plan, best_plan, full_ranks, tt_svd
-from hf_freeze.layers.tucker import tucker
+from hf_freeze.layers.tucker import TuckerPlan, best_tucker_plan, tucker
 from hf_freeze.registry import ARCHITECTURES, method_from_dict
 
 N512, M2048 = (2, 4, 8, 4, 2), (4, 4, 8, 4, 4)  # the factors of Khakhulin et al.
@@ -211,6 +211,27 @@ def test_multiply_adds_of_the_unmerged_chain_are_the_published_ones():
 def test_the_search_for_an_order_is_short_however_many_cores_there_are():
     plan = best_plan((2,) * 16, (2,) * 16, (1, *[2] * 15, 1), 5, "cpu", True)
     assert 2 <= len(plan.spans) <= 3
+
+
+def test_every_way_to_take_the_factors_of_tucker_computes_the_same():
+    in_modes, out_modes, ranks = (4, 3, 2), (2, 5, 3), (3, 2, 2, 2, 4, 3)
+    layer = make(TuckerLinear, (24, 30), (in_modes, out_modes, ranks), bias=False)
+    x = torch.randn(5, 24)
+    expected = functional.linear(x, layer.dense_weight())
+    orders = [(cuts, left) for cuts in ((), (1,), (2,), (1, 2)) for left in (False, True)]
+    ins = [None, *(Plan(in_modes, ranks[:3], (1,) * 4, *order) for order in orders)]
+    outs = [None, *(Plan(ranks[3:], out_modes, (1,) * 4, *order) for order in orders)]
+    for left in ins:
+        for right in outs:
+            plan = TuckerPlan(left, right, 0.0)
+            y = layer.multiply(x, (plan, *layer._matrices(plan)))
+            torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    # Two large outer factors are not made where small ones will do; for few tokens fewer operations are better.
+    large = ((4,) * 5, (4,) * 3 + (8,) * 2, (3,) * 10)
+    many, one = (best_tucker_plan(*large, tokens, "cpu", False) for tokens in (2048, 1))
+    assert len(many.inputs.spans) > 1
+    assert len(many.outputs.spans) > 1
+    assert None in (one.inputs, one.outputs)
 
 
 @pytest.mark.parametrize("execution", factorized.EXECUTIONS)
@@ -635,6 +656,21 @@ def test_factors_never_make_the_weight(cls, size, arguments, monkeypatch):
     monkeypatch.setattr(layer, "dense_weight", None)  # it is there, and used as it is
     with torch.no_grad():
         layer(torch.randn(1, size[0]))
+
+
+def test_factors_hold_what_one_number_of_tokens_needs():
+    layer = make(TuckerLinear, (64, 128), ((4, 4, 4), (4, 4, 8), (3,) * 6), execution="factors")
+    keys = set()
+    with torch.no_grad():
+        for tokens in (1, 8, 300, 1):
+            layer(torch.randn(tokens, 64))
+            assert len(layer._kept) == 1
+            keys |= set(layer._kept)
+            ((_, value),) = layer._kept.values()
+            again = layer(torch.randn(tokens, 64))
+            assert again.shape == (tokens, 128)
+            assert next(iter(layer._kept.values()))[1] is value
+    assert len(keys) > 1  # or it showed nothing
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ class FactorizedLinear(DerivedLinear):
             return functional.linear(x, weight, self.bias)
         rows = x.reshape(-1, self.in_features)
         key, make = self.ready_factors(tokens, device_type)
+        if self.execution == "factors" and self._kept and key not in self._kept:
+            self._kept = None  # what is for other numbers of tokens; together they may hold more than the dense weight
         ready = self._exactly(make, device_type) if training else self.keep(key, make)
         chunk = costs_of(device_type).chunk
         if torch.is_grad_enabled() or chunk is None or tokens <= chunk:
