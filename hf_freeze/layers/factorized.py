@@ -114,3 +114,17 @@ class FactorizedLinear(DerivedLinear):
         if x.device.type == "cuda":
             return needed < torch.cuda.mem_get_info(x.device)[0]
         return x.device.type != "cpu" or needed < psutil.virtual_memory().available
+
+
+def left_vectors(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left singular vectors U (rows, rank), and Uᵀ times the matrix, whose rows have the singular values as norms, descending.
+
+    Of a wide matrix, by the eigenvectors of its small Gram matrix: many times as fast as a singular value decomposition, and as
+    good for what is kept. U is orthogonal whatever the singular values, so that nothing is lost at full rank; only among values
+    below 1e-8 of the largest, which fp64 loses in a square, the order is not kept.
+    """
+    if matrix.shape[0] > matrix.shape[1]:
+        u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+        return u, s[:, None] * v
+    u = torch.linalg.eigh(matrix @ matrix.T).eigenvectors.flip(1)
+    return u, u.T @ matrix

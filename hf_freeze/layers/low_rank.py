@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import initialization
 
 from hf_freeze.layers.cost import costs_of, product
-from hf_freeze.layers.factorized import FactorizedLinear
+from hf_freeze.layers.factorized import FactorizedLinear, left_vectors
 
 
 class LowRankLinear(FactorizedLinear):
@@ -46,11 +46,15 @@ class LowRankLinear(FactorizedLinear):
 
     def fill(self, weight: torch.Tensor) -> None:
         """The nearest weight of this rank in the Frobenius norm: U √S and √S Vᵀ of the singular value decomposition."""
-        u, s, v = torch.linalg.svd(weight.double(), full_matrices=False)
-        root = s[: self.rank].sqrt()
+        weight = weight.double()
+        tall = weight.shape[0] > weight.shape[1]
+        u, projected = left_vectors(weight.T if tall else weight)
+        u, projected = u[:, : self.rank], projected[: self.rank]  # projected = S Vᵀ
+        root = projected.norm(dim=1).sqrt()
+        down = projected / root.clamp_min(torch.finfo(root.dtype).tiny)[:, None]
         with torch.no_grad():
-            self.up.copy_(u[:, : self.rank] * root)
-            self.down.copy_(root[:, None] * v[: self.rank])
+            self.up.copy_(down.T if tall else u * root)
+            self.down.copy_((u * root).T if tall else down)
 
     def factor_cost(self, tokens: int, device_type: str, *, training: bool) -> float:
         costs = costs_of(device_type)

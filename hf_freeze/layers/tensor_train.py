@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers import initialization
 
 from hf_freeze.layers.cost import Costs, costs_of, product
-from hf_freeze.layers.factorized import FactorizedLinear
+from hf_freeze.layers.factorized import FactorizedLinear, left_vectors
 
 _FEW_CORES = 8  # there are 2^d orders of d cores
 
@@ -143,14 +143,14 @@ def tt_svd(
     allowed = loss * tensor.square().sum() / max(d - 1, 1)
     cores, rank, rest = [], 1, tensor
     for k in range(d - 1):
-        u, s, v = torch.linalg.svd(rest.reshape(rank * in_modes[k] * out_modes[k], -1), full_matrices=False)
+        u, projected = left_vectors(rest.reshape(rank * in_modes[k] * out_modes[k], -1))
         if ranks is not None:
             following = ranks[k + 1]
         else:
-            lost = s.square().flip(0).cumsum(0).flip(0)  # if this one and all after it are left out
+            lost = projected.square().sum(1).flip(0).cumsum(0).flip(0)  # if this one and all after it are left out
             following = max(int((lost > allowed).sum()), 1)
         cores.append(u[:, :following].reshape(rank, in_modes[k], out_modes[k], following))
-        rest, rank = s[:following, None] * v[:following], following
+        rest, rank = projected[:following], following
     return [*cores, rest.reshape(rank, in_modes[-1], out_modes[-1], 1)]
 
 
