@@ -1,5 +1,6 @@
 """A linear of which some weights are zero and stay so, whatever the optimiser does: the mask acts in the forward."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,5 +107,6 @@ def cubic_ramp(done: float) -> float:
 
     Zhu & Gupta, 2017 (https://arxiv.org/abs/1710.01878), equation 1.
     """
-    stage = -(-min(max(done, 0.0), 1.0) * _STAGES // 1) / _STAGES  # upwards, so that the last step reaches the end
+    # Upwards, so that the last step reaches the end; a share just above a stage by rounding is at that stage.
+    stage = math.ceil(min(max(done, 0.0), 1.0) * _STAGES - 1e-9) / _STAGES
     return 1 - (1 - stage) ** 3
