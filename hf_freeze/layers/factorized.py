@@ -3,7 +3,7 @@
 Shapes: N tokens, I inputs, O outputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -114,6 +114,34 @@ class FactorizedLinear(DerivedLinear):
         if x.device.type == "cuda":
             return needed < torch.cuda.mem_get_info(x.device)[0]
         return x.device.type != "cpu" or needed < psutil.virtual_memory().available
+
+
+class TensorLinear(FactorizedLinear):
+    """Factors of the tensor that the weight becomes when the I inputs are written as `in_modes` and the O outputs as
+    `out_modes`. `std`: of an entry of the dense weight when it is fresh."""
+
+    def __init__(
+        self,
+        linear: Any,
+        in_modes: Sequence[int],
+        out_modes: Sequence[int],
+        ranks: Sequence[int],
+        *,
+        std: float,
+        execution: str = "auto",
+    ) -> None:
+        super().__init__(linear, execution)
+        self.in_modes, self.out_modes, self.ranks = tuple(in_modes), tuple(out_modes), tuple(ranks)
+        self.std = std
+        self.make_parameters(device=linear.weight.device, dtype=linear.weight.dtype)
+        self.initialize_parameters()
+
+    def make_parameters(self, **new: Any) -> None:
+        """Register the factors, without values. Raises ValueError for ranks that do not fit the modes."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.in_modes} x {self.out_modes}, ranks={self.ranks}, execution={self.execution!r}"
 
 
 def left_vectors(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

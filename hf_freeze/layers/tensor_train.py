@@ -22,36 +22,23 @@ from torch.nn import functional
 from transformers import initialization
 
 from hf_freeze.layers.cost import Costs, costs_of, product
-from hf_freeze.layers.factorized import FactorizedLinear, left_vectors
+from hf_freeze.layers.factorized import TensorLinear, left_vectors
 
 _FEW_CORES = 8  # there are 2^d orders of d cores
 
 
-class TensorTrainLinear(FactorizedLinear):
+class TensorTrainLinear(TensorLinear):
     """`core_0` ... `core_{d-1}`. `ranks` is (1, r_1, ..., r_{d-1}, 1).
 
     Raises ValueError for modes of unequal number, and for ranks of the wrong number, outside 1..full rank, or of more than the
     rank before and the modes allow.
     """
 
-    def __init__(
-        self,
-        linear: Any,
-        in_modes: Sequence[int],
-        out_modes: Sequence[int],
-        ranks: Sequence[int],
-        *,
-        std: float,
-        execution: str = "auto",
-    ) -> None:
-        super().__init__(linear, execution)
+    def make_parameters(self, **new: Any) -> None:
+        in_modes, out_modes, ranks = self.in_modes, self.out_modes, self.ranks
         check_ranks(in_modes, out_modes, ranks)
-        self.in_modes, self.out_modes, self.ranks = tuple(in_modes), tuple(out_modes), tuple(ranks)
-        self.std = std
-        new = {"device": linear.weight.device, "dtype": linear.weight.dtype}
         for k, (n, m) in enumerate(zip(in_modes, out_modes, strict=True)):
             self.register_parameter(f"core_{k}", nn.Parameter(torch.empty(ranks[k], n, m, ranks[k + 1], **new)))
-        self.initialize_parameters()
 
     @property
     def cores(self) -> list[nn.Parameter]:
@@ -93,9 +80,6 @@ class TensorTrainLinear(FactorizedLinear):
     def multiply(self, x: torch.Tensor, ready: Any) -> torch.Tensor:
         plan, matrices = ready
         return plan.multiply(x, matrices)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.in_modes} x {self.out_modes}, ranks={self.ranks}, execution={self.execution!r}"
 
 
 def full_ranks(in_modes: Sequence[int], out_modes: Sequence[int]) -> list[int]:

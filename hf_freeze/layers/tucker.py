@@ -21,37 +21,24 @@ from torch.nn import functional
 from transformers import initialization
 
 from hf_freeze.layers.cost import Costs, costs_of, product
-from hf_freeze.layers.factorized import FactorizedLinear
+from hf_freeze.layers.factorized import TensorLinear
 from hf_freeze.layers.tensor_train import Plan, best_plan, merge_cost
 
 
-class TuckerLinear(FactorizedLinear):
+class TuckerLinear(TensorLinear):
     """`core`, and `factor_0` ... for the modes of the inputs, then of the outputs; `ranks` in that order.
 
     Raises ValueError for ranks of the wrong number or outside 1..mode.
     """
 
-    def __init__(
-        self,
-        linear: Any,
-        in_modes: Sequence[int],
-        out_modes: Sequence[int],
-        ranks: Sequence[int],
-        *,
-        std: float,
-        execution: str = "auto",
-    ) -> None:
-        super().__init__(linear, execution)
+    def make_parameters(self, **new: Any) -> None:
+        in_modes, out_modes, ranks = self.in_modes, self.out_modes, self.ranks
         check_ranks(in_modes, out_modes, ranks)
-        self.in_modes, self.out_modes, self.ranks = tuple(in_modes), tuple(out_modes), tuple(ranks)
-        self.std = std
         self.inner = math.prod(ranks[: len(in_modes)])
         self.outer = math.prod(ranks[len(in_modes) :])
-        new = {"device": linear.weight.device, "dtype": linear.weight.dtype}
         self.core = nn.Parameter(torch.empty(self.inner, self.outer, **new))
         for k, (mode, rank) in enumerate(zip((*in_modes, *out_modes), ranks, strict=True)):
             self.register_parameter(f"factor_{k}", nn.Parameter(torch.empty(mode, rank, **new)))
-        self.initialize_parameters()
 
     @property
     def factors(self) -> list[nn.Parameter]:
@@ -133,9 +120,6 @@ class TuckerLinear(FactorizedLinear):
             x = plan.inputs.multiply(x, inputs)
         x = functional.linear(x, middle)
         return x if plan.outputs is None else plan.outputs.multiply(x, outputs)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.in_modes} x {self.out_modes}, ranks={self.ranks}, execution={self.execution!r}"
 
 
 @dataclass(frozen=True)
