@@ -102,7 +102,7 @@ def report(
     # A narrow terminal shows what matters most; the report has the rest.
     shown = [i for i, heading in enumerate(headings) if console.width >= 110 or heading not in _FOR_WIDE_TERMINALS]
     for column in shown:
-        table.add_column(headings[column], no_wrap=column == 1, justify="left" if column < 2 else "right")
+        table.add_column(headings[column], no_wrap=column < 2, justify="left" if column < 2 else "right")
     for row in cells:
         table.add_row(*(escape(row[column]) for column in shown))
     console.print(table)
