@@ -8,7 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.layers.derived import features
+from hf_freeze.layers.derived import linear_like
 
 LINEAR_COMPONENTS = ("ffn", "attention")
 DENSE = (nn.Linear, Conv1D)
@@ -57,13 +57,7 @@ def dense_module(model: Any, name: str, method: str) -> Any:
 def dense_linear(module: Any) -> nn.Module:
     """An nn.Linear or Conv1D, whichever `module` took the place of, that computes the same."""
     weight = module.dense_weight()
-    inputs, outputs = features(module)
-    with torch.device("meta"):
-        made: Any = (
-            Conv1D(outputs, inputs)
-            if issubclass(module.dense_class, Conv1D)
-            else nn.Linear(inputs, outputs, bias=module.bias is not None)
-        )
+    made = linear_like(module, device="meta")
     weight = weight.T if isinstance(made, Conv1D) else weight
     made.weight = nn.Parameter(weight.contiguous().clone())
     if module.bias is not None:
@@ -74,16 +68,8 @@ def dense_linear(module: Any) -> nn.Module:
 @torch.no_grad()
 def select_features(linear: Any, kept: Sequence[int] | int, *, outputs: bool) -> Any:
     """The linear with only these outputs (or inputs); with a number, so many of them, of no particular values."""
-    new_in, new_out = features(linear)
     count = kept if isinstance(kept, int) else len(kept)
-    new_in, new_out = (new_in, count) if outputs else (count, new_out)
-    with torch.device(linear.weight.device):
-        made: Any = (
-            Conv1D(new_out, new_in)
-            if isinstance(linear, Conv1D)
-            else nn.Linear(new_in, new_out, bias=linear.bias is not None)
-        )
-    made.to(linear.weight.dtype)
+    made = linear_like(linear, outputs=count) if outputs else linear_like(linear, inputs=count)
     if not isinstance(kept, int):
         index = torch.tensor(kept, device=linear.weight.device, dtype=torch.long)
         axis = int(outputs) if isinstance(linear, Conv1D) else int(not outputs)

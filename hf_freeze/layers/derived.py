@@ -20,9 +20,38 @@ def features(linear: nn.Module) -> tuple[int, int]:
     return found
 
 
+def linear_like(
+    linear: Any,
+    inputs: int | None = None,
+    outputs: int | None = None,
+    *,
+    classes: tuple[type[nn.Module], type[nn.Module]] = (nn.Linear, Conv1D),
+    device: Any = None,
+) -> Any:
+    """An nn.Linear or Conv1D (or what `classes` has for them), whichever `linear` is or took the place of, with fresh values: in
+    its dtype, with a bias if it has one, of as many features and on the same device where nothing else is asked for."""
+    own_inputs, own_outputs = features(linear)
+    inputs, outputs = own_inputs if inputs is None else inputs, own_outputs if outputs is None else outputs
+    parameter = next(linear.parameters())
+    with torch.device(parameter.device if device is None else device):
+        made = (
+            classes[1](outputs, inputs)
+            if dense_class(linear) is Conv1D
+            else classes[0](inputs, outputs, bias=linear.bias is not None)
+        )
+    return made.to(parameter.dtype)
+
+
+def dense_class(linear: nn.Module) -> type[nn.Module]:
+    """nn.Linear or Conv1D: what it is, or took the place of."""
+    return Conv1D if issubclass(getattr(linear, "dense_class", type(linear)), Conv1D) else nn.Linear
+
+
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-    return torch.get_autocast_dtype(device_type) if on else None
+    try:
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    except RuntimeError:  # a device without autocast, such as meta
+        return None
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -38,7 +67,7 @@ class Derived(nn.Module):
     A change in place through `parameter.data` cannot be seen; switching `train()` and `eval()` forgets everything.
     """
 
-    # key -> (the tensors it was computed from, with their versions; the value)
+    # key -> (the tensors it was computed from, their versions and addresses; the value)
     _kept: dict[Any, tuple[list[Any], Any]] | None = None
 
     def dense_weight(self) -> torch.Tensor:
@@ -47,29 +76,43 @@ class Derived(nn.Module):
 
     def keep(self, key: Any, compute: Callable[[], Any], sources: Iterable[Any] | None = None) -> Any:
         """`compute()` under `key`, or what it gave before if no source has changed since: by default any parameter or buffer."""
-        if sources is None:
-            sources = (*self._parameters.values(), *self._buffers.values())
-        if self._kept is None:
-            self._kept = {}
-        if key in self._kept:
-            then, value = self._kept[key]
-            for (tensor, state), source in zip(then, sources, strict=True):
-                if tensor is not source or (source is not None and (source._version, source.data_ptr()) != state):
-                    break
-            else:
-                return value
+        sources = list(self._sources() if sources is None else sources)
+        value = self._find(key, sources)
+        if value is not None:
+            return value
         # What is made in inference mode could not be used in training later; autocast would round what is computed.
         device = next(source.device.type for source in sources if source is not None)
         with torch.inference_mode(False), torch.no_grad(), without_autocast(device):
             value = compute()
         if not any(source is not None and source.is_inference() for source in sources):  # these count no changes
-            states = [(source, None if source is None else (source._version, source.data_ptr())) for source in sources]
+            if self._kept is None:
+                self._kept = {}
+            states = [None if source is None else (source, source._version, source.data_ptr()) for source in sources]
             self._kept[key] = (states, value)
+        return value
+
+    def _sources(self) -> Iterable[Any]:
+        return (*self._parameters.values(), *self._buffers.values())
+
+    def _find(self, key: Any, sources: Iterable[Any]) -> Any:
+        """What is kept under `key`, if anything is and no source has changed. This is part of each forward: it has to be fast."""
+        if self._kept is None or key not in self._kept:
+            return None
+        states, value = self._kept[key]
+        for state, source in zip(states, sources, strict=True):
+            if state is None:
+                if source is not None:
+                    return None
+            elif state[0] is not source or source._version != state[1] or source.data_ptr() != state[2]:
+                return None
         return value
 
     def kept_weight(self, device_type: str) -> torch.Tensor:
         """The dense weight, kept; in the precision of autocast where that is on, which would round it in every forward."""
         dtype = _autocast_dtype(device_type)
+        found = self._find(dtype, self._sources())
+        if found is not None:
+            return found
 
         def compute() -> torch.Tensor:
             weight = self.dense_weight()
@@ -110,7 +153,7 @@ class DerivedLinear(Derived):
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
         self.in_features, self.out_features = features(linear)
-        self.dense_class: type[nn.Module] = getattr(linear, "dense_class", type(linear))
+        self.dense_class = dense_class(linear)
         self.bias: nn.Parameter | None
         if linear.bias is None:
             self.register_parameter("bias", None)
@@ -121,7 +164,7 @@ class DerivedLinear(Derived):
     def weight(self) -> torch.Tensor:
         """The dense weight as the linear that was replaced has it: (O, I), or (I, O) of a Conv1D. Computed anew."""
         weight = self.dense_weight()
-        return weight.T if issubclass(self.dense_class, Conv1D) else weight
+        return weight.T if self.dense_class is Conv1D else weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""

@@ -6,42 +6,29 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.layers.bits import pack, packed_size, unpack
-from hf_freeze.layers.derived import Derived
-from hf_freeze.layers.sparse import SparseLinear
+from hf_freeze.layers.derived import linear_like
+from hf_freeze.layers.sparse import Sparsifiable
 
 _STAGES = 100  # of a ramp: ranking all weights in every step would cost more than the step
 
 
-class Masked(Derived):
-    """`weight` as the linear has it, and `mask`, its bits. To be combined with the class of the linear."""
+class Masked(Sparsifiable):
+    """`mask`: the bits of `weight`, in its order."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
     mask: torch.Tensor
 
     @classmethod
     def take_place_of(cls, linear: Any) -> "Masked":
         """A fresh one of the same shapes; nothing is masked."""
-        with torch.device(linear.weight.device):
-            made: Any = (
-                MaskedConv1D(linear.nf, linear.nx)
-                if isinstance(linear, Conv1D)
-                else MaskedLinear(linear.in_features, linear.out_features, bias=linear.bias is not None)
-            )
+        made: Any = linear_like(linear, classes=(MaskedLinear, MaskedConv1D))
         ones = torch.full((packed_size(linear.weight.numel()),), 255, dtype=torch.uint8, device=linear.weight.device)
         made.register_buffer("mask", ones)
-        return made.to(linear.weight.dtype)
-
-    @property
-    def dense_class(self) -> type[nn.Module]:
-        return Conv1D if isinstance(self, Conv1D) else nn.Linear
+        return made
 
     def kept_entries(self) -> torch.Tensor:
-        """bool, in the shape of `weight`: False where it is zero."""
         return self.keep(
             "entries", lambda: unpack(self.mask, self.weight.numel()).view(self.weight.shape), (self.mask,)
         )
@@ -49,24 +36,6 @@ class Masked(Derived):
     def zeros(self) -> int:
         """How many weights are masked."""
         return self.keep("zeros", lambda: int((~self.kept_entries()).sum()), (self.mask,))
-
-    def masked_weight(self) -> torch.Tensor:
-        """In the shape of `weight`."""
-        # A product with the mask would make a weight of infinity NaN.
-        return torch.where(self.kept_entries(), self.weight, 0)
-
-    def dense_weight(self) -> torch.Tensor:
-        weight = self.masked_weight()
-        return weight.T if isinstance(self, Conv1D) else weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., I) -> (..., O)"""
-        weight = self.dense_weight() if self.needs_gradient() else self.kept_weight(x.device.type)
-        return functional.linear(x, weight, self.bias)
-
-    def sparse(self) -> SparseLinear:
-        """The same function, stored sparse."""
-        return SparseLinear.of(self, self.kept_entries())
 
 
 class MaskedLinear(Masked, nn.Linear):

@@ -1,17 +1,18 @@
-"""A linear that stores its non-zero weights only, and where they are. Inference keeps the dense weight.
+"""A linear that stores its non-zero weights only, and where they are; and what those share that come to it by training.
 
-Where they are takes one bit a weight, or one column number a non-zero weight and one count a row: whichever is smaller, which
-follows from the shape and the number of non-zeros.
+Inference keeps the dense weight. Where the weights are takes one bit a weight, or one column number a non-zero weight and one
+count a row: whichever is smaller, which follows from the shape and the number of non-zeros.
 """
 
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.layers.bits import pack, packed_size, unpack
-from hf_freeze.layers.derived import DerivedLinear
+from hf_freeze.layers.derived import Derived, DerivedLinear, dense_class
 
 
 class SparseLinear(DerivedLinear):
@@ -46,7 +47,7 @@ class SparseLinear(DerivedLinear):
     def of(cls, linear: Any, kept: torch.Tensor) -> "SparseLinear":
         """From an nn.Linear or Conv1D (or a class of it) and the entries to keep, bool in the shape of its weight."""
         weight = linear.weight.detach()
-        if issubclass(linear.dense_class, Conv1D):
+        if dense_class(linear) is Conv1D:
             weight, kept = weight.T, kept.T
         made = cls(linear, int(kept.sum()))
         made.values.copy_(weight[kept])
@@ -77,3 +78,32 @@ class SparseLinear(DerivedLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, nonzeros={self.nonzeros}"
+
+
+class Sparsifiable(Derived):
+    """A linear with its whole `weight`, of which only `kept_entries()` count. To be combined with nn.Linear or Conv1D."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def kept_entries(self) -> torch.Tensor:
+        """bool, in the shape of `weight`: False where it is zero."""
+        raise NotImplementedError
+
+    def masked_weight(self) -> torch.Tensor:
+        """In the shape of `weight`."""
+        # A product with the entries would make a weight of infinity NaN.
+        return torch.where(self.kept_entries(), self.weight, 0)
+
+    def dense_weight(self) -> torch.Tensor:
+        weight = self.masked_weight()
+        return weight.T if isinstance(self, Conv1D) else weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., I) -> (..., O)"""
+        weight = self.dense_weight() if self.needs_gradient() else self.kept_weight(x.device.type)
+        return functional.linear(x, weight, self.bias)
+
+    def sparse(self) -> SparseLinear:
+        """The function of eval mode, stored sparse."""
+        return SparseLinear.of(self, self.kept_entries())

@@ -12,8 +12,8 @@ from torch.nn import functional
 from transformers import initialization
 from transformers.pytorch_utils import Conv1D
 
-from hf_freeze.layers.derived import Derived, without_autocast
-from hf_freeze.layers.sparse import SparseLinear
+from hf_freeze.layers.derived import linear_like, without_autocast
+from hf_freeze.layers.sparse import Sparsifiable
 
 _K1, _K2, _K3 = 0.63576, 1.87320, 1.48695  # Molchanov et al., equation 14
 
@@ -23,14 +23,12 @@ def negative_kl(log_alpha: torch.Tensor) -> torch.Tensor:
     return _K1 * torch.sigmoid(_K2 + _K3 * log_alpha) - 0.5 * functional.softplus(-log_alpha) - _K1
 
 
-class Variational(Derived):
-    """`weight` θ and `log_sigma`, in its shape. To be combined with the class of the linear.
+class Variational(Sparsifiable):
+    """`weight` θ and `log_sigma`, in its shape.
 
     `kl_weight`: β, set by the method's warm-up. Neither θ nor log σ should be decayed.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
     log_sigma: nn.Parameter
     threshold: float
     initial: float
@@ -39,19 +37,10 @@ class Variational(Derived):
     @classmethod
     def take_place_of(cls, linear: Any, *, threshold: float, log_sigma: float) -> "Variational":
         """A fresh one of the same shapes, with σ of exp(`log_sigma`)."""
-        with torch.device(linear.weight.device):
-            made: Any = (
-                VariationalConv1D(linear.nf, linear.nx)
-                if isinstance(linear, Conv1D)
-                else VariationalLinear(linear.in_features, linear.out_features, bias=linear.bias is not None)
-            )
+        made: Any = linear_like(linear, classes=(VariationalLinear, VariationalConv1D))
         made.log_sigma = nn.Parameter(torch.full_like(made.weight, log_sigma))
         made.threshold, made.initial = threshold, log_sigma
-        return made.to(linear.weight.dtype)
-
-    @property
-    def dense_class(self) -> type[nn.Module]:
-        return Conv1D if isinstance(self, Conv1D) else nn.Linear
+        return made
 
     def initialize_parameters(self) -> None:
         initialization.constant_(self.log_sigma, self.initial)
@@ -61,7 +50,7 @@ class Variational(Derived):
         return 2 * self.log_sigma.float() - 2 * torch.log(self.weight.float().abs() + 1e-16)
 
     def kept_entries(self) -> torch.Tensor:
-        """bool, in the shape of `weight`: where log α is below the threshold."""
+        """Those of log α below the threshold."""
         return (self.log_alpha() < self.threshold).detach()
 
     def kl(self) -> torch.Tensor:
@@ -69,26 +58,17 @@ class Variational(Derived):
         with without_autocast(self.weight.device.type):
             return -self.kl_weight * negative_kl(self.log_alpha().clamp(-10, 10)).sum()
 
-    def dense_weight(self) -> torch.Tensor:
-        weight = torch.where(self.kept_entries(), self.weight, 0)
-        return weight.T if isinstance(self, Conv1D) else weight
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O). While training, the outputs are drawn, each of its own normal distribution (local
         reparametrisation): mean xθᵀ + b, variance x² (σ²)ᵀ."""
         if not self.training:
-            weight = self.dense_weight() if self.needs_gradient() else self.kept_weight(x.device.type)
-            return functional.linear(x, weight, self.bias)
+            return super().forward(x)
         theta, variances = self.weight, (2 * self.log_sigma).exp()
         if isinstance(self, Conv1D):
             theta, variances = theta.T, variances.T
         mean = functional.linear(x, theta, self.bias)
         variance = functional.linear(x.square(), variances)
         return mean + (variance + 1e-8).sqrt() * torch.randn_like(mean)
-
-    def sparse(self) -> SparseLinear:
-        """The function of eval mode, stored sparse."""
-        return SparseLinear.of(self, self.kept_entries())
 
 
 class VariationalLinear(Variational, nn.Linear):
