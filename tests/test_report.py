@@ -396,6 +396,48 @@ def test_sizes_far_apart_are_on_a_logarithmic_axis(tmp_path, smallest, scale):
     assert "stored" in svg_plots(report)
 
 
+def test_plots_show_the_parameters_where_all_rows_train_the_same_share(tmp_path):
+    changes = {
+        (row, 1): {
+            "parameters": {"total": total, "stored_bytes": 4 * total, "trainable": total, "trainable_share": 1.0}
+        }
+        for row, total in zip(ROWS, (3000, 2000, 1000), strict=True)
+    }
+    make_runs(tmp_path / "sizes", seeds=(1,), changes=changes)
+    report = write_report(tmp_path / "sizes", say=lambda text: None)
+    assert list(svg_plots(report)) == ["total", "stored", "curves"]
+    assert "BLEU against parameters and stored size" in (tmp_path / "sizes" / "report.md").read_text("utf-8")
+    make_runs(tmp_path / "shares", seeds=(1,))
+    assert list(make_report([tmp_path / "shares"], lambda text: None).axes) == ["share", "stored"]
+
+
+@pytest.mark.parametrize(("task", "worst"), [("translation", 0.1), ("language-modelling", -9)])
+def test_rows_far_worse_than_the_others_lie_on_the_edge(tmp_path, task, worst):
+    """By hand: what the box plot's rule calls an outlier, on the bad side only."""
+    from hf_freeze.experiments.plots import _quality_figure
+
+    qualities = [0.8 + i / 100 for i in range(8)]
+    rows = {str(i): (f"row {i}", quality) for i, quality in enumerate([*qualities, worst])}
+    make_runs(tmp_path / "one", task=task, rows=rows, seeds=(1,), count=2000)
+    report = make_report([tmp_path / "one"], lambda text: None)
+    (axes,) = _quality_figure(report, "stored").axes
+    scores = {row["row"]: row[report.task.quality][0] for row in report.rows}
+    limits = sorted(axes.get_ylim())
+    inside = [limits[0] <= score <= limits[1] for score in scores.values()]
+    assert inside == [True] * 8 + [False]
+    scale = np.log if task == "language-modelling" else np.asarray
+    low, high = np.quantile(scale(list(scores.values())), [0.25, 0.75])
+    edge = low - 1.5 * (high - low) if task == "translation" else np.exp(high + 1.5 * (high - low))
+    assert limits[task != "translation"] == pytest.approx(edge)
+    names = {text.get_text() for text in axes.texts}
+    assert {name for name in names if "(" in name} == {f"8 ({scores['8']:{'.1f' if task == 'translation' else '.2f'}})"}
+
+    rows["8"] = ("far better", 0.999 if task == "translation" else 9)
+    make_runs(tmp_path / "other", task=task, rows=rows, seeds=(1,), count=2000)
+    (axes,) = _quality_figure(make_report([tmp_path / "other"], lambda text: None), "stored").axes
+    assert {text.get_text() for text in axes.texts} == set(rows)
+
+
 class Page(HTMLParser):
     """What a page refers to, its ids, and whether its elements are closed."""
 

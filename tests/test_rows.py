@@ -94,7 +94,7 @@ def test_a_row_has_what_it_says_and_else_what_the_recipe_says(tmp_path):
     }
     assert json.loads(json.dumps(runs["tuned", 2])) == runs["tuned", 2], "plain data"
     only = [run["row"] for run in expand(recipe | {"only": ["small", "tuned"], "seeds": [1]})]
-    assert only == ["small", "0", "unchanged", "tuned"]
+    assert only == ["0", "small", "unchanged", "tuned"], "the first row is what the others are compared with"
 
 
 def test_a_row_takes_the_backbone_of_its_start(tmp_path):

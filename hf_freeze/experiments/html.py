@@ -34,7 +34,7 @@ def page(report: "Report") -> str:
         table=_sortable(report, cells),
         legend=text.legend(report),
         plots={name: Markup(svg) for name, svg in svg_plots(report).items()},
-        axes=report.task.axes,
+        axes=report.axes,
         has_dev=has_dev(report),
         matrix=_matrix(report),
         pairs=text.pair_cells(report),

@@ -2,7 +2,9 @@
 
 import functools
 import io
+import math
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,8 +49,12 @@ MARKERS = dict(zip("os^Dv<>Ph*X", "●■▲◆▼◀▶✚⬢★✖", strict=Tr
 _COMPONENTS = ("embeddings", "attention", "ffn", "norm", "head")
 # Where the name of a point may be written, in points from it, best first.
 _SPOTS = [
-    (d * x, d * y) for d in (8, 14, 22) for x, y in ((1, 0.5), (-1, 0.5), (1, -0.9), (-1, -0.9), (0, 1), (0, -1.2))
+    (d * x, d * y)
+    for d in (8, 14, 22, 30, 40, 52, 66)
+    for x, y in ((1, 0.5), (-1, 0.5), (1, -0.9), (-1, -0.9), (0, 1), (0, -1.2), (0.6, 1.4), (-0.6, 1.4))
 ]
+_NEAR = 18  # points: from a name so near, no line to its point is needed
+_MANY = 8  # rows, of which some may be called outliers
 _SIZE = (4.6, 3.3)  # inches, of a plot of the page: its letters stay readable on a telephone
 
 
@@ -56,16 +62,16 @@ def draw(report: "Report", path: Path) -> None:
     """Quality against each cost, such as the share of parameters that is trained and what is stored, side by side."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 4.6 + 0.2 * len(report.rows) / 3), layout="constrained")
-        _quality(figure, report, list(report.task.axes))
+        _quality(figure, report, list(report.axes))
         _legend(figure, report)
-        _name_rows(figure, report, list(report.task.axes))
+        _name_rows(figure, report, list(report.axes))
         figure.savefig(path, dpi=130, facecolor="white")
 
 
 def svg_plots(report: "Report") -> dict[str, str]:
     """Name of each plot that the runs have data for, and its SVG."""
     plots: dict[str, Callable[[Report], Figure | None]] = {
-        **{cost: functools.partial(_quality_figure, cost=cost) for cost in report.task.axes},
+        **{cost: functools.partial(_quality_figure, cost=cost) for cost in report.axes},
         "curves": _curves,
         "components": _components,
     }
@@ -109,18 +115,26 @@ def _quality_figure(report: "Report", cost: str) -> Figure:
 
 
 def _quality(figure: Figure, report: "Report", costs: list[str]) -> None:
-    """One plot for each of `costs`, beside each other: a point a row, with bars over seeds."""
+    """One plot for each of `costs`, beside each other: a point a row, with bars over seeds. Rows that are far worse than all
+    others lie on the edge, or they would press the others together."""
     task = report.task
+    edge = _edge(report)
     for axes, cost in zip(figure.subplots(1, len(costs), squeeze=False)[0], costs, strict=True):
         for index, row in enumerate(report.rows):
             (x, y, spread), (colour, marker) = _point(report, row, cost), style_of(index)
-            axes.errorbar(x, y, yerr=spread, fmt=marker, color=colour, markersize=7, capsize=4, alpha=0.85)
+            if _beyond(report, y, edge):
+                axes.plot(x, edge, marker, color=colour, markersize=7, fillstyle="none", clip_on=False)
+            else:
+                axes.errorbar(x, y, yerr=spread, fmt=marker, color=colour, markersize=7, capsize=4, alpha=0.85)
         axes.set(xlabel=task.axes[cost].label, ylabel=f"{task.name} ({'higher' if task.higher else 'lower'} is better)")
         if not task.higher:
             axes.set_yscale("log")
             for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
                 set_formatter(ScalarFormatter())
         axes.margins(y=0.14)
+        if edge is not None:
+            axes.set_ylim(**{"bottom" if task.higher else "top": edge})
+            axes.set_title("hollow: far beyond this edge, at the score in brackets", fontsize=8, loc="right")
         costs_of_rows = [_point(report, row, cost)[0] for row in report.rows]
         if cost != "share" and 0 < 10 * min(costs_of_rows) < max(costs_of_rows):
             axes.set_xscale("log")  # or the small ones would lie on each other
@@ -133,19 +147,44 @@ def _quality(figure: Figure, report: "Report", costs: list[str]) -> None:
         axes.grid()
 
 
+def _edge(report: "Report") -> float | None:
+    """Beyond which a row is an outlier, on the bad side; None where none is. By the rule of the box plot: one and a half times
+    the distance of the quartiles from the nearer of them."""
+    if len(report.rows) < _MANY:
+        return None
+    scale = report.task.scale
+    low, _, high = statistics.quantiles([scale(row[report.task.quality][0]) for row in report.rows], method="inclusive")
+    sign = 1 if report.task.higher else -1
+    edge = (low if sign > 0 else high) - sign * 1.5 * (high - low)
+    edge = math.exp(edge) if scale is math.log else edge
+    return edge if any(_beyond(report, row[report.task.quality][0], edge) for row in report.rows) else None
+
+
+def _beyond(report: "Report", score: float, edge: float | None) -> bool:
+    return edge is not None and (score < edge if report.task.higher else score > edge)
+
+
 def _point(report: "Report", row: dict[str, Any], cost: str) -> tuple[float, float, float | None]:
     return report.task.axes[cost].unit * row[cost][0], *row[report.task.quality]
 
 
 def _name_rows(figure: Figure, report: "Report", costs: list[str]) -> None:
     figure.draw_without_rendering()  # or it is not known where the points lie
+    edge, form = _edge(report), report.task.columns[report.task.quality][2]
     for axes, cost in zip(figure.axes, costs, strict=True):
-        _name_points(axes, [(*_point(report, row, cost)[:2], row["row"]) for row in report.rows])
+        points = []
+        for row in report.rows:
+            x, y, _ = _point(report, row, cost)
+            beyond = edge is not None and _beyond(report, y, edge)
+            points.append((x, edge if beyond else y, f"{row['row']} ({y:{form}})" if beyond else row["row"]))
+        _name_points(axes, points)
 
 
 def _name_points(axes: Any, points: list[tuple[float, float, str]]) -> None:
-    """Write each name beside its point, where it covers no other point and no other name, if there is such a place."""
+    """Write each name beside its point, where it covers no other point and no other name, if there is such a place; with a line
+    to the point where that is not near."""
     marks = [tuple(axes.transData.transform(point[:2])) for point in points]
+    whole = axes.figure.bbox
     taken: list[Any] = []
     for (x, y, name), mark in zip(points, marks, strict=True):
         text = axes.annotate(name, (x, y), xytext=(0, 0), textcoords="offset points", va="center")
@@ -155,12 +194,30 @@ def _name_points(axes: Any, points: list[tuple[float, float, str]]) -> None:
             text.set_ha("left" if spot[0] > 0 else "right" if spot[0] < 0 else "center")
             return text.get_window_extent().padded(1)
 
-        def covers(spot: tuple[float, float], box: Any = box, mark: Any = mark) -> int:
+        def covers(spot: tuple[float, float], box: Any = box, mark: Any = mark) -> float:
             place = box(spot)
             near = place.padded(5)  # a mark is as wide
-            return sum(near.contains(*other) for other in marks if other != mark) + sum(map(place.overlaps, taken))
+            outside = place.x0 < whole.x0 or place.x1 > whole.x1 or place.y0 < axes.bbox.y0 or place.y1 > axes.bbox.y1
+            return (
+                sum(near.contains(*other) for other in marks if other != mark)
+                + 2 * sum(map(place.overlaps, taken))
+                + 3 * outside
+            )
 
-        taken.append(box(min(_SPOTS, key=covers)))
+        spot = min(_SPOTS, key=covers)
+        taken.append(box(spot))
+        if max(map(abs, spot)) > _NEAR:
+            line = {
+                "arrowstyle": "-",
+                "linewidth": 0.4,
+                "shrinkA": 0,
+                "shrinkB": 4,
+                "relpos": (float(spot[0] < 0), float(spot[1] < 0)),
+            }
+            axes.annotate(
+                name, (x, y), xytext=spot, textcoords="offset points", ha=text.get_ha(), va="center", arrowprops=line
+            )
+            text.remove()
 
 
 def _curves(report: "Report") -> Figure | None:

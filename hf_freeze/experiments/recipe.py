@@ -340,21 +340,24 @@ _OF_A_START = ("row", "seed", "training", "methods", "start")  # what else a run
 
 def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
     """One plain dict a run, seed by seed, so that a first full table appears early. A random method without a seed of its
-    own takes the run's. A row that another one starts from comes before it, wanted or not."""
+    own takes the run's. Rows come in the order of the recipe, whatever that of `only`: reports compare with the first. A row
+    that another one starts from comes before it, wanted or not."""
     named = ("name", "task", "preset", "data", "tokenizer", "backbone", "training")
     shared = {key: recipe[key] for key in named if key in recipe}
     shared["decoding"] = recipe.get("decoding", {})
-    order: dict[str, None] = {}
-    for wanted in recipe.get("only", recipe["rows"]):
-        way = [str(wanted)]
-        while "start" in (row := recipe["rows"][way[-1]]):
-            way.append(row["start"])
-        order |= dict.fromkeys(reversed(way))
+    rows = recipe["rows"]
+
+    def way_to(name: str) -> list[str]:
+        start = rows[name].get("start")
+        return [name] if start is None else [*way_to(start), name]
+
+    needed = {each for wanted in recipe.get("only", rows) for each in way_to(str(wanted))}
+    order = dict.fromkeys(each for name in rows if name in needed for each in way_to(name))
     runs = []
     for seed in recipe["seeds"]:
         made: dict[str, dict[str, Any]] = {}
         for name in order:
-            row = recipe["rows"][name]
+            row = rows[name]
             run = copy.deepcopy(shared) | {"row": name, "label": row["label"], "seed": seed}
             run["methods"] = [_seeded(method, seed) for method in row["methods"]]
             run["training"] = _merge(run["training"], row.get("training", {}))

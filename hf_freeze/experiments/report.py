@@ -62,6 +62,7 @@ class Comparison:
     axes: dict[str, Axis] = field(
         default_factory=lambda: {
             "share": Axis("trained parameters, % of all", 100, "What training fewer parameters costs"),
+            "total": Axis("parameters, thousands", 1, "What fewer parameters cost"),
             "stored": Axis("stored in the checkpoint, MB", 1, _STORED_ASKS),
         }
     )
@@ -154,6 +155,14 @@ class Report:
     def columns(self) -> Columns:
         """Those of the task that the table shows."""
         return {name: column for name, column in self.task.columns.items() if name != "total" or not self.one_size}
+
+    @property
+    def axes(self) -> dict[str, Axis]:
+        """Those of the task that the plots show: of the trained share and the number of parameters, what tells rows apart."""
+        one_share = "share" not in self.task.axes or len({row["share"][0] for row in self.rows}) == 1
+        left_out = "share" if one_share and not self.one_size else "total"
+        kept = {name: axis for name, axis in self.task.axes.items() if name != left_out}
+        return kept if len(kept) > 1 else self.task.axes
 
     @property
     def environments(self) -> list[dict[str, Any]]:

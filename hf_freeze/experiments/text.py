@@ -160,7 +160,7 @@ def markdown(report: "Report") -> str:
     from hf_freeze.experiments.report import table_cells
 
     lines = [f"# {report.title}", "", *_table(*table_cells(report), left=2), ""]
-    against = "trained share" if "share" in report.task.axes else "parameters"
+    against = "trained share" if "share" in report.axes else "parameters"
     lines += [f"![{report.task.name} against {against} and stored size](report.png)", ""]
     lines += [f"**{note}**" for note in report.notes] + [""] * bool(report.notes)
     lines += [" ".join(legend(report)), ""]
