@@ -11,7 +11,7 @@ with a weight of rank min(ΠR, ΠS).
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,10 +212,12 @@ def tucker(
             rank = max(int((lost > allowed).sum()), 1)
         factors.append(vectors[:, :rank])
     for _ in range(sweeps if any(f.shape[1] < f.shape[0] for f in factors) else 0):
+        done = tensor  # with the factors of this sweep, so that it gets smaller from mode to mode
         for mode in range(tensor.ndim):
-            projected = _project(tensor, factors, leave_out=mode)
+            projected = _project(done, factors, range(mode + 1, tensor.ndim))
             factors[mode] = _mode_vectors(projected, mode)[1][:, : factors[mode].shape[1]]
-    return _project(tensor, factors), factors
+            done = _project(done, factors, (mode,))
+    return _project(tensor, factors, range(tensor.ndim)), factors
 
 
 def _mode_vectors(tensor: torch.Tensor, mode: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,8 +227,7 @@ def _mode_vectors(tensor: torch.Tensor, mode: int) -> tuple[torch.Tensor, torch.
     return energies.flip(0), vectors.flip(1)
 
 
-def _project(tensor: torch.Tensor, factors: Sequence[torch.Tensor], leave_out: int | None = None) -> torch.Tensor:
-    for mode, factor in enumerate(factors):
-        if mode != leave_out:
-            tensor = (tensor.movedim(mode, -1) @ factor).movedim(-1, mode)
+def _project(tensor: torch.Tensor, factors: Sequence[torch.Tensor], modes: Iterable[int]) -> torch.Tensor:
+    for mode in modes:
+        tensor = (tensor.movedim(mode, -1) @ factors[mode]).movedim(-1, mode)
     return tensor
