@@ -36,6 +36,16 @@ class Method:
     def validate(self, architecture: "Architecture", config: Any) -> None:
         """Raise ValueError where the setting does not fit this backbone config. Allocates nothing."""
 
+    def config_changes(self, architecture: "Architecture", config: Any) -> dict[str, Any]:
+        """The native config fields that it changes, such as the depth, with their new values. Called after `validate`; the
+        backbone is built with the values before, and `model.config` has the new ones after `restructure`."""
+        return {}
+
+    @property
+    def names_layers(self) -> bool:
+        """Whether this setting holds numbers or names of layers, which would be others once layers are removed."""
+        return getattr(self, "layers", None) is not None
+
     def restructure(self, model: "VariantMixin", architecture: "Architecture") -> None:
         """Change modules and shapes, from the config alone: runs on `meta`, at every construction and load."""
 
@@ -141,6 +151,12 @@ def architecture_of(model_type: str) -> "Architecture":
 
 
 VARIANT_PREFIX = "hf_freeze_"
+
+
+def methods_before(method: Method, config: Any) -> list[Method]:
+    """Those that a variant's config applies before `method`, which it names."""
+    methods = [method_from_dict(data) for data in config.methods]
+    return methods[: methods.index(method)]
 
 
 def method_to_dict(method: Method) -> dict[str, Any]:

@@ -42,6 +42,18 @@ def replace(model: Any, name: str, new: nn.Module) -> None:
         model.base_model.get_submodule(".".join(around[:depth]))._is_hf_initialized = False
 
 
+def keep_layers(model: Any, layers: str, kept: Sequence[int]) -> None:
+    """Leave only these layers of the stack whose layers are named `layers` (such as "encoder.layers.{}"), numbered anew."""
+    name = layers.removesuffix(".{}")
+    old: Any = model.base_model.get_submodule(name)
+    new = nn.ModuleList([old[number] for number in kept])
+    for number, layer in enumerate(new):
+        for module in layer.modules():
+            if "layer_idx" in vars(module):  # the place in the cache
+                vars(module)["layer_idx"] = number
+    replace(model, name, new)
+
+
 def dense_module(model: Any, name: str, method: str) -> Any:
     """The linear `name`, to be replaced. Raises ValueError where a method has replaced it before."""
     module = model.base_model.get_submodule(name)

@@ -25,7 +25,7 @@ import hf_freeze.architectures
 import hf_freeze.methods  # noqa: F401 (both fill the registries)
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name, canonical_parameters
-from hf_freeze.config import INITS, VariantConfigMixin, parse_methods
+from hf_freeze.config import INITS, VariantConfigMixin, parse_methods, set_fields
 from hf_freeze.layers.derived import Derived
 from hf_freeze.registry import (
     ARCHITECTURES,
@@ -46,7 +46,7 @@ TASKS = {
     "question-answering": transformers.AutoModelForQuestionAnswering,
     "feature-extraction": transformers.AutoModel,
 }
-_OWN_FIELDS = ("methods", "init", "hf_freeze_version", "digests")
+_OWN_FIELDS = ("methods", "init", "hf_freeze_version", "digests", "original_fields")
 
 
 class VariantMixin(TrainingMixin):
@@ -54,16 +54,18 @@ class VariantMixin(TrainingMixin):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self._built = False
-        with _native_base_model(type(config), self.native_class.config_class):
-            super().__init__(config, *args, **kwargs)
+        final = {name: getattr(config, name) for name in config.original_fields}
+        try:
+            set_fields(config, config.original_fields)
+            with _native_base_model(type(config), self.native_class.config_class):
+                super().__init__(config, *args, **kwargs)
+            self._restructure(parse_methods(config))
+        finally:
+            set_fields(config, final)
         if self.shifts_labels:
             # transformers finds the loss by the class name, and not that of GPT-2; its Trainer counts labels accordingly.
             self.loss_type = "ForCausalLM"
         self._declared_digests = frozenset(config.digests)
-        self._methods = parse_methods(config)
-        self.scheduled = any(method.scheduled for method in self._methods)
-        for method in self._methods:
-            method.restructure(self, self.architecture)
         self._promote_output_bias()
         # Constants are computed, never stored; the native base classes store them.
         constants = {name for name, _ in self.named_parameters() if self._component(name) == "constant"}
@@ -77,6 +79,16 @@ class VariantMixin(TrainingMixin):
             self.initialize_weights()
 
     # -- structure and freezing ------------------------------------------------------------------------------------------
+
+    def _restructure(self, methods: list[Method]) -> None:
+        self._methods = methods
+        self.scheduled = any(method.scheduled for method in methods)
+        for method in methods:
+            changes = method.config_changes(self.architecture, self.config)
+            method.restructure(self, self.architecture)
+            for module in self.modules():  # encoder and decoder have a copy of the config each
+                if changes and hasattr(module, "config"):
+                    set_fields(module.config, changes)
 
     def _promote_output_bias(self) -> None:
         """Marian trains the bias of its softmax; the native class holds it as a buffer. Same key, now a parameter."""
@@ -315,11 +327,12 @@ def _make_classes() -> dict[type[PreTrainedModel], type[PreTrainedModel]]:
             f"Variant{native_config.__name__}",
             (VariantConfigMixin, native_config),
             {
-                "__annotations__": {"methods": list, "init": str, "hf_freeze_version": str | None, "digests": dict},
+                "__annotations__": {name: VariantConfigMixin.__annotations__[name] for name in _OWN_FIELDS},
                 "methods": dataclasses.field(default_factory=list),
                 "init": "backbone",
                 "hf_freeze_version": None,
                 "digests": dataclasses.field(default_factory=dict),
+                "original_fields": dataclasses.field(default_factory=dict),
                 "__doc__": f"{native_config.__name__} with a list of methods.",
                 "model_type": VARIANT_PREFIX + architecture.model_type,
             },
@@ -429,6 +442,7 @@ def _variant_class(model_class: type[PreTrainedModel]) -> Any:
 
 def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], init: str) -> Any:
     data = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name != "model_type"}
+    data |= data.get("original_fields", {}) | {"original_fields": None}
     data["methods"] = data.get("methods", []) + [method_to_dict(method) for method in added]
     data["init"] = data.get("init", init) if init == "backbone" else init
     # Freezing and randomising anew changes what the digests are of.
