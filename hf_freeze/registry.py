@@ -58,6 +58,13 @@ class Method:
     def prepare(self, model: "VariantMixin", architecture: "Architecture") -> None:
         """Set what depends on the values of the new modules, converted or fresh. Called once, by `make_variant`."""
 
+    def ties(self, model: "VariantMixin", architecture: "Architecture") -> dict[str, str]:
+        """Parameter -> the parameter that it is one with, full names, beyond the native ties. Called after every `restructure`.
+
+        Raises ValueError where the two cannot be one.
+        """
+        return {}
+
     def freeze(
         self, model: "VariantMixin", architecture: "Architecture"
     ) -> "Iterable[tuple[str, SeededTensor | None]]":

@@ -1,5 +1,6 @@
 """The only place where modules of a model are replaced."""
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -42,15 +43,18 @@ def replace(model: Any, name: str, new: nn.Module) -> None:
         model.base_model.get_submodule(".".join(around[:depth]))._is_hf_initialized = False
 
 
-def keep_layers(model: Any, layers: str, kept: Sequence[int]) -> None:
-    """Leave only these layers of the stack whose layers are named `layers` (such as "encoder.layers.{}"), numbered anew."""
+def take_layers(model: Any, layers: str, taken: Sequence[int]) -> None:
+    """Make the stack whose layers are named `layers` (such as "encoder.layers.{}") consist of these of them, numbered anew; one
+    that is taken again is a copy."""
     name = layers.removesuffix(".{}")
     old: Any = model.base_model.get_submodule(name)
-    new = nn.ModuleList([old[number] for number in kept])
-    for number, layer in enumerate(new):
+    new = nn.ModuleList(
+        copy.deepcopy(old[number]) if number in taken[:place] else old[number] for place, number in enumerate(taken)
+    )
+    for place, layer in enumerate(new):
         for module in layer.modules():
             if "layer_idx" in vars(module):  # the place in the cache
-                vars(module)["layer_idx"] = number
+                vars(module)["layer_idx"] = place
     replace(model, name, new)
 
 

@@ -54,6 +54,7 @@ class VariantMixin(TrainingMixin):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self._built = False
+        self._own_ties: dict[str, str] = {}
         final = {name: getattr(config, name) for name in config.original_fields}
         try:
             set_fields(config, config.original_fields)
@@ -77,6 +78,8 @@ class VariantMixin(TrainingMixin):
         self._apply_freeze()
         if not any(parameter.is_meta for parameter in self.parameters()):
             self.initialize_weights()
+            if self._own_ties:
+                self.tie_weights(recompute_mapping=False)
 
     # -- structure and freezing ------------------------------------------------------------------------------------------
 
@@ -89,6 +92,9 @@ class VariantMixin(TrainingMixin):
             for module in self.modules():  # encoder and decoder have a copy of the config each
                 if changes and hasattr(module, "config"):
                     set_fields(module.config, changes)
+        for method in methods:
+            self._own_ties |= method.ties(self, self.architecture)
+        self.all_tied_weights_keys |= self._own_ties
 
     def _promote_output_bias(self) -> None:
         """Marian trains the bias of its softmax; the native class holds it as a buffer. Same key, now a parameter."""
@@ -123,7 +129,7 @@ class VariantMixin(TrainingMixin):
         self._forget_phase()
         unstored = set(self.seeded_tensors) | {t for t, source in tied.items() if source in self.seeded_tensors}
         on_save, on_load = self._native_keys_to_ignore
-        self._keys_to_ignore_on_save = on_save | unstored
+        self._keys_to_ignore_on_save = on_save | unstored | set(self._own_ties)
         self._keys_to_ignore_on_load_missing = on_load | {f"^{re.escape(name)}$" for name in unstored}
 
     def _component(self, name: str) -> str:
@@ -194,7 +200,16 @@ class VariantMixin(TrainingMixin):
         # While loading, the source of a tie is "missing" where it is seeded; it has its values all the same.
         if missing_keys is not None and self._built:
             missing_keys.difference_update(self.seeded_tensors)
+        # The native function takes every tie for that of an output matrix, whose bias it would stretch to the vocabulary.
+        for target in self._own_ties:
+            self.all_tied_weights_keys.pop(target, None)
         super().tie_weights(missing_keys=missing_keys, recompute_mapping=recompute_mapping)
+        for target, source in self._own_ties.items():
+            parent, _, name = target.rpartition(".")
+            setattr(self.get_submodule(parent), name, self.get_parameter(source))
+            if missing_keys is not None and source not in missing_keys:
+                missing_keys.discard(target)
+        self.all_tied_weights_keys |= self._own_ties
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """As the native one; a seeded table is regenerated, its earlier rows unchanged."""

@@ -178,6 +178,12 @@ def base_name(model: nn.Module, name: str) -> str:
     return name.removeprefix(f"{model.base_model_prefix}.")
 
 
+def full_name(model: Any, name: str) -> str:
+    """The name in `model` of what is called `name` below `base_model_prefix`."""
+    base = getattr(model, model.base_model_prefix, None)
+    return name if base is None else f"{model.base_model_prefix}.{name}"
+
+
 def canonical_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(name, parameter), each tied parameter once, under the name it is tied to; also on `meta`, where ties are not made yet."""
     tied = getattr(model, "all_tied_weights_keys", {})

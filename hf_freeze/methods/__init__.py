@@ -3,6 +3,7 @@
 from hf_freeze.methods.ffn_pruning import FFNPruning as FFNPruning
 from hf_freeze.methods.freeze import Freeze as Freeze
 from hf_freeze.methods.layer_selection import LayerSelection as LayerSelection
+from hf_freeze.methods.layer_sharing import LayerSharing as LayerSharing
 from hf_freeze.methods.low_rank import LowRank as LowRank
 from hf_freeze.methods.magnitude_pruning import MagnitudePruning as MagnitudePruning
 from hf_freeze.methods.tensor_train import TensorTrain as TensorTrain

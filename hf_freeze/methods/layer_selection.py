@@ -71,7 +71,7 @@ class LayerSelection(Method):
 
     def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
         for stack, numbers in self._kept(architecture, model.config).items():
-            surgery.keep_layers(model, architecture.stacks[stack].layers, numbers)
+            surgery.take_layers(model, architecture.stacks[stack].layers, numbers)
 
     def convert(self, old: Any, new: "VariantMixin") -> None:
         for stack, numbers in self._kept(new.architecture, old.config).items():
