@@ -481,6 +481,7 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
             _load_matching(new, current, strict=step not in steps)
             if step in steps:
                 added[step - 1].convert(current, new)
+                new.tie_weights(recompute_mapping=False)  # it may have put new modules in
                 _prepare(added[step - 1], new)
             new.config.digests = {}
             new._regenerate()
