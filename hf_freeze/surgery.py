@@ -68,7 +68,7 @@ def vocabulary_modules(model: Any, architecture: Architecture) -> dict[str, Any]
 
 
 def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: str) -> None:
-    """Give tables, output matrix and output bias `count` rows, of no particular values, and tie anew what was tied.
+    """Give tables, output matrix and output bias `count` rows, of no particular values. What was tied must be tied anew.
 
     Raises ValueError where a method has replaced one of them before.
     """
@@ -93,7 +93,6 @@ def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: s
     for module in model.modules():  # some models keep a copy of the number, as `resize_token_embeddings` does
         if "vocab_size" in vars(module):
             vars(module)["vocab_size"] = count
-    model.tie_weights(recompute_mapping=False)
 
 
 @torch.no_grad()

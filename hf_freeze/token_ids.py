@@ -23,8 +23,8 @@ def renumber_token_ids(settings: Any, methods: Iterable[Method], vocabulary: int
 
 def _renumber(settings: Any, numbers: Mapping[int, int], vocabulary: int, method: Method) -> None:
     for name in settings.to_dict():
-        value = getattr(settings, name, None)
-        if not value and value != 0:
+        value: Any = getattr(settings, name, None)
+        if value is None:
             continue
         if name.endswith("_token_id"):
             new: Any = [_number(name, token, numbers, vocabulary, method) for token in _listed(value)]
