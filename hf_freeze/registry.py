@@ -1,6 +1,6 @@
 """METHODS and ARCHITECTURES, the decorators that fill them, and methods as plain data."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -40,6 +40,18 @@ class Method:
         """The native config fields that it changes, such as the depth, with their new values. Called after `validate`; the
         backbone is built with the values before, and `model.config` has the new ones after `restructure`."""
         return {}
+
+    @property
+    def kept_tokens(self) -> "Sequence[int] | None":
+        """The token ids, of those that it finds, that it leaves, in the order of their new numbers; None: all, as they are.
+
+        Token ids in the configs of the model and of its generation are numbered anew accordingly.
+        """
+        return None
+
+    def keeping_tokens(self, kept: "Sequence[int]") -> "Method":
+        """The same with other `kept_tokens`, after `resize_token_embeddings`."""
+        raise NotImplementedError
 
     @property
     def names_layers(self) -> bool:

@@ -23,6 +23,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 import hf_freeze.architectures
 import hf_freeze.methods  # noqa: F401 (both fill the registries)
+from hf_freeze import surgery
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.config import INITS, VariantConfigMixin, parse_methods, set_fields
@@ -35,6 +36,7 @@ from hf_freeze.registry import (
     method_to_dict,
 )
 from hf_freeze.rng import SeededTensor, digest
+from hf_freeze.token_ids import renumber_token_ids, resize_kept_tokens
 from hf_freeze.training_mixin import TrainingMixin, trained_forward
 
 TASKS = {
@@ -78,8 +80,8 @@ class VariantMixin(TrainingMixin):
         self._apply_freeze()
         if not any(parameter.is_meta for parameter in self.parameters()):
             self.initialize_weights()
-            if self._own_ties:
-                self.tie_weights(recompute_mapping=False)
+        # Methods may have replaced what is tied. Not before the values are there: an output matrix would draw the table anew.
+        self.tie_weights(recompute_mapping=False)
 
     # -- structure and freezing ------------------------------------------------------------------------------------------
 
@@ -213,9 +215,12 @@ class VariantMixin(TrainingMixin):
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """As the native one; a seeded table is regenerated, its earlier rows unchanged."""
+        rows = _vocabulary(self.config)
+        self._check_resizable()
         self._demote_output_bias()
         embeddings = super().resize_token_embeddings(*args, **kwargs)
         self._promote_output_bias()
+        self._follow_resize(_vocabulary(self.config) - rows)
         held = [id(self.get_parameter(name)) for name in self.seeded_tensors]
         if len(set(held)) < len(held):
             raise ValueError("resizing tied two tables that were apart, and both are random; merge() first")
@@ -226,6 +231,25 @@ class VariantMixin(TrainingMixin):
                 self.config.digests.pop(definition.name, None)
         self._regenerate()
         return embeddings
+
+    def _check_resizable(self) -> None:
+        trimming = [method for method in self._methods if method.kept_tokens is not None]
+        modules = surgery.vocabulary_modules(self, self.architecture).items()
+        tables = [f"{name}.weight" for name, module in modules if isinstance(module, nn.Embedding)]
+        if trimming and len({self.all_tied_weights_keys.get(name, name) for name in tables}) > 1:
+            raise ValueError(
+                f"method {trimming[0].name!r} keeps the same tokens in {tables}, and only one would be resized; merge() first"
+            )
+
+    def _follow_resize(self, added: int) -> None:
+        """The config as if the backbone had had as many more rows, and methods had kept them: so it loads again."""
+        fields = self.config.original_fields
+        resized = [field for field in self.architecture.token_tables.values() if field in fields]
+        if not resized or not added:
+            return
+        self._methods, vocabulary = resize_kept_tokens(self._methods, fields[resized[0]], added)
+        self.config.methods = [method_to_dict(method) for method in self._methods]
+        fields |= dict.fromkeys(resized, vocabulary)
 
     # -- saving, loading, merging ----------------------------------------------------------------------------------------
 
@@ -463,6 +487,7 @@ def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], in
     # Freezing and randomising anew changes what the digests are of.
     data |= {"digests": {}, "hf_freeze_version": __version__, "architectures": [variant_class.__name__]}
     made = variant_class.config_class.from_dict(data)
+    renumber_token_ids(made, added, _vocabulary(config))
     made._attn_implementation = config._attn_implementation
     return made
 
@@ -487,7 +512,13 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
             new._regenerate()
         current = new
     _copy_runtime(model, current)
+    if getattr(current, "generation_config", None) is not None:
+        renumber_token_ids(current.generation_config, added, _vocabulary(model.config))
     return current
+
+
+def _vocabulary(config: Any) -> int:
+    return getattr(config, next(iter(architecture_of(config.model_type).token_tables.values())))
 
 
 def _prepare(method: Method, model: Any) -> None:

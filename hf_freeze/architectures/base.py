@@ -73,8 +73,13 @@ class Architecture:
     sizes: dict[str, tuple[str, ...]]
     tiny: dict[str, Any]  # config fields of a model for tests, of about 10,000 parameters
     tiny_inputs: Callable[[str], dict[str, torch.Tensor]]  # task -> a batch with labels, unequal lengths, padding
+    token_tables: dict[
+        str, str
+    ]  # embedding with a row for each token, where the model has it -> config field of its rows
     constants: tuple[str, ...] = ()
-    output_bias: str | None = None  # a bias on the logits that the native class holds as a buffer
+    output_bias: str | None = (
+        None  # full name of a bias on the logits that lies outside the output matrix: (..., vocabulary)
+    )
 
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], str]]:

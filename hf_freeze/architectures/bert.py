@@ -44,6 +44,8 @@ BERT = register_architecture(
             )
         },
         embeddings=("embeddings.*_embeddings.weight",),
+        token_tables={"embeddings.word_embeddings": "vocab_size"},
+        output_bias="cls.predictions.bias",
         norms=("embeddings.LayerNorm.*", "encoder.layer.*.LayerNorm.*"),
         sizes={
             "hidden size": ("hidden_size", "intermediate_size"),

@@ -17,6 +17,7 @@ GPT2 = register_architecture(
             )
         },
         embeddings=("wte.weight", "wpe.weight"),
+        token_tables={"wte": "vocab_size"},
         norms=("h.*.ln_?.*", "ln_f.*"),
         sizes={
             "hidden size": ("n_embd", "n_inner"),

@@ -21,6 +21,7 @@ LLAMA = register_architecture(
             )
         },
         embeddings=("embed_tokens.weight",),
+        token_tables={"embed_tokens": "vocab_size"},
         norms=("layers.*layernorm.weight", "norm.weight"),
         sizes={
             "hidden size": ("hidden_size", "intermediate_size"),

@@ -44,6 +44,11 @@ MARIAN = register_architecture(
             ),
         },
         embeddings=("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+        token_tables={
+            "shared": "vocab_size",
+            "encoder.embed_tokens": "vocab_size",
+            "decoder.embed_tokens": "decoder_vocab_size",
+        },
         norms=("*_layer_norm.*",),
         constants=("*.embed_positions.weight",),
         output_bias="final_logits_bias",

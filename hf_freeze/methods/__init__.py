@@ -9,3 +9,4 @@ from hf_freeze.methods.magnitude_pruning import MagnitudePruning as MagnitudePru
 from hf_freeze.methods.tensor_train import TensorTrain as TensorTrain
 from hf_freeze.methods.tucker import Tucker as Tucker
 from hf_freeze.methods.variational_dropout import VariationalDropout as VariationalDropout
+from hf_freeze.methods.vocabulary_trimming import VocabularyTrimming as VocabularyTrimming
