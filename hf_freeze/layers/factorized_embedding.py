@@ -12,11 +12,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import initialization
 
-from hf_freeze.layers.cost import costs_of, product
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.factorized import left_vectors
-
-_GAIN = 0.8  # the estimate is rough, and the dense matrix takes memory: it must promise at most this share of the time
 
 
 class _Factors(Derived):
@@ -65,9 +62,9 @@ class LowRankEmbedding(_Factors, nn.Embedding):
 class LowRankOutput(_Factors):
     """Takes the place of `linear` (H -> V, without bias): hidden states are projected to E and multiplied with the table.
 
-    `std`: of an entry of the dense matrix when it is fresh; None where both factors will be tied to a LowRankEmbedding's.
-    Without gradients, the V x H matrix is computed and kept where that is clearly faster (`layers.cost`): where E is about H, or
-    V is tiny.
+    `std`: of an entry of the dense matrix when it is fresh; None where both factors will be tied to a LowRankEmbedding's. The
+    V x H matrix is never made, in inference neither: E (H + V) multiply-adds of a token are fewer than its H V unless E is
+    almost H, and then more by H / V at most.
     """
 
     def __init__(self, linear: nn.Linear, rank: int, std: float | None) -> None:
@@ -87,15 +84,7 @@ class LowRankOutput(_Factors):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., H) -> (..., V)"""
-        if not self.needs_gradient() and self.dense_is_faster(x.numel() // self.in_features, x.device.type):
-            return functional.linear(x, self.kept_weight(x.device.type))
         return functional.linear(functional.linear(x, self.projection), self.weight)
-
-    def dense_is_faster(self, tokens: int, device_type: str) -> bool:
-        """Whether one product with the V x H matrix, once it is there, clearly beats the two with its factors."""
-        costs, (rows, rank) = costs_of(device_type), self.weight.shape
-        factors = product(costs, 1, tokens, self.in_features, rank) + product(costs, 1, tokens, rank, rows)
-        return product(costs, 1, tokens, self.in_features, rows) < _GAIN * factors
 
     def table(self) -> nn.Linear:
         """The linear (E -> V) with the table for a weight, which transformers can resize."""
@@ -109,7 +98,8 @@ class LowRankOutput(_Factors):
         self.out_features = weight.shape[0]
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, rank={self.weight.shape[1]}"
+        rows, rank = self.weight.shape
+        return f"in_features={self.in_features}, out_features={rows}, rank={rank}"
 
 
 class ProjectedDropout(nn.Dropout):

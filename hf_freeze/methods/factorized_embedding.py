@@ -173,8 +173,8 @@ class FactorizedEmbedding(Method):
     def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
         if architecture.normed_embeddings is not None:
             raise ValueError(
-                f"method {self.name!r} cannot be merged on {architecture.model_type}: a norm over rank={self.rank} numbers is none "
-                "over the hidden size"
+                f"method {self.name!r} cannot be merged on {architecture.model_type}: its norm over rank={self.rank} numbers is "
+                "none over the hidden size"
             )
         for name, table in surgery.token_tables(model, architecture).items():
             surgery.replace_by_full_name(model, name, surgery.dense_table(table))
