@@ -453,6 +453,31 @@ def test_from_a_trained_bert_embeddings_are_exact_at_full_rank_only():
     assert errors[-1] > 0.01
 
 
+def test_from_a_trained_bert_embeddings_are_exact_where_the_tables_have_that_rank():
+    """The norm in E then divides by what the norm in H did, whatever its eps."""
+    native, batch = bert(BertModel, layer_norm_eps=0.5), ARCHITECTURES["bert"].tiny_inputs("feature-extraction")
+    axes = torch.randn(E - 1, H)
+    axes -= axes.mean(dim=1, keepdim=True)
+    with torch.no_grad():
+        for module in (m for m in native.modules() if isinstance(m, nn.Embedding)):
+            module.weight.copy_(torch.randn(len(module.weight), E - 1) @ axes + torch.randn(len(module.weight), 1))
+    expected = outputs(native, batch)["last_hidden_state"]
+    torch.testing.assert_close(outputs(factorized(native), batch)["last_hidden_state"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_from_a_trained_bert_the_output_is_a_start():
+    native, batch = bert(BertForMaskedLM), ARCHITECTURES["bert"].tiny_inputs("masked-lm")
+    fresh = make_variant(native.config, [methods.FactorizedEmbedding(rank=8)], task="masked-lm", seed=1)
+    expected = outputs(native, batch)["logits"].flatten()
+    started, drawn = (
+        torch.corrcoef(torch.stack([outputs(model, batch)["logits"].flatten(), expected]))[0, 1]
+        for model in (factorized(native, 8), fresh)
+    )
+    assert started > 0.3 > drawn.abs()
+    norm = factorized(native, 4).cls.predictions.transform.LayerNorm
+    assert norm.weight.norm().item() == pytest.approx(H**0.5)  # a hidden state before the matrix is as long as it was
+
+
 def test_centred_axes_keep_the_mean_at_zero():
     rows = torch.randn(30, H)
     axes = centred_axes(rows, E)

@@ -43,6 +43,7 @@ BERT = register_architecture(
                 width="intermediate_size",
             )
         },
+        # The dropout is the last module of the embeddings: a factorised table is projected there.
         embeddings=("embeddings.*_embeddings.weight", "embeddings.dropout.projection.*"),
         token_tables=("embeddings.word_embeddings",),
         output="cls.predictions.decoder",
