@@ -116,6 +116,9 @@ class Method:
         names from then on, not `finalizable`."""
         raise NotImplementedError
 
+    def resized(self, model: "VariantMixin", architecture: "Architecture") -> None:
+        """Bring into line what `resize_token_embeddings` of the backbone, which has just resized, knows nothing of."""
+
     def is_seeded(self, component: str) -> bool:
         """Whether it has a seed regenerate weights of this component, which are then not stored."""
         return False

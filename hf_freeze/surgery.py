@@ -2,17 +2,19 @@
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_freeze.architectures.base import Architecture
+from hf_freeze.architectures.base import Architecture, full_name
 from hf_freeze.layers.derived import linear_like
 
 LINEAR_COMPONENTS = ("ffn", "attention")
 DENSE = (nn.Linear, Conv1D)
+
+T = TypeVar("T", bound=nn.Module)
 
 
 def linear_names(
@@ -38,6 +40,11 @@ def replace(model: Any, name: str, new: nn.Module) -> None:
     _put(model.base_model, name, new)
 
 
+def replace_by_full_name(model: Any, name: str, new: nn.Module) -> None:
+    """The same with a name in the whole model: what is outside the base model, such as the output matrix, has no other."""
+    _put(model, name, new)
+
+
 def _put(root: Any, name: str, new: nn.Module) -> None:
     old = root.get_submodule(name)
     root.set_submodule(name, new.train(old.training))
@@ -45,6 +52,35 @@ def _put(root: Any, name: str, new: nn.Module) -> None:
     around = name.split(".")[:-1]
     for depth in range(len(around) + 1):
         root.get_submodule(".".join(around[:depth]))._is_hf_initialized = False
+
+
+def token_tables(model: Any, architecture: Architecture) -> dict[str, Any]:
+    """Full name -> module, of the tables of token embeddings that the model has; some may be tied to others."""
+    names = {name: full_name(model, name) for name in architecture.token_tables}
+    present = {module_name for module_name, _ in model.base_model.named_modules(remove_duplicate=False)}
+    return {full: model.get_submodule(full) for name, full in names.items() if name in present}
+
+
+def output_name(model: Any, architecture: Architecture) -> str | None:
+    """Full name of the linear from hidden states to the vocabulary; None where the task has none."""
+    return None if model.get_output_embeddings() is None else architecture.output
+
+
+def native_module(model: Any, name: str, kind: type[T], method: str) -> T:
+    """The module of this full name, to be replaced. Raises ValueError where another method has replaced it before."""
+    module = model.get_submodule(name)
+    if type(module) is not kind:
+        raise ValueError(
+            f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made; merge() first"
+        )
+    return module
+
+
+@torch.no_grad()
+def dense_table(module: Any) -> nn.Embedding:
+    """The nn.Embedding that computes the same as the table that `module` took the place of."""
+    weight = module.dense_weight()
+    return nn.Embedding(*weight.shape, padding_idx=module.padding_idx, _weight=weight.clone())
 
 
 def take_layers(model: Any, layers: str, taken: Sequence[int]) -> None:

@@ -28,6 +28,7 @@ from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.config import INITS, VariantConfigMixin, parse_methods, set_fields
 from hf_freeze.layers.derived import Derived
+from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.registry import (
     ARCHITECTURES,
     VARIANT_PREFIX,
@@ -94,8 +95,10 @@ class VariantMixin(TrainingMixin):
             for module in self.modules():  # encoder and decoder have a copy of the config each
                 if changes and hasattr(module, "config"):
                     set_fields(module.config, changes)
-        for method in methods:
-            self._own_ties |= method.ties(self, self.architecture)
+        own = {target: source for method in methods for target, source in method.ties(self, self.architecture).items()}
+        ties = self.all_tied_weights_keys | own
+        # With what is tied to a parameter that is now tied itself.
+        self._own_ties = {t: _end_of(ties, source) for t, source in ties.items() if t in own or source in own}
         self.all_tied_weights_keys |= self._own_ties
 
     def _promote_output_bias(self) -> None:
@@ -165,19 +168,18 @@ class VariantMixin(TrainingMixin):
     def _initialize_like_marian(self, fresh: list[nn.Parameter]) -> None:
         """Glorot-uniform matrices, tables U(±sqrt(3/d)); biases 0 and norms 1/0 are native (Bogoychev, 2021)."""
         wanted = {id(parameter) for parameter in fresh}
-        for name, module in self.named_modules():
-            weight = module._parameters.get("weight")  # that of some layers is computed, and no parameter
-            if weight is None or weight.ndim != 2 or id(weight) not in wanted:
+        for name, weight in self.named_parameters():
+            # A layer whose weight is computed has parameters of other names, and has drawn them with the variance of the weight.
+            if weight.ndim != 2 or id(weight) not in wanted or not name.endswith((".weight", ".projection")):
                 continue
-            component = self._component(f"{name}.weight")
+            component = self._component(name)
             if component == "embeddings":
                 bound = (3 / weight.shape[1]) ** 0.5
                 initialization.uniform_(weight, -bound, bound)
             elif component != "constant":
-                outputs = weight.shape[1] // self.architecture.parts(base_name(self, f"{name}.weight"))
+                outputs = weight.shape[1] // self.architecture.parts(base_name(self, name))
                 bound = (6 / (weight.shape[0] + outputs)) ** 0.5
                 initialization.uniform_(weight, -bound, bound)
-            wanted.discard(id(weight))  # a tied matrix is drawn once, under its first name: the table's
         for parameter in fresh:
             setattr(parameter, "_is_hf_initialized", True)  # noqa: B010 (transformers' own mark)
 
@@ -213,12 +215,21 @@ class VariantMixin(TrainingMixin):
                 missing_keys.discard(target)
         self.all_tied_weights_keys |= self._own_ties
 
+    def _get_resized_lm_head(self, old_lm_head: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(old_lm_head, LowRankOutput):
+            return super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
+        resized: Any = super()._get_resized_lm_head(old_lm_head.table(), *args, **kwargs)
+        old_lm_head.set_table(resized.weight)
+        return old_lm_head
+
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """As the native one; a seeded table is regenerated, its earlier rows unchanged."""
         rows = _vocabulary(self.config)
         self._check_resizable()
         self._demote_output_bias()
         embeddings = super().resize_token_embeddings(*args, **kwargs)
+        for method in self._methods:
+            method.resized(self, self.architecture)
         self._promote_output_bias()
         self._follow_resize(_vocabulary(self.config) - rows)
         held = [id(self.get_parameter(name)) for name in self.seeded_tensors]
@@ -312,6 +323,12 @@ class VariantMixin(TrainingMixin):
         native.load_state_dict(source.state_dict())
         _copy_runtime(source, native)
         return native
+
+
+def _end_of(ties: dict[str, str], name: str) -> str:
+    while name in ties:
+        name = ties[name]
+    return name
 
 
 @contextlib.contextmanager

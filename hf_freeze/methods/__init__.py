@@ -1,5 +1,6 @@
 """One file per method; each registers itself."""
 
+from hf_freeze.methods.factorized_embedding import FactorizedEmbedding as FactorizedEmbedding
 from hf_freeze.methods.ffn_pruning import FFNPruning as FFNPruning
 from hf_freeze.methods.freeze import Freeze as Freeze
 from hf_freeze.methods.layer_selection import LayerSelection as LayerSelection
