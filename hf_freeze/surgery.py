@@ -100,11 +100,8 @@ def take_layers(model: Any, layers: str, taken: Sequence[int]) -> None:
 
 def vocabulary_modules(model: Any, architecture: Architecture) -> dict[str, Any]:
     """Full name -> module with a row for each token: the tables of those that it has, and the output matrix."""
-    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
-    names = {f"{prefix}{table}" for table in architecture.token_tables}
-    output = model.get_output_embeddings()
-    named = model.named_modules(remove_duplicate=False)
-    return {name: module for name, module in named if name in names or (output is not None and module is output)}
+    output = output_name(model, architecture)
+    return token_tables(model, architecture) | ({} if output is None else {output: model.get_submodule(output)})
 
 
 def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: str) -> None:

@@ -8,10 +8,9 @@ Auto classes.
 import contextlib
 import copy
 import dataclasses
-import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,21 +22,17 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 import hf_freeze.architectures
 import hf_freeze.methods  # noqa: F401 (both fill the registries)
-from hf_freeze import surgery
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name, canonical_parameters
-from hf_freeze.config import INITS, VariantConfigMixin, parse_methods, set_fields
+from hf_freeze.config import VariantConfigMixin, parse_methods, set_fields
 from hf_freeze.layers.derived import Derived
-from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.registry import (
     ARCHITECTURES,
     VARIANT_PREFIX,
     Method,
-    architecture_of,
-    method_to_dict,
 )
+from hf_freeze.resizing import ResizingMixin
 from hf_freeze.rng import SeededTensor, digest
-from hf_freeze.token_ids import renumber_token_ids, resize_kept_tokens
 from hf_freeze.training_mixin import TrainingMixin, trained_forward
 
 TASKS = {
@@ -52,7 +47,7 @@ TASKS = {
 _OWN_FIELDS = ("methods", "init", "hf_freeze_version", "digests", "original_fields")
 
 
-class VariantMixin(TrainingMixin):
+class VariantMixin(ResizingMixin, TrainingMixin):
     """In front of a native class: structure from the config, freezing, regeneration, and what training needs."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -215,53 +210,6 @@ class VariantMixin(TrainingMixin):
                 missing_keys.discard(target)
         self.all_tied_weights_keys |= self._own_ties
 
-    def _get_resized_lm_head(self, old_lm_head: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(old_lm_head, LowRankOutput):
-            return super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
-        resized: Any = super()._get_resized_lm_head(old_lm_head.table(), *args, **kwargs)
-        old_lm_head.set_table(resized.weight)
-        return old_lm_head
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """As the native one; a seeded table is regenerated, its earlier rows unchanged."""
-        rows = _vocabulary(self.config)
-        self._check_resizable()
-        self._demote_output_bias()
-        embeddings = super().resize_token_embeddings(*args, **kwargs)
-        for method in self._methods:
-            method.resized(self, self.architecture)
-        self._promote_output_bias()
-        self._follow_resize(_vocabulary(self.config) - rows)
-        held = [id(self.get_parameter(name)) for name in self.seeded_tensors]
-        if len(set(held)) < len(held):
-            raise ValueError("resizing tied two tables that were apart, and both are random; merge() first")
-        before = self.seeded_tensors
-        self._apply_freeze()
-        for name, definition in self.seeded_tensors.items():
-            if definition != before.get(name):
-                self.config.digests.pop(definition.name, None)
-        self._regenerate()
-        return embeddings
-
-    def _check_resizable(self) -> None:
-        trimming = [method for method in self._methods if method.kept_tokens is not None]
-        modules = surgery.vocabulary_modules(self, self.architecture).items()
-        tables = [f"{name}.weight" for name, module in modules if isinstance(module, nn.Embedding)]
-        if trimming and len({self.all_tied_weights_keys.get(name, name) for name in tables}) > 1:
-            raise ValueError(
-                f"method {trimming[0].name!r} keeps the same tokens in {tables}, and only one would be resized; merge() first"
-            )
-
-    def _follow_resize(self, added: int) -> None:
-        """The config as if the backbone had had as many more rows, and methods had kept them: so it loads again."""
-        fields = self.config.original_fields
-        resized = [field for field in self.architecture.token_tables.values() if field in fields]
-        if not resized or not added:
-            return
-        self._methods, vocabulary = resize_kept_tokens(self._methods, fields[resized[0]], added)
-        self.config.methods = [method_to_dict(method) for method in self._methods]
-        fields |= dict.fromkeys(resized, vocabulary)
-
     # -- saving, loading, merging ----------------------------------------------------------------------------------------
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
@@ -313,7 +261,7 @@ class VariantMixin(TrainingMixin):
         Raises ValueError where a method cannot be undone.
         """
         source = self
-        structural = [method for method in self._methods if _is_structural(method)]
+        structural = [method for method in self._methods if is_structural(method)]
         if structural:
             source = copy.deepcopy(self)
             for method in reversed(structural):
@@ -321,7 +269,7 @@ class VariantMixin(TrainingMixin):
         native: Any = _native_model(self.native_class, source.config)
         native.to(device=self.device, dtype=self.dtype)
         native.load_state_dict(source.state_dict())
-        _copy_runtime(source, native)
+        copy_runtime(source, native)
         return native
 
 
@@ -351,24 +299,28 @@ def _native_model(native_class: Any, config: Any) -> PreTrainedModel:
     native_config = native_class.config_class.from_dict(data)
     native_config.architectures = [native_class.__name__]
     native_config._attn_implementation = config._attn_implementation
-    with _no_draws():
+    with no_draws():
         native = native_class(native_config)
     native.tie_weights()
     return native
 
 
 @contextlib.contextmanager
-def _no_draws() -> Iterator[None]:
+def no_draws() -> Iterator[None]:
     """Construct without drawing weights, which are loaded next, and without moving the global random state."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), initialization.no_init_weights():
         yield
 
 
-def _copy_runtime(old: Any, new: Any) -> None:
+def copy_runtime(old: Any, new: Any) -> None:
     """What is neither structure nor weights: generation settings and the training mode."""
     if getattr(old, "generation_config", None) is not None:
         new.generation_config = copy.deepcopy(old.generation_config)
     new.train(old.training)
+
+
+def is_structural(method: Method) -> bool:
+    return type(method).restructure is not Method.restructure
 
 
 # -- the factory -------------------------------------------------------------------------------------------------------------
@@ -423,132 +375,3 @@ def _define(name: str, bases: tuple[type, ...], members: dict[str, Any]) -> Any:
 
 
 VARIANT_CLASSES = _make_classes()
-
-
-# -- making a variant --------------------------------------------------------------------------------------------------------
-
-
-def make_variant(
-    backbone: Any,
-    methods: Sequence[Method],
-    *,
-    task: str | None = None,
-    init: str = "backbone",
-    seed: int = 0,
-) -> Any:
-    """Apply `methods`, in order, to a backbone; returns a variant, which is an instance of the backbone's class.
-
-    `backbone`: a model (its weights are kept), a config (fresh weights; also under `torch.device("meta")`), or a Hub id or
-    directory. It is never modified; where it is a variant, its own methods come first. `task`: one of `TASKS`; needed where
-    the backbone is a config or a name. `init`: how trainable fresh weights are drawn, natively or `"marian"` (Glorot
-    matrices, tables U(±sqrt(3/d)), and a trained output bias where the native class has a constant one). `seed`: of the
-    fresh weights.
-
-    Raises ValueError for an unsupported backbone, task, init or method setting.
-    """
-    if isinstance(methods, Method):
-        raise ValueError(f"methods is a list: write [{methods!r}]")
-    for method in methods:
-        if not isinstance(method, Method):
-            raise ValueError(f"methods must be instances such as methods.Freeze(ffn='random'), not {method!r}")
-    if init not in INITS:
-        raise ValueError(f"unknown init {init!r}; choose from {list(INITS)}")
-    is_model = isinstance(backbone, PreTrainedModel)
-    if not is_model and not isinstance(backbone, (transformers.PreTrainedConfig, str, os.PathLike)):
-        raise ValueError(f"backbone must be a model, a config or a name, not {type(backbone).__name__}")
-    if task not in TASKS and not (is_model and task is None):
-        raise ValueError(f"task={task!r}: a config or name needs one of {list(TASKS)}")
-    if is_model:
-        if init != "backbone":
-            raise ValueError(
-                f"init={init!r} draws fresh weights, but the backbone is a model with weights: pass its config"
-            )
-        return _from_model(backbone, methods)
-    if isinstance(backbone, transformers.PreTrainedConfig):
-        variant_class = _variant_class(_native_class(backbone, task))
-        config = _variant_config(variant_class, backbone, methods, init)
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            torch.manual_seed(seed)
-            model = variant_class(config)
-        for method in model._methods:
-            _prepare(method, model)
-        return model
-    if init != "backbone":
-        raise ValueError(f"init={init!r} draws fresh weights, but {backbone!r} names trained ones: pass a config")
-    auto_class = TASKS[str(task)]
-    return _from_model(auto_class.from_pretrained(backbone), methods)
-
-
-def _native_class(config: Any, task: Any) -> type[PreTrainedModel]:
-    architecture = architecture_of(config.model_type)
-    if task not in architecture.tasks:
-        raise ValueError(f"no task {task!r} for {architecture.model_type}; choose from {list(architecture.tasks)}")
-    return TASKS[task]._model_mapping[type(AutoConfig.for_model(architecture.model_type))]
-
-
-def _variant_class(model_class: type[PreTrainedModel]) -> Any:
-    if issubclass(model_class, VariantMixin):
-        return model_class
-    if model_class not in VARIANT_CLASSES:
-        raise ValueError(
-            f"no variant of {model_class.__name__}; choose from {sorted(c.__name__ for c in VARIANT_CLASSES)}"
-        )
-    return VARIANT_CLASSES[model_class]
-
-
-def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], init: str) -> Any:
-    data = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name != "model_type"}
-    data |= data.get("original_fields", {}) | {"original_fields": None}
-    data["methods"] = data.get("methods", []) + [method_to_dict(method) for method in added]
-    data["init"] = data.get("init", init) if init == "backbone" else init
-    # Freezing and randomising anew changes what the digests are of.
-    data |= {"digests": {}, "hf_freeze_version": __version__, "architectures": [variant_class.__name__]}
-    made = variant_class.config_class.from_dict(data)
-    renumber_token_ids(made, added, _vocabulary(config))
-    made._attn_implementation = config._attn_implementation
-    return made
-
-
-def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
-    """Up to each structural method in turn, so that its `convert` sees what its predecessors left; freezing comes last."""
-    variant_class = _variant_class(type(model))
-    steps = [i for i, method in enumerate(added, 1) if _is_structural(method)]
-    current: Any = model
-    for step in dict.fromkeys([*steps, len(added)]):
-        config = _variant_config(variant_class, model.config, added[:step], "backbone")
-        with torch.device("meta") if model.device.type == "meta" else _no_draws():
-            new = variant_class(config)
-        if model.device.type != "meta":
-            new.tie_weights(recompute_mapping=False)  # no_init_weights leaves the ties out too
-            _load_matching(new, current, strict=step not in steps)
-            if step in steps:
-                added[step - 1].convert(current, new)
-                new.tie_weights(recompute_mapping=False)  # it may have put new modules in
-                _prepare(added[step - 1], new)
-            new.config.digests = {}
-            new._regenerate()
-        current = new
-    _copy_runtime(model, current)
-    if getattr(current, "generation_config", None) is not None:
-        renumber_token_ids(current.generation_config, added, _vocabulary(model.config))
-    return current
-
-
-def _vocabulary(config: Any) -> int:
-    return getattr(config, next(iter(architecture_of(config.model_type).token_tables.values())))
-
-
-def _prepare(method: Method, model: Any) -> None:
-    if model.device.type != "meta":
-        method.prepare(model, model.architecture)
-
-
-def _is_structural(method: Method) -> bool:
-    return type(method).restructure is not Method.restructure
-
-
-def _load_matching(new: Any, old: Any, *, strict: bool) -> None:
-    new.to(device=old.device, dtype=old.dtype)
-    shapes = {name: tensor.shape for name, tensor in new.state_dict().items()}
-    state = {name: tensor for name, tensor in old.state_dict().items() if strict or shapes.get(name) == tensor.shape}
-    new.load_state_dict(state, strict=strict)
