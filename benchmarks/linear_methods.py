@@ -11,7 +11,8 @@ place where that does not hold is named.
 Layers, made by the methods as in a model, fp32, with bias: low rank at 25 % of the parameters; tensor train of rank 2 and 8;
 Tucker of rank 2 and 3 (default shapes); 90 % of the weights pruned, with a mask and finalized; variational dropout, finalized
 with 10 % left; a whole FFN (inputs, outputs, inputs; ReLU) with half and a quarter of its neurons. The values are random: they
-cost what trained ones cost.
+cost what trained ones cost. And a second nn.Linear: what it takes of the first one's time is noise, such as where in memory the
+two happen to lie, and shows how much a ratio means.
 
 Time: eval mode, no gradients, the layer and nn.Linear in turns, one-other-other-one, each called for at least `--turn` ms. A
 ratio is the median of the rounds' ratios, with quartiles. "Takes" is the way that "auto" chose, "the other" the way that it did
@@ -58,6 +59,7 @@ except ImportError:
 
 SIZES = ((512, 2048), (768, 3072), (1024, 4096))
 TOKENS = (1, 64, 2048)
+NOISE = "nn.Linear, another"
 BARS = {"auto": 1.05, "peer": 2.5, "saved": 0.85}
 INSTALL = 'peer not installed: pip install -c constraints.txt -e ".[benchmarks]" (tensorly, tensorly-torch, opt_einsum)'
 
@@ -105,7 +107,12 @@ def layers(size: Size) -> dict[str, Callable[[], tuple[nn.Module, nn.Module]]]:
             layer.threshold = float(layer.log_alpha().flatten()[: 1 << 18].quantile(0.1))
         return layer, layer.sparse()
 
+    def another() -> tuple[nn.Module, nn.Module]:
+        layer = size.linear()
+        return layer, layer
+
     return {
+        NOISE: another,
         "low rank, 25 %": factorized(methods.LowRank(rank=size.rank(0.25))),
         "tensor train, rank 2": factorized(methods.TensorTrain(rank=2)),
         "tensor train, rank 8": factorized(methods.TensorTrain(rank=8)),
@@ -243,7 +250,8 @@ class Bench:
                 x, where = torch.randn(tokens, size.inputs, device=_shared.DEVICE), f"{size}, {name}, {tokens}"
                 run, run_dense = functools.partial(layer.eval(), x), functools.partial(dense, x)
                 pair = self.turns(run, run_dense)
-                self.ratios["auto"].append((pair.ratio, where))
+                if name != NOISE:
+                    self.ratios["auto"].append((pair.ratio, where))
                 takes, other, against, way = "dense", "", "", ""
                 weights = 4 * size.weights
                 if factors:
