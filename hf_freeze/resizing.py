@@ -6,7 +6,7 @@ from torch import nn
 
 from hf_freeze import surgery
 from hf_freeze.layers.factorized_embedding import LowRankOutput
-from hf_freeze.registry import Method, architecture_of, method_to_dict
+from hf_freeze.registry import architecture_of, method_to_dict
 from hf_freeze.token_ids import resize_kept_tokens
 
 if TYPE_CHECKING:  # what the mixin is always combined with
@@ -18,11 +18,6 @@ else:
 class ResizingMixin(_Model):
     """A seeded table is regenerated, tables of other forms and trimmed ones grow as the native ones."""
 
-    architecture: Any
-    seeded_tensors: dict[str, Any]
-    all_tied_weights_keys: dict[str, str]
-    _methods: list[Method]
-
     def _get_resized_lm_head(self, old_lm_head: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(old_lm_head, LowRankOutput):
             return super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
@@ -30,7 +25,7 @@ class ResizingMixin(_Model):
         old_lm_head.set_table(resized.weight)
         return old_lm_head
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+    def resize_token_embeddings(self: Any, *args: Any, **kwargs: Any) -> nn.Embedding:
         """As the native one; a seeded table is regenerated, its earlier rows unchanged."""
         rows = vocabulary_size(self.config)
         self._check_resizable()
@@ -51,7 +46,7 @@ class ResizingMixin(_Model):
         self._regenerate()
         return embeddings
 
-    def _check_resizable(self) -> None:
+    def _check_resizable(self: Any) -> None:
         trimming = [method for method in self._methods if method.kept_tokens is not None]
         modules = surgery.vocabulary_modules(self, self.architecture).items()
         tables = [f"{name}.weight" for name, module in modules if isinstance(module, nn.Embedding)]
@@ -60,7 +55,7 @@ class ResizingMixin(_Model):
                 f"method {trimming[0].name!r} keeps the same tokens in {tables}, and only one would be resized; merge() first"
             )
 
-    def _follow_resize(self, added: int) -> None:
+    def _follow_resize(self: Any, added: int) -> None:
         """The config as if the backbone had had as many more rows, and methods had kept them: so it loads again."""
         fields = self.config.original_fields
         resized = [field for field in self.architecture.token_tables.values() if field in fields]

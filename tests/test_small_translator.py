@@ -63,9 +63,11 @@ def test_every_row_of_the_recipe_can_be_made(preset):
     found = {}
     for run in expand(recipe | {"seeds": [1]}):
         vocabulary = run["tokenizer"]["vocab_size"]
-        config = MarianConfig(**run["backbone"]["config"], vocab_size=vocabulary, decoder_vocab_size=vocabulary, pad_token_id=0)
+        config = MarianConfig(
+            **run["backbone"]["config"], vocab_size=vocabulary, decoder_vocab_size=vocabulary, pad_token_id=0
+        )
         with torch.device("meta"):
-            model = make_variant(config, [method_from_dict(data) for data in run["methods"]], task="seq2seq-lm", init="marian")
+            model = make_variant(config, [method_from_dict(data) for data in run["methods"]], task="seq2seq-lm")
         counted = [p for name, p in canonical_parameters(model) if model._component(name) != "constant"]
         found[run["row"]] = sum(p.numel() for p in counted if p.ndim == 2) / 1e6
     assert found.pop("one-table") < found["0"]
