@@ -76,8 +76,9 @@ class VariantMixin(ResizingMixin, TrainingMixin):
         self._apply_freeze()
         if not any(parameter.is_meta for parameter in self.parameters()):
             self.initialize_weights()
-        # Methods may have replaced what is tied. Not before the values are there: an output matrix would draw the table anew.
-        self.tie_weights(recompute_mapping=False)
+            # Methods may have replaced what is tied. Not before the values are there: an output matrix would draw the table
+            # anew, and while a checkpoint is loaded one parameter would be taken for two.
+            self.tie_weights(recompute_mapping=False)
 
     # -- structure and freezing ------------------------------------------------------------------------------------------
 
