@@ -406,6 +406,8 @@ def test_plots_show_the_parameters_where_all_rows_train_the_same_share(tmp_path)
     make_runs(tmp_path / "sizes", seeds=(1,), changes=changes)
     report = write_report(tmp_path / "sizes", say=lambda text: None)
     assert list(svg_plots(report)) == ["total", "stored", "curves"]
+    assert "share %" not in table_cells(report)[0]
+    assert "total k" in table_cells(report)[0]
     assert "BLEU against parameters and stored size" in (tmp_path / "sizes" / "report.md").read_text("utf-8")
     make_runs(tmp_path / "shares", seeds=(1,))
     assert list(make_report([tmp_path / "shares"], lambda text: None).axes) == ["share", "stored"]

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch.nn import functional
 from transformers import AutoConfig, GenerationConfig, MarianConfig, MarianMTModel
+from typer.testing import CliRunner
 
 from hf_freeze import count_parameters, make_variant, methods
 from hf_freeze.architectures.base import canonical_parameters
+from hf_freeze.cli import app
 from hf_freeze.registry import ARCHITECTURES
 from hf_freeze.variant import TASKS
 
@@ -325,3 +327,10 @@ def test_replaced_embeddings_must_come_after():
         ValueError, match=r"'model\.shared' is a EmbeddingBag already.*put 'vocabulary_trimming' before"
     ):
         methods.VocabularyTrimming(keep=KEEP).restructure(variant, variant.architecture)
+
+
+def test_inspect_shows_the_ends_of_a_long_list(tmp_path):
+    trim(native("gpt2", "causal-lm"), list(range(30))).save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "[0, 1, 2, ..., 29] (30)" in " ".join(result.output.split())
