@@ -40,7 +40,6 @@ from typing import Any
 
 import _shared
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_freeze import make_variant, methods, surgery
@@ -132,14 +131,10 @@ def decoding_step(model: Any, batch: int) -> Work:
     source, start = random_ids(model, batch, LENGTH), random_ids(model, batch, LENGTH + 1)
     encoded = model.base_model.encoder(source)
     # The backbone alone: it makes no logits of what comes before.
-    cache = model.base_model(
-        encoder_outputs=encoded, decoder_input_ids=start[:, :-1], use_cache=True
-    ).past_key_values
+    cache = model.base_model(encoder_outputs=encoded, decoder_input_ids=start[:, :-1], use_cache=True).past_key_values
 
     def step() -> torch.Tensor:
-        made = model(
-            encoder_outputs=encoded, decoder_input_ids=start[:, -1:], past_key_values=cache, use_cache=True
-        )
+        made = model(encoder_outputs=encoded, decoder_input_ids=start[:, -1:], past_key_values=cache, use_cache=True)
         cache.crop(-1)
         return made.logits[:, -1].argmax(-1)
 

@@ -128,7 +128,10 @@ def test_embeddings(run, tmp_path):
     hidden, logits = width, sizes[1]
     for name, rank, macs in (("dense again", width, width * logits), ("E = d/4", 8, 8 * (width + logits))):
         table = rank * logits + (0 if rank == width else rank * width)
-        assert cells[name, "output, tokens 1"][4:6] == [f"{macs / 1e6:,.2f}", f"{4 * (table + hidden + logits) / 1e6:,.2f}"]
+        assert cells[name, "output, tokens 1"][4:6] == [
+            f"{macs / 1e6:,.2f}",
+            f"{4 * (table + hidden + logits) / 1e6:,.2f}",
+        ]
     for bar, places in (
         ("output at E = d/4 faster than dense from V = 16,000 on", 2),
         ("saved at least 0.85 of the removed share of the output", 8),
