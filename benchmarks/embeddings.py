@@ -1,6 +1,6 @@
 """Time and memory of factorised and trimmed embeddings and of shared layers, in a small Marian, against its dense table.
 
-    python benchmarks/embeddings.py --out embeddings.md    # about 5 minutes on one core
+    python benchmarks/embeddings.py --out embeddings.md    # about 6 minutes on one core
 
 Claims: the factorised output (d -> E -> V, E = d/4) is faster than the dense matrix from V = 16,000 on; a vocabulary trimmed to
 1/2 or 1/4 saves at least .85 of the removed share of the output's time; a decoding step with factorised embeddings, with shared
@@ -18,7 +18,7 @@ Works, in eval mode without gradients but for the last:
   without the optimiser.
 
 Time: row, dense, dense, row, each called for at least `--turn` ms; a ratio is the median of the rounds' ratios, with quartiles.
-"Dense again", a second model like the first, shows the noise (a training step's only up to V = 16,000, as it takes seconds). A turn
+"Dense again", a second model like the first, shows the noise (of a training step only up to V = 16,000: it takes long). A turn
 calls one work again and again, so what fits into a cache is read from there; in a model the layers come in between, as in the
 decoding step here.
 
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--vocabularies", type=int, nargs="+", default=VOCABULARIES, help="V, multiples of 4")
     parser.add_argument("--width", type=int, default=512, help="d, a multiple of 64")
     parser.add_argument("--rounds", type=int, default=15, help="of four turns each, at most")
-    parser.add_argument("--patience", type=float, default=2.0, help="s for a ratio, if that leaves two rounds")
+    parser.add_argument("--patience", type=float, default=1.2, help="s for a ratio, if that leaves two rounds")
     parser.add_argument("--turn", type=float, default=2.0, help="ms of a turn, at least")
     options = parser.parse_args()
     options.numbers = NUMBERS
