@@ -239,7 +239,8 @@ def test_a_row_may_be_trained_otherwise_or_be_smaller(grid):
     assert max(entry.get("learning_rate", 0) for entry in log) <= 1e-3
     assert sum("eval_loss" in entry for entry in log) == 3, "two in the epoch, one of the best"
     smaller = records["0"]["parameters"]["total"] - records["small"]["parameters"]["total"]
-    assert smaller == 8 * 16 + 8 + 16 * 8
+    of_ffn, of_a_token = 8 * 16 + 8 + 16 * 8, 16 + 1  # its row of the table and its bias
+    assert smaller == of_ffn + 10 * of_a_token
 
 
 def test_the_report_says_what_a_row_starts_from_and_how_large_it_is(grid):
