@@ -137,6 +137,14 @@ def product_rate(size: int = 1024) -> float:
     )  # over seconds: a limit that something else slowed down would be none
 
 
+def verdict(found: list[tuple[float, str]], holds: Callable[[float], bool]) -> str:
+    """Of a bar: whether all measured values hold, and each place where one does not."""
+    wrong = [f"{where} ({value:.2f})" for value, where in found if not holds(value)]
+    if not found:
+        return "not measured"
+    return f"missed in {len(wrong)} of {len(found)}: {'; '.join(wrong)}" if wrong else f"passed in all {len(found)}"
+
+
 def markdown(header: list[str], lines: list[list[str]]) -> str:
     rule = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))

@@ -234,11 +234,7 @@ class Bench:
         return macs / 1e6, max(macs / self.products, size / rate_of(max(size, 1 << 20)))
 
     def missed(self, name: str, holds: Callable[[float], bool]) -> str:
-        found = self.ratios[name]
-        wrong = [f"{where} ({value:.2f})" for value, where in found if not holds(value)]
-        if not found:
-            return "not measured"
-        return f"missed in {len(wrong)} of {len(found)}: {'; '.join(wrong)}" if wrong else f"passed in all {len(found)}"
+        return _shared.verdict(self.ratios[name], holds)
 
     @torch.no_grad()
     def inference(self, size: Size, made: dict[str, tuple[nn.Module, nn.Module]]) -> str:

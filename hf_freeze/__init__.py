@@ -12,8 +12,8 @@ from hf_freeze.accounting import ParameterCount as ParameterCount
 from hf_freeze.accounting import count_parameters as count_parameters
 from hf_freeze.accounting import multiply_adds as multiply_adds
 from hf_freeze.accounting import stored_bytes as stored_bytes
+from hf_freeze.making import make_variant as make_variant
 from hf_freeze.pipelines import register_pipelines
-from hf_freeze.variant import make_variant as make_variant
 
 if TYPE_CHECKING:
     from hf_freeze import analysis as analysis

@@ -155,9 +155,15 @@ def inspect(
     console.print(table)
     console.print(f"stored: {stored_bytes(built):,} bytes; forward, backward: multiply-adds a token at length {length}")
     for method in getattr(config, "methods", ()):
-        console.print(f"method: {method}")
+        console.print(f"method: { {name: _shortened(value) for name, value in method.items()} }")
     if timed is not None:
         console.print(timed)
+
+
+def _shortened(value: Any) -> Any:
+    """Of a long list, such as the ids of a vocabulary, the ends."""
+    long = isinstance(value, list) and len(value) > 20
+    return f"{value[:3]} ... {value[-1:]} ({len(value)})".replace("] ... [", ", ..., ") if long else value
 
 
 def _latency_table(model_class: Any, name: str, tokens: tuple[int, int]) -> Table:

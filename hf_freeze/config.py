@@ -1,5 +1,6 @@
 """The config of a variant: its backbone's, with the methods applied. Untrusted input, checked before anything is allocated."""
 
+import copy
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ else:
     _Config = object
 
 INITS = ("backbone", "marian")
+_OWN = ("methods", "init", "hf_freeze_version", "digests", "original_fields", "model_type")
 
 
 class VariantConfigMixin(_Config):
@@ -21,13 +23,15 @@ class VariantConfigMixin(_Config):
 
     `methods`: the methods applied, in order, as plain data. `init`: how fresh weights are drawn, `"backbone"` (natively) or
     `"marian"` (`make_variant`). `digests`: name below `base_model_prefix` -> digest of the fp32 values of a tensor that is
-    not stored.
+    not stored. `original_fields`: native fields that methods have changed, such as the depth, with the values that the
+    backbone is built with; None has the methods change them now.
     """
 
     methods: list
     init: str
     hf_freeze_version: str | None
     digests: dict
+    original_fields: dict | None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -42,19 +46,55 @@ class VariantConfigMixin(_Config):
         architecture.check_sizes(self)
         if not isinstance(self.methods, list):
             raise ValueError(f"methods must be a list of dicts, not {self.methods!r}")
+        before, changed = self.before_methods(), {}
+        architecture.check_sizes(before)
         for method in parse_methods(self):
             if not method.supports(architecture.model_type):
                 raise ValueError(
                     f"method {method.name!r} does not support {architecture.model_type!r}; "
                     f"it supports {sorted(method.architectures or ())}"
                 )
-            method.validate(architecture, self)
+            method.validate(architecture, before)
+            changed |= (new := method.config_changes(architecture, before))
+            set_fields(before, new)
+        self._follow(changed)
+
+    def before_methods(self) -> Any:
+        """A copy with the native fields that the backbone is built with. Raises ValueError for fields that it has not."""
+        fields = self.original_fields
+        if fields is not None and not isinstance(fields, dict):
+            raise ValueError(f"original_fields must be a dict, not {fields!r}")
+        for name, value in (fields or {}).items():
+            if name in _OWN or type(getattr(self, name, None)) is not type(value):
+                raise ValueError(
+                    f"original_fields: {name!r} cannot be {value!r}: it is {getattr(self, name, None)!r} now"
+                )
+        made = copy.copy(self)
+        set_fields(made, fields or {})
+        return made
+
+    def _follow(self, changed: dict[str, Any]) -> None:
+        """Take what the methods change; if that was done before, check it."""
+        if self.original_fields is None:
+            self.original_fields = {name: getattr(self, name) for name in changed}
+            set_fields(self, changed)
+        differ = [name for name, value in changed.items() if getattr(self, name) != value]
+        if differ or set(self.original_fields) != set(changed):
+            raise ValueError(
+                f"the methods make {changed} of {self.original_fields}, but the config says "
+                f"{ {name: getattr(self, name) for name in changed} }: it was changed by hand"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         # PEFT reads a config by to_dict() and then looks its model_type up: the last moment to enter ours without
         # importing PEFT for everybody.
         _share_peft_targets(type(self).model_type)
         return super().to_dict()
+
+
+def set_fields(config: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(config, name, value)
 
 
 def parse_methods(config: Any) -> list[Method]:

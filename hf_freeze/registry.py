@@ -1,6 +1,6 @@
 """METHODS and ARCHITECTURES, the decorators that fill them, and methods as plain data."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -36,6 +36,28 @@ class Method:
     def validate(self, architecture: "Architecture", config: Any) -> None:
         """Raise ValueError where the setting does not fit this backbone config. Allocates nothing."""
 
+    def config_changes(self, architecture: "Architecture", config: Any) -> dict[str, Any]:
+        """The native config fields that it changes, such as the depth, with their new values. Called after `validate`; the
+        backbone is built with the values before, and `model.config` has the new ones after `restructure`."""
+        return {}
+
+    @property
+    def kept_tokens(self) -> "Sequence[int] | None":
+        """The token ids, of those that it finds, that it leaves, in the order of their new numbers; None: all, as they are.
+
+        Token ids in the configs of the model and of its generation are numbered anew accordingly.
+        """
+        return None
+
+    def keeping_tokens(self, kept: "Sequence[int]") -> "Method":
+        """The same with other `kept_tokens`, after `resize_token_embeddings`."""
+        raise NotImplementedError
+
+    @property
+    def names_layers(self) -> bool:
+        """Whether this setting holds numbers or names of layers, which would be others once layers are removed."""
+        return getattr(self, "layers", None) is not None
+
     def restructure(self, model: "VariantMixin", architecture: "Architecture") -> None:
         """Change modules and shapes, from the config alone: runs on `meta`, at every construction and load."""
 
@@ -47,6 +69,13 @@ class Method:
 
     def prepare(self, model: "VariantMixin", architecture: "Architecture") -> None:
         """Set what depends on the values of the new modules, converted or fresh. Called once, by `make_variant`."""
+
+    def ties(self, model: "VariantMixin", architecture: "Architecture") -> dict[str, str]:
+        """Parameter -> the parameter that it is one with, full names, beyond the native ties. Called after every `restructure`.
+
+        Raises ValueError where the two cannot be one.
+        """
+        return {}
 
     def freeze(
         self, model: "VariantMixin", architecture: "Architecture"
@@ -86,6 +115,9 @@ class Method:
         """End training, in place, whatever its progress: drop what only training needs. Returns the method that the config
         names from then on, not `finalizable`."""
         raise NotImplementedError
+
+    def resized(self, model: "VariantMixin", architecture: "Architecture") -> None:
+        """Bring into line what `resize_token_embeddings` of the backbone, which has just resized, knows nothing of."""
 
     def is_seeded(self, component: str) -> bool:
         """Whether it has a seed regenerate weights of this component, which are then not stored."""
@@ -141,6 +173,12 @@ def architecture_of(model_type: str) -> "Architecture":
 
 
 VARIANT_PREFIX = "hf_freeze_"
+
+
+def methods_before(method: Method, config: Any) -> list[Method]:
+    """Those that a variant's config applies before `method`, which it names."""
+    methods = [method_from_dict(data) for data in config.methods]
+    return methods[: methods.index(method)]
 
 
 def method_to_dict(method: Method) -> dict[str, Any]:

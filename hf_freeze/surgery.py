@@ -1,17 +1,20 @@
 """The only place where modules of a model are replaced."""
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_freeze.architectures.base import Architecture
+from hf_freeze.architectures.base import Architecture, full_name
 from hf_freeze.layers.derived import linear_like
 
 LINEAR_COMPONENTS = ("ffn", "attention")
 DENSE = (nn.Linear, Conv1D)
+
+T = TypeVar("T", bound=nn.Module)
 
 
 def linear_names(
@@ -34,12 +37,122 @@ def modules(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
 
 def replace(model: Any, name: str, new: nn.Module) -> None:
     """Put `new` where the module `name` (below the base model) was, in the same training mode."""
-    old = model.base_model.get_submodule(name)
-    model.base_model.set_submodule(name, new.train(old.training))
+    _put(model.base_model, name, new)
+
+
+def replace_by_full_name(model: Any, name: str, new: nn.Module) -> None:
+    """The same with a name in the whole model: what is outside the base model, such as the output matrix, has no other."""
+    _put(model, name, new)
+
+
+def _put(root: Any, name: str, new: nn.Module) -> None:
+    old = root.get_submodule(name)
+    root.set_submodule(name, new.train(old.training))
     # Some modules draw the weights of those inside them, as GPT-2 does: they must do so again where weights are fresh.
     around = name.split(".")[:-1]
     for depth in range(len(around) + 1):
-        model.base_model.get_submodule(".".join(around[:depth]))._is_hf_initialized = False
+        root.get_submodule(".".join(around[:depth]))._is_hf_initialized = False
+
+
+def token_tables(model: Any, architecture: Architecture) -> dict[str, Any]:
+    """Full name -> module, of the tables of token embeddings that the model has; some may be tied to others."""
+    names = {name: full_name(model, name) for name in architecture.token_tables}
+    present = {module_name for module_name, _ in model.base_model.named_modules(remove_duplicate=False)}
+    return {full: model.get_submodule(full) for name, full in names.items() if name in present}
+
+
+def output_name(model: Any, architecture: Architecture) -> str | None:
+    """Full name of the linear from hidden states to the vocabulary; None where the task has none."""
+    return None if model.get_output_embeddings() is None else architecture.output
+
+
+def native_module(model: Any, name: str, kind: type[T], method: str) -> T:
+    """The module of this full name, to be replaced. Raises ValueError where another method has replaced it before."""
+    module = model.get_submodule(name)
+    if type(module) is not kind:
+        raise ValueError(
+            f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made; merge() first"
+        )
+    return module
+
+
+@torch.no_grad()
+def dense_table(module: Any) -> nn.Embedding:
+    """The nn.Embedding that computes the same as the table that `module` took the place of."""
+    weight = module.dense_weight()
+    return nn.Embedding(*weight.shape, padding_idx=module.padding_idx, _weight=weight.clone())
+
+
+def take_layers(model: Any, layers: str, taken: Sequence[int]) -> None:
+    """Make the stack whose layers are named `layers` (such as "encoder.layers.{}") consist of these of them, numbered anew; one
+    that is taken again is a copy."""
+    name = layers.removesuffix(".{}")
+    old: Any = model.base_model.get_submodule(name)
+    new = nn.ModuleList(
+        copy.deepcopy(old[number]) if number in taken[:place] else old[number] for place, number in enumerate(taken)
+    )
+    for place, layer in enumerate(new):
+        for module in layer.modules():
+            if "layer_idx" in vars(module):  # the place in the cache
+                vars(module)["layer_idx"] = place
+    replace(model, name, new)
+
+
+def vocabulary_modules(model: Any, architecture: Architecture) -> dict[str, Any]:
+    """Full name -> module with a row for each token: the tables of those that it has, and the output matrix."""
+    output = output_name(model, architecture)
+    return token_tables(model, architecture) | ({} if output is None else {output: model.get_submodule(output)})
+
+
+def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: str) -> None:
+    """Give tables, output matrix and output bias `count` rows, of no particular values. What was tied must be tied anew.
+
+    Raises ValueError where a method has replaced one of them before.
+    """
+    for name, module in vocabulary_modules(model, architecture).items():
+        if type(module) is nn.Embedding:
+            weight = module.weight
+            made: nn.Module = nn.Embedding(
+                count, module.embedding_dim, module.padding_idx, device=weight.device, dtype=weight.dtype
+            )
+        elif type(module) is nn.Linear:
+            made = select_features(module, count, outputs=True)
+        else:
+            raise ValueError(
+                f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made; put {method!r} "
+                "before that one, or merge() first"
+            )
+        _put(model, name, made)
+    if (found := _output_bias(model, architecture)) is not None:
+        owner, attribute, bias = found
+        cut = bias.detach()[..., :count].clone()
+        setattr(owner, attribute, nn.Parameter(cut) if attribute in owner._parameters else cut)
+    for module in model.modules():  # some models keep a copy of the number, as `resize_token_embeddings` does
+        if "vocab_size" in vars(module):
+            vars(module)["vocab_size"] = count
+
+
+@torch.no_grad()
+def copy_tokens(old: Any, new: Any, architecture: Architecture, kept: Sequence[int]) -> None:
+    """Fill tables, output matrix and output bias of `new` with the rows `kept` of those of `old`."""
+    for name, module in vocabulary_modules(new, architecture).items():
+        source = old.get_submodule(name)
+        index = torch.tensor(kept, device=source.weight.device)
+        module.weight.copy_(source.weight[index])
+        if getattr(module, "bias", None) is not None:
+            module.bias.copy_(source.bias[index])
+    if (found := _output_bias(new, architecture)) is not None:
+        source = _output_bias(old, architecture)[2]  # type: ignore[index]
+        found[2].copy_(source[..., torch.tensor(kept, device=source.device)])
+
+
+def _output_bias(model: Any, architecture: Architecture) -> tuple[Any, str, torch.Tensor] | None:
+    """(module, its attribute, value) of the bias on the logits that lies outside the output matrix, if the model has one."""
+    if architecture.output_bias is None or model.get_output_embeddings() is None:
+        return None
+    path, _, attribute = architecture.output_bias.rpartition(".")
+    owner = model.get_submodule(path)
+    return owner, attribute, getattr(owner, attribute)
 
 
 def dense_module(model: Any, name: str, method: str) -> Any:

@@ -8,10 +8,9 @@ Auto classes.
 import contextlib
 import copy
 import dataclasses
-import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,15 +24,14 @@ import hf_freeze.architectures
 import hf_freeze.methods  # noqa: F401 (both fill the registries)
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name, canonical_parameters
-from hf_freeze.config import INITS, VariantConfigMixin, parse_methods
+from hf_freeze.config import VariantConfigMixin, parse_methods, set_fields
 from hf_freeze.layers.derived import Derived
 from hf_freeze.registry import (
     ARCHITECTURES,
     VARIANT_PREFIX,
     Method,
-    architecture_of,
-    method_to_dict,
 )
+from hf_freeze.resizing import ResizingMixin
 from hf_freeze.rng import SeededTensor, digest
 from hf_freeze.training_mixin import TrainingMixin, trained_forward
 
@@ -46,24 +44,27 @@ TASKS = {
     "question-answering": transformers.AutoModelForQuestionAnswering,
     "feature-extraction": transformers.AutoModel,
 }
-_OWN_FIELDS = ("methods", "init", "hf_freeze_version", "digests")
+_OWN_FIELDS = ("methods", "init", "hf_freeze_version", "digests", "original_fields")
 
 
-class VariantMixin(TrainingMixin):
+class VariantMixin(ResizingMixin, TrainingMixin):
     """In front of a native class: structure from the config, freezing, regeneration, and what training needs."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self._built = False
-        with _native_base_model(type(config), self.native_class.config_class):
-            super().__init__(config, *args, **kwargs)
+        self._own_ties: dict[str, str] = {}
+        final = {name: getattr(config, name) for name in config.original_fields}
+        try:
+            set_fields(config, config.original_fields)
+            with _native_base_model(type(config), self.native_class.config_class):
+                super().__init__(config, *args, **kwargs)
+            self._restructure(parse_methods(config))
+        finally:
+            set_fields(config, final)
         if self.shifts_labels:
             # transformers finds the loss by the class name, and not that of GPT-2; its Trainer counts labels accordingly.
             self.loss_type = "ForCausalLM"
         self._declared_digests = frozenset(config.digests)
-        self._methods = parse_methods(config)
-        self.scheduled = any(method.scheduled for method in self._methods)
-        for method in self._methods:
-            method.restructure(self, self.architecture)
         self._promote_output_bias()
         # Constants are computed, never stored; the native base classes store them.
         constants = {name for name, _ in self.named_parameters() if self._component(name) == "constant"}
@@ -75,8 +76,26 @@ class VariantMixin(TrainingMixin):
         self._apply_freeze()
         if not any(parameter.is_meta for parameter in self.parameters()):
             self.initialize_weights()
+            # Methods may have replaced what is tied. Not before the values are there: an output matrix would draw the table
+            # anew, and while a checkpoint is loaded one parameter would be taken for two.
+            self.tie_weights(recompute_mapping=False)
 
     # -- structure and freezing ------------------------------------------------------------------------------------------
+
+    def _restructure(self, methods: list[Method]) -> None:
+        self._methods = methods
+        self.scheduled = any(method.scheduled for method in methods)
+        for method in methods:
+            changes = method.config_changes(self.architecture, self.config)
+            method.restructure(self, self.architecture)
+            for module in self.modules():  # encoder and decoder have a copy of the config each
+                if changes and hasattr(module, "config"):
+                    set_fields(module.config, changes)
+        own = {target: source for method in methods for target, source in method.ties(self, self.architecture).items()}
+        ties = self.all_tied_weights_keys | own
+        # With what is tied to a parameter that is now tied itself.
+        self._own_ties = {t: _end_of(ties, source) for t, source in ties.items() if t in own or source in own}
+        self.all_tied_weights_keys |= self._own_ties
 
     def _promote_output_bias(self) -> None:
         """Marian trains the bias of its softmax; the native class holds it as a buffer. Same key, now a parameter."""
@@ -111,7 +130,7 @@ class VariantMixin(TrainingMixin):
         self._forget_phase()
         unstored = set(self.seeded_tensors) | {t for t, source in tied.items() if source in self.seeded_tensors}
         on_save, on_load = self._native_keys_to_ignore
-        self._keys_to_ignore_on_save = on_save | unstored
+        self._keys_to_ignore_on_save = on_save | unstored | set(self._own_ties)
         self._keys_to_ignore_on_load_missing = on_load | {f"^{re.escape(name)}$" for name in unstored}
 
     def _component(self, name: str) -> str:
@@ -145,19 +164,18 @@ class VariantMixin(TrainingMixin):
     def _initialize_like_marian(self, fresh: list[nn.Parameter]) -> None:
         """Glorot-uniform matrices, tables U(±sqrt(3/d)); biases 0 and norms 1/0 are native (Bogoychev, 2021)."""
         wanted = {id(parameter) for parameter in fresh}
-        for name, module in self.named_modules():
-            weight = module._parameters.get("weight")  # that of some layers is computed, and no parameter
-            if weight is None or weight.ndim != 2 or id(weight) not in wanted:
+        for name, weight in self.named_parameters():
+            # A layer whose weight is computed has parameters of other names, and has drawn them with the variance of the weight.
+            if weight.ndim != 2 or id(weight) not in wanted or not name.endswith((".weight", ".projection")):
                 continue
-            component = self._component(f"{name}.weight")
+            component = self._component(name)
             if component == "embeddings":
                 bound = (3 / weight.shape[1]) ** 0.5
                 initialization.uniform_(weight, -bound, bound)
             elif component != "constant":
-                outputs = weight.shape[1] // self.architecture.parts(base_name(self, f"{name}.weight"))
+                outputs = weight.shape[1] // self.architecture.parts(base_name(self, name))
                 bound = (6 / (weight.shape[0] + outputs)) ** 0.5
                 initialization.uniform_(weight, -bound, bound)
-            wanted.discard(id(weight))  # a tied matrix is drawn once, under its first name: the table's
         for parameter in fresh:
             setattr(parameter, "_is_hf_initialized", True)  # noqa: B010 (transformers' own mark)
 
@@ -182,23 +200,16 @@ class VariantMixin(TrainingMixin):
         # While loading, the source of a tie is "missing" where it is seeded; it has its values all the same.
         if missing_keys is not None and self._built:
             missing_keys.difference_update(self.seeded_tensors)
+        # The native function takes every tie for that of an output matrix, whose bias it would stretch to the vocabulary.
+        for target in self._own_ties:
+            self.all_tied_weights_keys.pop(target, None)
         super().tie_weights(missing_keys=missing_keys, recompute_mapping=recompute_mapping)
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """As the native one; a seeded table is regenerated, its earlier rows unchanged."""
-        self._demote_output_bias()
-        embeddings = super().resize_token_embeddings(*args, **kwargs)
-        self._promote_output_bias()
-        held = [id(self.get_parameter(name)) for name in self.seeded_tensors]
-        if len(set(held)) < len(held):
-            raise ValueError("resizing tied two tables that were apart, and both are random; merge() first")
-        before = self.seeded_tensors
-        self._apply_freeze()
-        for name, definition in self.seeded_tensors.items():
-            if definition != before.get(name):
-                self.config.digests.pop(definition.name, None)
-        self._regenerate()
-        return embeddings
+        for target, source in self._own_ties.items():
+            parent, _, name = target.rpartition(".")
+            setattr(self.get_submodule(parent), name, self.get_parameter(source))
+            if missing_keys is not None and source not in missing_keys:
+                missing_keys.discard(target)
+        self.all_tied_weights_keys |= self._own_ties
 
     # -- saving, loading, merging ----------------------------------------------------------------------------------------
 
@@ -251,7 +262,7 @@ class VariantMixin(TrainingMixin):
         Raises ValueError where a method cannot be undone.
         """
         source = self
-        structural = [method for method in self._methods if _is_structural(method)]
+        structural = [method for method in self._methods if is_structural(method)]
         if structural:
             source = copy.deepcopy(self)
             for method in reversed(structural):
@@ -259,8 +270,14 @@ class VariantMixin(TrainingMixin):
         native: Any = _native_model(self.native_class, source.config)
         native.to(device=self.device, dtype=self.dtype)
         native.load_state_dict(source.state_dict())
-        _copy_runtime(source, native)
+        copy_runtime(source, native)
         return native
+
+
+def _end_of(ties: dict[str, str], name: str) -> str:
+    while name in ties:
+        name = ties[name]
+    return name
 
 
 @contextlib.contextmanager
@@ -283,24 +300,28 @@ def _native_model(native_class: Any, config: Any) -> PreTrainedModel:
     native_config = native_class.config_class.from_dict(data)
     native_config.architectures = [native_class.__name__]
     native_config._attn_implementation = config._attn_implementation
-    with _no_draws():
+    with no_draws():
         native = native_class(native_config)
     native.tie_weights()
     return native
 
 
 @contextlib.contextmanager
-def _no_draws() -> Iterator[None]:
+def no_draws() -> Iterator[None]:
     """Construct without drawing weights, which are loaded next, and without moving the global random state."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), initialization.no_init_weights():
         yield
 
 
-def _copy_runtime(old: Any, new: Any) -> None:
+def copy_runtime(old: Any, new: Any) -> None:
     """What is neither structure nor weights: generation settings and the training mode."""
     if getattr(old, "generation_config", None) is not None:
         new.generation_config = copy.deepcopy(old.generation_config)
     new.train(old.training)
+
+
+def is_structural(method: Method) -> bool:
+    return type(method).restructure is not Method.restructure
 
 
 # -- the factory -------------------------------------------------------------------------------------------------------------
@@ -315,11 +336,12 @@ def _make_classes() -> dict[type[PreTrainedModel], type[PreTrainedModel]]:
             f"Variant{native_config.__name__}",
             (VariantConfigMixin, native_config),
             {
-                "__annotations__": {"methods": list, "init": str, "hf_freeze_version": str | None, "digests": dict},
+                "__annotations__": {name: VariantConfigMixin.__annotations__[name] for name in _OWN_FIELDS},
                 "methods": dataclasses.field(default_factory=list),
                 "init": "backbone",
                 "hf_freeze_version": None,
                 "digests": dataclasses.field(default_factory=dict),
+                "original_fields": dataclasses.field(default_factory=dict),
                 "__doc__": f"{native_config.__name__} with a list of methods.",
                 "model_type": VARIANT_PREFIX + architecture.model_type,
             },
@@ -354,123 +376,3 @@ def _define(name: str, bases: tuple[type, ...], members: dict[str, Any]) -> Any:
 
 
 VARIANT_CLASSES = _make_classes()
-
-
-# -- making a variant --------------------------------------------------------------------------------------------------------
-
-
-def make_variant(
-    backbone: Any,
-    methods: Sequence[Method],
-    *,
-    task: str | None = None,
-    init: str = "backbone",
-    seed: int = 0,
-) -> Any:
-    """Apply `methods`, in order, to a backbone; returns a variant, which is an instance of the backbone's class.
-
-    `backbone`: a model (its weights are kept), a config (fresh weights; also under `torch.device("meta")`), or a Hub id or
-    directory. It is never modified; where it is a variant, its own methods come first. `task`: one of `TASKS`; needed where
-    the backbone is a config or a name. `init`: how trainable fresh weights are drawn, natively or `"marian"` (Glorot
-    matrices, tables U(±sqrt(3/d)), and a trained output bias where the native class has a constant one). `seed`: of the
-    fresh weights.
-
-    Raises ValueError for an unsupported backbone, task, init or method setting.
-    """
-    if isinstance(methods, Method):
-        raise ValueError(f"methods is a list: write [{methods!r}]")
-    for method in methods:
-        if not isinstance(method, Method):
-            raise ValueError(f"methods must be instances such as methods.Freeze(ffn='random'), not {method!r}")
-    if init not in INITS:
-        raise ValueError(f"unknown init {init!r}; choose from {list(INITS)}")
-    is_model = isinstance(backbone, PreTrainedModel)
-    if not is_model and not isinstance(backbone, (transformers.PreTrainedConfig, str, os.PathLike)):
-        raise ValueError(f"backbone must be a model, a config or a name, not {type(backbone).__name__}")
-    if task not in TASKS and not (is_model and task is None):
-        raise ValueError(f"task={task!r}: a config or name needs one of {list(TASKS)}")
-    if is_model:
-        if init != "backbone":
-            raise ValueError(
-                f"init={init!r} draws fresh weights, but the backbone is a model with weights: pass its config"
-            )
-        return _from_model(backbone, methods)
-    if isinstance(backbone, transformers.PreTrainedConfig):
-        variant_class = _variant_class(_native_class(backbone, task))
-        config = _variant_config(variant_class, backbone, methods, init)
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            torch.manual_seed(seed)
-            model = variant_class(config)
-        for method in model._methods:
-            _prepare(method, model)
-        return model
-    if init != "backbone":
-        raise ValueError(f"init={init!r} draws fresh weights, but {backbone!r} names trained ones: pass a config")
-    auto_class = TASKS[str(task)]
-    return _from_model(auto_class.from_pretrained(backbone), methods)
-
-
-def _native_class(config: Any, task: Any) -> type[PreTrainedModel]:
-    architecture = architecture_of(config.model_type)
-    if task not in architecture.tasks:
-        raise ValueError(f"no task {task!r} for {architecture.model_type}; choose from {list(architecture.tasks)}")
-    return TASKS[task]._model_mapping[type(AutoConfig.for_model(architecture.model_type))]
-
-
-def _variant_class(model_class: type[PreTrainedModel]) -> Any:
-    if issubclass(model_class, VariantMixin):
-        return model_class
-    if model_class not in VARIANT_CLASSES:
-        raise ValueError(
-            f"no variant of {model_class.__name__}; choose from {sorted(c.__name__ for c in VARIANT_CLASSES)}"
-        )
-    return VARIANT_CLASSES[model_class]
-
-
-def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], init: str) -> Any:
-    data = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name != "model_type"}
-    data["methods"] = data.get("methods", []) + [method_to_dict(method) for method in added]
-    data["init"] = data.get("init", init) if init == "backbone" else init
-    # Freezing and randomising anew changes what the digests are of.
-    data |= {"digests": {}, "hf_freeze_version": __version__, "architectures": [variant_class.__name__]}
-    made = variant_class.config_class.from_dict(data)
-    made._attn_implementation = config._attn_implementation
-    return made
-
-
-def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
-    """Up to each structural method in turn, so that its `convert` sees what its predecessors left; freezing comes last."""
-    variant_class = _variant_class(type(model))
-    steps = [i for i, method in enumerate(added, 1) if _is_structural(method)]
-    current: Any = model
-    for step in dict.fromkeys([*steps, len(added)]):
-        config = _variant_config(variant_class, model.config, added[:step], "backbone")
-        with torch.device("meta") if model.device.type == "meta" else _no_draws():
-            new = variant_class(config)
-        if model.device.type != "meta":
-            new.tie_weights(recompute_mapping=False)  # no_init_weights leaves the ties out too
-            _load_matching(new, current, strict=step not in steps)
-            if step in steps:
-                added[step - 1].convert(current, new)
-                _prepare(added[step - 1], new)
-            new.config.digests = {}
-            new._regenerate()
-        current = new
-    _copy_runtime(model, current)
-    return current
-
-
-def _prepare(method: Method, model: Any) -> None:
-    if model.device.type != "meta":
-        method.prepare(model, model.architecture)
-
-
-def _is_structural(method: Method) -> bool:
-    return type(method).restructure is not Method.restructure
-
-
-def _load_matching(new: Any, old: Any, *, strict: bool) -> None:
-    new.to(device=old.device, dtype=old.dtype)
-    shapes = {name: tensor.shape for name, tensor in new.state_dict().items()}
-    state = {name: tensor for name, tensor in old.state_dict().items() if strict or shapes.get(name) == tensor.shape}
-    new.load_state_dict(state, strict=strict)

@@ -24,8 +24,9 @@ from transformers import AutoConfig, Trainer, TrainingArguments
 
 from hf_freeze import VariantCallback, make_variant
 from hf_freeze.architectures.base import TRAINED, Architecture, base_name, canonical_parameters
+from hf_freeze.config import INITS
 from hf_freeze.registry import ARCHITECTURES, METHODS, Method, method_to_dict
-from hf_freeze.variant import INITS, TASKS
+from hf_freeze.variant import TASKS
 
 MODEL = "trained"  # the source that is a native model with weights; the others are a config, with that init
 SOURCES = (MODEL, *(f"init_{init}" for init in INITS))

@@ -107,6 +107,40 @@ def test_linear_methods_counts_each_storage_once(monkeypatch):
     assert module.held_bytes(linear) == 4 * 20
 
 
+def test_embeddings(run, tmp_path):
+    out = tmp_path / "table.md"
+    printed = run("embeddings", "--quick", "--out", str(out))
+    width, sizes = 32, (400, 16_000)
+    ranks = {"dense again": None, "E = d/4": 8, "E = d/8": 4, "layers shared": None, "layers shared, E = d/4": 8}
+    for name, rank in ranks.items():  # one table with its projection, tied, so once; in fp32
+        expected = [4 * (v * width if rank is None else rank * (v + width)) / 1e6 for v in sizes]
+        assert f"| {name} | {expected[0]:.3f} | {expected[1]:.3f} |" in printed
+    assert "| 1/4 of the ids | 0.013 | 0.512 |" in printed
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| (.*) \|$", out.read_text(encoding="utf-8"), re.M)
+    cells = {(name, work): rest.split(" | ") for name, work, rest in rows if "(" in rest}  # of the larger V
+    assert len(cells) == 3 * 7 + 2 * 4 + 2 * 2
+    assert [key for key, found in cells.items() if found[3]] == [
+        (f"1/{part} of the ids", f"{work} {number}")
+        for part in (2, 4)
+        for work in ("output, tokens", "decoding step, batch")
+        for number in (1, 4)
+    ]
+    hidden, logits = width, sizes[1]
+    for name, rank, macs in (("dense again", width, width * logits), ("E = d/4", 8, 8 * (width + logits))):
+        table = rank * logits + (0 if rank == width else rank * width)
+        assert cells[name, "output, tokens 1"][4:6] == [
+            f"{macs / 1e6:,.2f}",
+            f"{4 * (table + hidden + logits) / 1e6:,.2f}",
+        ]
+    for bar, places in (
+        ("output at E = d/4 faster than dense from V = 16,000 on", 2),
+        ("saved at least 0.85 of the removed share of the output", 8),
+        ("decoding step, factorised or shared, at most 1.05 of dense", 16),
+    ):
+        assert re.search(rf"^- {bar}: (passed in all|missed in \d+ of) {places}\b", printed, re.M)
+    assert out.read_text(encoding="utf-8").startswith("`python benchmarks/embeddings.py --quick")
+
+
 def test_run_latency(run, tmp_path):
     text = data.builtin_corpus(train=40, dev=4, test=4)
     tokenizer = data.train_tokenizer([*text["train"]["source"], *text["train"]["target"]], 300)

@@ -292,6 +292,7 @@ def sizes(*totals):
 def test_rows_of_unlike_sizes_show_them(tmp_path):
     changes = sizes(2_345_678, 500_000, 400_000)
     changes["3", 1]["start"] = "0"
+    changes["3", 1]["parameters"]["trainable_share"] = 0.5
     make_runs(tmp_path, seeds=(1,), changes=changes)
     report = write_report(tmp_path, say=lambda text: None)
     cells = cells_of(report)
@@ -300,7 +301,7 @@ def test_rows_of_unlike_sizes_show_them(tmp_path):
     assert cells["3"]["trained"] == "✓✓✗ FFN random, from 0"
     text = (tmp_path / "report.md").read_text("utf-8")
     assert "share %: trained parameters of all; total k: all parameters, in thousands; stored MB: " in text
-    assert "Fewest trained parameters" not in text, "equal shares are of unlike totals"
+    assert "Fewest trained parameters" not in text, "shares are of unlike totals"
     keys = re.findall(r'data-key="([^"]*)"', (tmp_path / "report.html").read_text("utf-8"))
     assert len(keys) == 3 * 12
     assert float(keys[9]) == 2345.678
@@ -406,6 +407,8 @@ def test_plots_show_the_parameters_where_all_rows_train_the_same_share(tmp_path)
     make_runs(tmp_path / "sizes", seeds=(1,), changes=changes)
     report = write_report(tmp_path / "sizes", say=lambda text: None)
     assert list(svg_plots(report)) == ["total", "stored", "curves"]
+    assert "share %" not in table_cells(report)[0]
+    assert "total k" in table_cells(report)[0]
     assert "BLEU against parameters and stored size" in (tmp_path / "sizes" / "report.md").read_text("utf-8")
     make_runs(tmp_path / "shares", seeds=(1,))
     assert list(make_report([tmp_path / "shares"], lambda text: None).axes) == ["share", "stored"]

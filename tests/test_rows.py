@@ -34,7 +34,12 @@ ROWS = {
         "training": {"learning_rate": 1e-3, "evaluations": 2},
     },
     "unchanged": {"label": "unchanged", "methods": [], "start": "0", "training": {"epochs": 0}},
-    "small": {"label": "small", "methods": [], "backbone": {"config": {"encoder_ffn_dim": 8}}},
+    "small": {
+        "label": "small",
+        "methods": [],
+        "backbone": {"config": {"encoder_ffn_dim": 8}},
+        "tokenizer": {"vocab_size": 90},
+    },
 }
 
 
@@ -51,6 +56,8 @@ BAD_ROWS = {
     "itself": ({"start": "1"}, r"row '1': 'start' goes in a circle: 1 <- 1"),
     "circle": ({"start": "2"}, r"row '1': 'start' goes in a circle: 1 <- 2 <- 1"),
     "start and backbone": ({"start": "0", "backbone": {}}, r"row '1' has both 'start' and 'backbone': it takes the"),
+    "start and tokenizer": ({"start": "0", "tokenizer": {}}, r"row '1' has both 'start' and 'tokenizer': it takes the"),
+    "tokenizer field": ({"tokenizer": {"size": 3}}, r"row '1': unknown field tokenizer\.size; choose from"),
     "training": ({"training": 3}, r"row '1': training must be a dict, not 3"),
     "training field": ({"training": {"lr": 3}}, r"row '1': unknown field training\.lr; choose from"),
     "training value": ({"training": {"epochs": "x"}}, r"row '1': training\.epochs='x' is not a value that it takes"),
@@ -62,6 +69,12 @@ BAD_ROWS = {
     "backbone": ({"backbone": []}, r"row '1': backbone must be a dict, not \[\]"),
     "backbone field": ({"backbone": {"d_model": 8}}, r"row '1': unknown field backbone\.d_model; choose from"),
 }
+
+
+def test_perplexities_of_other_pieces_are_not_compared(tmp_path):
+    rows = {"0": ROWS["0"], "1": ROWS["0"] | {"tokenizer": {"vocab_size": 90}}}
+    with pytest.raises(ValueError, match="row '1': a perplexity is that of a piece: rows of other tokenizers"):
+        load_recipe(write_recipe(tmp_path / "r.yaml", rows=rows, **LM))
 
 
 @pytest.mark.parametrize("case", BAD_ROWS)
@@ -84,6 +97,10 @@ def test_a_row_has_what_it_says_and_else_what_the_recipe_says(tmp_path):
     sizes = {row: runs[row, 2]["backbone"]["config"]["encoder_ffn_dim"] for row in ROWS}
     assert sizes == {"0": 16, "tuned": 16, "unchanged": 16, "small": 8}
     assert runs["small", 1]["backbone"]["config"] | {"encoder_ffn_dim": 16} == runs["0", 1]["backbone"]["config"]
+    vocabulary = TINY["presets"]["small"]["tokenizer"]["vocab_size"]
+    assert {row: runs[row, 1]["tokenizer"]["vocab_size"] for row in ROWS} == dict.fromkeys(ROWS, vocabulary) | {
+        "small": 90
+    }
     assert "start" not in runs["0", 1]
     assert runs["tuned", 2]["start"] == {
         "row": "unchanged",
@@ -222,7 +239,8 @@ def test_a_row_may_be_trained_otherwise_or_be_smaller(grid):
     assert max(entry.get("learning_rate", 0) for entry in log) <= 1e-3
     assert sum("eval_loss" in entry for entry in log) == 3, "two in the epoch, one of the best"
     smaller = records["0"]["parameters"]["total"] - records["small"]["parameters"]["total"]
-    assert smaller == 8 * 16 + 8 + 16 * 8
+    of_ffn, of_a_token = 8 * 16 + 8 + 16 * 8, 16 + 1  # its row of the table and its bias
+    assert smaller == of_ffn + 10 * of_a_token
 
 
 def test_the_report_says_what_a_row_starts_from_and_how_large_it_is(grid):

@@ -58,11 +58,24 @@ class Stack:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NormedEmbeddings:
+    """Tables whose sum is normalised before the first layer, and an output with a linear and a norm before its matrix, as
+    BERT has them. Names of modules; those of the output, which only some tasks have, of the whole model."""
+
+    others: tuple[str, ...]  # the tables added to the tokens': positions, types
+    norm: str
+    last: str  # the dropout whose result the first layer takes
+    output_linear: str
+    output_norm: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """A backbone family.
 
     `embeddings`, `norms` and `constants` are patterns (`*` matches anything); what is left is the task head.
-    `sizes` names the config fields whose absurd values are refused, by kind.
+    `sizes` names the config fields whose absurd values are refused, by kind. `output`: the linear from hidden states to the
+    vocabulary, by its name in the models of those tasks that have one.
     """
 
     model_type: str
@@ -73,8 +86,13 @@ class Architecture:
     sizes: dict[str, tuple[str, ...]]
     tiny: dict[str, Any]  # config fields of a model for tests, of about 10,000 parameters
     tiny_inputs: Callable[[str], dict[str, torch.Tensor]]  # task -> a batch with labels, unequal lengths, padding
+    token_tables: dict[
+        str, str
+    ]  # module, of which a model may have a part, some tied to others -> config field of its rows
+    normed_embeddings: NormedEmbeddings | None = None
+    output: str | None = None
     constants: tuple[str, ...] = ()
-    output_bias: str | None = None  # a bias on the logits that the native class holds as a buffer
+    output_bias: str | None = None  # full name of a bias on the logits that lies outside the output: (..., vocabulary)
 
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], str]]:
@@ -176,6 +194,11 @@ class Architecture:
 def base_name(model: nn.Module, name: str) -> str:
     """`name` below `base_model_prefix`: equal for a task model and its base model."""
     return name.removeprefix(f"{model.base_model_prefix}.")
+
+
+def full_name(model: Any, name: str) -> str:
+    """The name in `model` of what is `name` below `base_model_prefix`."""
+    return name if model.base_model is model else f"{model.base_model_prefix}.{name}"
 
 
 def canonical_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

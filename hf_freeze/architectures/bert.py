@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_freeze.architectures.base import Architecture, Attention, Stack
+from hf_freeze.architectures.base import Architecture, Attention, NormedEmbeddings, Stack
 from hf_freeze.registry import register_architecture
 
 _LABELS = {
@@ -43,7 +43,18 @@ BERT = register_architecture(
                 width="intermediate_size",
             )
         },
-        embeddings=("embeddings.*_embeddings.weight",),
+        # The dropout is the last module of the embeddings: a factorised table is projected there.
+        embeddings=("embeddings.*_embeddings.weight", "embeddings.dropout.projection.*"),
+        token_tables={"embeddings.word_embeddings": "vocab_size"},
+        output_bias="cls.predictions.bias",
+        output="cls.predictions.decoder",
+        normed_embeddings=NormedEmbeddings(
+            others=("embeddings.position_embeddings", "embeddings.token_type_embeddings"),
+            norm="embeddings.LayerNorm",
+            last="embeddings.dropout",
+            output_linear="cls.predictions.transform.dense",
+            output_norm="cls.predictions.transform.LayerNorm",
+        ),
         norms=("embeddings.LayerNorm.*", "encoder.layer.*.LayerNorm.*"),
         sizes={
             "hidden size": ("hidden_size", "intermediate_size"),

@@ -16,7 +16,9 @@ GPT2 = register_architecture(
                 width="n_inner",
             )
         },
-        embeddings=("wte.weight", "wpe.weight"),
+        embeddings=("wte.*", "wpe.*"),
+        token_tables={"wte": "vocab_size"},
+        output="lm_head",
         norms=("h.*.ln_?.*", "ln_f.*"),
         sizes={
             "hidden size": ("n_embd", "n_inner"),

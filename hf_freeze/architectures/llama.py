@@ -20,7 +20,9 @@ LLAMA = register_architecture(
                 width="intermediate_size",
             )
         },
-        embeddings=("embed_tokens.weight",),
+        embeddings=("embed_tokens.*",),
+        token_tables={"embed_tokens": "vocab_size"},
+        output="lm_head",
         norms=("layers.*layernorm.weight", "norm.weight"),
         sizes={
             "hidden size": ("hidden_size", "intermediate_size"),

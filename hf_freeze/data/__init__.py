@@ -12,3 +12,4 @@ from hf_freeze.data.text import read_jsonl as read_jsonl
 from hf_freeze.data.text import read_lines as read_lines
 from hf_freeze.data.text import read_parallel as read_parallel
 from hf_freeze.data.tokenization import train_tokenizer as train_tokenizer
+from hf_freeze.data.trimming import trim_tokenizer as trim_tokenizer

@@ -25,6 +25,7 @@ ARCHITECTURE = Architecture(
     tasks=("image-classification",),
     stacks={"mlp": Stack(layers="layers.{}", depth="depth", attentions={}, ffn=("linear",), width="sizes")},
     embeddings=(),
+    token_tables={},
     norms=(),
     sizes={},
     tiny={"sizes": [12, 8, 3]},

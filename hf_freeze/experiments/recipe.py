@@ -115,7 +115,8 @@ _LANGUAGES = {
         files="[images, labels]",
     ),
 }
-_ROW = ("label", "methods", "start", "training", "backbone")  # the first two are needed
+_OF_A_ROW = ("training", "backbone", "tokenizer")  # sections that a row may change
+_ROW = ("label", "methods", "start", *_OF_A_ROW)  # the first two are needed
 
 
 def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: bool = False) -> dict[str, Any]:
@@ -274,10 +275,14 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
         for unknown in sorted(set(row) - set(_ROW)):
             raise ValueError(f"{path}: unknown field {unknown!r} of row {name!r}; choose from {list(_ROW)}")
         where = f"{path}: row {name!r}"
-        changed = {key: row[key] for key in ("training", "backbone") if key in row}
+        changed = {key: row[key] for key in _OF_A_ROW if key in row}
         _check_types(changed, where)
         _check_sections(changed, task, where)
         _check_training(row.get("training", {}), task, where)
+        if "tokenizer" in row and task == "language-modelling":
+            raise ValueError(
+                f"{where}: a perplexity is that of a piece: rows of other tokenizers cannot be compared in it"
+            )
         _check_start(name, recipe["rows"], where)
 
 
@@ -298,10 +303,11 @@ def _check_training(training: dict[str, Any], task: str, path: Any) -> None:
 
 
 def _check_start(name: str, rows: dict[str, Any], path: Any) -> None:
-    if "start" in rows[name] and "backbone" in rows[name]:
-        raise ValueError(
-            f"{path} has both 'start' and 'backbone': it takes the backbone of the row that it starts from"
-        )
+    for section in ("backbone", "tokenizer"):
+        if "start" in rows[name] and section in rows[name]:
+            raise ValueError(
+                f"{path} has both 'start' and {section!r}: it takes the {section} of the row that it starts from"
+            )
     way = [name]
     while isinstance(row := rows[way[-1]], dict) and "start" in row:
         start = row["start"]
@@ -360,12 +366,11 @@ def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
             row = rows[name]
             run = copy.deepcopy(shared) | {"row": name, "label": row["label"], "seed": seed}
             run["methods"] = [_seeded(method, seed) for method in row["methods"]]
-            run["training"] = _merge(run["training"], row.get("training", {}))
-            run["backbone"] = _merge(run["backbone"], row.get("backbone", {}))
+            run |= {key: _merge(run[key], row[key]) for key in _OF_A_ROW if key in row}
             if "start" in row:
                 # With its settings: what they change is another model to start from, and so another run.
                 start = copy.deepcopy(made[row["start"]])
-                run["backbone"] = start["backbone"]
+                run |= {key: start[key] for key in ("backbone", "tokenizer") if key in start}
                 run["start"] = {key: start[key] for key in _OF_A_START if key in start}
             made[name] = run
         runs += made.values()

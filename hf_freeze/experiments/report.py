@@ -152,15 +152,20 @@ class Report:
         return len({row["total"][0] for row in self.rows}) == 1
 
     @property
+    def _alike(self) -> set[str]:
+        """Of the trained share and the number of parameters, what does not tell rows apart where the other does."""
+        one_share = "share" in self.rows[0] and len({row["share"][0] for row in self.rows}) == 1
+        return {"total"} if self.one_size else {"share"} if one_share else set()
+
+    @property
     def columns(self) -> Columns:
         """Those of the task that the table shows."""
-        return {name: column for name, column in self.task.columns.items() if name != "total" or not self.one_size}
+        return {name: column for name, column in self.task.columns.items() if name not in self._alike}
 
     @property
     def axes(self) -> dict[str, Axis]:
-        """Those of the task that the plots show: of the trained share and the number of parameters, what tells rows apart."""
-        one_share = "share" not in self.task.axes or len({row["share"][0] for row in self.rows}) == 1
-        left_out = "share" if one_share and not self.one_size else "total"
+        """Those of the task that the plots show: the share, unless only the number of parameters tells rows apart."""
+        left_out = "share" if "share" in self._alike else "total"
         kept = {name: axis for name, axis in self.task.axes.items() if name != left_out}
         return kept if len(kept) > 1 else self.task.axes
 

@@ -103,8 +103,9 @@ def legend(report: "Report") -> list[str]:
             f"left; times fewer, times smaller: row {first} divided by this row."
         )
         return lines
-    total = "" if report.one_size else "total k: all parameters, in thousands; "
-    lines.append(f"share %: trained parameters of all; {total}{stored}: tensors that the checkpoint holds.")
+    share = "share %: trained parameters of all; " if "share" in report.columns else ""
+    total = "total k: all parameters, in thousands; " if "total" in report.columns else ""
+    lines.append(f"{share}{total}{stored}: tensors that the checkpoint holds.")
     return lines
 
 

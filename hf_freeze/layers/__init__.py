@@ -1,6 +1,8 @@
-"""Linears whose weight follows from fewer, or other, parameters."""
+"""Linears and tables whose weight follows from fewer, or other, parameters."""
 
 from hf_freeze.layers.derived import DerivedLinear as DerivedLinear
+from hf_freeze.layers.factorized_embedding import LowRankEmbedding as LowRankEmbedding
+from hf_freeze.layers.factorized_embedding import LowRankOutput as LowRankOutput
 from hf_freeze.layers.low_rank import LowRankLinear as LowRankLinear
 from hf_freeze.layers.masked import MaskedConv1D as MaskedConv1D
 from hf_freeze.layers.masked import MaskedLinear as MaskedLinear

@@ -1,9 +1,13 @@
 """One file per method; each registers itself."""
 
+from hf_freeze.methods.factorized_embedding import FactorizedEmbedding as FactorizedEmbedding
 from hf_freeze.methods.ffn_pruning import FFNPruning as FFNPruning
 from hf_freeze.methods.freeze import Freeze as Freeze
+from hf_freeze.methods.layer_selection import LayerSelection as LayerSelection
+from hf_freeze.methods.layer_sharing import LayerSharing as LayerSharing
 from hf_freeze.methods.low_rank import LowRank as LowRank
 from hf_freeze.methods.magnitude_pruning import MagnitudePruning as MagnitudePruning
 from hf_freeze.methods.tensor_train import TensorTrain as TensorTrain
 from hf_freeze.methods.tucker import Tucker as Tucker
 from hf_freeze.methods.variational_dropout import VariationalDropout as VariationalDropout
+from hf_freeze.methods.vocabulary_trimming import VocabularyTrimming as VocabularyTrimming

@@ -84,6 +84,10 @@ class FactorizedMethod(LinearMethod):
         for name, module in self.modules(new, new.architecture):
             module.fill(surgery.effective_weight(old.base_model.get_submodule(name)))
 
+    @property
+    def names_layers(self) -> bool:
+        return super().names_layers or self.per_linear() is not None
+
     def per_linear(self) -> "Iterable[str] | None":
         """The linears that a setting names one by one; None where it is the same for all."""
         return None

@@ -41,6 +41,10 @@ class SparseMethod(LinearMethod):
                 )
 
     @property
+    def names_layers(self) -> bool:
+        return True  # `nonzeros`, at the latest when it is finalized
+
+    @property
     def finalizable(self) -> bool:
         return self.nonzeros is None
 

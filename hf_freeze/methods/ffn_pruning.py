@@ -7,7 +7,7 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type
 from hf_freeze.layers.derived import features
 from hf_freeze.methods._linear import check_positive
-from hf_freeze.registry import Method, method_from_dict, register_method
+from hf_freeze.registry import Method, methods_before, register_method
 
 if TYPE_CHECKING:
     from hf_freeze.variant import VariantMixin
@@ -58,13 +58,16 @@ class FFNPruning(Method):
                 )
         if not self._blocks(architecture, config):
             raise ValueError(f"FFNPruning(layers={self.layers!r}) names no layer: leave it out for all")
-        earlier = [method_from_dict(data) for data in config.methods]
-        for method in earlier[: earlier.index(self)]:
+        for method in methods_before(self, config):
             if method.is_seeded("ffn"):
                 raise ValueError(
                     f"FFNPruning after {method.name!r} with a random FFN: what a seed regenerates is not stored, so its neurons "
                     "cannot be picked; put FFNPruning first, or merge() before"
                 )
+
+    @property
+    def names_layers(self) -> bool:
+        return super().names_layers or self.keep is not None
 
     def _blocks(self, architecture: Architecture, config: Any) -> dict[str, list[str]]:
         """FFN -> its linears, of those that it changes."""

@@ -1,0 +1,284 @@
+"""Time and memory of factorised and trimmed embeddings and of shared layers, in a small Marian, against its dense table.
+
+    python benchmarks/embeddings.py --out embeddings.md    # about 6 minutes on one core
+
+Claims: the factorised output (d -> E -> V, E = d/4) is faster than the dense matrix from V = 16,000 on; a vocabulary trimmed to
+1/2 or 1/4 saves at least .85 of the removed share of the output's time; a decoding step with factorised embeddings, with shared
+layers or with both takes at most 1.05 of the dense model's. Each place where that does not hold is named.
+
+Models: Marian with one tied table for source, target and output, 2 + 2 layers of width d (`--width`), FFN 4d, fp32, fresh
+weights, made by `make_variant`: FactorizedEmbedding of rank d/4 and d/8, VocabularyTrimming of the dense model to the first half
+and quarter of its ids (after a check that the kept logits are the same), LayerSharing of both stacks, with and without d/4.
+
+Works, in eval mode without gradients but for the last:
+- look-up: rows of 64 and 2048 random ids, projected where factorised; other ids in each of eight calls;
+- output: logits of 1 and 64 hidden states;
+- decoding step: of the whole model, batch 1 and 64: one token after 16 with cache (source of 16), greedy choice included;
+- training step: forward, label-smoothed loss and backward of 64 sentences of 16 source and 16 target tokens, with dropout,
+  without the optimiser.
+
+Time: row, dense, dense, row, each called for at least `--turn` ms; a ratio is the median of the rounds' ratios, with quartiles.
+"Dense again", a second model like the first, shows the noise (of a training step only up to V = 16,000: it takes long). A turn
+calls one work again and again, so what fits into a cache is read from there; in a model the layers come in between, as in the
+decoding step here.
+
+Saved / removed: time saved, by the share of the ids that is removed, by the time of the dense output of as many tokens, in the
+same run. 1 means in proportion; a decoding step that has no more than the output to save has at most about 1.
+
+Limit: the larger of the multiply-adds (counted by torch) at the rate of a large product, and the bytes that must be read and
+written, each once, at the rate of reading so many bytes again and again. These are: the rows looked up, the projection and what
+comes out; the table, inputs and logits; parameters of the decoder and the output, cache and logits; and for a training step all
+parameters twice and their gradients once.
+"""
+
+import argparse
+import functools
+import itertools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import _shared
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_freeze import make_variant, methods, surgery
+from hf_freeze.experiments.run import choose_attention
+from hf_freeze.training import label_smoothed_loss
+
+VOCABULARIES = (8_000, 16_000, 32_000, 64_000)
+LENGTH = 16
+NUMBERS = {"look-up": (64, 2048), "output": (1, 64), "decoding step": (1, 64), "training step": (64,)}
+QUICK = {"look-up": (2, 8), "output": (1, 4), "decoding step": (1, 4), "training step": (4,)}
+UNITS = {"look-up": "tokens", "output": "tokens", "decoding step": "batch", "training step": "batch"}
+BARS = {"output": 1.0, "saved": 0.85, "decoding": 1.05}
+FROM = 16_000
+
+
+@dataclass(frozen=True)
+class Row:
+    methods: list[Any]
+    works: tuple[str, ...] = tuple(NUMBERS)
+    removed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    run: Callable[[], object]
+    bytes: int
+
+
+def rows(vocabulary: int, width: int) -> dict[str, Row]:
+    """The noise comes first: its times are those of dense."""
+    quarter, eighth = (methods.FactorizedEmbedding(rank=width // divisor) for divisor in (4, 8))
+    half_kept, quarter_kept = (methods.VocabularyTrimming(keep=[*range(vocabulary // divisor)]) for divisor in (2, 4))
+    shared = methods.LayerSharing()
+    return {
+        "dense again": Row([], tuple(NUMBERS) if vocabulary <= FROM else tuple(NUMBERS)[:-1]),
+        "E = d/4": Row([quarter]),
+        "E = d/8": Row([eighth]),
+        "1/2 of the ids": Row([half_kept], ("output", "decoding step"), removed=0.5),
+        "1/4 of the ids": Row([quarter_kept], ("output", "decoding step"), removed=0.75),
+        "layers shared": Row([shared], ("decoding step",)),
+        "layers shared, E = d/4": Row([shared, quarter], ("decoding step",)),
+    }
+
+
+def make_model(vocabulary: int, width: int, row: Row, dense: Any = None) -> Any:
+    """From a config; a trimmed one from `dense`."""
+    stack = {"layers": 2, "attention_heads": max(1, width // 64), "ffn_dim": 4 * width}
+    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in stack.items()}
+    backbone = {"d_model": width, "max_position_embeddings": 4 * LENGTH, "scale_embedding": True, **sizes}
+    config = _shared.config({"backbone": {"model_type": "marian", "config": backbone}}, vocabulary)
+    if row.removed:
+        model: Any = make_variant(dense, row.methods)
+    else:
+        model = make_variant(config, row.methods, task="seq2seq-lm", init="marian")
+    model = model.to(_shared.DEVICE).eval()
+    choose_attention(model)
+    return model
+
+
+def bytes_of(*modules: Any) -> int:
+    """Of their parameters, each once."""
+    found = {parameter for module in modules for parameter in module.parameters()}
+    return sum(parameter.numel() * parameter.element_size() for parameter in found)
+
+
+def tables_of(model: Any) -> list[Any]:
+    return [*surgery.token_tables(model, model.architecture).values(), model.get_output_embeddings()]
+
+
+def random_ids(model: Any, *shape: int) -> torch.Tensor:
+    return torch.randint(2, model.config.vocab_size, shape, device=_shared.DEVICE)
+
+
+def lookup(model: Any, tokens: int) -> Work:
+    table = model.base_model.encoder.embed_tokens
+    rank, width = table.weight.shape[1], model.config.d_model
+    batches = itertools.cycle([random_ids(model, tokens) for _ in range(8)])
+    projection = bytes_of(table) - 4 * table.weight.numel()
+    return Work(lambda: table(next(batches)), 4 * tokens * (rank + width) + projection)
+
+
+def output(model: Any, tokens: int) -> Work:
+    matrix = model.get_output_embeddings()
+    x = torch.randn(tokens, model.config.d_model, device=_shared.DEVICE)
+    return Work(functools.partial(matrix, x), bytes_of(matrix) + 4 * (x.numel() + tokens * model.config.vocab_size))
+
+
+def decoding_step(model: Any, batch: int) -> Work:
+    source, start = random_ids(model, batch, LENGTH), random_ids(model, batch, LENGTH + 1)
+    encoded = model.base_model.encoder(source)
+    # The backbone alone: it makes no logits of what comes before.
+    cache = model.base_model(encoder_outputs=encoded, decoder_input_ids=start[:, :-1], use_cache=True).past_key_values
+
+    def step() -> torch.Tensor:
+        made = model(encoder_outputs=encoded, decoder_input_ids=start[:, -1:], past_key_values=cache, use_cache=True)
+        cache.crop(-1)
+        return made.logits[:, -1].argmax(-1)
+
+    kept = (tensor for part in (cache.self_attention_cache, cache.cross_attention_cache) for layer in part.layers
+            for tensor in (layer.keys, layer.values))  # fmt: skip
+    size = bytes_of(model.base_model.decoder, model.get_output_embeddings())
+    return Work(step, size + 4 * (sum(tensor.numel() for tensor in kept) + batch * model.config.vocab_size))
+
+
+def training_step(model: Any, batch: int) -> Work:
+    source, labels = random_ids(model, batch, LENGTH), random_ids(model, batch, LENGTH)
+    inputs = model.prepare_decoder_input_ids_from_labels(labels)
+    loss_of = label_smoothed_loss(0.1)
+
+    def step() -> None:
+        model.zero_grad()
+        with torch.enable_grad():
+            loss_of(model(input_ids=source, decoder_input_ids=inputs), labels).backward()
+
+    return Work(step, 3 * bytes_of(model))
+
+
+MAKE = {"look-up": lookup, "output": output, "decoding step": decoding_step, "training step": training_step}
+
+
+@functools.cache
+def rate_of(size: int) -> float:
+    return _shared.read_rate(size)
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.products = _shared.product_rate()
+        self.ratios: dict[str, list[tuple[float, str]]] = {name: [] for name in BARS}
+
+    def limit(self, macs: float, size: int) -> float:
+        """Seconds."""
+        power = 1 << (size - 1).bit_length()
+        return max(macs / self.products, size / rate_of(max(1 << 20, min(power, 1 << 28))))
+
+    def turns(self, one: Work, other: Work, expected: float | None) -> tuple[_shared.Pair, float]:
+        """(times, multiply-adds of `one`); fewer rounds where a call of `other` takes the `expected` seconds."""
+        with FlopCounterMode(display=False) as counter:
+            took = _shared.seconds(one.run)
+        round_takes = 2 * (took + (took if expected is None else expected))
+        rounds = max(min(2, self.options.rounds), min(self.options.rounds, int(self.options.patience / round_takes)))
+        turn = self.options.turn / 1e3
+        # What is far slower than a turn is called once in it, without finding out.
+        pair = _shared.in_turns(one.run, other.run, rounds, at_least=turn if took < 10 * turn else 0.0)
+        return pair, counter.get_total_flops() / 2
+
+    @torch.no_grad()
+    def measure(self, vocabulary: int) -> tuple[str, dict[str, float]]:
+        """A table of times, and row -> MB of its tables."""
+        width = self.options.width
+        dense = make_model(vocabulary, width, Row([]))
+        dense_seconds: dict[tuple[str, int], float] = {}
+        lines, tables = [], {}
+        for name, row in rows(vocabulary, width).items():
+            model = make_model(vocabulary, width, row, dense)
+            if row.removed:
+                check_logits(model, dense)
+            tables[name] = bytes_of(*tables_of(model)) / 1e6
+            for work in row.works:
+                for each in (model, dense):
+                    each.train(work == "training step")
+                for number in self.options.numbers[work]:
+                    one, other = MAKE[work](model, number), MAKE[work](dense, number)
+                    pair, macs = self.turns(one, other, dense_seconds.get((work, number)))
+                    times = [statistics.median(each) for each in (pair.other, pair.one)]
+                    dense_seconds.setdefault((work, number), times[0])
+                    where = f"{work} {number}"
+                    saved = None
+                    if row.removed:
+                        saved = (1 - pair.ratio) * times[0] / (row.removed * dense_seconds["output", number])
+                        if work == "output":
+                            saved = (1 - pair.ratio) / row.removed
+                    self.judge(f"V = {vocabulary:,}, {name}, {where}", vocabulary, name, work, pair.ratio, saved)
+                    limit = self.limit(macs, one.bytes)
+                    lines.append([name, f"{work}, {UNITS[work]} {number}", *(f"{1e6 * time:,.0f}" for time in times), str(pair),
+                                  "" if saved is None else f"{saved:.2f}", f"{macs / 1e6:,.2f}", f"{one.bytes / 1e6:,.2f}",
+                                  f"{1e6 * limit:,.0f}", f"{limit / times[1]:.2f}"])  # fmt: skip
+                    print(f"V = {vocabulary:,}", *lines[-1], sep=" | ", flush=True)
+            for each in (model, dense):
+                each.zero_grad()
+        header = ["model", "work", "dense, µs", "takes, µs", "takes / dense", "saved / removed", "multiply-adds, M", "MB",
+                  "limit, µs", "limit / time"]  # fmt: skip
+        return _shared.markdown(header, lines), tables
+
+    def judge(self, where: str, vocabulary: int, name: str, work: str, ratio: float, saved: float | None) -> None:
+        if work == "output" and name == "E = d/4" and vocabulary >= FROM:
+            self.ratios["output"].append((ratio, where))
+        if work == "output" and saved is not None:
+            self.ratios["saved"].append((saved, where))
+        if work == "decoding step" and saved is None and name != "dense again":
+            self.ratios["decoding"].append((ratio, where))
+
+
+def check_logits(trimmed: Any, dense: Any) -> None:
+    """Raises RuntimeError where a kept token has another logit than before."""
+    x = torch.randn(4, dense.config.d_model, device=_shared.DEVICE)
+    one, other = (model.get_output_embeddings()(x) for model in (trimmed, dense))
+    if not torch.allclose(one, other[:, : one.shape[1]], rtol=1e-5, atol=1e-5):
+        raise RuntimeError("the trimmed output has other logits for the kept ids")
+
+
+def main() -> None:
+    parser = _shared.parser(__doc__, presets=False)
+    parser.add_argument("--quick", action="store_true", help="small sizes, once, to see that it works")
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=VOCABULARIES, help="V, multiples of 4")
+    parser.add_argument("--width", type=int, default=512, help="d, a multiple of 64")
+    parser.add_argument("--rounds", type=int, default=15, help="of four turns each, at most")
+    parser.add_argument("--patience", type=float, default=1.2, help="s for a ratio, if that leaves two rounds")
+    parser.add_argument("--turn", type=float, default=2.0, help="ms of a turn, at least")
+    options = parser.parse_args()
+    options.numbers = NUMBERS
+    if options.quick:
+        options.vocabularies, options.width, options.numbers = (400, FROM), 32, QUICK
+        options.rounds, options.turn = 1, 0.0
+    torch.manual_seed(0)
+    bench, parts, tables = Bench(options), [], {}
+    for vocabulary in options.vocabularies:
+        table, tables[vocabulary] = bench.measure(vocabulary)
+        parts.append(f"**V = {vocabulary:,}**, d = {options.width}:\n\n{table}")
+    names = [*tables[options.vocabularies[0]]]
+    memory = [[name, *(f"{tables[vocabulary][name]:.3f}" for vocabulary in tables)] for name in names]
+    header = ["model", *(f"V = {vocabulary:,}" for vocabulary in tables)]
+    parts.append(f"Tables with their projections, MB (tied: stored once):\n\n{_shared.markdown(header, memory)}")
+    rates = ", ".join(f"{rate_of(1 << power) / 1e9:.0f} of {1 << power - 20} MB" for power in (20, 23, 28))
+    verdict = _shared.verdict
+    summary = "\n".join([
+        f"- output at E = d/4 faster than dense from V = {FROM:,} on: "
+        + verdict(bench.ratios["output"], lambda ratio: ratio < BARS["output"]),
+        f"- saved at least {BARS['saved']} of the removed share of the output: "
+        + verdict(bench.ratios["saved"], lambda saved: saved >= BARS["saved"]),
+        f"- decoding step, factorised or shared, at most {BARS['decoding']} of dense: "
+        + verdict(bench.ratios["decoding"], lambda ratio: ratio <= BARS["decoding"]),
+        f"- this machine: {bench.products / 1e9:.0f} billion multiply-adds a second, GB/s read: {rates}; "
+        f"{torch.get_num_threads()} threads",
+    ])  # fmt: skip
+    _shared.report(options, "\n\n".join(parts), summary)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Remove pieces from a sentencepiece model, the bytes of a `.spm` file.
+
+It is a protocol buffer (sentencepiece_model.proto of https://github.com/google/sentencepiece), of which only three fields matter
+here; sentencepiece itself cannot write one that is changed, and reading it by its schema would need protobuf installed.
+"""
+
+from collections.abc import Collection, Iterator
+
+_PIECES, _TRAINER, _SELF_TEST = 1, 2, 4  # fields of the model
+_PIECE, _TYPE = 1, 3  # fields of a piece
+_MODEL_TYPE = 3  # field of the trainer's settings
+_NORMAL = 1  # the type of pieces that are neither special nor bytes
+_UNIGRAM = 1
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
+
+
+def keep_pieces(model: bytes, pieces: Collection[str]) -> bytes:
+    """The model with only these pieces, and those that are special.
+
+    Raises ValueError for a model that is no Unigram model: to BPE, pieces are steps on the way to others.
+    """
+    out = bytearray()
+    for field, value, encoded in _fields(model):
+        if field == _TRAINER and isinstance(value, bytes):
+            kind = next((v for number, v, _ in _fields(value) if number == _MODEL_TYPE), _UNIGRAM)
+            if kind != _UNIGRAM:
+                raise ValueError(f"a sentencepiece model of type {kind} cannot be trimmed; Unigram models (type 1) can")
+        if field == _PIECES and isinstance(value, bytes):
+            parts = {number: v for number, v, _ in _fields(value)}
+            name = parts.get(_PIECE, b"")
+            if parts.get(_TYPE, _NORMAL) == _NORMAL and isinstance(name, bytes) and name.decode() not in pieces:
+                continue
+        if field != _SELF_TEST:  # samples of its own segmentation, which loading would compare
+            out += encoded
+    return bytes(out)
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
+    """(number, value, the bytes of all of it) of each field of a message."""
+    position = 0
+    while position < len(message):
+        start = position
+        key, position = _varint(message, position)
+        field, wire = key >> 3, key & 7
+        if wire == _VARINT:
+            value, position = _varint(message, position)
+        else:
+            sizes = {_FIXED64: 8, _FIXED32: 4}
+            if wire == _BYTES:
+                size, position = _varint(message, position)
+            elif wire in sizes:
+                size = sizes[wire]
+            else:
+                raise ValueError(f"not a sentencepiece model: wire type {wire} at byte {start}")
+            value, position = message[position : position + size], position + size
+        if position > len(message):
+            raise ValueError(f"not a sentencepiece model: it ends within the field at byte {start}")
+        yield field, value, message[start:position]
+
+
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    """(value, position after it) of an integer in groups of seven bits, the lowest first."""
+    value, shift = 0, 0
+    while position < len(message):
+        byte = message[position]
+        value, shift, position = value | (byte & 0x7F) << shift, shift + 7, position + 1
+        if byte < 0x80:
+            return value, position
+    raise ValueError("not a sentencepiece model: it ends within a number")

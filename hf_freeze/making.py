@@ -1,0 +1,135 @@
+"""`make_variant`: from a backbone and methods to a variant."""
+
+import copy
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedModel
+
+from hf_freeze._version import __version__
+from hf_freeze.config import INITS
+from hf_freeze.registry import Method, architecture_of, method_to_dict
+from hf_freeze.resizing import vocabulary_size
+from hf_freeze.token_ids import renumber_token_ids
+from hf_freeze.variant import TASKS, VARIANT_CLASSES, VariantMixin, copy_runtime, is_structural, no_draws
+
+
+def make_variant(
+    backbone: Any,
+    methods: Sequence[Method],
+    *,
+    task: str | None = None,
+    init: str = "backbone",
+    seed: int = 0,
+) -> Any:
+    """Apply `methods`, in order, to a backbone; returns a variant, which is an instance of the backbone's class.
+
+    `backbone`: a model (its weights are kept), a config (fresh weights; also under `torch.device("meta")`), or a Hub id or
+    directory. It is never modified; where it is a variant, its own methods come first. `task`: one of `TASKS`; needed where
+    the backbone is a config or a name. `init`: how trainable fresh weights are drawn, natively or `"marian"` (Glorot
+    matrices, tables U(±sqrt(3/d)), and a trained output bias where the native class has a constant one). `seed`: of the
+    fresh weights.
+
+    Raises ValueError for an unsupported backbone, task, init or method setting.
+    """
+    if isinstance(methods, Method):
+        raise ValueError(f"methods is a list: write [{methods!r}]")
+    for method in methods:
+        if not isinstance(method, Method):
+            raise ValueError(f"methods must be instances such as methods.Freeze(ffn='random'), not {method!r}")
+    if init not in INITS:
+        raise ValueError(f"unknown init {init!r}; choose from {list(INITS)}")
+    is_model = isinstance(backbone, PreTrainedModel)
+    if not is_model and not isinstance(backbone, (transformers.PreTrainedConfig, str, os.PathLike)):
+        raise ValueError(f"backbone must be a model, a config or a name, not {type(backbone).__name__}")
+    if task not in TASKS and not (is_model and task is None):
+        raise ValueError(f"task={task!r}: a config or name needs one of {list(TASKS)}")
+    if is_model:
+        if init != "backbone":
+            raise ValueError(
+                f"init={init!r} draws fresh weights, but the backbone is a model with weights: pass its config"
+            )
+        return _from_model(backbone, methods)
+    if isinstance(backbone, transformers.PreTrainedConfig):
+        variant_class = _variant_class(_native_class(backbone, task))
+        config = _variant_config(variant_class, backbone, methods, init)
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(seed)
+            model = variant_class(config)
+        for method in model._methods:
+            _prepare(method, model)
+        return model
+    if init != "backbone":
+        raise ValueError(f"init={init!r} draws fresh weights, but {backbone!r} names trained ones: pass a config")
+    auto_class = TASKS[str(task)]
+    return _from_model(auto_class.from_pretrained(backbone), methods)
+
+
+def _native_class(config: Any, task: Any) -> type[PreTrainedModel]:
+    architecture = architecture_of(config.model_type)
+    if task not in architecture.tasks:
+        raise ValueError(f"no task {task!r} for {architecture.model_type}; choose from {list(architecture.tasks)}")
+    return TASKS[task]._model_mapping[type(AutoConfig.for_model(architecture.model_type))]
+
+
+def _variant_class(model_class: type[PreTrainedModel]) -> Any:
+    if issubclass(model_class, VariantMixin):
+        return model_class
+    if model_class not in VARIANT_CLASSES:
+        raise ValueError(
+            f"no variant of {model_class.__name__}; choose from {sorted(c.__name__ for c in VARIANT_CLASSES)}"
+        )
+    return VARIANT_CLASSES[model_class]
+
+
+def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], init: str) -> Any:
+    data = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name != "model_type"}
+    data |= data.get("original_fields", {}) | {"original_fields": None}
+    data["methods"] = data.get("methods", []) + [method_to_dict(method) for method in added]
+    data["init"] = data.get("init", init) if init == "backbone" else init
+    # Freezing and randomising anew changes what the digests are of.
+    data |= {"digests": {}, "hf_freeze_version": __version__, "architectures": [variant_class.__name__]}
+    made = variant_class.config_class.from_dict(data)
+    renumber_token_ids(made, added, vocabulary_size(config))
+    made._attn_implementation = config._attn_implementation
+    return made
+
+
+def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
+    """Up to each structural method in turn, so that its `convert` sees what its predecessors left; freezing comes last."""
+    variant_class = _variant_class(type(model))
+    steps = [i for i, method in enumerate(added, 1) if is_structural(method)]
+    current: Any = model
+    for step in dict.fromkeys([*steps, len(added)]):
+        config = _variant_config(variant_class, model.config, added[:step], "backbone")
+        with torch.device("meta") if model.device.type == "meta" else no_draws():
+            new = variant_class(config)
+        if model.device.type != "meta":
+            new.tie_weights(recompute_mapping=False)  # no_init_weights leaves the ties out too
+            _load_matching(new, current, strict=step not in steps)
+            if step in steps:
+                added[step - 1].convert(current, new)
+                new.tie_weights(recompute_mapping=False)  # it may have put new modules in
+                _prepare(added[step - 1], new)
+            new.config.digests = {}
+            new._regenerate()
+        current = new
+    copy_runtime(model, current)
+    if getattr(current, "generation_config", None) is not None:
+        renumber_token_ids(current.generation_config, added, vocabulary_size(model.config))
+    return current
+
+
+def _prepare(method: Method, model: Any) -> None:
+    if model.device.type != "meta":
+        method.prepare(model, model.architecture)
+
+
+def _load_matching(new: Any, old: Any, *, strict: bool) -> None:
+    new.to(device=old.device, dtype=old.dtype)
+    shapes = {name: tensor.shape for name, tensor in new.state_dict().items()}
+    state = {name: tensor for name, tensor in old.state_dict().items() if strict or shapes.get(name) == tensor.shape}
+    new.load_state_dict(state, strict=strict)

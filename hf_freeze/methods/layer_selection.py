@@ -1,0 +1,86 @@
+"""Remove whole layers."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_freeze import surgery
+from hf_freeze.architectures.base import Architecture, check_layers_type
+from hf_freeze.methods._linear import check_share
+from hf_freeze.registry import Method, methods_before, register_method
+
+if TYPE_CHECKING:
+    from hf_freeze.variant import VariantMixin
+
+_IN_LAYERS = ("attention", "ffn", "norm")
+
+
+@register_method("layer_selection", example={"share": 0.5}, shrinks=True)
+@dataclass(frozen=True, kw_only=True)
+class LayerSelection(Method):
+    """Keep only the layers of each stack that `keep` names, such as `{"encoder": [0, 2, 4]}`, in their order and numbered anew;
+    other stacks stay whole. Or `share`: so many of every stack's layers, at least one, evenly spaced, as LayerDrop prunes
+    (Fan et al., 2020, https://arxiv.org/abs/1909.11556, "every other"): of six, .5 leaves 0, 2 and 4.
+
+    Methods after it use the new numbers. The config has the new depth, and `merge()` gives a native model of it. A deep encoder
+    with a shallow decoder translates fast (Kasai et al., 2021, https://arxiv.org/abs/2006.10369).
+
+    Raises ValueError for an unknown stack or layer, for none or a repeated one, a share outside 0..1, and after a method that
+    names layers or has made parts of them random: they would be other ones.
+    """
+
+    keep: dict[str, list[int]] | None = None
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.keep is None) == (self.share is None):
+            raise ValueError(f"LayerSelection(keep={self.keep!r}, share={self.share!r}): give one of them")
+        if self.share is not None:
+            check_share(self.share, "LayerSelection: share")
+            return
+        if not isinstance(self.keep, dict) or not self.keep:
+            raise ValueError(f"LayerSelection(keep={self.keep!r}): must be a dict such as {{'encoder': [0, 2, 4]}}")
+        check_layers_type(self.keep)
+        for stack, numbers in self.keep.items():
+            if not numbers or numbers != sorted(set(numbers)):
+                raise ValueError(
+                    f"LayerSelection(keep={{{stack!r}: {numbers!r}}}): must be a list of different layers, at least one, in "
+                    "ascending order"
+                )
+
+    def validate(self, architecture: Architecture, config: Any) -> None:
+        architecture.check_layers(self.keep, config)
+        for method in methods_before(self, config):
+            seeded = [component for component in _IN_LAYERS if method.is_seeded(component)]
+            if method.names_layers or seeded:
+                why = (
+                    "names layers by number" if method.names_layers else f"has made {seeded[0]} random, layer by layer"
+                )
+                raise ValueError(
+                    f"LayerSelection after {method.name!r}, which {why}: the layers get new numbers; put LayerSelection first"
+                )
+
+    def _kept(self, architecture: Architecture, config: Any) -> dict[str, list[int]]:
+        """Stack -> the numbers of its layers to keep, of those that it has in `config`."""
+        if self.keep is not None:
+            return self.keep
+        return {stack: _evenly(depth, self.share) for stack, depth in architecture.depths(config).items()}
+
+    def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
+        kept = self._kept(architecture, config)
+        return {architecture.stacks[stack].depth: len(numbers) for stack, numbers in kept.items()}
+
+    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+        for stack, numbers in self._kept(architecture, model.config).items():
+            surgery.take_layers(model, architecture.stacks[stack].layers, numbers)
+
+    def convert(self, old: Any, new: "VariantMixin") -> None:
+        for stack, numbers in self._kept(new.architecture, old.config).items():
+            layers = new.architecture.stacks[stack].layers
+            for number, former in enumerate(numbers):
+                source = old.base_model.get_submodule(layers.format(former))
+                new.base_model.get_submodule(layers.format(number)).load_state_dict(source.state_dict())
+
+
+def _evenly(depth: int, share: Any) -> list[int]:
+    count = max(round(share * depth), 1)
+    return [number * depth // count for number in range(count)]

@@ -1,0 +1,89 @@
+"""Remove tokens: rows of the embeddings and of the output matrix."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hf_freeze import surgery
+from hf_freeze.architectures.base import Architecture
+from hf_freeze.registry import Method, methods_before, register_method
+
+if TYPE_CHECKING:
+    from hf_freeze.variant import VariantMixin
+
+
+@register_method("vocabulary_trimming", example={"keep": [*range(26), 31, 39]}, shrinks=True)
+@dataclass(frozen=True, kw_only=True)
+class VocabularyTrimming(Method):
+    """Keep only the tokens of the ids `keep`, in ascending order, and number them anew from 0: (V, D) tables and output matrices
+    become (len(keep), D), a bias on the logits loses its other values. The logits of kept tokens stay what they were. The
+    configs of the model and of generation get the new vocabulary size and token ids, and `merge()` gives a native model of
+    them; a language then costs no rows of the others (Abdaoui et al., 2020, https://arxiv.org/abs/2010.05609).
+
+    The tokenizer must be trimmed alike:
+
+        trimming = analysis.choose_vocabulary(tokenizer, texts, coverage=0.999)
+        model = make_variant(model, [trimming])
+        tokenizer = data.trim_tokenizer(tokenizer, trimming.keep)
+
+    Where encoder and decoder have a table each (Marian with `share_encoder_decoder_embeddings=False`), both keep the same ids:
+    those of one vocabulary for both languages. Two vocabularies cannot be trimmed.
+
+    Raises ValueError for ids that are repeated, not in ascending order or not in the vocabulary, for none, without a special
+    token that the config names, for two vocabularies of different sizes, and after a method that has made the embeddings random
+    or replaced them.
+    """
+
+    keep: list[int]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.keep, list) or not self.keep or any(type(token) is not int for token in self.keep):
+            raise ValueError(
+                f"VocabularyTrimming(keep={_short(self.keep)}): must be a list of token ids, at least one, as integers"
+            )
+        if self.keep[0] < 0:
+            raise ValueError(f"VocabularyTrimming: keep has the id {self.keep[0]}; ids are at least 0")
+        for before, token in zip(self.keep, self.keep[1:], strict=False):
+            if token <= before:
+                what = "twice" if token == before else f"after {before}"
+                raise ValueError(
+                    f"VocabularyTrimming: keep has the id {token} {what}; it must hold different ids in ascending order"
+                )
+
+    @property
+    def kept_tokens(self) -> Sequence[int]:
+        return self.keep
+
+    def keeping_tokens(self, kept: Sequence[int]) -> "VocabularyTrimming":
+        return replace(self, keep=list(kept))
+
+    def validate(self, architecture: Architecture, config: Any) -> None:
+        sizes = {field: getattr(config, field) for field in architecture.token_tables.values()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(
+                f"VocabularyTrimming: {sizes} are two vocabularies; only one for both sides can be trimmed"
+            )
+        for size in sizes.values():
+            if self.keep[-1] >= size:
+                unknown = next(token for token in self.keep if token >= size)
+                raise ValueError(f"VocabularyTrimming: keep has the id {unknown}; the vocabulary has 0..{size - 1}")
+        for method in methods_before(self, config):
+            if method.is_seeded("embeddings"):
+                raise ValueError(
+                    f"VocabularyTrimming after {method.name!r} with random embeddings: what a seed regenerates is not stored, so "
+                    "its rows cannot be picked; put VocabularyTrimming first, or merge() before"
+                )
+
+    def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
+        return dict.fromkeys(architecture.token_tables.values(), len(self.keep))
+
+    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+        surgery.cut_vocabulary(model, architecture, len(self.keep), self.name)
+
+    def convert(self, old: Any, new: "VariantMixin") -> None:
+        surgery.copy_tokens(old, new, new.architecture, self.keep)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

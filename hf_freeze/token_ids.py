@@ -1,0 +1,76 @@
+"""Token ids in the settings of a model, where methods remove some and number the others anew."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hf_freeze.registry import Method
+
+
+def renumber_token_ids(settings: Any, methods: Iterable[Method], vocabulary: int) -> None:
+    """Give the token ids in `settings`, a model's config or generation config, the numbers that `methods` leave them, in place.
+
+    `vocabulary`: number of ids before. Of sequences that are forbidden or biased, those with a removed id go: they can no
+    longer occur. An id outside the vocabulary names no token, as in some configs on the Hub, and stays.
+
+    Raises ValueError for a removed id that a field such as `pad_token_id` names.
+    """
+    for method in methods:
+        kept = method.kept_tokens
+        if kept is not None:
+            _renumber(settings, dict(zip(kept, range(len(kept)), strict=True)), vocabulary, method)
+            vocabulary = len(kept)
+
+
+def _renumber(settings: Any, numbers: Mapping[int, int], vocabulary: int, method: Method) -> None:
+    for name in settings.to_dict():
+        value: Any = getattr(settings, name, None)
+        if value is None:
+            continue
+        if name.endswith("_token_id"):
+            new: Any = [_number(name, token, numbers, vocabulary, method) for token in _listed(value)]
+            setattr(settings, name, new if isinstance(value, list) else new[0])
+        elif name in ("suppress_tokens", "begin_suppress_tokens"):
+            setattr(settings, name, [numbers[token] for token in value if token in numbers] or None)
+        elif name == "bad_words_ids":
+            setattr(settings, name, [new for tokens in value if (new := _sequence(tokens, numbers))] or None)
+        elif name == "sequence_bias":  # {(5, 3): -1.0}, or [[[5, 3], -1.0]] once it was JSON
+            pairs = value.items() if isinstance(value, dict) else value
+            biased = [[new, bias] for tokens, bias in pairs if (new := _sequence(tokens, numbers))]
+            setattr(settings, name, biased or None)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _number(name: str, token: Any, numbers: Mapping[int, int], vocabulary: int, method: Method) -> Any:
+    if token in numbers or not 0 <= token < vocabulary:
+        return numbers.get(token, token)
+    raise ValueError(
+        f"method {method.name!r}: the token {token}, {name} of the model, is not kept; the special tokens of the config must be"
+    )
+
+
+def _sequence(tokens: Sequence[int], numbers: Mapping[int, int]) -> list[int] | None:
+    return [numbers[token] for token in tokens] if all(token in numbers for token in tokens) else None
+
+
+def resize_kept_tokens(methods: Sequence[Method], vocabulary: int, added: int) -> tuple[list[Method], int]:
+    """The methods that make a vocabulary of `added` more (or fewer) ids at its end, and of how many ids, `vocabulary` so far.
+
+    Rows that are new at the end of the model are new at the end of the backbone's, and kept; what is cut off is kept no more.
+    """
+    new = list(methods)
+    trimming = [number for number, method in enumerate(new) if method.kept_tokens is not None]
+    if not trimming:
+        return new, vocabulary
+    if added < 0:
+        last = trimming[-1]
+        new[last] = new[last].keeping_tokens(list(new[last].kept_tokens or ())[:added])
+        return new, vocabulary
+    before = vocabulary
+    for number in trimming:
+        kept = list(new[number].kept_tokens or ())
+        new[number] = new[number].keeping_tokens([*kept, *range(before, before + added)])
+        before = len(kept)
+    return new, vocabulary + added
