@@ -175,7 +175,7 @@ def _name_rows(figure: Figure, report: "Report", costs: list[str]) -> None:
         points = []
         for row in report.rows:
             x, y, _ = _point(report, row, cost)
-            beyond = edge is not None and _beyond(report, y, edge)
+            beyond = _beyond(report, y, edge)
             points.append((x, edge if beyond else y, f"{row['row']} ({y:{form}})" if beyond else row["row"]))
         _name_points(axes, points)
 
@@ -194,7 +194,7 @@ def _name_points(axes: Any, points: list[tuple[float, float, str]]) -> None:
             text.set_ha("left" if spot[0] > 0 else "right" if spot[0] < 0 else "center")
             return text.get_window_extent().padded(1)
 
-        def covers(spot: tuple[float, float], box: Any = box, mark: Any = mark) -> float:
+        def covers(spot: tuple[float, float], box: Any = box, mark: Any = mark) -> int:
             place = box(spot)
             near = place.padded(5)  # a mark is as wide
             outside = place.x0 < whole.x0 or place.x1 > whole.x1 or place.y0 < axes.bbox.y0 or place.y1 > axes.bbox.y1

@@ -81,9 +81,7 @@ class FactorizedEmbedding(Method):
     def ties(self, model: "VariantMixin", architecture: Architecture) -> dict[str, str]:
         if architecture.normed_embeddings is not None:
             return {}
-        names = [*surgery.token_tables(model, architecture)]
-        if (output := surgery.output_name(model, architecture)) is not None:
-            names.append(output)
+        names = surgery.vocabulary_modules(model, architecture)
         ties = {target: source for name in names for target, source in _tie_projection(model, name).items()}
         return ties | (self._share(model, architecture, ties) if self.share else {})
 
@@ -133,14 +131,9 @@ class FactorizedEmbedding(Method):
         if architecture.normed_embeddings is not None:
             self._convert_normed(old, new, architecture.normed_embeddings)
             return
-        modules: dict[str, Any] = surgery.token_tables(new, architecture)
-        if (output := surgery.output_name(new, architecture)) is not None:
-            modules[output] = new.get_submodule(output)
-        own = _apart(modules, new.all_tied_weights_keys)
-        tables = [name for name in own if name != output]
-        together = [tables] if self.share else [[name] for name in tables]
-        if output in own:
-            together.append([output])
+        own = _apart(surgery.vocabulary_modules(new, architecture), new.all_tied_weights_keys)
+        tables = [name for name, module in own.items() if isinstance(module, LowRankEmbedding)]
+        together = [tables, *([name] for name in own if name not in tables)] if self.share else [[name] for name in own]
         for names in together:
             table, projections = nearest_factors([old.get_submodule(name).weight for name in names], self.rank)
             for name, projection in zip(names, projections, strict=True):
