@@ -1,6 +1,7 @@
 """What the benchmarks share: models of the freeze ablation, measuring in turns, rates of this machine, the report."""
 
 import argparse
+import functools
 import math
 import statistics
 import sys
@@ -122,6 +123,7 @@ def copy_rate(size: int = 1 << 28) -> float:
     return 2 * size / best(lambda: target.copy_(source))
 
 
+@functools.cache
 def read_rate(size: int) -> float:
     """Bytes read a second from one tensor of `size` bytes, again and again: from a cache where it fits into one."""
     values = torch.ones(size // 4, device=DEVICE)

@@ -161,11 +161,6 @@ def training_step(model: Any, batch: int) -> Work:
 MAKE = {"look-up": lookup, "output": output, "decoding step": decoding_step, "training step": training_step}
 
 
-@functools.cache
-def rate_of(size: int) -> float:
-    return _shared.read_rate(size)
-
-
 class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -175,7 +170,7 @@ class Bench:
     def limit(self, macs: float, size: int) -> float:
         """Seconds."""
         power = 1 << (size - 1).bit_length()
-        return max(macs / self.products, size / rate_of(max(1 << 20, min(power, 1 << 28))))
+        return max(macs / self.products, size / _shared.read_rate(max(1 << 20, min(power, 1 << 28))))
 
     def turns(self, one: Work, other: Work, expected: float | None) -> tuple[_shared.Pair, float]:
         """(times, multiply-adds of `one`); fewer rounds where a call of `other` takes the `expected` seconds."""
@@ -265,7 +260,7 @@ def main() -> None:
     memory = [[name, *(f"{tables[vocabulary][name]:.3f}" for vocabulary in tables)] for name in names]
     header = ["model", *(f"V = {vocabulary:,}" for vocabulary in tables)]
     parts.append(f"Tables with their projections, MB (tied: stored once):\n\n{_shared.markdown(header, memory)}")
-    rates = ", ".join(f"{rate_of(1 << power) / 1e9:.0f} of {1 << power - 20} MB" for power in (20, 23, 28))
+    rates = ", ".join(f"{_shared.read_rate(1 << power) / 1e9:.0f} of {1 << power - 20} MB" for power in (20, 23, 28))
     verdict = _shared.verdict
     summary = "\n".join([
         f"- output at E = d/4 faster than dense from V = {FROM:,} on: "

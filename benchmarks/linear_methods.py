@@ -205,11 +205,6 @@ def choose_peer(layer: Any, peer: Any, x: torch.Tensor) -> str:
     return fastest[0] if fastest[1] else f"{fastest[0]}, in order"
 
 
-@functools.cache
-def rate_of(size: int) -> float:
-    return _shared.read_rate(size)
-
-
 class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -231,7 +226,7 @@ class Bench:
             y = layer(x)
         macs = counter.get_total_flops() / 2
         size = weights + 4 * (x.numel() + y.numel())
-        return macs / 1e6, max(macs / self.products, size / rate_of(max(size, 1 << 20)))
+        return macs / 1e6, max(macs / self.products, size / _shared.read_rate(max(size, 1 << 20)))
 
     def missed(self, name: str, holds: Callable[[float], bool]) -> str:
         return _shared.verdict(self.ratios[name], holds)
@@ -427,7 +422,7 @@ def main() -> None:
     header = ["FFN", "neurons", "tokens", "dense, µs", "pruned, µs", "pruned / dense", "saved / removed",
               "multiply-adds, M", "limit, µs", "limit / time"]  # fmt: skip
     parts.append(f"Pruned neurons:\n\n{_shared.markdown(header, neurons)}")
-    rates = ", ".join(f"{rate_of(size) / 1e9:.0f} of {size >> 20} MB" for size in (1 << 20, 1 << 23, 1 << 28))
+    rates = ", ".join(f"{_shared.read_rate(size) / 1e9:.0f} of {size >> 20} MB" for size in (1 << 20, 1 << 23, 1 << 28))
     summary = "\n".join([
         f"- layer at most {BARS['auto']} of dense: {bench.missed('auto', lambda ratio: ratio <= BARS['auto'])}",
         f"- peer at least {BARS['peer']} times the layer: "
