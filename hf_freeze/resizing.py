@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hf_freeze import surgery
+from hf_freeze.layers.adaptive_embedding import AdaptiveEmbedding, BandedOutput
 from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.registry import architecture_of, method_to_dict
 from hf_freeze.token_ids import resize_kept_tokens
@@ -18,19 +19,52 @@ else:
 class ResizingMixin(_Model):
     """A seeded table is regenerated, tables of other forms and trimmed ones grow as the native ones."""
 
-    def _get_resized_lm_head(self, old_lm_head: Any, *args: Any, **kwargs: Any) -> Any:
+    def _get_resized_embeddings(
+        self, old_embeddings: Any, new_num_tokens: Any = None, pad_to_multiple_of: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not isinstance(old_embeddings, AdaptiveEmbedding):
+            return super()._get_resized_embeddings(old_embeddings, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+        last = old_embeddings.rows_of_last(new_num_tokens)
+        super()._get_resized_embeddings(old_embeddings.tails[-1], last, None, *args, **kwargs)  # type: ignore[arg-type]
+        old_embeddings.num_embeddings = new_num_tokens
+        return old_embeddings
+
+    def _get_resized_lm_head(self, old_lm_head: Any, new_num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(old_lm_head, LowRankOutput):
-            return super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
-        resized: Any = super()._get_resized_lm_head(old_lm_head.table(), *args, **kwargs)
-        old_lm_head.set_table(resized.weight)
+            return super()._get_resized_lm_head(old_lm_head, new_num_tokens, *args, **kwargs)
+        banded = isinstance(old_lm_head, BandedOutput)
+        part: Any = old_lm_head.tails[-1] if banded else old_lm_head
+        rows = old_lm_head.rows_of_last(new_num_tokens) if banded else new_num_tokens
+        resized: Any = super()._get_resized_lm_head(part.table(), rows, *args, **kwargs)
+        part.set_table(resized)
+        if banded:
+            old_lm_head.resize_bias()
         return old_lm_head
 
-    def resize_token_embeddings(self: Any, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """As the native one; a seeded table is regenerated, its earlier rows unchanged."""
+    def _adjust_bias(self, output_embeddings: Any, input_embeddings: Any) -> None:
+        if isinstance(output_embeddings, BandedOutput):  # its `weight` is not all of its rows
+            output_embeddings.resize_bias()
+        else:
+            super()._adjust_bias(output_embeddings, input_embeddings)
+
+    def resize_token_embeddings(
+        self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """As the native one; a seeded table is regenerated, its earlier rows unchanged. Raises ValueError where methods cannot
+        follow."""
         rows = vocabulary_size(self.config)
         self._check_resizable()
+        table = self.get_input_embeddings()
+        if isinstance(table, AdaptiveEmbedding):
+            if new_num_tokens is None and pad_to_multiple_of is None:
+                return table
+            new_num_tokens = table.num_embeddings if new_num_tokens is None else new_num_tokens
+            if pad_to_multiple_of is not None:  # here: the native one looks at `weight` for the number that it comes to
+                new_num_tokens = -(-new_num_tokens // pad_to_multiple_of) * pad_to_multiple_of
+                pad_to_multiple_of = None
+            table.rows_of_last(new_num_tokens)  # before anything has changed
         self._demote_output_bias()
-        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         for method in self._methods:
             method.resized(self, self.architecture)
         self._promote_output_bias()
@@ -46,6 +80,24 @@ class ResizingMixin(_Model):
         self._regenerate()
         return embeddings
 
+    def resize_decoder_token_embeddings(self: Any, new_num_tokens: int) -> nn.Embedding:
+        """As the native one. Raises ValueError where a method made one table of source and target, or trimmed the vocabulary, and
+        AttributeError where the backbone has no such method."""
+        if not hasattr(self.native_class, "resize_decoder_token_embeddings"):
+            raise AttributeError(
+                f"{type(self).__name__} has one table: resize_token_embeddings({new_num_tokens}) is for it"
+            )
+        self._check_resizable()
+        apart = {f"{name}.weight" for name in surgery.token_tables(self, self.architecture)}
+        joined = {target for target, source in self._own_ties.items() if {target, source} <= apart}
+        # `resize_token_embeddings` comes here for the second of two that are one.
+        if joined and new_num_tokens != self.get_input_embeddings().num_embeddings:
+            raise ValueError(
+                f"a method made {min(joined)!r} one with the table of the source: resize_token_embeddings({new_num_tokens}) is "
+                "for both"
+            )
+        return super().resize_decoder_token_embeddings(new_num_tokens)  # type: ignore[misc]
+
     def _check_resizable(self: Any) -> None:
         trimming = [method for method in self._methods if method.kept_tokens is not None]
         modules = surgery.vocabulary_modules(self, self.architecture).items()
@@ -53,6 +105,13 @@ class ResizingMixin(_Model):
         if trimming and len({self.all_tied_weights_keys.get(name, name) for name in tables}) > 1:
             raise ValueError(
                 f"method {trimming[0].name!r} keeps the same tokens in {tables}, and only one would be resized; merge() first"
+            )
+        units = [module for _, module in modules if isinstance(module, nn.Embedding)]
+        joins = getattr(self.config, "share_encoder_decoder_embeddings", False) and not self.config.tie_word_embeddings
+        if joins and len(units) > 1 and type(units[0]) is not nn.Embedding:
+            raise ValueError(
+                f"natively, resizing makes one of the tables {tables}, which tie_word_embeddings=False keeps apart and methods "
+                "have replaced; merge() first"
             )
 
     def _follow_resize(self: Any, added: int) -> None:

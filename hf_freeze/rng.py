@@ -162,7 +162,7 @@ class SeededTensor:
     - `embedding`: U(±sqrt(3 / d)), d the row width: Glorot with the fan-out alone, rows of unit norm on average;
     - `diagonal`: ones on the main diagonal of the (rectangular) matrix, zeros elsewhere;
     - `zero_diagonal`: `glorot` with zeros on the main diagonal;
-    - `zeros`: the bias of a random or diagonal linear.
+    - `zeros`: the bias of a random or diagonal linear, or of a norm; `ones`: the weight of a norm.
 
     `parts`: equal matrices side by side along the last dimension, each of which the scheme is for (GPT-2 holds the queries,
     keys and values as one matrix).
@@ -178,6 +178,8 @@ class SeededTensor:
         """The fp32 tensor. Raises ValueError for an unknown scheme."""
         if self.scheme == "zeros":
             return torch.zeros(self.shape, device=device)
+        if self.scheme == "ones":
+            return torch.ones(self.shape, device=device)
         if self.scheme == "embedding":
             return uniform(self.seed, self.name, self.shape, math.sqrt(3 / self.shape[1]), device=device)
         part = (self.shape[0], self.shape[-1] // self.parts)
@@ -191,7 +193,7 @@ class SeededTensor:
             return out
         raise ValueError(
             f"unknown scheme {self.scheme!r} of {self.name!r}; "
-            "choose from glorot, embedding, diagonal, zero_diagonal, zeros"
+            "choose from glorot, embedding, diagonal, zero_diagonal, zeros, ones"
         )
 
 

@@ -76,11 +76,29 @@ def native_module(model: Any, name: str, kind: type[T], method: str) -> T:
     return module
 
 
+def native_table(model: Any, name: str, method: str) -> nn.Embedding:
+    """The same of a table of tokens. Raises ValueError also where another method has left it one of other rows."""
+    table = native_module(model, name, nn.Embedding, method)
+    if table.embedding_dim != model.config.hidden_size:  # of FactorizedEmbedding in BERT
+        raise ValueError(
+            f"method {method!r}: {name!r} has rows of {table.embedding_dim} numbers already, not of the hidden size "
+            f"{model.config.hidden_size}, by another method; leave one of the two out"
+        )
+    return table
+
+
+def drawn_std(module: Any) -> float:
+    """Of the weight as the backbone has just drawn it; where nothing is drawn, as on meta, any."""
+    drawn = 0.0 if module.weight.is_meta else float(module.weight.detach().float().std())
+    return drawn if 0 < drawn < 1 else 0.02
+
+
 @torch.no_grad()
 def dense_table(module: Any) -> nn.Embedding:
     """The nn.Embedding that computes the same as the table that `module` took the place of."""
     weight = module.dense_weight()
-    return nn.Embedding(*weight.shape, padding_idx=module.padding_idx, _weight=weight.clone())
+    padding = getattr(module, "dense_padding_idx", module.padding_idx)  # of bands, in whatever band it is
+    return nn.Embedding(*weight.shape, padding_idx=padding, _weight=weight.clone())
 
 
 def take_layers(model: Any, layers: str, taken: Sequence[int]) -> None:
@@ -123,7 +141,7 @@ def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: s
                 "before that one, or merge() first"
             )
         _put(model, name, made)
-    if (found := _output_bias(model, architecture)) is not None:
+    if (found := output_bias(model, architecture)) is not None:
         owner, attribute, bias = found
         cut = bias.detach()[..., :count].clone()
         setattr(owner, attribute, nn.Parameter(cut) if attribute in owner._parameters else cut)
@@ -141,12 +159,12 @@ def copy_tokens(old: Any, new: Any, architecture: Architecture, kept: Sequence[i
         module.weight.copy_(source.weight[index])
         if getattr(module, "bias", None) is not None:
             module.bias.copy_(source.bias[index])
-    if (found := _output_bias(new, architecture)) is not None:
-        source = _output_bias(old, architecture)[2]  # type: ignore[index]
+    if (found := output_bias(new, architecture)) is not None:
+        source = output_bias(old, architecture)[2]  # type: ignore[index]
         found[2].copy_(source[..., torch.tensor(kept, device=source.device)])
 
 
-def _output_bias(model: Any, architecture: Architecture) -> tuple[Any, str, torch.Tensor] | None:
+def output_bias(model: Any, architecture: Architecture) -> tuple[Any, str, torch.Tensor] | None:
     """(module, its attribute, value) of the bias on the logits that lies outside the output matrix, if the model has one."""
     if architecture.output_bias is None or model.get_output_embeddings() is None:
         return None

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_freeze.architectures.base import Architecture
+from hf_freeze.layers.adaptive_embedding import AdaptiveSoftmax
 from hf_freeze.registry import Method, method_to_dict
 
 if TYPE_CHECKING:  # what the mixin is always combined with
@@ -180,12 +181,40 @@ def _add_auxiliary_loss(model: Any, outputs: Any) -> None:
     outputs["auxiliary_loss"] = added
 
 
+def _needs_no_logits(model: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the output computes the loss of plain labels without the logits of every token."""
+    plain = kwargs.get("shift_labels") is None and not torch.is_tensor(kwargs.get("logits_to_keep", 0))
+    return plain and not kwargs.get("logits_to_keep") and isinstance(model.get_output_embeddings(), AdaptiveSoftmax)
+
+
+def _forward_without_logits(model: Any, native_forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """What the native forward returns with labels, but for the logits: None, or left out of a tuple."""
+    labels = kwargs["labels"]
+    kwargs = {name: value for name, value in kwargs.items() if name != "labels"}
+    if model.config.is_encoder_decoder:  # as these do where they are given labels
+        kwargs["use_cache"] = False
+        if len(args) < 3 and kwargs.get("decoder_input_ids") is None and kwargs.get("decoder_inputs_embeds") is None:
+            kwargs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+    output = model.get_output_embeddings()
+    with output.recording() as recorded:
+        outputs = native_forward(model, *args, **kwargs)
+    hidden = recorded[0]
+    labels = labels.to(hidden.device)
+    if model.shifts_labels:
+        hidden, labels = hidden[:, :-1], labels[:, 1:]
+    counted = labels != -100
+    loss = output.loss(hidden[counted], labels[counted]) / counted.sum()
+    if isinstance(outputs, tuple):
+        return (loss, *outputs[1:])
+    return type(outputs)(**{**outputs, "loss": loss, "logits": None})
+
+
 def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a variant, from that of its backbone; `wraps` keeps the signature, which the Trainer reads.
 
     Native losses are a mean over this batch; with `num_items_in_batch` (Trainer: all labels of an optimiser step, over
-    accumulation and processes) the sum is divided by that instead. To train a scheduled variant that nobody advances is a
-    ValueError.
+    accumulation and processes) the sum is divided by that instead. With an adaptive softmax, the loss of `labels` is
+    computed without all the logits, which are then None. To train a scheduled variant that nobody advances is a ValueError.
     """
 
     @functools.wraps(native_forward)
@@ -198,17 +227,22 @@ def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
                 "training: pass Trainer(callbacks=[VariantCallback()]), or call model.advance(step, total_steps) before "
                 "each step"
             )
-        outputs = native_forward(self, *args, **kwargs)
         labels = kwargs.get("labels")
-        if self.training and torch.is_grad_enabled() and self.device.type != "meta":
+        trained = self.training and torch.is_grad_enabled()
+        if trained and labels is not None and _needs_no_logits(self, kwargs):
+            outputs = _forward_without_logits(self, native_forward, args, kwargs)
+        else:
+            outputs = native_forward(self, *args, **kwargs)
+        if trained and self.device.type != "meta":
             _add_auxiliary_loss(self, outputs)
         if num_items_in_batch is None or labels is None:
             return outputs
-        counted = labels[..., 1:] if self.shifts_labels else labels
-        factor = (counted != -100).sum() / num_items_in_batch
+        counted = ((labels[..., 1:] if self.shifts_labels else labels) != -100).sum()
+        mean = outputs[0] if isinstance(outputs, tuple) else outputs.loss
+        loss = torch.where(counted > 0, mean * (counted / num_items_in_batch), 0)  # the mean over no label is no number
         if isinstance(outputs, tuple):
-            return (outputs[0] * factor, *outputs[1:])
-        outputs.loss = outputs.loss * factor
+            return (loss, *outputs[1:])
+        outputs.loss = loss
         return outputs
 
     return forward

@@ -26,6 +26,7 @@ from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.config import VariantConfigMixin, parse_methods, set_fields
 from hf_freeze.layers.derived import Derived
+from hf_freeze.layers.factorized_embedding import Factors
 from hf_freeze.registry import (
     ARCHITECTURES,
     VARIANT_PREFIX,
@@ -158,6 +159,7 @@ class VariantMixin(ResizingMixin, TrainingMixin):
             return
         if self.config.init == "marian":
             self._initialize_like_marian(fresh)
+        self._balance_factors(fresh)
         self._apply_freeze()  # loading has made every loaded tensor trainable
         self._regenerate()
 
@@ -178,6 +180,20 @@ class VariantMixin(ResizingMixin, TrainingMixin):
                 initialization.uniform_(weight, -bound, bound)
         for parameter in fresh:
             setattr(parameter, "_is_hf_initialized", True)  # noqa: B010 (transformers' own mark)
+
+    def _balance_factors(self, fresh: list[nn.Parameter]) -> None:
+        drawn, tied = {id(parameter) for parameter in fresh}, self.all_tied_weights_keys
+        for name, module in self.named_modules():
+            if isinstance(module, Factors):
+                names = [tied.get(n, n) for n in (f"{name}.weight", f"{name}.projection")]
+                table, projection = map(self.get_parameter, names)
+                if id(projection) not in drawn:
+                    continue
+                gain = module.gain(projection)
+                for parameter, factor in ((table, 1 / gain), (projection, gain)):
+                    if id(parameter) in drawn:
+                        parameter.mul_(factor)
+                        drawn.discard(id(parameter))  # two may have one
 
     @torch.no_grad()
     def _regenerate(self) -> None:

@@ -153,6 +153,14 @@ def _native(model_type: str, task: str) -> Any:
     return add_noise(TASKS[task].from_config(native_config(architecture)), architecture).eval()
 
 
+@torch.no_grad()
+def perturbed(model):
+    """The model with noise on all that is trained, so that no two layers, norms or biases are alike."""
+    for parameter in (p for p in model.parameters() if p.requires_grad):  # not constant positions
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
 def native(case: Case) -> Any:
     """A native model as if trained: no bias is zero, no norm the identity, and its logits are far from uniform."""
     return copy.deepcopy(_native(case.architecture.model_type, case.task))

@@ -82,6 +82,19 @@ def test_the_shifted_loss_is_the_models(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "made", [[], [methods.AdaptiveEmbedding(cutoffs=[12, 26], factor=2)]], ids=["plain", "adaptive"]
+)
+def test_a_part_of_a_step_without_labels_adds_nothing(name, made):
+    model = make_variant(CONFIGS[name], made, task="causal-lm").train()
+    ids = torch.randint(2, 50, (3, 12))
+    loss = model(input_ids=ids, labels=torch.full_like(ids, -100), num_items_in_batch=torch.tensor(20)).loss
+    assert loss == 0
+    loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_the_trainers_label_smoothing_shifts(name, tmp_path):
     """It looks causal models up by the name of their class."""
     model = make_variant(CONFIGS[name], [], task="causal-lm")

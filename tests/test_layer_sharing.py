@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from contract_cases import perturbed
 from safetensors.torch import load_file
 from transformers import (
     AlbertConfig,
@@ -25,12 +26,7 @@ BATCH = MARIAN.tiny_inputs("seq2seq-lm")
 
 @pytest.fixture
 def backbone():
-    torch.manual_seed(0)
-    model = MarianMTModel(copy.deepcopy(CONFIG)).eval()
-    with torch.no_grad():
-        for parameter in (p for p in model.parameters() if p.requires_grad):  # not the constant positions
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return perturbed(MarianMTModel(copy.deepcopy(CONFIG)).eval())
 
 
 def share(model, **settings):

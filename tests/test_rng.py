@@ -217,7 +217,7 @@ def test_schemes(shape):
     rows, columns = shape
     made = {
         scheme: SeededTensor(3, "w", shape, scheme).generate()
-        for scheme in ("glorot", "embedding", "diagonal", "zero_diagonal", "zeros")
+        for scheme in ("glorot", "embedding", "diagonal", "zero_diagonal", "zeros", "ones")
     }
     for value in made.values():
         assert value.shape == shape
@@ -233,6 +233,7 @@ def test_schemes(shape):
     assert torch.equal(made["zero_diagonal"], torch.where(identity.bool(), 0, made["glorot"]))
     assert (made["zero_diagonal"] == 0).sum() == min(shape)
     assert not made["zeros"].any()
+    assert torch.equal(made["ones"], torch.ones(shape))
 
 
 def test_parts_lie_side_by_side():

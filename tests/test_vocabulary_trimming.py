@@ -100,6 +100,8 @@ def test_a_table_for_each_side_keeps_the_same_tokens():
     assert variant.lm_head.weight is tables[1]
     with pytest.raises(ValueError, match=r"keeps the same tokens in .*, and only one would be resized; merge"):
         variant.resize_token_embeddings(30)
+    with pytest.raises(ValueError, match=r"and only one would be resized; merge"):
+        variant.resize_decoder_token_embeddings(30)
     variant.merge().resize_token_embeddings(30)
 
 

@@ -1,8 +1,10 @@
 """What to compress, and how far: every function gives the config of a method, or plain numbers."""
 
+from hf_freeze.analysis.cutoffs import choose_cutoffs as choose_cutoffs
 from hf_freeze.analysis.latency import LinearLatency as LinearLatency
 from hf_freeze.analysis.latency import linear_latencies as linear_latencies
 from hf_freeze.analysis.neurons import ffn_importance as ffn_importance
 from hf_freeze.analysis.neurons import select_neurons as select_neurons
 from hf_freeze.analysis.ranks import choose_ranks as choose_ranks
 from hf_freeze.analysis.vocabulary import choose_vocabulary as choose_vocabulary
+from hf_freeze.analysis.vocabulary import count_tokens as count_tokens

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from tokenizers import pre_tokenizers
 from transformers import MarianTokenizer
 
@@ -66,10 +67,21 @@ def choose_vocabulary(
     return methods.VocabularyTrimming(keep=sorted(kept))
 
 
+def count_tokens(tokenizer: Any, texts: Iterable[str], *, targets: Iterable[str] = ()) -> np.ndarray:
+    """int64 (V,): how often each id occurs in `texts`, without special tokens added; V is `len(tokenizer)`.
+
+    `targets`: as for `choose_vocabulary`. Raises ValueError for a string instead of a list of them, and without any token.
+    """
+    counts = _count(tokenizer, texts, targets)
+    found = np.zeros(max(len(tokenizer), max(counts) + 1), dtype=np.int64)
+    found[list(counts)] = list(counts.values())
+    return found
+
+
 def _count(tokenizer: Any, texts: Iterable[str], targets: Iterable[str]) -> Counter[int]:
     """Id -> how often it occurs; no special token is added."""
     if isinstance(texts, str) or isinstance(targets, str):
-        raise ValueError("choose_vocabulary: texts and targets are lists of strings, not a string")
+        raise ValueError("texts and targets are lists of strings, not a string")
     settings = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     counts: Counter[int] = Counter()
     for batch in _batches(texts):
@@ -77,7 +89,7 @@ def _count(tokenizer: Any, texts: Iterable[str], targets: Iterable[str]) -> Coun
     for batch in _batches(targets):
         counts.update(itertools.chain.from_iterable(tokenizer(text_target=batch, **settings)["input_ids"]))
     if not counts:
-        raise ValueError("choose_vocabulary: the texts hold no token")
+        raise ValueError("the texts hold no token")
     return counts
 
 

@@ -44,7 +44,7 @@ BERT = register_architecture(
             )
         },
         # The dropout is the last module of the embeddings: a factorised table is projected there.
-        embeddings=("embeddings.*_embeddings.weight", "embeddings.dropout.projection.*"),
+        embeddings=("embeddings.*_embeddings.*", "embeddings.dropout.projection.*"),
         token_tables={"embeddings.word_embeddings": "vocab_size"},
         output_bias="cls.predictions.bias",
         output="cls.predictions.decoder",

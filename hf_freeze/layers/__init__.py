@@ -1,8 +1,13 @@
 """Linears and tables whose weight follows from fewer, or other, parameters."""
 
+from hf_freeze.layers.adaptive_embedding import AdaptiveEmbedding as AdaptiveEmbedding
+from hf_freeze.layers.adaptive_embedding import AdaptiveSoftmax as AdaptiveSoftmax
+from hf_freeze.layers.adaptive_embedding import BandedOutput as BandedOutput
+from hf_freeze.layers.define import DeFINEEmbedding as DeFINEEmbedding
 from hf_freeze.layers.derived import DerivedLinear as DerivedLinear
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding as LowRankEmbedding
 from hf_freeze.layers.factorized_embedding import LowRankOutput as LowRankOutput
+from hf_freeze.layers.group_linear import GroupLinear as GroupLinear
 from hf_freeze.layers.low_rank import LowRankLinear as LowRankLinear
 from hf_freeze.layers.masked import MaskedConv1D as MaskedConv1D
 from hf_freeze.layers.masked import MaskedLinear as MaskedLinear

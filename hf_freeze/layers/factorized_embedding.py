@@ -16,11 +16,23 @@ from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.factorized import left_vectors
 
 
-class _Factors(Derived):
+class Factors(Derived):
     """`weight` (V, E), the table, has the name that native models tie by and resize; `projection` is (E, H)."""
 
     weight: nn.Parameter
     projection: nn.Parameter
+
+    def gain(self, projection: torch.Tensor) -> float:
+        """By what to multiply the `projection` just drawn, and to divide the table, before training.
+
+        It gives the projection the standard deviation sqrt(H) / E. A step of Adam moves every entry by about the learning rate.
+        With h the hidden state, it so moves a logit by the sum of |h| over H entries in a dense table, and by that of
+        |projection · h| over E here: as much with this deviation. With less, such as E^-½, a table of low rank learns far slower
+        than a dense one.
+        """
+        rank, hidden = projection.shape
+        drawn = 0.0 if projection.is_meta else float(projection.std())
+        return hidden**0.5 / rank / drawn if drawn > 0 else 1.0
 
     def dense_weight(self) -> torch.Tensor:
         """(V, H)"""
@@ -31,7 +43,7 @@ class _Factors(Derived):
         initialization.normal_(self.projection, std=self.projection.shape[0] ** -0.5)
 
 
-class LowRankEmbedding(_Factors, nn.Embedding):
+class LowRankEmbedding(Factors, nn.Embedding):
     """Takes the place of `table` (V, H): a table (V, E) whose rows are projected, without bias.
 
     A padding row gets no gradient, as in nn.Embedding; the projection does, where that row is not zero.
@@ -59,8 +71,8 @@ class LowRankEmbedding(_Factors, nn.Embedding):
         return f"{super().extra_repr()}, hidden={self.projection.shape[1]}"
 
 
-class LowRankOutput(_Factors):
-    """Takes the place of `linear` (H -> V, without bias): hidden states are projected to E and multiplied with the table.
+class LowRankOutput(Factors):
+    """Takes the place of `linear` (H -> V): hidden states are projected to E, without bias, and multiplied with the table.
 
     `std`: of an entry of the dense matrix when it is fresh; None where both factors will be tied to a LowRankEmbedding's. The
     V x H matrix is never made, in inference neither: E (H + V) multiply-adds of a token are fewer than its H V unless E is
@@ -69,12 +81,12 @@ class LowRankOutput(_Factors):
 
     def __init__(self, linear: nn.Linear, rank: int, std: float | None) -> None:
         super().__init__()
-        self.out_features, self.in_features = linear.weight.shape
+        rows, self.in_features = linear.weight.shape
         self.std = std
         new: dict[str, Any] = {"device": linear.weight.device, "dtype": linear.weight.dtype}
-        self.weight = nn.Parameter(torch.zeros(self.out_features, rank, **new))
+        self.weight = nn.Parameter(torch.zeros(rows, rank, **new))
         self.projection = nn.Parameter(torch.zeros(rank, self.in_features, **new))
-        self.register_parameter("bias", None)
+        self.register_parameter("bias", None if linear.bias is None else nn.Parameter(torch.zeros_like(linear.bias)))
         self.initialize_parameters()
 
     def initialize_parameters(self) -> None:
@@ -82,20 +94,23 @@ class LowRankOutput(_Factors):
             initialization.normal_(self.weight, std=self.std)
             self.initialize_projection()
 
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., H) -> (..., V)"""
-        return functional.linear(functional.linear(x, self.projection), self.weight)
+        return functional.linear(functional.linear(x, self.projection), self.weight, self.bias)
 
     def table(self) -> nn.Linear:
         """The linear (E -> V) with the table for a weight, which transformers can resize."""
-        made = nn.Linear(self.weight.shape[1], self.weight.shape[0], bias=False, device="meta")
-        made.weight = self.weight
+        made = nn.Linear(self.weight.shape[1], self.weight.shape[0], bias=self.bias is not None, device="meta")
+        made.weight, made.bias = self.weight, self.bias  # type: ignore[assignment]
         return made
 
-    def set_table(self, weight: nn.Parameter) -> None:
-        """(V', E): other rows from now on."""
-        self.weight = weight
-        self.out_features = weight.shape[0]
+    def set_table(self, resized: nn.Linear) -> None:
+        """(E -> V'): other rows, and a bias of as many, from now on."""
+        self.weight, self.bias = resized.weight, resized.bias  # type: ignore[assignment]
 
     def extra_repr(self) -> str:
         rows, rank = self.weight.shape

@@ -1,5 +1,7 @@
 """One file per method; each registers itself."""
 
+from hf_freeze.methods.adaptive_embedding import AdaptiveEmbedding as AdaptiveEmbedding
+from hf_freeze.methods.define import DeFINE as DeFINE
 from hf_freeze.methods.factorized_embedding import FactorizedEmbedding as FactorizedEmbedding
 from hf_freeze.methods.ffn_pruning import FFNPruning as FFNPruning
 from hf_freeze.methods.freeze import Freeze as Freeze

@@ -75,7 +75,7 @@ class FactorizedEmbedding(Method):
             surgery.replace_by_full_name(model, name, LowRankEmbedding(table, self.rank))
         if (output := surgery.output_name(model, architecture)) is not None:
             linear = surgery.native_module(model, output, nn.Linear, self.name)
-            std = None if f"{output}.weight" in model.all_tied_weights_keys else _std(linear)
+            std = None if f"{output}.weight" in model.all_tied_weights_keys else surgery.drawn_std(linear)
             surgery.replace_by_full_name(model, output, LowRankOutput(linear, self.rank, std))
 
     def ties(self, model: "VariantMixin", architecture: Architecture) -> dict[str, str]:
@@ -185,12 +185,6 @@ def _tie_projection(model: Any, name: str) -> dict[str, str]:
 def _apart(modules: dict[str, Any], ties: dict[str, str]) -> dict[str, Any]:
     """Those modules whose projection is tied to no other."""
     return {name: module for name, module in modules.items() if f"{name}.projection" not in ties}
-
-
-def _std(matrix: nn.Linear) -> float:
-    """Of the weight as the backbone has just drawn it; where nothing is drawn, as on meta, any."""
-    drawn = 0.0 if matrix.weight.is_meta else float(matrix.weight.detach().float().std())
-    return drawn if 0 < drawn < 1 else 0.02
 
 
 def _like(module: Any) -> dict[str, Any]:

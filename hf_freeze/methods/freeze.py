@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from hf_freeze.architectures.base import Architecture, base_name, canonical_parameters, check_layers_type
 from hf_freeze.registry import Method, register_method
 from hf_freeze.rng import SeededTensor
@@ -32,7 +34,8 @@ class Freeze(Method):
 
     - `"trainable"` (default): left as it is;
     - `"frozen"`: keeps its weights, which are stored;
-    - `"random"` (embeddings, attention, ffn): Glorot-uniform matrices, zero biases, tables U(±sqrt(3/d)); never stored;
+    - `"random"` (embeddings, attention, ffn): Glorot-uniform matrices, zero biases, tables U(±sqrt(3/d)), and the identity for
+      a norm within the embeddings; never stored;
     - `"diagonal"` (attention, ffn): ones on the main diagonal of the matrix, zeros elsewhere, biases 0; never stored;
     - `"zero_diagonal"` (attention, ffn): random with zeros on the main diagonal; never stored.
 
@@ -118,13 +121,19 @@ class Freeze(Method):
                 _check_dense(model, full_name, f"Freeze({component}={mode!r})")
             scheme = "embedding" if component == "embeddings" else _SCHEMES[mode]
             if parameter.ndim == 1:
-                scheme = "zeros"
+                scheme = "ones" if _is_scale_of_norm(model, full_name) else "zeros"
             yield full_name, SeededTensor(self.seed, name, tuple(parameter.shape), scheme, architecture.parts(name))
 
     def _selects(self, component: str, layer: tuple[str, int] | None) -> bool:
         if self.layers is None or component in ("embeddings", "head"):
             return True
         return layer is not None and layer[1] in self.layers.get(layer[0], ())
+
+
+def _is_scale_of_norm(model: Any, parameter_name: str) -> bool:
+    """Of a norm within the embeddings, which a zero would silence."""
+    owner, _, name = parameter_name.rpartition(".")
+    return name == "weight" and isinstance(model.get_submodule(owner), nn.LayerNorm)
 
 
 def _check_dense(model: Any, parameter_name: str, what: str) -> None:
