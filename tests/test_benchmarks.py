@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -116,9 +117,15 @@ def test_embeddings(run, tmp_path):
         expected = [4 * (v * width if rank is None else rank * (v + width)) / 1e6 for v in sizes]
         assert f"| {name} | {expected[0]:.3f} | {expected[1]:.3f} |" in printed
     assert "| 1/4 of the ids | 0.013 | 0.512 |" in printed
+    widths = [16, 24, 32]  # of 4, 2 and 1 groups on 8 columns; with biases and norms, and the output's projection
+    unit = 8 * 16 // 4 + (8 + 16) * 24 // 2 + (8 + 24) * 32 + 3 * sum(widths) + 32 * width + width
+    assert "| DeFINE | " + " | ".join(f"{4 * (8 * v + unit + 8 * width) / 1e6:.3f}" for v in sizes) in printed
+    # bands of V/16, 3 V/16 and 3 V/4 rows, with a matrix of two tails
+    of_bands = [4 * (v * (32 + 3 * 8 + 12 * 2) // 16 + 32 * (32 + 8 + 2) + 2 * 32) / 1e6 for v in sizes]
+    assert f"| adaptive | {of_bands[0]:.3f} | {of_bands[1]:.3f} |" in printed
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| (.*) \|$", out.read_text(encoding="utf-8"), re.M)
     cells = {(name, work): rest.split(" | ") for name, work, rest in rows if "(" in rest}  # of the larger V
-    assert len(cells) == 3 * 7 + 2 * 4 + 2 * 2
+    assert len(cells) == 8 + 3 * 7 + 5 + 2 * 4 + 2 * 2
     assert [key for key, found in cells.items() if found[3]] == [
         (f"1/{part} of the ids", f"{work} {number}")
         for part in (2, 4)
@@ -135,21 +142,30 @@ def test_embeddings(run, tmp_path):
     for bar, places in (
         ("output at E = d/4 faster than dense from V = 16,000 on", 2),
         ("saved at least 0.85 of the removed share of the output", 8),
-        ("decoding step, factorised or shared, at most 1.05 of dense", 16),
+        ("look-up of rows that DeFINE keeps at most 1.05 of dense", 4),
+        ("decoding step, factorised, DeFINE or shared, at most 1.05 of dense", 20),
     ):
         assert re.search(rf"^- {bar}: (passed in all|missed in \d+ of) {places}\b", printed, re.M)
+    assert "- adaptive softmax, training step faster than full from V = 32,000 on: not measured" in printed
     assert out.read_text(encoding="utf-8").startswith("`python benchmarks/embeddings.py --quick")
 
 
 def test_run_latency(run, tmp_path):
     text = data.builtin_corpus(train=40, dev=4, test=4)
-    tokenizer = data.train_tokenizer([*text["train"]["source"], *text["train"]["target"]], 300)
+    tokenizers = [
+        data.train_tokenizer([*text["train"]["source"], *text["train"]["target"]], size) for size in (300, 80)
+    ]
     settings = {"model_type": "marian", "config": {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
                 "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
                 "max_position_embeddings": 64}}  # fmt: skip
-    rows = {"0": [], "neurons": [methods.FFNPruning(width=8)], "noise": [methods.VariationalDropout(training_size=9)]}
+    rows = {
+        "0": [],
+        "neurons": [methods.FFNPruning(width=8)],
+        "noise": [methods.VariationalDropout(training_size=9)],
+        "other": [],
+    }
     for row, chosen in rows.items():
-        folder = tmp_path / f"row-{row}-seed-1"
+        folder, tokenizer = tmp_path / f"row-{row}-seed-1", tokenizers[row == "other"]
         model = make_variant(backbone_config(settings, tokenizer), chosen, task="seq2seq-lm", init="marian")
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
@@ -157,6 +173,11 @@ def test_run_latency(run, tmp_path):
         (folder / "metrics.json").write_text(json.dumps(record), encoding="utf-8")
     (tmp_path / "row-unfinished-seed-1").mkdir()
     arguments = [str(tmp_path), "--rounds", "1", "--sentences", "3", "--new-tokens", "4"]
+    with pytest.raises(SystemExit, match=r"different sizes, .*'other': 80\}: compare them with --until-end"):
+        run("run_latency", *arguments)
+    printed = run("run_latency", *arguments, "--rows", "other", "--until-end")
+    assert "3 sentences, each to the end that the model sets" in printed
+    shutil.rmtree(tmp_path / "row-other-seed-1")
     printed = run("run_latency", *arguments, "--out", str(tmp_path / "table.md"))
     assert re.findall(r"^\| (\w+): the \1 \|", printed, re.M) == ["0", "neurons", "noise"]
     assert "3 sentences, 4 new tokens each" in printed

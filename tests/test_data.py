@@ -4,6 +4,8 @@ import gzip
 import itertools
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -298,9 +300,66 @@ def test_a_trained_tokenizer(texts, kind, tmp_path):
     assert (again.pad_token_id, again.eos_token_id) == (0, 1)
 
 
-def test_training_a_tokenizer_is_deterministic(texts):
-    one, two = (train_tokenizer(iter(texts), 150) for _ in range(2))
+def test_a_wordpiece_tokenizer(texts, tmp_path):
+    tokenizer = train_tokenizer(texts, 200, "wordpiece")
+    assert 100 < len(tokenizer) <= 200
+    assert tokenizer.convert_ids_to_tokens(range(5)) == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert (tokenizer.pad_token_id, tokenizer.mask_token_id) == (0, 4)
+    for text in texts[::37]:
+        ids = tokenizer(text)["input_ids"]
+        assert (ids[0], ids[-1]) == (2, 3)
+        assert not {0, 1, 2, 3, 4} & set(ids[1:-1])
+        words = tokenizer.decode(ids[1:-1], clean_up_tokenization_spaces=False)
+        assert words.replace(" ", "") == text.replace(" ", "")
+    assert tokenizer.tokenize("## [MASK]")[-1] == "[MASK]"
+    assert "##a" in tokenizer.get_vocab()
+    assert "##a" not in tokenizer.get_added_vocab()
+    pair = tokenizer(texts[0], texts[1])
+    first, second = (tokenizer(text)["input_ids"] for text in texts[:2])
+    assert pair["input_ids"] == first + second[1:]
+    assert pair["token_type_ids"] == len(first) * [0] + (len(second) - 1) * [1]
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again(texts[0], texts[1]).data == pair.data
+    assert again.mask_token_id == 4
+
+
+def test_wordpiece_is_the_longest_match_first(texts):
+    """As the paper says it: of each word the longest known beginning, and so on with what is left of it."""
+    tokenizer = train_tokenizer(texts, 200, "wordpiece")
+    vocabulary = tokenizer.get_vocab()
+    for word in {word.rstrip(".?") for text in texts[:40] for word in text.split()}:
+        pieces, at = [], 0
+        while at < len(word):
+            mark = "##" if at else ""
+            end = next(end for end in range(len(word), at, -1) if mark + word[at:end] in vocabulary)
+            pieces.append(mark + word[at:end])
+            at = end
+        assert tokenizer.tokenize(word) == pieces
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_training_a_tokenizer_is_deterministic(texts, kind):
+    one, two = (train_tokenizer(iter(texts), 150, kind) for _ in range(2))
     assert one.get_vocab() == two.get_vocab()
+
+
+def test_wordpiece_is_the_same_in_another_process(texts, tmp_path):
+    """Its trainer numbers the pieces as they come out of a hash map, whose order each process draws."""
+    (tmp_path / "texts").write_text("\n".join(texts), encoding="utf-8")
+    code = (
+        "import json, sys; from hf_freeze.data import read_lines, train_tokenizer; "
+        "print(json.dumps(train_tokenizer(read_lines(sys.argv[1]), 150, 'wordpiece').get_vocab()))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "texts")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert json.loads(printed) == train_tokenizer(texts, 150, "wordpiece").get_vocab()
+
+
+def test_a_wordpiece_vocabulary_too_small_is_refused():
+    with pytest.raises(ValueError, match="vocab_size=10 is too small: 11 special tokens and characters must fit"):
+        train_tokenizer(["abc", "cab"], 10, "wordpiece")
+    assert len(train_tokenizer(["abc", "cab"], 11, "wordpiece")) == 11
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
@@ -324,8 +383,10 @@ def test_the_smallest_vocabulary_that_is_let_through_knows_every_character():
 
 
 def test_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match=r"unknown tokenizer kind 'wordpiece'; choose from \['bpe', 'unigram'\]"):
-        train_tokenizer(["abc"], 50, "wordpiece")
+    with pytest.raises(
+        ValueError, match=r"unknown tokenizer kind 'words'; choose from \['bpe', 'unigram', 'wordpiece'\]"
+    ):
+        train_tokenizer(["abc"], 50, "words")
 
 
 def test_ids_outside_the_vocabulary_are_refused():

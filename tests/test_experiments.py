@@ -209,6 +209,11 @@ def test_the_shipped_recipes_load():
 
 
 BAD_RECIPES = {
+    "axis of no method": ({"axis": "rank"}, r"axis='rank' names no method; choose from \['adaptive_embedding'"),
+    "axis of no setting": (
+        {"axis": "low_rank.E"},
+        r"axis='low_rank\.E' is no setting; choose from \['components', .*'rank'",
+    ),
     "unknown field": ({"optimiser": "sgd"}, "unknown field 'optimiser'; choose from .*'training'"),
     "unknown training field": (
         {"presets/small/training/lr": 1},
@@ -711,10 +716,11 @@ def test_numbers_that_yaml_reads_as_text_are_numbers(recipe_file):
     assert load_recipe(recipe_file, ["training.learning_rate=1e-3"])["training"]["learning_rate"] == 0.001
 
 
-def test_a_subset_of_a_grid_keeps_the_other_results(grid):
+def test_a_subset_of_a_grid_keeps_the_other_results_and_their_order(grid):
+    """A report compares with the first of them."""
     recipe, out, _, records = grid
     one = {**recipe, "only": [records[1]["row"]]}
-    assert [record["row"] for record in run_grid(one, out)] == [records[1]["row"], records[0]["row"]]
+    assert [record["row"] for record in run_grid(one, out)] == [record["row"] for record in records]
     run_grid(recipe, out)
 
 

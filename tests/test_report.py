@@ -15,6 +15,7 @@ from hf_freeze.experiments.plots import draw, svg_plots
 from hf_freeze.experiments.report import make_report, table_cells, write_report
 from hf_freeze.experiments.results import read_results, read_runs
 from hf_freeze.experiments.statistics import bleu, log_perplexity
+from hf_freeze.experiments.text import findings
 
 ENVIRONMENT = {"hf_freeze": "0.1.0", "commit": "abc1234", "torch": "2.13.0", "transformers": "5.23.0"}
 ENVIRONMENT |= {"python": "3.11.7", "device": "A Processor", "threads": 1, "cores": 2}
@@ -169,7 +170,7 @@ def test_folders_that_cannot_be_merged_are_refused(tmp_path):
         read_runs([tmp_path / "b"])
     make_runs(tmp_path / "d", changes={("0", 1): {"task": "chess"}}, rows={"0": ROWS["0"]}, seeds=(1,))
     with pytest.raises(
-        ValueError, match=r"holds runs of 'chess'; reports are made of \[.*'language-modelling', 'trans"
+        ValueError, match=r"holds runs of 'chess'; reports are made of \[.*'language-modelling', .*'translation'\]"
     ):
         make_report([tmp_path / "d"])
 
@@ -412,6 +413,84 @@ def test_plots_show_the_parameters_where_all_rows_train_the_same_share(tmp_path)
     assert "BLEU against parameters and stored size" in (tmp_path / "sizes" / "report.md").read_text("utf-8")
     make_runs(tmp_path / "shares", seeds=(1,))
     assert list(make_report([tmp_path / "shares"], lambda text: None).axes) == ["share", "stored"]
+
+
+@pytest.mark.parametrize("task", ["translation", "language-modelling"])
+def test_the_pareto_front(tmp_path, task):
+    """By its definition: no row costs no more and is as good; two that are alike count once."""
+    from hf_freeze.experiments.plots import _quality_figure
+
+    qualities, stored = [0.5, 0.9, 0.7, 0.9, 0.6, 0.8, 0.55, 0.85], [10, 80, 40, 80, 50, 60, 10, 90]
+    rows = {str(i): (f"row {i}", quality) for i, quality in enumerate(qualities)}
+    changes = {
+        (str(i), 1): {"parameters": {"total": n, "stored_bytes": 4 * n, "trainable": n, "trainable_share": 1.0}}
+        for i, n in enumerate(stored)
+    }
+    make_runs(tmp_path, task=task, rows=rows, seeds=(1,), changes=changes, count=2000)
+    report = make_report([tmp_path], lambda text: None)
+    sign = 1 if report.task.higher else -1
+    points = {row["row"]: (row["stored"][0], sign * row[report.task.quality][0]) for row in report.rows}
+    best = {
+        row
+        for row, (cost, score) in points.items()
+        if not any(other != row and c <= cost and s >= score for other, (c, s) in points.items())
+    }
+    front = [row["row"] for row in report.front("stored")]
+    assert set(front) == best
+    assert [points[row] for row in front] == sorted(points[row] for row in best)
+    (line,) = [line for line in _quality_figure(report, "stored").axes[0].lines if line.get_linestyle() == "--"]
+    assert len(line.get_xdata()) == len(front) > 2
+    assert any(what.startswith("Best at their size") for what, _ in findings(report))
+
+
+@pytest.mark.parametrize("task", ["translation", "language-modelling"])
+def test_scores_against_a_setting(tmp_path, task):
+    """Two series, of which one has a row without the method; the methods are those of the model where there is one."""
+    from hf_freeze.experiments.plots import _setting
+
+    ranks = {"full": None, "e8": 8, "e2": 2, "e4-shared": 4, "e8-shared": 8}
+    rows = {row: (f"row {row}", 0.5 + index / 10) for index, row in enumerate(ranks)}
+    make_runs(tmp_path, task=task, rows=rows, seeds=(1,), count=500)
+    assert make_report([tmp_path], lambda text: None).series() == []
+    for row, rank in ranks.items():
+        folder = tmp_path / f"row-{row}-seed-1"
+        settings = json.loads((folder / "run.json").read_text()) | {"axis": "factorized_embedding.rank", "methods": []}
+        (folder / "run.json").write_text(json.dumps(settings))
+        methods = [{"method": "layer_sharing", "seed": 3}] if "shared" in row else []
+        methods += [{"method": "factorized_embedding", "rank": rank}] if rank else []
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps({"methods": methods}))
+    report = write_report(tmp_path, say=lambda text: None)
+    own, shared = report.series()
+    assert [(value, row["row"]) for value, row in own.points] == [(2, "e2"), (8, "e8")]
+    assert [row["row"] for row in own.without] == ["full"]
+    assert [(value, row["row"]) for value, row in shared.points] == [(4, "e4-shared"), (8, "e8-shared")]
+    (axes,) = _setting(report).axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["row full", "row e2 …", "row e4-shared …"]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["2", "4", "8"]
+    scores = {row["row"]: row[report.task.quality][0] for row in report.rows}
+    drawn = [list(line.get_ydata()) for line in axes.lines]
+    assert [scores["full"]] * 2 in drawn
+    assert [scores["e2"], scores["e8"]] in drawn
+    assert "against factorized_embedding.rank" in (tmp_path / "report.html").read_text("utf-8")
+
+
+def test_no_line_joins_rows_of_unlike_recipes(tmp_path):
+    """And a value that is no number, such as None, is not drawn."""
+    ranks = {"a": 2, "b": 4, "c": 8, "d": None}
+    rows = {row: (f"row {row}", 0.5) for row in ranks}
+    make_runs(tmp_path, rows=rows, seeds=(1,))
+    for row, rank in ranks.items():
+        path = tmp_path / f"row-{row}-seed-1" / "run.json"
+        methods = [{"method": "factorized_embedding", "rank": rank}]
+        settings = {"axis": "factorized_embedding.rank", "methods": methods}
+        settings |= {"tokenizer": {"vocab_size": 200 if row == "c" else 800}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    report = write_report(tmp_path, say=lambda text: None)
+    assert [[(value, row["row"]) for value, row in each.points] for each in report.series()] == [
+        [(2, "a"), (4, "b")],
+        [(8, "c")],
+    ]
 
 
 @pytest.mark.parametrize(("task", "worst"), [("translation", 0.1), ("language-modelling", -9)])

@@ -19,8 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hf_freeze.experiments.environment import write_whole
-from hf_freeze.experiments.recipe import data_form, expand
-from hf_freeze.experiments.tasks import SPLITS
+from hf_freeze.experiments.recipe import SPLITS, data_form, expand
 
 # A run in its own process has a peak memory of its own, and its crash stops no other. The fork server imports torch and
 # transformers once; forking from the parent itself would copy its threads' locks.
@@ -45,8 +44,8 @@ def run_folder(out: Path, run: dict[str, Any]) -> Path:
 
 
 def start_folder(out: Path, run: dict[str, Any]) -> Path | None:
-    """The folder of the run that `run` starts from; None where it starts from fresh weights."""
-    return run_folder(out, run["start"]) if "start" in run else None
+    """The folder of the run that `run` starts from, in `out` or another grid; None where it starts from fresh weights."""
+    return run_folder(Path(run["start"].get("grid", out)), run["start"]) if "start" in run else None
 
 
 def run_grid(
@@ -74,23 +73,25 @@ def run_grid(
         console = Console(quiet=True)
     console = console or Console()
     runs = expand(recipe)
+    every = expand({key: value for key, value in recipe.items() if key != "only"})  # the order of a report
     _check_files(recipe["data"])
     for run in runs:
         _check_folder(run_folder(out, run), run)
+        _check_other_grid(out, run)
     if launched:
-        return _execute_launched(runs, out, console, command, resume_anyway)
+        return _execute_launched(runs, every, out, console, command, resume_anyway)
     waiting = _claim_all(runs, out, command)
     if len(waiting) < len(runs):
         console.print(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished already; skipped")
-    failed = _execute(waiting, out, jobs, console, resume_anyway, lambda: write_results(out, runs)) if waiting else []
-    records = write_results(out, runs)
+    failed = _execute(waiting, out, jobs, console, resume_anyway, lambda: write_results(out, every)) if waiting else []
+    records = write_results(out, every)
     if failed:
         raise FailedRuns(f"{len(failed)} of {len(runs)} runs failed; see {failed[0] / 'error.log'}")
     return records
 
 
 def write_results(out: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Collect the finished runs of `out` into `results.jsonl`: `runs` in their order, then those of earlier calls."""
+    """Collect the finished runs of `out` into `results.jsonl`: `runs` in their order, then those of other seeds or recipes."""
     paths = [run_folder(out, run) / "metrics.json" for run in runs]
     paths += sorted(set(out.glob("row-*-seed-*/metrics.json")) - set(paths))
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
@@ -107,7 +108,7 @@ def _check_files(data: dict[str, Any]) -> None:
 
 
 def _check_folder(folder: Path, run: dict[str, Any]) -> None:
-    """Raise ValueError where `folder` holds a run of other settings. Where the data lies may change."""
+    """Raise ValueError where `folder` holds a run of other settings. Where the data lies may change, and what is drawn."""
     path = folder / "run.json"
     if not path.exists():
         return
@@ -118,8 +119,21 @@ def _check_folder(folder: Path, run: dict[str, Any]) -> None:
     wanted = json.loads(json.dumps(run))
     for settings in (found, wanted):
         settings["data"].pop("root", None)
+        settings.pop("axis", None)  # of the report only
     if difference := _first_difference(found, wanted):
         raise ValueError(f"{folder} holds a run of other settings ({difference}); choose another --out, or remove it")
+
+
+def _check_other_grid(out: Path, run: dict[str, Any]) -> None:
+    """Raise ValueError where `run` is to start from a run of another grid that is not there, or not finished."""
+    start = start_folder(out, run)
+    if start is None or "grid" not in run["start"] or (run_folder(out, run) / "metrics.json").exists():
+        return
+    if not (start / "metrics.json").exists():
+        raise ValueError(
+            f"{run['start']['grid']} holds no finished run of row {run['row']!r} with seed {run['seed']} to start from: run that "
+            "grid first, or say where it is: --set start=FOLDER"
+        )
 
 
 def _claim_all(runs: list[dict[str, Any]], out: Path, command: str | None) -> list[dict[str, Any]]:
@@ -152,7 +166,12 @@ def is_launched() -> bool:
 
 
 def _execute_launched(
-    runs: list[dict[str, Any]], out: Path, console: Console, command: str | None, resume_anyway: bool
+    runs: list[dict[str, Any]],
+    every: list[dict[str, Any]],
+    out: Path,
+    console: Console,
+    command: str | None,
+    resume_anyway: bool,
 ) -> list[dict[str, Any]]:
     """All processes together, one run after the other; the first one writes. An error ends them all: a launcher sees to that."""
     import torch
@@ -177,10 +196,10 @@ def _execute_launched(
         record = execute(run, folder, report, resume_anyway=resume_anyway)
         if state.is_main_process:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-            write_results(out, runs)
+            write_results(out, every)
         console.print(escape(_one_line(record, time.monotonic() - started)), soft_wrap=True)
     state.wait_for_everyone()
-    return write_results(out, runs) if state.is_main_process else []
+    return write_results(out, every) if state.is_main_process else []
 
 
 def _execute(

@@ -35,6 +35,7 @@ def page(report: "Report") -> str:
         legend=text.legend(report),
         plots={name: Markup(svg) for name, svg in svg_plots(report).items()},
         axes=report.axes,
+        setting=report.setting,
         has_dev=has_dev(report),
         matrix=_matrix(report),
         pairs=text.pair_cells(report),

@@ -1,6 +1,5 @@
 """Language modelling: running text in blocks, scored by perplexity."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import datasets
 from hf_freeze import data as hf_data
 from hf_freeze.data import text_blocks
 from hf_freeze.experiments.recipe import data_form
-from hf_freeze.experiments.tasks import Outcome, Task, read_splits, take
+from hf_freeze.experiments.tasks import Outcome, Task, read_splits, scored, take
 
 _READERS = {"lines": hf_data.read_lines, "documents": hf_data.read_documents}
 
@@ -33,10 +32,8 @@ def _texts(texts: Any) -> datasets.Dataset:
 
 
 def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
-    items = trainer.score(encoded)
-    nll, tokens = items.sum(0).tolist()
-    metrics = {"test_loss": nll / tokens, "test_perplexity": math.exp(min(nll / tokens, 700))}
-    return Outcome(metrics=metrics, items=items.cpu().numpy())
+    items, metrics = scored(trainer, encoded)
+    return Outcome(metrics=metrics, items=items)
 
 
 TASK = Task(

@@ -55,16 +55,25 @@ _SPOTS = [
 ]
 _NEAR = 18  # points: from a name so near, no line to its point is needed
 _MANY = 8  # rows, of which some may be called outliers
+_FRONT: dict[str, Any] = {"color": "#7f7f7f", "linewidth": 1, "linestyle": "--", "zorder": 0}
+_LETTERS = 14  # of a legend, in an inch
 _SIZE = (4.6, 3.3)  # inches, of a plot of the page: its letters stay readable on a telephone
 
 
 def draw(report: "Report", path: Path) -> None:
     """Quality against each cost, such as the share of parameters that is trained and what is stored, side by side."""
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(10, 4.6 + 0.2 * len(report.rows) / 3), layout="constrained")
-        _quality(figure, report, list(report.axes))
+        costs = list(report.axes)
+        series = report.series()
+        width = 10 + 4 * bool(series)
+        lines = len(report.rows) / _legend_columns(report, width)
+        figure = Figure(figsize=(width, 4.6 + 0.2 * lines), layout="constrained")
+        axes = list(figure.subplots(1, len(costs) + bool(series), squeeze=False)[0])
+        if series:
+            _draw_setting(axes.pop(), report)
+        _quality(axes, report, costs)
         _legend(figure, report)
-        _name_rows(figure, report, list(report.axes))
+        _name_rows(axes, report, costs)
         figure.savefig(path, dpi=130, facecolor="white")
 
 
@@ -72,6 +81,7 @@ def svg_plots(report: "Report") -> dict[str, str]:
     """Name of each plot that the runs have data for, and its SVG."""
     plots: dict[str, Callable[[Report], Figure | None]] = {
         **{cost: functools.partial(_quality_figure, cost=cost) for cost in report.axes},
+        "setting": _setting,
         "curves": _curves,
         "components": _components,
     }
@@ -104,34 +114,43 @@ def _legend(figure: Figure, report: "Report") -> None:
         Line2D([], [], color=colour, marker=marker, linestyle="", label=f" {row['row']}: {row['label']}")
         for row, (colour, marker) in ((row, style_of(i)) for i, row in enumerate(report.rows))
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, columnspacing=1)
+    if any(len(report.front(cost)) > 1 for cost in report.axes):
+        handles.append(Line2D([], [], label=" Pareto front: no row is better and costs no more", **_FRONT))
+    columns = _legend_columns(report, figure.get_figwidth())
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, columnspacing=1)
+
+
+def _legend_columns(report: "Report", inches: float) -> int:
+    longest = max(len(f"{row['row']}{row['label']}") for row in report.rows) + 8  # a sign and spaces
+    return max(1, min(3, int(_LETTERS * inches / longest)))
 
 
 def _quality_figure(report: "Report", cost: str) -> Figure:
     figure = Figure(figsize=_SIZE, layout="constrained")
-    _quality(figure, report, [cost])
-    _name_rows(figure, report, [cost])
+    axes = [figure.subplots()]
+    _quality(axes, report, [cost])
+    _name_rows(axes, report, [cost])
     return figure
 
 
-def _quality(figure: Figure, report: "Report", costs: list[str]) -> None:
-    """One plot for each of `costs`, beside each other: a point a row, with bars over seeds. Rows that are far worse than all
+def _quality(plots: list[Any], report: "Report", costs: list[str]) -> None:
+    """One plot for each of `costs`: a point a row, with bars over seeds. Rows that are far worse than all
     others lie on the edge, or they would press the others together."""
     task = report.task
     edge = _edge(report)
-    for axes, cost in zip(figure.subplots(1, len(costs), squeeze=False)[0], costs, strict=True):
+    for axes, cost in zip(plots, costs, strict=True):
         for index, row in enumerate(report.rows):
             (x, y, spread), (colour, marker) = _point(report, row, cost), style_of(index)
             if _beyond(report, y, edge):
                 axes.plot(x, edge, marker, color=colour, markersize=7, fillstyle="none", clip_on=False)
             else:
                 axes.errorbar(x, y, yerr=spread, fmt=marker, color=colour, markersize=7, capsize=4, alpha=0.85)
-        axes.set(xlabel=task.axes[cost].label, ylabel=f"{task.name} ({'higher' if task.higher else 'lower'} is better)")
-        if not task.higher:
-            axes.set_yscale("log")
-            for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-                set_formatter(ScalarFormatter())
-        axes.margins(y=0.14)
+        points = [_point(report, row, cost)[:2] for row in report.front(cost)]
+        front = [point for point in points if not _beyond(report, point[1], edge)]
+        if len(front) > 1:
+            axes.step(*zip(*front, strict=True), where="post", **_FRONT)
+        axes.set_xlabel(task.axes[cost].label)
+        _score_axis(axes, report)
         if edge is not None:
             axes.set_ylim(**{"bottom" if task.higher else "top": edge})
             axes.set_title("hollow: far beyond this edge, at the score in brackets", fontsize=8, loc="right")
@@ -145,6 +164,47 @@ def _quality(figure: Figure, report: "Report", costs: list[str]) -> None:
         else:
             axes.set_xlim(0, 1.1 * max(costs_of_rows))
         axes.grid()
+
+
+def _score_axis(axes: Any, report: "Report") -> None:
+    axes.set_ylabel(f"{report.task.name} ({'higher' if report.task.higher else 'lower'} is better)")
+    if not report.task.higher:
+        axes.set_yscale("log")
+        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            set_formatter(ScalarFormatter())
+    axes.margins(y=0.14)
+
+
+def _setting(report: "Report") -> Figure | None:
+    if not report.series():
+        return None
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    _draw_setting(figure.subplots(), report)
+    return figure
+
+
+def _draw_setting(axes: Any, report: "Report") -> None:
+    """The score against the setting that the recipe names: a line for each series, dashed where the method is left out."""
+    values = set()
+    for index, series in enumerate(report.series()):
+        colour, marker = style_of(index)
+        for row in series.without:
+            axes.axhline(row[report.task.quality][0], color=colour, linestyle="--", linewidth=1, label=row["label"])
+        if series.points:
+            x, scores = zip(*((value, row[report.task.quality]) for value, row in series.points), strict=True)
+            means, spreads = zip(*scores, strict=True)
+            bars = [spread or 0 for spread in spreads] if any(spreads) else None
+            label = series.points[0][1]["label"] + (" …" if len(series.points) > 1 else "")
+            axes.errorbar(x, means, yerr=bars, color=colour, marker=marker, markersize=6, capsize=4, label=label)
+            values |= set(x)
+    axes.set_xlabel(report.setting)
+    _score_axis(axes, report)
+    if values and min(values) > 0 and max(values) >= 4 * min(values):
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xticks(sorted(values), [f"{value:g}" for value in sorted(values)])
+    axes.grid()
+    axes.legend(fontsize=8)
 
 
 def _edge(report: "Report") -> float | None:
@@ -168,10 +228,10 @@ def _point(report: "Report", row: dict[str, Any], cost: str) -> tuple[float, flo
     return report.task.axes[cost].unit * row[cost][0], *row[report.task.quality]
 
 
-def _name_rows(figure: Figure, report: "Report", costs: list[str]) -> None:
-    figure.draw_without_rendering()  # or it is not known where the points lie
+def _name_rows(plots: list[Any], report: "Report", costs: list[str]) -> None:
+    plots[0].figure.draw_without_rendering()  # or it is not known where the points lie
     edge, form = _edge(report), report.task.columns[report.task.quality][2]
-    for axes, cost in zip(figure.axes, costs, strict=True):
+    for axes, cost in zip(plots, costs, strict=True):
         points = []
         for row in report.rows:
             x, y, _ = _point(report, row, cost)
@@ -197,7 +257,9 @@ def _name_points(axes: Any, points: list[tuple[float, float, str]]) -> None:
         def covers(spot: tuple[float, float], box: Any = box, mark: Any = mark) -> int:
             place = box(spot)
             near = place.padded(5)  # a mark is as wide
-            outside = place.x0 < whole.x0 or place.x1 > whole.x1 or place.y0 < axes.bbox.y0 or place.y1 > axes.bbox.y1
+            outside = (
+                place.x0 < axes.bbox.x0 or place.x1 > whole.x1 or place.y0 < axes.bbox.y0 or place.y1 > axes.bbox.y1
+            )
             return (
                 sum(near.contains(*other) for other in marks if other != mark)
                 + 2 * sum(map(place.overlaps, taken))

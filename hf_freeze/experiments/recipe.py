@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,16 @@ import yaml
 
 from hf_freeze.architectures.base import TRAINED
 from hf_freeze.experiments.perceptron import PerceptronConfig
-from hf_freeze.experiments.tasks import SPLITS, TASKS
 from hf_freeze.registry import METHODS, method_from_dict
 
+TASKS = {  # name in a recipe -> module of this package that defines TASK, imported when it is used: they import much
+    "translation": "translation",
+    "language-modelling": "language_modelling",
+    "image-classification": "image_classification",
+    "masked-lm": "masked_lm",
+    "sequence-classification": "sequence_classification",
+}
+SPLITS = ("train", "dev", "test")
 _FIELDS = {
     "name": str,
     "task": str,
@@ -24,6 +31,8 @@ _FIELDS = {
     "backbone": dict,
     "training": dict,
     "decoding": dict,
+    "start": str,  # the folder of another grid, where each row starts from the run of the same row and seed
+    "axis": str,  # a setting of a method, such as factorized_embedding.rank, that the report draws the score against
     "rows": dict,
     "only": list,
     "seeds": list,
@@ -59,6 +68,8 @@ _SECTIONS = {
         "source",
         "target",
         "column",
+        "columns",
+        "label",
         "unit",
         "holdout",
         "limit",
@@ -85,12 +96,15 @@ def _lr_steps(steps: Any) -> dict[str, Any]:
 @dataclass(frozen=True)
 class _Language:
     """What the recipes of a task may say: the fields of each section, how settings of `training` are read, and which of them
-    are needed; `files`: what the two files of a split are, None where it is a list of any number."""
+    are needed; `files`: what the two files of a split are, None where it is a list of any number; `tokenizers`: of what kind;
+    `counts_pieces`: its score is that of a piece, so that rows of other tokenizers cannot be compared in it."""
 
     sections: dict[str, set[str]]
     training: dict[str, Callable[[Any], Any]]
     needed: tuple[str, ...]
     files: str | None
+    tokenizers: tuple[str, ...] = ("bpe", "unigram")
+    counts_pieces: bool = False
 
 
 _IMAGE_TRAINING: dict[str, Callable[[Any], Any]] = {
@@ -101,9 +115,12 @@ _IMAGE_TRAINING: dict[str, Callable[[Any], Any]] = {
     "weight_decay": float,
 }
 _TEXT = ("epochs", "max_tokens", "learning_rate", "warmup_steps")
+_ENCODERS = {name: fields for name, fields in _SECTIONS.items() if name != "decoding"}
 _LANGUAGES = {
     "translation": _Language(_SECTIONS, _TRAINING, _TEXT, files="[source, target]"),
-    "language-modelling": _Language(_SECTIONS, _TRAINING, _TEXT, files=None),
+    "language-modelling": _Language(_SECTIONS, _TRAINING, _TEXT, files=None, counts_pieces=True),
+    "masked-lm": _Language(_ENCODERS, _TRAINING, _TEXT, files=None, tokenizers=("wordpiece",), counts_pieces=True),
+    "sequence-classification": _Language(_ENCODERS, _TRAINING, _TEXT, files=None, tokenizers=("wordpiece",)),
     "image-classification": _Language(
         {
             "data": {"root", "train", "dev", "test", "holdout", "limit"},
@@ -115,8 +132,8 @@ _LANGUAGES = {
         files="[images, labels]",
     ),
 }
-_OF_A_ROW = ("training", "backbone", "tokenizer")  # sections that a row may change
-_ROW = ("label", "methods", "start", *_OF_A_ROW)  # the first two are needed
+OF_A_ROW = ("training", "backbone", "tokenizer")  # sections that a row may change
+_ROW = ("label", "methods", "start", *OF_A_ROW)  # the first two are needed
 
 
 def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: bool = False) -> dict[str, Any]:
@@ -228,6 +245,9 @@ def _check_sections(recipe: dict[str, Any], task: str, path: Any) -> None:
             raise ValueError(f"{path}: task {task!r} takes no {key}")
         for unknown in sorted(set(recipe[key]) - set(sections[key])):
             raise ValueError(f"{path}: unknown field {key}.{unknown}; choose from {sorted(sections[key])}")
+    kind, kinds = recipe.get("tokenizer", {}).get("kind"), _LANGUAGES[task].tokenizers
+    if kind is not None and kind not in kinds:
+        raise ValueError(f"{path}: tokenizer.kind={kind!r} does not fit task {task!r}; choose from {list(kinds)}")
     if task == "image-classification" and "backbone" in recipe:
         if "sizes" not in recipe["backbone"]:
             raise ValueError(f"{path}: backbone.sizes is missing")
@@ -243,7 +263,8 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
     task: str = recipe["task"]
     if task not in TASKS:
         raise ValueError(f"{path}: unknown task {task!r}; choose from {list(TASKS)}")
-    sections = (key for key in _LANGUAGES[task].sections if key != "decoding")
+    own = () if "start" in recipe else ("backbone", "tokenizer")  # which another grid has, where a run starts from one
+    sections = [key for key in _LANGUAGES[task].sections if key in ("data", "training", *own)]
     _check_present(recipe, (*sections, "rows", "seeds"), path)
     _check_sections(recipe, task, path)
     for key in _LANGUAGES[task].needed:
@@ -251,8 +272,10 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
             raise ValueError(f"{path}: training.{key} is missing")
     _check_training(recipe["training"], task, path)
     _check_data(recipe["data"], task, path)
-    if task == "language-modelling":
+    if task in ("language-modelling", "masked-lm"):
         recipe["training"].setdefault("block_size", 128)
+    if "axis" in recipe:
+        _check_axis(recipe["axis"], path)
     seeds = recipe["seeds"]
     if not seeds or any(type(seed) is not int or not 0 <= seed < 2**32 for seed in seeds):
         raise ValueError(f"{path}: seeds must be integers, not {seeds!r}; each in 0..2^32-1")
@@ -275,15 +298,34 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
         for unknown in sorted(set(row) - set(_ROW)):
             raise ValueError(f"{path}: unknown field {unknown!r} of row {name!r}; choose from {list(_ROW)}")
         where = f"{path}: row {name!r}"
-        changed = {key: row[key] for key in _OF_A_ROW if key in row}
+        changed = {key: row[key] for key in OF_A_ROW if key in row}
         _check_types(changed, where)
         _check_sections(changed, task, where)
         _check_training(row.get("training", {}), task, where)
-        if "tokenizer" in row and task == "language-modelling":
+        if "tokenizer" in row and _LANGUAGES[task].counts_pieces:
             raise ValueError(
                 f"{where}: a perplexity is that of a piece: rows of other tokenizers cannot be compared in it"
             )
         _check_start(name, recipe["rows"], where)
+    if "start" in recipe:
+        for section in ("backbone", "tokenizer"):
+            for owner, where in (
+                (recipe, path),
+                *((row, f"{path}: row {name!r}") for name, row in recipe["rows"].items()),
+            ):
+                if section in owner:
+                    raise ValueError(
+                        f"{where} has both 'start' and {section!r}: it takes the {section} of the grid {recipe['start']}"
+                    )
+
+
+def _check_axis(axis: str, path: Any) -> None:
+    method, _, setting = axis.partition(".")
+    if method not in METHODS:
+        raise ValueError(f"{path}: axis={axis!r} names no method; choose from {sorted(METHODS)}, such as low_rank.rank")
+    settings = [field.name for field in fields(METHODS[method])]
+    if setting not in settings:
+        raise ValueError(f"{path}: axis={axis!r} is no setting; choose from {settings} of {method!r}")
 
 
 def _check_training(training: dict[str, Any], task: str, path: Any) -> None:
@@ -337,6 +379,13 @@ def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
         raise ValueError(
             f"{path}: data.holdout={data['holdout']!r} must be a number of training items, and takes the place of data.dev"
         )
+    columns = data.get("columns", ["sentence"])
+    if (
+        not isinstance(columns, list)
+        or len(columns) not in (1, 2)
+        or not all(isinstance(name, str) for name in columns)
+    ):
+        raise ValueError(f"{path}: data.columns must be a list of one or two names of columns, not {columns!r}")
     if data.get("unit", "lines") not in ("lines", "documents"):
         raise ValueError(f"{path}: unknown data.unit {data['unit']!r}; choose from ['lines', 'documents']")
 
@@ -348,7 +397,7 @@ def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
     """One plain dict a run, seed by seed, so that a first full table appears early. A random method without a seed of its
     own takes the run's. Rows come in the order of the recipe, whatever that of `only`: reports compare with the first. A row
     that another one starts from comes before it, wanted or not."""
-    named = ("name", "task", "preset", "data", "tokenizer", "backbone", "training")
+    named = ("name", "task", "preset", "axis", "data", "tokenizer", "backbone", "training")
     shared = {key: recipe[key] for key in named if key in recipe}
     shared["decoding"] = recipe.get("decoding", {})
     rows = recipe["rows"]
@@ -366,7 +415,9 @@ def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
             row = rows[name]
             run = copy.deepcopy(shared) | {"row": name, "label": row["label"], "seed": seed}
             run["methods"] = [_seeded(method, seed) for method in row["methods"]]
-            run |= {key: _merge(run[key], row[key]) for key in _OF_A_ROW if key in row}
+            run |= {key: _merge(run[key], row[key]) for key in OF_A_ROW if key in row}
+            if "start" in recipe:
+                run["start"] = {"grid": recipe["start"], "row": name, "seed": seed}
             if "start" in row:
                 # With its settings: what they change is another model to start from, and so another run.
                 start = copy.deepcopy(made[row["start"]])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hf_freeze.experiments.plots import draw
+from hf_freeze.experiments.recipe import OF_A_ROW
 from hf_freeze.experiments.results import Run, label_of, read_runs, unlike_settings
 from hf_freeze.experiments.statistics import Difference, accuracy, bleu, compare, log_perplexity
 
@@ -24,6 +25,7 @@ _COSTS: Columns = {
     "stored": ("stored MB", ("parameters", "stored_bytes"), ".2f"),
     "minutes": ("train min", ("seconds", "train"), ".1f"),
 }
+_UNITS = {"total": 1e-3, "stored": 1e-6, "minutes": 1 / 60}
 _IMAGE_COSTS: Columns = {
     "epochs": ("epochs", ("epochs_trained",), ".0f"),
     "total": ("parameters", ("parameters", "total"), ",.0f"),
@@ -48,6 +50,14 @@ _STORED_ASKS = "What a smaller checkpoint costs"
 
 
 @dataclass(frozen=True)
+class Series:
+    """Rows that are alike but for one setting: (its value, row) ascending, and those `without` the method that has it."""
+
+    points: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
+    without: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Comparison:
     """How the rows of a task are compared: by the first of its columns."""
 
@@ -58,7 +68,7 @@ class Comparison:
     item: str  # what is resampled
     scale: Callable[[float], float]  # of the column to the scale of `score`, on which differences are taken
     costs: Columns = field(default_factory=lambda: _COSTS)
-    units: dict[str, float] = field(default_factory=lambda: {"total": 1e-3, "stored": 1e-6, "minutes": 1 / 60})
+    units: dict[str, float] = field(default_factory=lambda: _UNITS)
     axes: dict[str, Axis] = field(
         default_factory=lambda: {
             "share": Axis("trained parameters, % of all", 100, "What training fewer parameters costs"),
@@ -109,6 +119,31 @@ COMPARISONS = {
         score=log_perplexity,
         item="blocks of text",
         scale=math.log,
+    ),
+    "masked-lm": Comparison(
+        "test perplexity of masked tokens",
+        {
+            "test_perplexity": ("test ppl", ("metrics", "test_perplexity"), ".2f"),
+            "accuracy": ("masked acc %", ("metrics", "test_accuracy"), ".1f"),
+            "perplexity": ("dev ppl", ("metrics", "dev_perplexity"), ".2f"),
+        },
+        higher=False,
+        score=log_perplexity,
+        item="blocks of text",
+        scale=math.log,
+        units=_UNITS | {"accuracy": 100},
+    ),
+    "sequence-classification": Comparison(
+        "accuracy",
+        {
+            "accuracy": ("accuracy %", ("metrics", "test_accuracy"), ".1f"),
+            "dev_accuracy": ("dev acc %", ("metrics", "dev_accuracy"), ".1f"),
+        },
+        higher=True,
+        score=accuracy,
+        item="examples",
+        scale=float,
+        units=_UNITS | {"accuracy": 100, "dev_accuracy": 100},
     ),
     "image-classification": Comparison(
         "accuracy",
@@ -164,8 +199,9 @@ class Report:
 
     @property
     def axes(self) -> dict[str, Axis]:
-        """Those of the task that the plots show: the share, unless only the number of parameters tells rows apart."""
-        left_out = "share" if "share" in self._alike else "total"
+        """Those of the task that the plots show: the share, unless the number of parameters tells more rows apart."""
+        values = {name: len({row[name][0] for row in self.rows if name in row}) for name in ("share", "total")}
+        left_out = "share" if values["total"] > values["share"] else "total"
         kept = {name: axis for name, axis in self.task.axes.items() if name != left_out}
         return kept if len(kept) > 1 else self.task.axes
 
@@ -173,6 +209,42 @@ class Report:
     def environments(self) -> list[dict[str, Any]]:
         found = [run.record["environment"] for run in self.runs if "environment" in run.record]
         return list({json.dumps(environment, sort_keys=True): environment for environment in found}.values())
+
+    def front(self, cost: str) -> list[dict[str, Any]]:
+        """The Pareto front: those rows of which none of no higher cost is as good, from the cheapest to the best."""
+        sign = -1 if self.task.higher else 1
+        found: list[dict[str, Any]] = []
+        for row in sorted(self.rows, key=lambda row: (row[cost][0], sign * row[self.task.quality][0])):
+            if not found or sign * row[self.task.quality][0] < sign * found[-1][self.task.quality][0]:
+                found.append(row)
+        return found
+
+    @property
+    def setting(self) -> str | None:
+        """What the recipe wants the score drawn against, such as factorized_embedding.rank, if any."""
+        return next((run.settings["axis"] for run in self.runs if run.settings.get("axis")), None)
+
+    def series(self) -> list[Series]:
+        """The rows by the other methods that they have and by the sections of the recipe that rows may change. Those whose value
+        is no number have no place among the points."""
+        if self.setting is None:
+            return []
+        name, setting = self.setting.split(".")
+        found: dict[str, Series] = {}
+        runs = {run.row: run for run in reversed(self.runs)}
+        for row in self.rows:
+            run = runs[row["row"]]
+            own: list[Any] = [method.get(setting) for method in run.methods if method["method"] == name]
+            others = [{**method, "seed": None} for method in run.methods if method["method"] != name]
+            alike = [others, *(run.settings.get(section) for section in OF_A_ROW)]
+            series = found.setdefault(json.dumps(alike, sort_keys=True), Series())
+            if not own:
+                series.without.append(row)
+            elif type(own[0]) in (int, float):
+                series.points.append((own[0], row))
+        for series in found.values():
+            series.points.sort(key=lambda point: point[0])
+        return [series for series in found.values() if series.points or series.without]
 
     def tested(self, base: str, row: str) -> Difference | None:
         return next((d for d in self.differences if (d.base, d.row) == (base, row)), None)

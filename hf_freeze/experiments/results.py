@@ -23,6 +23,14 @@ class Run:
     items: np.ndarray | None
 
     @property
+    def methods(self) -> list[dict[str, Any]]:
+        """Those of its model, what it started from included; where there is no model, those that the recipe added."""
+        config = run_folder(self.grid, self.record) / "model" / "config.json"
+        if config.exists():
+            return json.loads(config.read_text(encoding="utf-8"))["methods"]
+        return self.settings.get("methods", [])
+
+    @property
     def row(self) -> str:
         return self.record["row"]
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import transformers
 from torch import distributed
-from transformers import DataCollatorForSeq2Seq, EarlyStoppingCallback, Seq2SeqTrainingArguments, TrainerCallback
+from transformers import EarlyStoppingCallback, Seq2SeqTrainingArguments, TrainerCallback
 
 from hf_freeze import data as hf_data
 from hf_freeze import make_variant
@@ -22,27 +22,28 @@ from hf_freeze.experiments.environment import environment, peak_memory, write_wh
 from hf_freeze.experiments.grid import start_folder
 from hf_freeze.experiments.tasks import OwnTask, Report, Task, Trained, task_of
 from hf_freeze.registry import method_from_dict
-from hf_freeze.training import TokenBatchTrainer, VariantCallback, label_smoothed_loss, parameter_groups
+from hf_freeze.training import VariantCallback, label_smoothed_loss, parameter_groups
+from hf_freeze.variant import TASKS
 
 _ADAM: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-9}
 
 
-def backbone_config(settings: dict[str, Any], tokenizer: Any) -> transformers.PreTrainedConfig:
-    """The config of a fresh backbone whose vocabulary and special tokens are the tokenizer's."""
+def backbone_config(settings: dict[str, Any], tokenizer: Any, **fields: Any) -> transformers.PreTrainedConfig:
+    """The config of a fresh backbone whose vocabulary and special tokens are the tokenizer's. `fields`: what else is known."""
     vocabulary, pad, eos = len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id
     ids = {"vocab_size": vocabulary, "pad_token_id": pad, "eos_token_id": eos}
     if settings["model_type"] == "marian":
         ids |= {"decoder_vocab_size": vocabulary, "decoder_start_token_id": pad, "forced_eos_token_id": eos}
     else:
         ids |= {"bos_token_id": eos}
-    return transformers.AutoConfig.for_model(settings["model_type"], **ids, **settings["config"])
+    return transformers.AutoConfig.for_model(settings["model_type"], **ids, **fields, **settings["config"])
 
 
 def execute(
     run: dict[str, Any], folder: Path, report: Report = lambda _: None, *, resume_anyway: bool = False
 ) -> dict[str, Any]:
     """Train and test one row; writes model, metrics and log into `folder`, which may hold a killed run to resume. What the
-    run starts from is the finished run in its folder beside this one.
+    run starts from is the finished run in its folder beside this one, or in that of another grid.
 
     Under a launcher (torchrun, accelerate launch) every process calls it; the first one writes. Returns the record that goes
     to results.jsonl. Raises FloatingPointError where the loss is no number, and the checkpoint before it is kept; ValueError
@@ -92,7 +93,7 @@ def execute(
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
         "peak_memory_bytes": peak_memory(),
         "environment": environment(),
-    } | ({"start": run["start"]["row"]} if "start" in run else {})
+    } | ({"start": run["start"]["row"]} if "start" in run and "grid" not in run["start"] else {})
     if int(os.environ.get("RANK", "0")) == 0:
         np.save(folder / "items.npy", trained.outcome.items)
         write_whole(folder / "log.jsonl", "".join(json.dumps(entry) + "\n" for entry in trained.log))
@@ -111,11 +112,11 @@ def _execute_text(
     methods = [method_from_dict(method) for method in run["methods"]]
     if start is not None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(start / "model")
-        model = make_variant(start / "model", methods, task=task.head)
+        model = make_variant(_started(start / "model", task, splits, run["seed"]), methods)
     else:
-        vocabulary, kind = run["tokenizer"]["vocab_size"], run["tokenizer"].get("kind", "bpe")
+        vocabulary, kind = run["tokenizer"]["vocab_size"], run["tokenizer"].get("kind", task.tokenizer)
         tokenizer = hf_data.train_tokenizer(task.texts(splits["train"]), vocabulary, kind, eos=task.eos)
-        config = backbone_config(run["backbone"], tokenizer)
+        config = backbone_config(run["backbone"], tokenizer, **task.config(splits["train"]))
         tokenizer.model_max_length = config.max_position_embeddings
         init = run["backbone"].get("init", "backbone")
         model = make_variant(config, methods, task=task.head, init=init, seed=run["seed"])
@@ -126,12 +127,12 @@ def _execute_text(
     callbacks = [progress, VariantCallback()]
     if not model.finalizable:
         callbacks.append(EarlyStoppingCallback(run["training"].get("patience", 10)))
-    trainer = TokenBatchTrainer(
+    trainer = task.trainer(
         model=model,
         args=training_arguments(run, folder, best=not model.finalizable),
         train_dataset=encoded["train"],
         eval_dataset=encoded["dev"],
-        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+        data_collator=task.collator(tokenizer, model),
         processing_class=tokenizer,
         compute_loss_func=label_smoothed_loss(run["training"].get("label_smoothing", 0.0), shift=model.shifts_labels),
         max_tokens=run["training"]["max_tokens"],
@@ -158,7 +159,8 @@ def _execute_text(
     if trainer.is_world_process_zero():
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-    metrics = outcome.metrics | {"dev_loss": dev["eval_loss"], "dev_perplexity": dev["eval_perplexity"]}
+    on_dev = {name.replace("eval_", "dev_"): value for name, value in dev.items() if name.startswith("eval_")}
+    metrics = outcome.metrics | on_dev
     return Trained(
         model=model,
         outcome=replace(outcome, metrics=metrics),
@@ -170,6 +172,13 @@ def _execute_text(
         test_seconds=test_seconds,
         resumed=progress.resumed,
     )
+
+
+def _started(folder: Path, task: Task, splits: dict[str, Any], seed: int) -> Any:
+    """The model of a finished run, perhaps of another task: then with a head of this one, drawn from `seed`."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        return TASKS[task.head].from_pretrained(folder, **task.config(splits["train"]))
 
 
 def training_arguments(run: dict[str, Any], folder: Path, *, best: bool = True) -> Seq2SeqTrainingArguments:
@@ -279,5 +288,7 @@ class _Progress(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if self.ended:
             return
-        shown = {key: value for key, value in (logs or {}).items() if key in ("loss", "eval_perplexity")}
+        shown = {
+            key: value for key, value in (logs or {}).items() if key in ("loss", "eval_perplexity", "eval_accuracy")
+        }
         self.report({"step": state.global_step, "steps": state.max_steps, "epoch": state.epoch, **shown})

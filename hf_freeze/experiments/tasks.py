@@ -7,13 +7,10 @@ from typing import Any
 
 import datasets
 import numpy as np
+from transformers import DataCollatorForSeq2Seq
 
-TASKS = {  # name in a recipe -> module of this package that defines TASK, imported when it is used: they import much
-    "translation": "translation",
-    "language-modelling": "language_modelling",
-    "image-classification": "image_classification",
-}
-SPLITS = ("train", "dev", "test")
+from hf_freeze.experiments.recipe import SPLITS, TASKS
+from hf_freeze.training import TokenBatchTrainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +26,29 @@ class Outcome:
 class Task:
     """A task of a grid.
 
-    `head`: the task of `make_variant`. `eos`: where `</s>` stands (`train_tokenizer`). `load(data)` gives the splits as the
-    recipe's section says, `texts(split)` what the tokenizer is trained on, `encode(split, tokenizer, run)` the columns
-    `input_ids` and `labels`, `test(run, folder, trainer, tokenizer, split, encoded split)` the outcome.
+    `head`: the task of `make_variant`. `tokenizer`: its kind, where the recipe names none, and `eos`, where `</s>` stands
+    (`train_tokenizer`). `load(data)` gives the splits as the recipe's section says, `texts(split)` what the tokenizer is trained
+    on, `config(training split)` fields of the backbone's config that the data decide, `encode(split, tokenizer, run)` the
+    columns `input_ids` and `labels`, `collator(tokenizer, model)` what makes batches of them for the `trainer`,
+    `test(run, folder, trainer, tokenizer, split, encoded split)` the outcome.
     """
 
     head: str
-    eos: str
     load: Callable[[dict[str, Any]], dict[str, datasets.Dataset]]
     texts: Callable[[datasets.Dataset], list[str]]
     encode: Callable[..., datasets.Dataset]
     test: Callable[..., Outcome]
+    tokenizer: str = "bpe"
+    eos: str = "after"
+    trainer: type[TokenBatchTrainer] = TokenBatchTrainer
+    collator: Callable[[Any, Any], Any] = lambda tokenizer, model: DataCollatorForSeq2Seq(tokenizer, model=model)
+    config: Callable[[datasets.Dataset], dict[str, Any]] = lambda split: {}
+
+
+def scored(trainer: TokenBatchTrainer, encoded: datasets.Dataset) -> tuple[np.ndarray, dict[str, float]]:
+    """What `trainer.score` gives, and the metrics of it, whose names begin with "test_"."""
+    items = trainer.score(encoded).cpu().numpy()
+    return items, {f"test_{name}": value for name, value in trainer.metrics(items.sum(0).tolist()).items()}
 
 
 Report = Callable[[dict[str, Any]], None]  # receives {"step":, "steps":, "loss": ...} while the run goes on

@@ -39,6 +39,15 @@ def findings(report: "Report") -> list[tuple[str, str]]:
         listed = "; ".join(f"row {_named(row)}, {task.name} {quality(report, row)}" for row in cheapest)
         if len(cheapest) < len(rows):
             found.append((what, f"{amount}, {listed}."))
+    front = report.front("stored")
+    if 1 < len(front) < len(rows):
+        listed = "; ".join(f"row {_named(row)}, {quality(report, row)}" for row in front)
+        found.append(
+            (
+                f"Best at their size in {stored}",
+                f"{listed}. All other rows are no smaller and no better than one of these.",
+            )
+        )
     return found + _real(report)
 
 

@@ -1,6 +1,7 @@
 """The Seq2SeqTrainer with batches of equal token budget and a perplexity that is one."""
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ class TokenBatchTrainer(Seq2SeqTrainer):
     means of batches, and smooths), and its exponential.
     """
 
+    measured: tuple[str, str] = ("input_ids", "labels")  # columns whose lengths make batches, the last the token budget
+    scores: int = 2  # columns of `score`
+
     def __init__(self, *args: Any, max_tokens: int, **kwargs: Any) -> None:
         if kwargs.get("compute_metrics") is not None:
             raise ValueError("TokenBatchTrainer evaluates perplexity only; score translations with a pipeline")
@@ -36,55 +40,65 @@ class TokenBatchTrainer(Seq2SeqTrainer):
         return self.accelerator.prepare(loader)
 
     def _token_loader(self, dataset: Any, **kwargs: Any) -> DataLoader:
-        columns = [dataset[column] for column in ("input_ids", "labels")]
+        columns = [dataset[column] for column in self.measured]
         for sentences in columns:
             check_ids(sentences, self.accelerator.unwrap_model(self.model).config.vocab_size)
         sources, targets = ([len(ids) for ids in sentences] for sentences in columns)
+        sampler = TokenBatchSampler(sources, targets, self.max_tokens, **kwargs)
         return DataLoader(
             dataset,
-            batch_sampler=TokenBatchSampler(sources, targets, self.max_tokens, **kwargs),
-            collate_fn=self.data_collator,
+            batch_sampler=sampler,
+            collate_fn=self._collator(sampler),
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
         )
+
+    def _collator(self, sampler: TokenBatchSampler) -> Callable[[list[dict[str, Any]]], Any]:
+        """What makes a batch of the examples that `sampler` names."""
+        return self.data_collator
 
     @torch.no_grad()
     def score(self, dataset: Any) -> torch.Tensor:
         """(N, 2) float64: summed negative log-likelihood in nats, without label smoothing, and target tokens of every item.
 
-        Every process takes its share of the batches, and all get the whole.
+        Every process takes its share of the batches, and all get the whole. Other trainers here add columns.
         """
         model = self.accelerator.unwrap_model(self.model)
         was_training = model.training
         model.eval()
         loader = self._token_loader(dataset, shuffle=False)
-        items = torch.zeros(len(dataset), 2, dtype=torch.float64, device=self.args.device)
+        items = torch.zeros(len(dataset), self.scores, dtype=torch.float64, device=self.args.device)
         batches: Any = zip(loader.batch_sampler or (), loader, strict=True)
         for number, (indices, batch) in enumerate(batches):
             if number % self.args.world_size != self.args.process_index:
                 continue
             batch = self._prepare_inputs(dict(batch))
             labels = batch.pop("labels")
-            with self.compute_loss_context_manager():
-                logits = model(**batch).logits
-            logits, labels = aligned(logits, labels, shift=not model.config.is_encoder_decoder)
-            nll = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
-            items[indices, 0] = nll.view(labels.shape).sum(1).double()
-            items[indices, 1] = (labels != -100).sum(1).double()
+            items[indices] = self._score_batch(model, batch, labels).double()
         model.train(was_training)
         reduced: Any = self.accelerator.reduce(items)
         return reduced
+
+    def _score_batch(self, model: Any, batch: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
+        """(B, `scores`) of the examples of a batch."""
+        with self.compute_loss_context_manager():
+            logits = model(**batch).logits
+        logits, labels = aligned(logits, labels, shift=not model.config.is_encoder_decoder)
+        nll = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+        return torch.stack([nll.view(labels.shape).sum(1), (labels != -100).sum(1)], dim=1)
+
+    def metrics(self, sums: Sequence[float]) -> dict[str, float]:
+        """Of the columns of `score`, summed: "loss", and what else is worth a look."""
+        nll, tokens = sums[:2]
+        return {"loss": nll / tokens, "perplexity": math.exp(min(nll / tokens, 700))}
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval", **_: Any
     ) -> dict[str, float]:
         """{prefix_loss: nats a token, prefix_perplexity}."""
-        nll, tokens = self.score(self.eval_dataset if eval_dataset is None else eval_dataset).sum(0).tolist()
-        self._check_finite(nll, "the loss on the dev set")
-        metrics = {
-            f"{metric_key_prefix}_loss": nll / tokens,
-            f"{metric_key_prefix}_perplexity": math.exp(min(nll / tokens, 700)),
-        }
+        sums = self.score(self.eval_dataset if eval_dataset is None else eval_dataset).sum(0).tolist()
+        self._check_finite(sums[0], "the loss on the dev set")
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.metrics(sums).items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
