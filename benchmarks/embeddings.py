@@ -1,21 +1,29 @@
-"""Time and memory of factorised and trimmed embeddings and of shared layers, in a small Marian, against its dense table.
+"""Time and memory of factorised, adaptive and trimmed embeddings and of shared layers, in a small Marian, against dense tables.
 
     python benchmarks/embeddings.py --out embeddings.md    # about 6 minutes on one core
 
 Claims: the factorised output (d -> E -> V, E = d/4) is faster than the dense matrix from V = 16,000 on; a vocabulary trimmed to
-1/2 or 1/4 saves at least .85 of the removed share of the output's time; a decoding step with factorised embeddings, with shared
-layers or with both takes at most 1.05 of the dense model's. Each place where that does not hold is named.
+1/2 or 1/4 saves at least .85 of the removed share of the output's time; rows that DeFINE keeps are looked up in at most 1.05 of
+the time of a plain table's; a decoding step with factorised embeddings, DeFINE, shared layers or both takes at most 1.05 of the
+dense model's; a training step with an adaptive softmax is faster than with the full one from V = 32,000 on. Each place where
+that does not hold is named.
 
 Models: Marian with one tied table for source, target and output, 2 + 2 layers of width d (`--width`), FFN 4d, fp32, fresh
-weights, made by `make_variant`: FactorizedEmbedding of rank d/4 and d/8, VocabularyTrimming of the dense model to the first half
-and quarter of its ids (after a check that the kept logits are the same), LayerSharing of both stacks, with and without d/4.
+weights, made by `make_variant`: FactorizedEmbedding of rank d/4 and d/8, DeFINE (a table of d/4 columns, three layers of 4, 2
+and 1 groups, the last of width d; in eval mode its rows are kept), VocabularyTrimming of the dense model to the first half and
+quarter of its ids (after a check that the kept logits are the same), LayerSharing of both stacks, with and without d/4,
+AdaptiveEmbedding of the widths d, d/4 and d/16 below V/16, V/4 and V, its output an adaptive softmax.
 
-Works, in eval mode without gradients but for the last:
-- look-up: rows of 64 and 2048 random ids, projected where factorised; other ids in each of eight calls;
-- output: logits of 1 and 64 hidden states;
+Works, in eval mode without gradients but for the last two:
+- look-up: rows of 64 and 2048 random ids, projected where factorised; other ids in each of eight calls (DeFINE has made its rows
+  before);
+- output: logits of 1 and 64 hidden states; of the adaptive softmax, the log-probabilities of all tokens;
 - decoding step: of the whole model, batch 1 and 64: one token after 16 with cache (source of 16), greedy choice included;
 - training step: forward, label-smoothed loss and backward of 64 sentences of 16 source and 16 target tokens, with dropout,
-  without the optimiser.
+  without the optimiser;
+- loss by labels: the same with the labels given to the model and its own loss, cross-entropy without smoothing, which an adaptive
+  softmax computes from the parts that they need. Here the ids, and so the labels, follow Zipf's law, p(id) in proportion to 1/id;
+  everywhere else they are uniform, which for adaptive embeddings means that most rows are narrow.
 
 Time: row, dense, dense, row, each called for at least `--turn` ms; a ratio is the median of the rounds' ratios, with quartiles.
 "Dense again", a second model like the first, shows the noise (of a training step only up to V = 16,000: it takes long). A turn
@@ -45,21 +53,27 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_freeze import make_variant, methods, surgery
 from hf_freeze.experiments.run import choose_attention
+from hf_freeze.layers import DeFINEEmbedding
 from hf_freeze.training import label_smoothed_loss
 
 VOCABULARIES = (8_000, 16_000, 32_000, 64_000)
 LENGTH = 16
-NUMBERS = {"look-up": (64, 2048), "output": (1, 64), "decoding step": (1, 64), "training step": (64,)}
-QUICK = {"look-up": (2, 8), "output": (1, 4), "decoding step": (1, 4), "training step": (4,)}
-UNITS = {"look-up": "tokens", "output": "tokens", "decoding step": "batch", "training step": "batch"}
-BARS = {"output": 1.0, "saved": 0.85, "decoding": 1.05}
+NUMBERS = {"look-up": (64, 2048), "output": (1, 64), "decoding step": (1, 64), "training step": (64,),
+           "loss by labels": (64,)}  # fmt: skip
+QUICK = {"look-up": (2, 8), "output": (1, 4), "decoding step": (1, 4), "training step": (4,), "loss by labels": (4,)}
+UNITS = {"look-up": "tokens", "output": "tokens", "decoding step": "batch", "training step": "batch",
+         "loss by labels": "batch"}  # fmt: skip
+TRAINING = ("training step", "loss by labels")
+USUAL = ("look-up", "output", "decoding step", "training step")
+BARS = {"output": 1.0, "saved": 0.85, "kept": 1.05, "decoding": 1.05, "labels": 1.0}
 FROM = 16_000
+LABELS_FROM = 32_000
 
 
 @dataclass(frozen=True)
 class Row:
     methods: list[Any]
-    works: tuple[str, ...] = tuple(NUMBERS)
+    works: tuple[str, ...] = USUAL
     removed: float = 0.0
 
 
@@ -73,11 +87,15 @@ def rows(vocabulary: int, width: int) -> dict[str, Row]:
     """The noise comes first: its times are those of dense."""
     quarter, eighth = (methods.FactorizedEmbedding(rank=width // divisor) for divisor in (4, 8))
     half_kept, quarter_kept = (methods.VocabularyTrimming(keep=[*range(vocabulary // divisor)]) for divisor in (2, 4))
+    define = methods.DeFINE(map_dim=width // 4, depth=3, width=width, groups=4)
     shared = methods.LayerSharing()
+    adaptive = methods.AdaptiveEmbedding(cutoffs=[vocabulary // 16, vocabulary // 4])
     return {
-        "dense again": Row([], tuple(NUMBERS) if vocabulary <= FROM else tuple(NUMBERS)[:-1]),
+        "dense again": Row([], tuple(work for work in NUMBERS if vocabulary <= FROM or work not in TRAINING)),
         "E = d/4": Row([quarter]),
         "E = d/8": Row([eighth]),
+        "DeFINE": Row([define], ("look-up", "decoding step", "training step")),
+        "adaptive": Row([adaptive], (*USUAL[:-1], "loss by labels")),
         "1/2 of the ids": Row([half_kept], ("output", "decoding step"), removed=0.5),
         "1/4 of the ids": Row([quarter_kept], ("output", "decoding step"), removed=0.75),
         "layers shared": Row([shared], ("decoding step",)),
@@ -116,9 +134,13 @@ def random_ids(model: Any, *shape: int) -> torch.Tensor:
 
 def lookup(model: Any, tokens: int) -> Work:
     table = model.base_model.encoder.embed_tokens
-    rank, width = table.weight.shape[1], model.config.d_model
+    width = model.config.d_model
     batches = itertools.cycle([random_ids(model, tokens) for _ in range(8)])
-    projection = bytes_of(table) - 4 * table.weight.numel()
+    if isinstance(table, DeFINEEmbedding):
+        rank, projection = table.kept_table().shape[1], 0
+    else:
+        entries = sum(band.weight.numel() for band in getattr(table, "bands", [table]))
+        rank, projection = entries // model.config.vocab_size, bytes_of(table) - 4 * entries
     return Work(lambda: table(next(batches)), 4 * tokens * (rank + width) + projection)
 
 
@@ -158,7 +180,21 @@ def training_step(model: Any, batch: int) -> Work:
     return Work(step, 3 * bytes_of(model))
 
 
-MAKE = {"look-up": lookup, "output": output, "decoding step": decoding_step, "training step": training_step}
+def loss_by_labels(model: Any, batch: int) -> Work:
+    frequencies = 1 / torch.arange(2, model.config.vocab_size, device=_shared.DEVICE)
+    drawn = torch.multinomial(frequencies, 2 * batch * LENGTH, replacement=True) + 2
+    source, labels = drawn.view(2, batch, LENGTH)
+
+    def step() -> None:
+        model.zero_grad()
+        with torch.enable_grad():
+            model(input_ids=source, labels=labels).loss.backward()
+
+    return Work(step, 3 * bytes_of(model))
+
+
+MAKE = {"look-up": lookup, "output": output, "decoding step": decoding_step, "training step": training_step,
+        "loss by labels": loss_by_labels}  # fmt: skip
 
 
 class Bench:
@@ -197,7 +233,7 @@ class Bench:
             tables[name] = bytes_of(*tables_of(model)) / 1e6
             for work in row.works:
                 for each in (model, dense):
-                    each.train(work == "training step")
+                    each.train(work in TRAINING)
                 for number in self.options.numbers[work]:
                     one, other = MAKE[work](model, number), MAKE[work](dense, number)
                     pair, macs = self.turns(one, other, dense_seconds.get((work, number)))
@@ -226,8 +262,12 @@ class Bench:
             self.ratios["output"].append((ratio, where))
         if work == "output" and saved is not None:
             self.ratios["saved"].append((saved, where))
-        if work == "decoding step" and saved is None and name != "dense again":
+        if work == "look-up" and name == "DeFINE":
+            self.ratios["kept"].append((ratio, where))
+        if work == "decoding step" and saved is None and name not in ("dense again", "adaptive"):
             self.ratios["decoding"].append((ratio, where))
+        if work == "loss by labels" and name == "adaptive" and vocabulary >= LABELS_FROM:
+            self.ratios["labels"].append((ratio, where))
 
 
 def check_logits(trimmed: Any, dense: Any) -> None:
@@ -267,8 +307,12 @@ def main() -> None:
         + verdict(bench.ratios["output"], lambda ratio: ratio < BARS["output"]),
         f"- saved at least {BARS['saved']} of the removed share of the output: "
         + verdict(bench.ratios["saved"], lambda saved: saved >= BARS["saved"]),
-        f"- decoding step, factorised or shared, at most {BARS['decoding']} of dense: "
+        f"- look-up of rows that DeFINE keeps at most {BARS['kept']} of dense: "
+        + verdict(bench.ratios["kept"], lambda ratio: ratio <= BARS["kept"]),
+        f"- decoding step, factorised, DeFINE or shared, at most {BARS['decoding']} of dense: "
         + verdict(bench.ratios["decoding"], lambda ratio: ratio <= BARS["decoding"]),
+        f"- adaptive softmax, training step faster than full from V = {LABELS_FROM:,} on: "
+        + verdict(bench.ratios["labels"], lambda ratio: ratio < BARS["labels"]),
         f"- this machine: {bench.products / 1e9:.0f} billion multiply-adds a second, GB/s read: {rates}; "
         f"{torch.get_num_threads()} threads",
     ])  # fmt: skip

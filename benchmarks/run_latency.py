@@ -11,8 +11,9 @@ ratio is the median over rounds of row, row 0, row 0, row in one process, with q
 shows the noise.
 
 Decoding: `--sentences` sentences (of the test split that the runs were made with where that is the built-in corpus, or
-`--text`), greedy, with cache, exactly `--new-tokens` new tokens each, one sentence after the other and in batches of 64. So
-lengths do not differ between rows: what a row gains by shorter translations is not in it.
+`--text`), greedy, with cache, one sentence after the other and in batches of 64: exactly `--new-tokens` new tokens each, so that
+what a row gains by shorter translations is not in it; or, with `--until-end`, until the model ends its translation, which is what
+a user waits for. Rows with a vocabulary of their own, whose tokens are other pieces of text, can only be compared so.
 
 Training: forward, label-smoothed loss, backward and fused AdamW step on what is trainable, in training mode, on one batch of 64
 of these sentences with their targets (`--target`; without it, `--text` is its own).
@@ -29,7 +30,7 @@ from typing import Any
 
 import _shared
 import torch
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
 from hf_freeze import data
@@ -76,17 +77,19 @@ def load(folder: Path) -> Any:
     return model
 
 
-def decoder(model: Any, batches: list[Any], new_tokens: int) -> Callable[[], None]:
-    """A function that decodes all batches, each to the same length."""
+def decoder(model: Any, batches: list[Any], new_tokens: int | None) -> Callable[[], None]:
+    """A function that decodes all batches, each to the same length; None: until the model ends."""
     model.eval()
+    longest = max(batch["input_ids"].shape[1] for batch in batches)
+    limits = {"max_new_tokens": min(2 * longest + 10, model.config.max_position_embeddings - 1)}
+    if new_tokens is not None:
+        limits = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
 
     @torch.no_grad()
     def decode() -> None:
         for batch in batches:
-            made = model.generate(
-                **batch, num_beams=1, do_sample=False, min_new_tokens=new_tokens, max_new_tokens=new_tokens
-            )
-            if made.shape[1] != new_tokens + 1:
+            made = model.generate(**batch, num_beams=1, do_sample=False, **limits)
+            if new_tokens is not None and made.shape[1] != new_tokens + 1:
                 raise RuntimeError(f"{made.shape[1] - 1} new tokens instead of {new_tokens}")
 
     return decode
@@ -119,6 +122,7 @@ def main() -> None:
     parser.add_argument("--target", help="their translations")
     parser.add_argument("--sentences", type=int, default=BATCH)
     parser.add_argument("--new-tokens", type=int, default=20)
+    parser.add_argument("--until-end", action="store_true", help="decode until the model ends, instead of --new-tokens")
     parser.add_argument("--rounds", type=int, default=5, help="of four turns each; three times as many for short works")
     options = parser.parse_args()
     logging.set_verbosity_error()
@@ -132,34 +136,31 @@ def main() -> None:
     if options.rows:
         folders = {row: folder for row, folder in folders.items() if row in ("0", *options.rows)}
     sources, targets = read_text(options, folders["0"])
-    tokenizer = AutoTokenizer.from_pretrained(folders["0"] / "model")
-    sizes = {row: load(folder).config.vocab_size for row, folder in folders.items()}
-    if len(set(sizes.values())) > 1:
-        raise SystemExit(f"the rows have vocabularies of different sizes: {sizes}")
+    sizes = {row: AutoConfig.from_pretrained(folder / "model").vocab_size for row, folder in folders.items()}
+    if len(set(sizes.values())) > 1 and not options.until_end:
+        raise SystemExit(f"the rows have vocabularies of different sizes, {sizes}: compare them with --until-end")
+    new_tokens = None if options.until_end else options.new_tokens
 
-    def batches(size: int) -> list[Any]:
-        parts = [sources[start : start + size] for start in range(0, len(sources), size)]
-        return [
-            tokenizer(part, return_tensors="pt", padding=True, truncation=True).to(_shared.DEVICE) for part in parts
-        ]
+    def works_of(folder: Path) -> dict[str, Callable[[], None]]:
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
 
-    labels = tokenizer(targets[:BATCH], return_tensors="pt", padding=True, truncation=True).to(_shared.DEVICE)
-    labels = labels["input_ids"].masked_fill(labels["attention_mask"] == 0, -100)
-    singles, together = batches(1), batches(BATCH)
-    zero_decoding, zero_training = load(folders["0"]), load(folders["0"])
-    zero = {
-        "1": decoder(zero_decoding, singles, options.new_tokens),
-        "64": decoder(zero_decoding, together, options.new_tokens),
-        "step": stepper(zero_training, together[0], labels),
-    }
-    lines, worst = [], []
-    for row, folder in folders.items():
+        def encode(part: list[str]) -> Any:
+            return tokenizer(part, return_tensors="pt", padding=True, truncation=True).to(_shared.DEVICE)
+
+        together = [encode(sources[start : start + BATCH]) for start in range(0, len(sources), BATCH)]
+        labels = encode(targets[:BATCH])
+        labels = labels["input_ids"].masked_fill(labels["attention_mask"] == 0, -100)
         decoding, training = load(folder), load(folder)
-        works = {
-            "1": decoder(decoding, singles, options.new_tokens),
-            "64": decoder(decoding, together, options.new_tokens),
+        return {
+            "1": decoder(decoding, [encode([source]) for source in sources], new_tokens),
+            "64": decoder(decoding, together, new_tokens),
             "step": stepper(training, together[0], labels),
         }
+
+    zero = works_of(folders["0"])
+    lines, worst = [], []
+    for row, folder in folders.items():
+        works = works_of(folder)
         record = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
         cells = [f"{row}: {record['label']}", f"{record['parameters']['stored_bytes'] / 1e6:.2f}"]
         for name, work in works.items():
@@ -175,10 +176,10 @@ def main() -> None:
               "training step, ms", "to row 0"]  # fmt: skip
     missed = [f"{where} ({ratio:.2f})" for ratio, where in worst if ratio > BAR]
     verdict = f"missed: {', '.join(missed)}" if missed else "passed" if worst else "not measured: there is no other row"
+    length = "each to the end that the model sets" if new_tokens is None else f"{new_tokens} new tokens each"
     summary = (
-        f"decoding at most {BAR} of row 0: {verdict}; {len(sources)} sentences, {options.new_tokens} new tokens each, a step of "
-        f"{len(labels)} sentences ({together[0]['input_ids'].numel()} source and {labels.numel()} target positions); "
-        f"{torch.get_num_threads()} threads"
+        f"decoding at most {BAR} of row 0: {verdict}; {len(sources)} sentences, {length}, a step of {len(targets[:BATCH])} "
+        f"sentences; {torch.get_num_threads()} threads"
     )
     _shared.report(options, _shared.markdown(header, lines), summary)
 
