@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from hf_freeze.data import (
     TokenBatchSampler,
     builtin_corpus,
+    load_hub_labelled,
     load_hub_parallel,
     load_hub_text,
     read_documents,
@@ -248,6 +249,28 @@ def test_a_data_set_of_the_hub(tmp_path, own_cache, rows):
     assert load_hub_parallel(str(folder), "test", "en", "de").to_list() == [{"source": "dog", "target": "Hund"}]
     with pytest.raises(ValueError, match=r"repo \(train\) has no column 'tr'; choose from \['id', 'de', 'en'\]"):
         load_hub_parallel(str(folder), "train", "tr", "en")
+
+
+@pytest.mark.parametrize(
+    ("load", "column"),
+    [
+        (lambda *of, **name: load_hub_parallel(*of, "a", "b", **name), "source"),
+        (lambda *of, **name: load_hub_text(*of, "a", **name), "text"),
+        (lambda *of, **name: load_hub_labelled(*of, ["a"], "b", **name), "a"),
+    ],
+    ids=["parallel", "text", "labelled"],
+)
+def test_a_named_part_of_a_data_set_of_the_hub(load, column, tmp_path, own_cache):
+    parts = {"one": "first", "two": "second"}
+    for name, text in parts.items():
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "train.jsonl", json.dumps({"a": text, "b": "c"}) + "\n")
+    configs = [{"config_name": name, "data_files": f"{name}/*.jsonl"} for name in parts]
+    write(tmp_path / "README.md", f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    for name, text in parts.items():
+        assert load(str(tmp_path), "train", name=name)[column][:] == [text]
+    with pytest.raises(ValueError, match="one"):
+        load(str(tmp_path), "train")
 
 
 def test_multi30k_has_its_published_sizes():

@@ -117,7 +117,16 @@ def test_a_run_of_pairs_is_scored_as_its_model_answers(pairs, tmp_path):
     ("changes", "message"),
     [
         ({"presets/small/tokenizer/kind": "unigram"}, r"tokenizer\.kind='unigram' does not fit task 'sequence-cl"),
-        ({"data/columns": "sentence"}, r"data\.columns must be a list of one or two names of columns, not 'sentence'"),
+        (
+            {"data": {"train": ["t"], "dev": ["t"], "test": ["t"], "columns": "a"}},
+            r"data\.columns must be a list of one or two names of columns, not 'a'",
+        ),
+        (
+            {"data/unit": "lines"},
+            r"data\.unit is of the tasks \['language-modelling', 'masked-lm'\], not of 'sequence-c",
+        ),
+        ({"data/label": "tense"}, r"data\.label is of data of the form \['files', 'hub'\], not 'builtin'"),
+        ({"data/name": "sst2"}, r"data\.name is of data of the form \['hub'\], not 'builtin'"),
         ({"start": "there"}, "has both 'start' and 'backbone': it takes the backbone of the grid there"),
         ({"start": 3}, "start must be a str, not 3"),
         ({"presets/small/backbone": ...}, "'backbone' is missing"),

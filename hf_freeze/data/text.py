@@ -113,14 +113,14 @@ def load_hub_text(repo_id: str, split: str, column: str = "text", name: str | No
 
 
 def load_hub_labelled(
-    repo_id: str, split: str, text: Sequence[str] = ("sentence",), label: str = "label"
+    repo_id: str, split: str, text: Sequence[str] = ("sentence",), label: str = "label", name: str | None = None
 ) -> datasets.Dataset:
     """The columns named in `text` and `label`, as of `read_jsonl`, from a data set of the Hub (or a local directory or file that
     `datasets` knows).
 
     Raises ValueError for a column that is not there, with the choices.
     """
-    data: Any = datasets.load_dataset(repo_id, split=split)
+    data: Any = datasets.load_dataset(repo_id, name, split=split)
     for column in (*text, label):
         if column not in data.column_names:
             raise ValueError(f"{repo_id} ({split}) has no column {column!r}; choose from {data.column_names}")

@@ -21,8 +21,8 @@ def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
         corpus = hf_data.builtin_corpus(**settings["builtin"])
         return take({str(name): _texts(split["target"]) for name, split in corpus.items()}, settings)
     if form == "hub":
-        column = settings.get("column", "text")
-        return read_splits(settings, lambda split: hf_data.load_hub_text(settings["hub"], split, column))
+        column = {"column": settings.get("column", "text"), "name": settings.get("name")}
+        return read_splits(settings, lambda split: hf_data.load_hub_text(settings["hub"], split, **column))
     root, read = Path(settings.get("root", ".")), _READERS[settings.get("unit", "lines")]
     return read_splits(settings, lambda files: _texts(text for file in files for text in read(root / file)))
 

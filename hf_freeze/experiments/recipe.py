@@ -65,6 +65,7 @@ _SECTIONS = {
         "dev",
         "test",
         "hub",
+        "name",
         "source",
         "target",
         "column",
@@ -360,8 +361,25 @@ def _check_start(name: str, rows: dict[str, Any], path: Any) -> None:
         way.append(start)
 
 
+_TEXTS = {"language-modelling", "masked-lm"}
+# Fields of `data` that mean something to some tasks and forms only. (`source` and `target` may lie unused in a recipe whose data
+# of the Hub is replaced by the user's files.)
+_DATA_OF: dict[str, tuple[set[str], set[str]]] = {
+    "name": (set(_LANGUAGES), {"hub"}),
+    "column": (_TEXTS, {"hub"}),
+    "unit": (_TEXTS, {"files"}),
+    "columns": ({"sequence-classification"}, {"hub", "files"}),
+    "label": ({"sequence-classification"}, {"hub", "files"}),
+}
+
+
 def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
     form, parallel, files = data_form(data), task == "translation", _LANGUAGES[task].files
+    for field, (tasks, forms) in _DATA_OF.items():
+        if field in data and task not in tasks:
+            raise ValueError(f"{path}: data.{field} is of the tasks {sorted(tasks)}, not of {task!r}")
+        if field in data and form is not None and form not in forms:
+            raise ValueError(f"{path}: data.{field} is of data of the form {sorted(forms)}, not {form!r}")
     without_dev = "holdout" in data or (task == "image-classification" and "dev" not in data)
     splits = [split for split in SPLITS if split != "dev" or not without_dev]
     needed = {"builtin": [], "hub": [*(["source", "target"] if parallel else []), *splits]}.get(form or "", splits)

@@ -27,7 +27,7 @@ def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
 
     def read(named: Any) -> datasets.Dataset:
         if form == "hub":
-            found = hf_data.load_hub_labelled(settings["hub"], named, columns, label)
+            found = hf_data.load_hub_labelled(settings["hub"], named, columns, label, settings.get("name"))
         else:
             found = datasets.concatenate_datasets([hf_data.read_jsonl(root / file, columns, label) for file in named])
         return found.rename_columns({**dict(zip(columns, ("sentence", "second"), strict=False)), label: "label"})

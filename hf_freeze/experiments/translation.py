@@ -21,7 +21,7 @@ def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
         corpus = hf_data.builtin_corpus(**settings["builtin"])
         return take({str(name): split for name, split in corpus.items()}, settings)
     if form == "hub":
-        columns = {"source": settings["source"], "target": settings["target"]}
+        columns = {"source": settings["source"], "target": settings["target"], "name": settings.get("name")}
         return read_splits(settings, lambda split: hf_data.load_hub_parallel(settings["hub"], split, **columns))
     root = Path(settings.get("root", "."))
     return read_splits(settings, lambda files: hf_data.read_parallel(*(root / file for file in files)))

@@ -28,6 +28,10 @@ parser.add_argument("--out", default="runs/train-ffn")
 
 def main() -> None:
     options = parser.parse_args()
+    if len({bool(options.source), bool(options.target), bool(options.dev_source), bool(options.dev_target)}) > 1:
+        parser.error(
+            "--source, --target, --dev-source and --dev-target go together: all four files, or the built-in corpus"
+        )
     train, dev, _ = builtin_corpus().values()
     if options.source:
         train = read_parallel(options.source, options.target)

@@ -28,6 +28,10 @@ parser.add_argument("--out", default="runs/train")
 
 def main() -> None:
     options = parser.parse_args()
+    if len({bool(options.source), bool(options.target), bool(options.dev_source), bool(options.dev_target)}) > 1:
+        parser.error(
+            "--source, --target, --dev-source and --dev-target go together: all four files, or the built-in corpus"
+        )
     if options.source:
         train = read_parallel(options.source, options.target)
         dev = read_parallel(options.dev_source, options.dev_target)

@@ -39,6 +39,8 @@ parser.add_argument("--out", default="runs/train-small")
 
 def main() -> None:
     options = parser.parse_args()
+    if bool(options.source) != bool(options.target):
+        parser.error("--source and --target go together: both files, or the built-in corpus")
     train = read_parallel(options.source, options.target) if options.source else builtin_corpus()["train"]
     tokenizer = AutoTokenizer.from_pretrained(options.start)
     dense = AutoModelForSeq2SeqLM.from_pretrained(options.start)
