@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_freeze.architectures.base import Architecture, full_name
-from hf_freeze.layers.derived import linear_like
+from hf_freeze.architectures.base import Architecture, Attention, full_name
+from hf_freeze.layers.derived import features, linear_like
+from hf_freeze.layers.no_attention import NoAttention, NoHeads
 
 LINEAR_COMPONENTS = ("ffn", "attention")
 DENSE = (nn.Linear, Conv1D)
@@ -175,7 +176,10 @@ def output_bias(model: Any, architecture: Architecture) -> tuple[Any, str, torch
 
 def dense_module(model: Any, name: str, method: str) -> Any:
     """The linear `name`, to be replaced. Raises ValueError where a method has replaced it before."""
-    module = model.base_model.get_submodule(name)
+    try:
+        module = model.base_model.get_submodule(name)
+    except AttributeError:
+        raise ValueError(f"method {method!r}: {name!r} is gone with all its heads; leave that layer out by layers=") from None
     if type(module) not in DENSE:
         raise ValueError(
             f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made; leave it out by "
@@ -234,3 +238,99 @@ def neuron_magnitudes(model: Any, linears: Sequence[str]) -> torch.Tensor:
     neuron's input weights (of all linears before the last) and of its output weights."""
     *before, after = (effective_weight(module) for _, module in modules(model, linears))
     return torch.stack([weight.float().norm(dim=1) for weight in before]).prod(0) * after.float().norm(dim=0)
+
+
+def count_heads(model: Any, attention: Attention, method: str) -> int:
+    """The heads that `attention` (with names below the base model) has. Raises ValueError where a method has replaced one of its
+    linears before."""
+    linears = {name: dense_module(model, name, method) for name in attention.linears}
+    outputs = features(linears[attention.q])[1] // attention.linears[attention.q]
+    return outputs // attention.head_size(model.config)
+
+
+def _features_of_heads(config: Any, attention: Attention, name: str, kept: Sequence[int], heads: int) -> list[int]:
+    """Places of the heads `kept`, of so many, along the inputs of the output projection or the outputs of another linear."""
+    size, group = attention.head_size(config), attention.group_size(config)
+    if name not in (attention.q, attention.o):
+        kept, heads = [head // group for head in kept[::group]], heads // group
+    return [
+        (part * heads + head) * size + place
+        for part in range(attention.linears[name])
+        for head in kept
+        for place in range(size)
+    ]
+
+
+def take_heads(model: Any, attention: Attention, count: int, heads: int) -> None:
+    """Give `attention`, which has so many `heads`, the shape of one with `count` heads."""
+    module = model.base_model.get_submodule(attention.module)
+    linears = dict(modules(model, attention.linears))
+    if not count:
+        within = f"{attention.module}."
+        inside = attention.o.startswith(within)
+        removed = {name: copy.deepcopy(linear).to("meta") for name, linear in linears.items()}
+        made = NoAttention(module, removed, attention.o.removeprefix(within) if inside else None)
+        replace(model, attention.module, made)
+        left = NoHeads(linears[attention.o], features(linears[attention.o])[1])
+        if inside:
+            made.add_module(attention.o.removeprefix(within), left)
+        else:
+            replace(model, attention.o, left)
+        return
+    for name, linear in linears.items():
+        features_kept = len(_features_of_heads(model.config, attention, name, range(count), heads))
+        replace(model, name, select_features(linear, features_kept, outputs=name != attention.o))
+    for field in ("num_heads", "num_attention_heads"):
+        if field in vars(module):
+            setattr(module, field, count)
+    for field in ("all_head_size", "split_size"):
+        if field in vars(module):
+            setattr(module, field, count * attention.head_size(model.config))
+
+
+@torch.no_grad()
+def copy_heads(old: Any, new: Any, attention: Attention, kept: Sequence[int], heads: int) -> None:
+    """Fill the attention of `new`, which has as many heads as `kept` says, with these of the so many of `old`."""
+    for name, linear in modules(old, attention.linears):
+        outputs = name != attention.o
+        if kept:
+            index = _features_of_heads(old.config, attention, name, kept, heads)
+            new.base_model.get_submodule(name).load_state_dict(select_features(linear, index, outputs=outputs).state_dict())
+        elif not outputs and linear.bias is not None:
+            new.base_model.get_submodule(name).bias.copy_(linear.bias)
+
+
+@torch.no_grad()
+def pad_heads(model: Any, attention: Attention) -> None:
+    """Give `attention` all the heads that its config names: those that it lacks come last and are zero."""
+    module = model.base_model.get_submodule(attention.module)
+    gone, heads = isinstance(module, NoAttention), getattr(model.config, attention.heads)
+    count = 0 if gone else count_heads(model, attention, "head_pruning")
+    for name in attention.linears:
+        outputs = name != attention.o
+        wanted = _features_of_heads(model.config, attention, name, range(heads), heads)
+        index = torch.tensor(_features_of_heads(model.config, attention, name, range(count), heads), dtype=torch.long)
+        old = module.removed[name] if gone else model.base_model.get_submodule(name)
+        made = linear_like(old, **{"outputs" if outputs else "inputs": len(wanted)}, device=model.device)
+        made.weight.zero_()
+        if made.bias is not None:
+            made.bias.zero_()
+        if count:
+            axis = int(outputs) if isinstance(made, Conv1D) else int(not outputs)
+            made.weight.index_copy_(axis, index.to(model.device), old.weight)
+        if made.bias is not None and not outputs:
+            made.bias.copy_(model.base_model.get_submodule(name).bias)
+        elif made.bias is not None and count:
+            made.bias.index_copy_(0, index.to(model.device), old.bias)
+        path, _, leaf = name.rpartition(".")
+        model.base_model.get_submodule(path).add_module(leaf, made)
+
+
+@torch.no_grad()
+def head_magnitudes(model: Any, attention: Attention, heads: int) -> torch.Tensor:
+    """fp32 (heads,): the product of the norms of each head's value weights and of its output weights."""
+    size, group = attention.head_size(model.config), attention.group_size(model.config)
+    value, output = (effective_weight(model.base_model.get_submodule(name)).float() for name in (attention.v, attention.o))
+    value = value[-heads // group * size :]  # the last part, where queries, keys and values are one
+    values = value.unflatten(0, (-1, size)).flatten(1).norm(dim=1).repeat_interleave(group)
+    return values * output.unflatten(1, (-1, size)).transpose(0, 1).flatten(1).norm(dim=1)

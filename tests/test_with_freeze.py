@@ -61,11 +61,20 @@ def depths(architecture):
     return {stack.depth for stack in architecture.stacks.values()}
 
 
+def left_alone(method, architecture):
+    """Attention, or the FFNs where the method changes the attentions: what has the shapes of the backbone, where it is at all."""
+    backbone = {name: p.shape for name, p in canonical_parameters(native(case_of(architecture)))}
+    model = build(case_of(architecture, method))
+    here = parameters_of(model, "attention")
+    return "attention" if all(model.get_parameter(name).shape == backbone.get(name) for name in here) else "ffn"
+
+
 @every_cell
 @orders
 def test_what_the_method_leaves_alone_may_be_random(method, architecture, order, tmp_path):
-    """Attention from a seed and the table frozen, the method on the rest: reloads bit-equal, and nothing seeded is stored."""
-    freeze = Freeze(attention="random", embeddings="frozen", seed=11)
+    """A component from a seed and the table frozen, the method on the rest: reloads bit-equal, and nothing seeded is stored."""
+    component = left_alone(method, architecture)
+    freeze = Freeze(**{component: "random"}, embeddings="frozen", seed=11)
     case = case_of(architecture, *[method, freeze][::order])
     if order == -1 and method.config_changes(architecture, native(case).config).keys() & depths(architecture):
         with pytest.raises(ValueError, match=f"after 'freeze'.* put {type(method).__name__} first"):
@@ -73,12 +82,12 @@ def test_what_the_method_leaves_alone_may_be_random(method, architecture, order,
         return
     model = build(case)
     matrices = [
-        name for name in parameters_of(model, "attention") if not trainability(model)[name] and name.endswith("weight")
+        name for name in parameters_of(model, component) if not trainability(model)[name] and name.endswith("weight")
     ]
     assert set(matrices) <= seeded_names(model)
-    assert not any(trainability(model)[name] for name in parameters_of(model, "attention", "embeddings"))
+    assert not any(trainability(model)[name] for name in parameters_of(model, component, "embeddings"))
     alone = build(case_of(architecture, freeze))
-    if not method.is_seeded("attention"):
+    if not method.is_seeded(component):
         left = {name for name, _ in canonical_parameters(model)}  # layers may be gone, or one with others
         expected = {name: definition for name, definition in alone.seeded_tensors.items() if name in left}
         assert expected

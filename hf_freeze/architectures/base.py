@@ -7,7 +7,7 @@ serves every task class. `{}` stands for the layer number.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import cached_property
 from typing import Any
@@ -27,18 +27,37 @@ _LARGEST_MODEL = (
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """One attention block of a layer: its projections, below the layer. Of a fused one, q, k and v have the same name; it
-    holds them side by side along its outputs."""
+    """One attention block of a layer: its projections, below the layer, and the config fields of its numbers of heads. Of a
+    fused one, q, k and v have the same name; it holds them side by side along its outputs."""
 
     q: str
     k: str
     v: str
     o: str
+    heads: str
+    groups: str | None = None  # that of its heads of keys and values, where several queries share one
 
     @property
     def linears(self) -> dict[str, int]:
         """Module name -> number of projections that it holds: 3 where q, k and v are fused."""
         return dict(Counter((self.q, self.k, self.v, self.o)))
+
+    @property
+    def module(self) -> str:
+        """The module that computes the heads."""
+        return self.q.rpartition(".")[0]
+
+    def head_size(self, config: Any) -> int:
+        """Numbers in a query, key or value of one head."""
+        return getattr(config, "head_dim", None) or config.hidden_size // getattr(config, self.heads)
+
+    def group_size(self, config: Any) -> int:
+        """Queries that share a head of keys and values."""
+        return getattr(config, self.heads) // getattr(config, self.groups) if self.groups else 1
+
+    def within(self, layer: str) -> "Attention":
+        """The same with names below the base model."""
+        return replace(self, **{name: f"{layer}.{getattr(self, name)}" for name in ("q", "k", "v", "o")})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +170,15 @@ class Architecture:
             f"{name}.{layer}.ffn": [f"{stack.layers.format(layer)}.{linear}" for linear in stack.ffn]
             for name, stack in self.stacks.items()
             for layer in range(getattr(config, stack.depth))
+        }
+
+    def attentions(self, config: Any) -> dict[str, Attention]:
+        """Attention, such as "encoder.0.self" -> its projections, by their names below the base model."""
+        return {
+            f"{name}.{layer}.{kind}": attention.within(stack.layers.format(layer))
+            for name, stack in self.stacks.items()
+            for layer in range(getattr(config, stack.depth))
+            for kind, attention in stack.attentions.items()
         }
 
     def layer_of(self, name: str) -> tuple[str, int] | None:

@@ -37,6 +37,7 @@ BERT = register_architecture(
                         k="attention.self.key",
                         v="attention.self.value",
                         o="attention.output.dense",
+                        heads="num_attention_heads",
                     )
                 },
                 ffn=("intermediate.dense", "output.dense"),

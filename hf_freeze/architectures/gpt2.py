@@ -11,7 +11,11 @@ GPT2 = register_architecture(
             "decoder": Stack(
                 layers="h.{}",
                 depth="n_layer",
-                attentions={"self": Attention(q="attn.c_attn", k="attn.c_attn", v="attn.c_attn", o="attn.c_proj")},
+                attentions={
+                    "self": Attention(
+                        q="attn.c_attn", k="attn.c_attn", v="attn.c_attn", o="attn.c_proj", heads="n_head"
+                    )
+                },
                 ffn=("mlp.c_fc", "mlp.c_proj"),
                 width="n_inner",
             )

@@ -13,7 +13,12 @@ LLAMA = register_architecture(
                 depth="num_hidden_layers",
                 attentions={
                     "self": Attention(
-                        q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj"
+                        q="self_attn.q_proj",
+                        k="self_attn.k_proj",
+                        v="self_attn.v_proj",
+                        o="self_attn.o_proj",
+                        heads="num_attention_heads",
+                        groups="num_key_value_heads",
                     )
                 },
                 ffn=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),

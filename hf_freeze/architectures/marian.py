@@ -6,8 +6,9 @@ from hf_freeze.architectures.base import Architecture, Attention, Stack
 from hf_freeze.registry import register_architecture
 
 
-def _attention(name: str) -> Attention:
-    return Attention(q=f"{name}.q_proj", k=f"{name}.k_proj", v=f"{name}.v_proj", o=f"{name}.out_proj")
+def _attention(name: str, stack: str) -> Attention:
+    names = {"q": f"{name}.q_proj", "k": f"{name}.k_proj", "v": f"{name}.v_proj", "o": f"{name}.out_proj"}
+    return Attention(**names, heads=f"{stack}_attention_heads")
 
 
 def _inputs(task: str) -> dict[str, torch.Tensor]:
@@ -31,14 +32,17 @@ MARIAN = register_architecture(
             "encoder": Stack(
                 layers="encoder.layers.{}",
                 depth="encoder_layers",
-                attentions={"self": _attention("self_attn")},
+                attentions={"self": _attention("self_attn", "encoder")},
                 ffn=("fc1", "fc2"),
                 width="encoder_ffn_dim",
             ),
             "decoder": Stack(
                 layers="decoder.layers.{}",
                 depth="decoder_layers",
-                attentions={"self": _attention("self_attn"), "cross": _attention("encoder_attn")},
+                attentions={
+                    "self": _attention("self_attn", "decoder"),
+                    "cross": _attention("encoder_attn", "decoder"),
+                },
                 ffn=("fc1", "fc2"),
                 width="decoder_ffn_dim",
             ),

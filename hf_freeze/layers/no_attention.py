@@ -1,0 +1,52 @@
+"""What takes the place of an attention that has lost all its heads: the bias of its output projection, and no computation."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import EncoderDecoderCache
+
+
+class NoHeads(nn.Module):
+    """Takes the place of an output projection without inputs: y = b, or 0 where it has no bias."""
+
+    def __init__(self, linear: Any, outputs: int) -> None:
+        super().__init__()
+        self.out_features = outputs
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", None if linear.bias is None else nn.Parameter(torch.zeros_like(linear.bias)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., any) -> (..., O)"""
+        shape = (*x.shape[:-1], self.out_features)
+        return x.new_zeros(shape) if self.bias is None else self.bias.to(x.dtype).expand(shape)
+
+    def extra_repr(self) -> str:
+        return f"out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class NoAttention(nn.Module):
+    """Takes the place of the module that computes the heads, which may hold the output projection too.
+
+    `removed`: name -> linear on meta, of the projections that are gone, for `merge()`. A cache learns from it how many tokens
+    there were, as it does from the first layer: one number a token.
+    """
+
+    def __init__(self, attention: nn.Module, removed: dict[str, nn.Module], output: str | None) -> None:
+        super().__init__()
+        self.layer_idx = getattr(attention, "layer_idx", None)
+        self.removed = removed
+        self.output = output  # the name of the output projection, where it lies within
+
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        """(..., tokens, H) -> (..., tokens, O), or (..., tokens, 0) where the output projection lies outside; no attentions."""
+        if past_key_values is not None and kwargs.get("key_value_states") is None:
+            encoder_decoder = isinstance(past_key_values, EncoderDecoderCache)
+            cache = past_key_values.self_attention_cache if encoder_decoder else past_key_values
+            token = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
+            cache.update(token, token, self.layer_idx)
+        if self.output is None:
+            return hidden_states[..., :0], None
+        return self.get_submodule(self.output)(hidden_states), None

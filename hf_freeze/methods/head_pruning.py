@@ -1,0 +1,124 @@
+"""Remove attention heads: rows of the matrices of queries, keys and values, columns of that of the output."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_freeze import surgery
+from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
+from hf_freeze.methods._linear import check_share
+from hf_freeze.registry import Method, methods_before, register_method
+
+if TYPE_CHECKING:
+    from hf_freeze.variant import VariantMixin
+
+
+@register_method("head_pruning", example={"share": 0.5}, shrinks=True)
+@dataclass(frozen=True, kw_only=True)
+class HeadPruning(Method):
+    """Remove the heads that `heads` names, such as `{"encoder.0.self": [1, 3]}` (`analysis.select_heads`), as Michel et al.
+    (2019, https://arxiv.org/abs/1905.10650) do. Or keep `share` of the heads of each attention, at least one, in `layers` (None:
+    all): those of the largest magnitude, the product of the norms of a head's value weights and of its output weights.
+
+    An attention may lose all its heads: what is left of it is the bias of its output, and it computes nothing. Where several
+    heads share keys and values, they go together. Methods after it use the new numbers. `merge()` gives a native model, in
+    which the heads are zero.
+
+    Raises ValueError for an unknown attention or head, a share outside 0..1, a part of a group of heads, an attention that
+    another method has changed, or that an earlier Freeze has made random: its weights are not stored.
+    """
+
+    heads: dict[str, list[int]] | None = None
+    share: float | None = None
+    layers: dict[str, list[int]] | None = None
+
+    def __post_init__(self) -> None:
+        check_layers_type(self.layers)
+        if (self.heads is None) == (self.share is None):
+            raise ValueError(f"HeadPruning(heads={self.heads!r}, share={self.share!r}): give one of them")
+        if self.share is not None:
+            check_share(self.share, "HeadPruning: share")
+            return
+        if self.layers is not None:
+            raise ValueError("HeadPruning(heads=..., layers=...): heads names the attentions itself")
+        if not isinstance(self.heads, dict) or not self.heads:
+            raise ValueError(f"HeadPruning(heads={self.heads!r}): must be a dict such as {{'encoder.0.self': [1, 3]}}")
+        for name, heads in self.heads.items():
+            listed = isinstance(heads, list) and heads and all(type(head) is int and head >= 0 for head in heads)
+            if not listed or heads != sorted(set(heads)):
+                raise ValueError(
+                    f"HeadPruning(heads={{{name!r}: {heads!r}}}): must be a list of different heads, in ascending order"
+                )
+
+    def validate(self, architecture: Architecture, config: Any) -> None:
+        architecture.check_layers(self.layers, config)
+        attentions = architecture.attentions(config)
+        for name in self.heads or ():
+            if name not in attentions:
+                raise ValueError(
+                    f"HeadPruning: no attention {name!r} in {architecture.model_type}; choose from {list(attentions)}"
+                )
+        if not self._attentions(architecture, config):
+            raise ValueError(f"HeadPruning(layers={self.layers!r}) names no layer: leave it out for all")
+        for method in methods_before(self, config):
+            if method.is_seeded("attention"):
+                raise ValueError(
+                    f"HeadPruning after {method.name!r} with a random attention: what a seed regenerates is not stored, so its "
+                    "heads cannot be picked; put HeadPruning first, or merge() before"
+                )
+
+    @property
+    def names_layers(self) -> bool:
+        return super().names_layers or self.heads is not None
+
+    def _attentions(self, architecture: Architecture, config: Any) -> dict[str, Attention]:
+        """Of those that it changes."""
+        found = architecture.attentions(config)
+        if self.heads is not None:
+            return {name: found[name] for name in self.heads}
+        return {
+            name: attention
+            for name, attention in found.items()
+            if self.layers is None or int(name.split(".")[1]) in self.layers.get(name.split(".")[0], ())
+        }
+
+    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+        for name, attention in self._attentions(architecture, model.config).items():
+            heads = surgery.count_heads(model, attention, self.name)
+            group = attention.group_size(model.config)
+            if self.heads is None:
+                count = self._count(heads, group)
+            else:
+                self._check(name, heads, group)
+                count = heads - len(self.heads[name])
+            surgery.take_heads(model, attention, count, heads)
+
+    def _count(self, heads: int, group: int) -> int:
+        """Heads that `share` leaves."""
+        return max(round(self.share * heads / group), 1) * group  # type: ignore[operator]
+
+    def _check(self, name: str, heads: int, group: int) -> None:
+        removed = self.heads[name]  # type: ignore[index]
+        if removed[-1] >= heads:
+            raise ValueError(f"HeadPruning: head {removed[-1]} of {name!r}: must be in 0..{heads - 1}")
+        groups = {head // group for head in removed}
+        if len(removed) < len(groups) * group:
+            whole = [list(range(number * group, (number + 1) * group)) for number in sorted(groups)]
+            raise ValueError(
+                f"HeadPruning(heads={{{name!r}: {removed!r}}}): heads that share keys and values go together: {whole}"
+            )
+
+    def convert(self, old: Any, new: "VariantMixin") -> None:
+        for name, attention in self._attentions(new.architecture, new.config).items():
+            heads = surgery.count_heads(old, attention, self.name)
+            if self.heads is None:
+                group = attention.group_size(new.config)
+                score = surgery.head_magnitudes(old, attention, heads).view(-1, group).sum(1)
+                groups = score.argsort(descending=True, stable=True)[: self._count(heads, group) // group]
+                kept = [number * group + head for number in groups.sort().values.tolist() for head in range(group)]
+            else:
+                kept = [head for head in range(heads) if head not in self.heads[name]]
+            surgery.copy_heads(old, new, attention, kept, heads)
+
+    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+        for attention in self._attentions(architecture, model.config).values():
+            surgery.pad_heads(model, attention)
