@@ -179,7 +179,9 @@ def dense_module(model: Any, name: str, method: str) -> Any:
     try:
         module = model.base_model.get_submodule(name)
     except AttributeError:
-        raise ValueError(f"method {method!r}: {name!r} is gone with all its heads; leave that layer out by layers=") from None
+        raise ValueError(
+            f"method {method!r}: {name!r} is gone with all its heads; leave that layer out by layers="
+        ) from None
     if type(module) not in DENSE:
         raise ValueError(
             f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made; leave it out by "
@@ -295,7 +297,9 @@ def copy_heads(old: Any, new: Any, attention: Attention, kept: Sequence[int], he
         outputs = name != attention.o
         if kept:
             index = _features_of_heads(old.config, attention, name, kept, heads)
-            new.base_model.get_submodule(name).load_state_dict(select_features(linear, index, outputs=outputs).state_dict())
+            new.base_model.get_submodule(name).load_state_dict(
+                select_features(linear, index, outputs=outputs).state_dict()
+            )
         elif not outputs and linear.bias is not None:
             new.base_model.get_submodule(name).bias.copy_(linear.bias)
 
@@ -311,7 +315,7 @@ def pad_heads(model: Any, attention: Attention) -> None:
         wanted = _features_of_heads(model.config, attention, name, range(heads), heads)
         index = torch.tensor(_features_of_heads(model.config, attention, name, range(count), heads), dtype=torch.long)
         old = module.removed[name] if gone else model.base_model.get_submodule(name)
-        made = linear_like(old, **{"outputs" if outputs else "inputs": len(wanted)}, device=model.device)
+        made = linear_like(old, *((None, len(wanted)) if outputs else (len(wanted), None)), device=model.device)
         made.weight.zero_()
         if made.bias is not None:
             made.bias.zero_()
@@ -330,7 +334,9 @@ def pad_heads(model: Any, attention: Attention) -> None:
 def head_magnitudes(model: Any, attention: Attention, heads: int) -> torch.Tensor:
     """fp32 (heads,): the product of the norms of each head's value weights and of its output weights."""
     size, group = attention.head_size(model.config), attention.group_size(model.config)
-    value, output = (effective_weight(model.base_model.get_submodule(name)).float() for name in (attention.v, attention.o))
+    value, output = (
+        effective_weight(model.base_model.get_submodule(name)).float() for name in (attention.v, attention.o)
+    )
     value = value[-heads // group * size :]  # the last part, where queries, keys and values are one
     values = value.unflatten(0, (-1, size)).flatten(1).norm(dim=1).repeat_interleave(group)
     return values * output.unflatten(1, (-1, size)).transpose(0, 1).flatten(1).norm(dim=1)

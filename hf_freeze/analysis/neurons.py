@@ -4,16 +4,20 @@ Shapes: B batch, T tokens, F neurons of an FFN. A neuron is a column of the inpu
 activation (and the gate, where there is one).
 """
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_freeze import methods, surgery
-from hf_freeze.analysis._shared import check_model, track
+from hf_freeze.analysis._shared import (
+    batches_on,
+    check_model,
+    in_eval_mode,
+    inputs_and_gradients,
+    inputs_seen,
+    token_mask,
+)
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.derived import features
 
@@ -49,21 +53,21 @@ def ffn_importance(
         raise ValueError(f"score={score!r} needs a dataloader")
     last = {block: model.base_model.get_submodule(linears[-1]) for block, linears in blocks.items()}
     collect = _activations if score == "activation" else _first_order
-    with _in_eval_mode(model):
+    with in_eval_mode(model):
         return collect(model, architecture, last, dataloader)
 
 
 def _activations(model: Any, architecture: Architecture, last: Any, dataloader: Any) -> dict[str, torch.Tensor]:
     sums = {block: torch.zeros(features(linear)[0], dtype=torch.float64) for block, linear in last.items()}
     tokens = dict.fromkeys(last, 0)
-    for batch in _batches(model, dataloader):
+    for batch in batches_on(model, dataloader, "Scoring neurons"):
 
         def note(block: str, x: torch.Tensor, batch: Any = batch) -> None:
-            rows = x[_mask(architecture, model, batch, block, x)]
+            rows = x[token_mask(architecture, model, batch, block, x)]
             sums[block] += rows.double().abs().sum(0).cpu()
             tokens[block] += rows.shape[0]
 
-        with _inputs_seen(last, note), torch.no_grad():
+        with inputs_seen(last, note), torch.no_grad():
             model(**batch)
     if empty := [block for block, count in tokens.items() if not count]:
         raise ValueError(f"the dataloader has no token that is not padding, at {empty[0]!r}")
@@ -73,77 +77,11 @@ def _activations(model: Any, architecture: Architecture, last: Any, dataloader: 
 def _first_order(model: Any, architecture: Architecture, last: Any, dataloader: Any) -> dict[str, torch.Tensor]:
     sums = {block: torch.zeros(features(linear)[0], dtype=torch.float64) for block, linear in last.items()}
     count = 0
-    for count, batch in enumerate(_batches(model, dataloader), 1):  # noqa: B007 (used after the loop)
-        seen: dict[str, torch.Tensor] = {}
-
-        def note(block: str, x: torch.Tensor, seen: Any = seen) -> torch.Tensor:
-            seen[block] = x if x.requires_grad else x.detach().requires_grad_()  # below it, all may be frozen
-            return seen[block]
-
-        with _inputs_seen(last, note), torch.enable_grad():
-            loss = model(**batch).get("loss")
-        if loss is None:
-            raise ValueError(f"score='taylor' needs a loss: batches with labels, not only {sorted(batch)}")
-        gradients = torch.autograd.grad(loss, list(seen.values()), materialize_grads=True)
-        for (block, x), gradient in zip(seen.items(), gradients, strict=True):
-            products = (x.detach().double() * gradient)[_mask(architecture, model, batch, block, x)]
+    for count, batch in enumerate(batches_on(model, dataloader, "Scoring neurons"), 1):  # noqa: B007 (used after the loop)
+        for block, (x, gradient) in inputs_and_gradients(model, batch, last, "score='taylor'").items():
+            products = (x.double() * gradient)[token_mask(architecture, model, batch, block, x)]
             sums[block] += products.sum(0).abs().cpu()
     return {block: (total / count).float() for block, total in sums.items()}
-
-
-def _batches(model: Any, dataloader: Any) -> Iterator[dict[str, Any]]:
-    """Each on the device of the model. Raises ValueError for a batch that is no dict, and where there is none."""
-    number, total = 0, len(dataloader) if hasattr(dataloader, "__len__") else None
-    for number, batch in enumerate(track(dataloader, "Scoring neurons", total), 1):  # noqa: B007
-        if not isinstance(batch, Mapping):
-            raise ValueError(f"a batch is a dict of tensors for the forward, not a {type(batch).__name__}")
-        yield {name: v.to(model.device) if torch.is_tensor(v) else v for name, v in batch.items()}
-    if not number:
-        raise ValueError("the dataloader is empty (or was used up before)")
-
-
-@contextmanager
-def _inputs_seen(
-    last: dict[str, nn.Module], note: Callable[[str, torch.Tensor], torch.Tensor | None]
-) -> Iterator[None]:
-    """`note(block, input)` in every forward of the last linear of an FFN; what it returns takes the place of the input."""
-
-    def hook(block: str, module: nn.Module, arguments: tuple[torch.Tensor]) -> Any:
-        return note(block, arguments[0])
-
-    handles = [linear.register_forward_pre_hook(functools.partial(hook, block)) for block, linear in last.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _mask(architecture: Architecture, model: Any, batch: Any, block: str, x: torch.Tensor) -> torch.Tensor:
-    """bool (B, T): the tokens of this stack that are not padding; `x` is (B, T, F)."""
-    mask = batch.get("attention_mask")
-    if model.config.is_encoder_decoder and block.split(".")[0] == "decoder":
-        mask = batch.get("decoder_attention_mask")
-        if mask is None and batch.get("labels") is not None:
-            mask = batch["labels"] != -100
-    if mask is None:
-        return torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
-    if mask.shape != x.shape[:-1]:
-        raise ValueError(
-            f"the padding mask of {block!r} has the shape {tuple(mask.shape)}, its tokens have {tuple(x.shape[:-1])}"
-        )
-    return mask.bool()
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:  # from the outside inwards
-            module.train(mode)
 
 
 def select_neurons(

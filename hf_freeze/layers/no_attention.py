@@ -34,7 +34,7 @@ class NoAttention(nn.Module):
 
     def __init__(self, attention: nn.Module, removed: dict[str, nn.Module], output: str | None) -> None:
         super().__init__()
-        self.layer_idx = getattr(attention, "layer_idx", None)
+        self.layer_idx: Any = getattr(attention, "layer_idx", None)
         self.removed = removed
         self.output = output  # the name of the output projection, where it lies within
 

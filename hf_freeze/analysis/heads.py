@@ -1,0 +1,156 @@
+"""Which attention heads matter, and which to remove (Michel et al., 2019, https://arxiv.org/abs/1905.10650).
+
+Shapes: B batch, T tokens, N heads. The context of a head is its part of the input of the output projection.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_freeze import methods
+from hf_freeze.analysis._shared import batches_on, check_model, in_eval_mode, inputs_and_gradients, token_mask
+from hf_freeze.layers.derived import features
+
+REDUCTIONS = ("per_token", "per_example", "per_batch")
+NORMALIZATIONS = ("layer", "none")
+
+
+def head_importance(
+    model: Any,
+    dataloader: Iterable[Mapping[str, Any]],
+    *,
+    reduction: str = "per_token",
+    normalize: str = "layer",
+) -> dict[str, torch.Tensor]:
+    """Score every head, in eval mode: attention, such as `"encoder.0.self"` -> fp32 on the CPU (N,), larger is better. One
+    forward and one backward a batch.
+
+    With g = ⟨context, ∂L/∂context⟩ of a head at a token, L the loss summed over the labels of a batch (which is the derivative
+    by a factor on the head), the score is the mean over tokens of |g| (`reduction="per_token"`), over examples of |Σ g|
+    (`"per_example"`; Michel et al., eq. 2) or over batches of |Σ g| (`"per_batch"`, as scripts have it that sum the gradients
+    of a batch first). The first two do not depend on how the examples are batched. `normalize="layer"` divides the scores of
+    an attention by their L2 norm, as Michel et al. do; `"none"` leaves them.
+
+    `dataloader`: batches with labels, dicts of tensors for the forward. Padding does not count, as in `ffn_importance`. Where
+    torch.distributed runs, every process has its own part of the data, and all get the scores of the whole. The model, its
+    modes and its gradients stay as they were. An attention without heads has no scores.
+
+    Raises ValueError for an unknown reduction, normalisation or architecture, a model on meta, missing or empty data, batches
+    without labels, and an attention that no batch has reached.
+    """
+    architecture = check_model(model)
+    for name, value, choices in (("reduction", reduction, REDUCTIONS), ("normalize", normalize, NORMALIZATIONS)):
+        if value not in choices:
+            raise ValueError(f"{name}={value!r}: choose from {list(choices)}")
+    attentions = architecture.attentions(model.config)
+    modules = dict(model.base_model.named_modules())
+    # Where all heads are gone, so are the queries.
+    outputs = {name: modules[attention.o] for name, attention in attentions.items() if attention.q in modules}
+    sizes = {name: attentions[name].head_size(model.config) for name in outputs}
+    sums = {
+        name: torch.zeros(features(output)[0] // sizes[name], dtype=torch.float64, device=model.device)
+        for name, output in outputs.items()
+    }
+    counts = dict.fromkeys(outputs, 0)
+    with in_eval_mode(model):
+        for batch in batches_on(model, dataloader, "Scoring heads"):
+            labels = _labels(model, batch)
+            found = inputs_and_gradients(model, batch, outputs, "head_importance")
+            for name, (context, gradient) in found.items():
+                mask = token_mask(architecture, model, batch, name, context)
+                product = (context.double() * gradient).unflatten(-1, (-1, sizes[name])).sum(-1) * labels
+                product = product * mask[..., None]  # (B, T, N)
+                if reduction == "per_token":
+                    score, count = product.abs().sum((0, 1)), int(mask.sum())
+                elif reduction == "per_example":
+                    score, count = product.sum(1).abs().sum(0), len(product)
+                else:
+                    score, count = product.sum((0, 1)).abs(), 1
+                sums[name] += score
+                counts[name] += count
+    sums, counts = _over_processes(sums), _over_processes(counts)
+    for name in outputs:
+        if not counts[name]:
+            raise ValueError(f"no batch has reached {name!r}: it cannot be scored")
+    scores = {name: sums[name] / counts[name] for name in outputs}
+    if normalize == "layer":
+        scores = {name: score / score.norm().clamp(min=torch.finfo(score.dtype).tiny) for name, score in scores.items()}
+    return {name: score.float().cpu() for name, score in scores.items()}
+
+
+def _labels(model: Any, batch: Mapping[str, Any]) -> int:
+    """How many of them the loss of the batch is a mean over."""
+    labels = batch.get("labels")
+    if not torch.is_tensor(labels) or labels.is_floating_point():
+        return len(next(value for value in batch.values() if torch.is_tensor(value)))
+    causal = AutoModelForCausalLM._model_mapping.get(type(model.config), None) is type(model)
+    return int(((labels[..., 1:] if causal else labels) != -100).sum())
+
+
+def _over_processes(found: dict[str, Any]) -> dict[str, Any]:
+    """The sums of what each process has found."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return found
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, {n: v.cpu() if torch.is_tensor(v) else v for n, v in found.items()})
+    return {name: sum(part[name] for part in parts) for name in found}
+
+
+def select_heads(
+    scores: Mapping[str, torch.Tensor],
+    *,
+    fraction: float | None = None,
+    count: int | None = None,
+    min_heads: int = 0,
+    group_size: int = 1,
+) -> methods.HeadPruning:
+    """Remove the heads of the lowest scores: attention -> (N,), as `head_importance` gives them, all compared with each other.
+
+    `count` heads, or this `fraction` of all, are removed; each attention keeps `min_heads` at least. With a `group_size`, so many
+    heads that share keys and values go together, by the sum of their scores.
+
+    Raises ValueError for scores that are empty, not finite or not (N,), both or neither of fraction and count, and numbers of
+    heads that cannot be removed.
+    """
+    if not scores:
+        raise ValueError("select_heads: no scores")
+    for name, values in scores.items():
+        if not torch.is_tensor(values) or values.ndim != 1 or not values.numel() or not values.isfinite().all():
+            raise ValueError(f"select_heads: the scores of {name!r} must be finite numbers in a tensor (heads,)")
+        if type(group_size) is not int or group_size < 1 or values.numel() % group_size:
+            raise ValueError(
+                f"select_heads(group_size={group_size!r}): must divide the {values.numel()} heads of {name!r}"
+            )
+    if (fraction is None) == (count is None):
+        raise ValueError(f"select_heads(fraction={fraction!r}, count={count!r}): give one of them")
+    if fraction is not None and not (isinstance(fraction, int | float) and 0 < fraction <= 1):
+        raise ValueError(f"select_heads(fraction={fraction!r}): must be a share in (0, 1]")
+    if type(min_heads) is not int or min_heads < 0:
+        raise ValueError(f"select_heads(min_heads={min_heads!r}): must be an integer of at least 0")
+    groups = {name: values.double().cpu().view(-1, group_size).sum(1) for name, values in scores.items()}
+    least = -(-min_heads // group_size)
+    most = sum(max(len(values) - least, 0) for values in groups.values())
+    total = sum(map(len, groups.values()))
+    wanted = round(fraction * total) if fraction is not None else round(count / group_size)  # type: ignore[operator]
+    if not 1 <= wanted <= most:
+        asked = f"fraction={fraction!r}" if fraction is not None else f"count={count!r}"
+        raise ValueError(
+            f"select_heads({asked}, min_heads={min_heads}): that is {wanted * group_size} heads; must be in "
+            f"{group_size}..{most * group_size}"
+        )
+    ranking = sorted(
+        (float(value), name, number) for name, values in groups.items() for number, value in enumerate(values)
+    )
+    removed: dict[str, list[int]] = {}
+    for _, name, number in ranking:
+        if wanted and len(removed.get(name, ())) < len(groups[name]) - least:
+            removed.setdefault(name, []).append(number)
+            wanted -= 1
+    heads = {
+        name: [number * group_size + head for number in sorted(removed[name]) for head in range(group_size)]
+        for name in scores
+        if name in removed
+    }
+    return methods.HeadPruning(heads=heads)
