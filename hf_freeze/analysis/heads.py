@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from hf_freeze import methods
 from hf_freeze.analysis._shared import batches_on, check_model, in_eval_mode, inputs_and_gradients, token_mask
 from hf_freeze.layers.derived import features
+from hf_freeze.layers.gated import Gated
 
 REDUCTIONS = ("per_token", "per_example", "per_batch")
 NORMALIZATIONS = ("layer", "none")
@@ -96,6 +97,20 @@ def _over_processes(found: dict[str, Any]) -> dict[str, Any]:
     parts: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(parts, {n: v.cpu() if torch.is_tensor(v) else v for n, v in found.items()})
     return {name: sum(part[name] for part in parts) for name in found}
+
+
+def head_gates(model: Any) -> dict[str, torch.Tensor]:
+    """What the gates of `HeadMask` are: attention -> their absolute values, fp32 on the CPU (N,), for `select_heads`.
+
+    Raises ValueError for an unknown architecture, a model on meta, and one without gates.
+    """
+    architecture = check_model(model)
+    modules = dict(model.base_model.named_modules())
+    outputs = {name: modules[attention.o] for name, attention in architecture.attentions(model.config).items()}
+    found = {name: output.gates for name, output in outputs.items() if isinstance(output, Gated)}
+    if not found:
+        raise ValueError(f"this {type(model).__name__} has no gates: apply HeadMask first")
+    return {name: gates.detach().abs().float().cpu() for name, gates in found.items()}
 
 
 def select_heads(

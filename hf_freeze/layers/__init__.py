@@ -7,6 +7,8 @@ from hf_freeze.layers.define import DeFINEEmbedding as DeFINEEmbedding
 from hf_freeze.layers.derived import DerivedLinear as DerivedLinear
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding as LowRankEmbedding
 from hf_freeze.layers.factorized_embedding import LowRankOutput as LowRankOutput
+from hf_freeze.layers.gated import GatedConv1D as GatedConv1D
+from hf_freeze.layers.gated import GatedLinear as GatedLinear
 from hf_freeze.layers.group_linear import GroupLinear as GroupLinear
 from hf_freeze.layers.low_rank import LowRankLinear as LowRankLinear
 from hf_freeze.layers.masked import MaskedConv1D as MaskedConv1D

@@ -147,14 +147,24 @@ class Derived(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "_kept"}  # neither copied nor pickled
 
 
-class DerivedLinear(Derived):
+class DerivedWeight(Derived):
+    """y = x Wᵀ + b with the dense weight W: kept in inference, computed anew in training."""
+
+    bias: nn.Parameter | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., I) -> (..., O)"""
+        weight = self.dense_weight() if self.needs_gradient() else self.kept_weight(x.device.type)
+        return functional.linear(x, weight, self.bias)
+
+
+class DerivedLinear(DerivedWeight):
     """Takes the place of `linear` (nn.Linear or Conv1D), with a bias if that has one, on the same device in the same dtype."""
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
         self.in_features, self.out_features = features(linear)
         self.dense_class = dense_class(linear)
-        self.bias: nn.Parameter | None
         if linear.bias is None:
             self.register_parameter("bias", None)
         else:
@@ -165,11 +175,6 @@ class DerivedLinear(Derived):
         """The dense weight as the linear that was replaced has it: (O, I), or (I, O) of a Conv1D. Computed anew."""
         weight = self.dense_weight()
         return weight.T if self.dense_class is Conv1D else weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., I) -> (..., O)"""
-        weight = self.dense_weight() if self.needs_gradient() else self.kept_weight(x.device.type)
-        return functional.linear(x, weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.layers.bits import pack, packed_size, unpack
-from hf_freeze.layers.derived import Derived, DerivedLinear, dense_class
+from hf_freeze.layers.derived import DerivedLinear, DerivedWeight, dense_class
 
 
 class SparseLinear(DerivedLinear):
@@ -80,11 +79,10 @@ class SparseLinear(DerivedLinear):
         return f"{super().extra_repr()}, nonzeros={self.nonzeros}"
 
 
-class Sparsifiable(Derived):
+class Sparsifiable(DerivedWeight):
     """A linear with its whole `weight`, of which only `kept_entries()` count. To be combined with nn.Linear or Conv1D."""
 
     weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def kept_entries(self) -> torch.Tensor:
         """bool, in the shape of `weight`: False where it is zero."""
@@ -98,11 +96,6 @@ class Sparsifiable(Derived):
     def dense_weight(self) -> torch.Tensor:
         weight = self.masked_weight()
         return weight.T if isinstance(self, Conv1D) else weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., I) -> (..., O)"""
-        weight = self.dense_weight() if self.needs_gradient() else self.kept_weight(x.device.type)
-        return functional.linear(x, weight, self.bias)
 
     def sparse(self) -> SparseLinear:
         """The function of eval mode, stored sparse."""

@@ -5,6 +5,7 @@ from hf_freeze.methods.define import DeFINE as DeFINE
 from hf_freeze.methods.factorized_embedding import FactorizedEmbedding as FactorizedEmbedding
 from hf_freeze.methods.ffn_pruning import FFNPruning as FFNPruning
 from hf_freeze.methods.freeze import Freeze as Freeze
+from hf_freeze.methods.head_mask import HeadMask as HeadMask
 from hf_freeze.methods.head_pruning import HeadPruning as HeadPruning
 from hf_freeze.methods.layer_selection import LayerSelection as LayerSelection
 from hf_freeze.methods.layer_sharing import LayerSharing as LayerSharing

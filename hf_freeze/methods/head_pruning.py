@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
+from hf_freeze.methods._heads import check_attentions, check_heads_type, check_number, chosen_attentions
 from hf_freeze.methods._linear import check_share
 from hf_freeze.registry import Method, methods_before, register_method
 
@@ -40,23 +41,11 @@ class HeadPruning(Method):
             return
         if self.layers is not None:
             raise ValueError("HeadPruning(heads=..., layers=...): heads names the attentions itself")
-        if not isinstance(self.heads, dict) or not self.heads:
-            raise ValueError(f"HeadPruning(heads={self.heads!r}): must be a dict such as {{'encoder.0.self': [1, 3]}}")
-        for name, heads in self.heads.items():
-            listed = isinstance(heads, list) and heads and all(type(head) is int and head >= 0 for head in heads)
-            if not listed or heads != sorted(set(heads)):
-                raise ValueError(
-                    f"HeadPruning(heads={{{name!r}: {heads!r}}}): must be a list of different heads, in ascending order"
-                )
+        check_heads_type(self.heads, "HeadPruning")
 
     def validate(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
-        attentions = architecture.attentions(config)
-        for name in self.heads or ():
-            if name not in attentions:
-                raise ValueError(
-                    f"HeadPruning: no attention {name!r} in {architecture.model_type}; choose from {list(attentions)}"
-                )
+        check_attentions(self.heads, "HeadPruning", architecture, config)
         if not self._attentions(architecture, config):
             raise ValueError(f"HeadPruning(layers={self.layers!r}) names no layer: leave it out for all")
         for method in methods_before(self, config):
@@ -72,14 +61,7 @@ class HeadPruning(Method):
 
     def _attentions(self, architecture: Architecture, config: Any) -> dict[str, Attention]:
         """Of those that it changes."""
-        found = architecture.attentions(config)
-        if self.heads is not None:
-            return {name: found[name] for name in self.heads}
-        return {
-            name: attention
-            for name, attention in found.items()
-            if self.layers is None or int(name.split(".")[1]) in self.layers.get(name.split(".")[0], ())
-        }
+        return chosen_attentions(self.heads, self.layers, architecture, config)
 
     def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
         for name, attention in self._attentions(architecture, model.config).items():
@@ -98,8 +80,7 @@ class HeadPruning(Method):
 
     def _check(self, name: str, heads: int, group: int) -> None:
         removed = self.heads[name]  # type: ignore[index]
-        if removed[-1] >= heads:
-            raise ValueError(f"HeadPruning: head {removed[-1]} of {name!r}: must be in 0..{heads - 1}")
+        check_number(name, removed[-1], heads, "HeadPruning")
         groups = {head // group for head in removed}
         if len(removed) < len(groups) * group:
             whole = [list(range(number * group, (number + 1) * group)) for number in sorted(groups)]
