@@ -1,7 +1,7 @@
 """The only place where modules of a model are replaced."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.base import Architecture, Attention, full_name
 from hf_freeze.layers.derived import features, linear_like
+from hf_freeze.layers.fixed_heads import FixedHeads
 from hf_freeze.layers.no_attention import NoAttention, NoHeads
 
 LINEAR_COMPONENTS = ("ffn", "attention")
@@ -180,7 +181,7 @@ def dense_module(model: Any, name: str, method: str) -> Any:
         module = model.base_model.get_submodule(name)
     except AttributeError:
         raise ValueError(
-            f"method {method!r}: {name!r} is gone with all its heads; leave that layer out by layers="
+            f"method {method!r}: {name!r} is gone, by an earlier method; leave that layer out by layers="
         ) from None
     if type(module) not in DENSE:
         raise ValueError(
@@ -247,6 +248,11 @@ def count_heads(model: Any, attention: Attention, method: str) -> int:
     linears before."""
     linears = {name: dense_module(model, name, method) for name in attention.linears}
     outputs = features(linears[attention.q])[1] // attention.linears[attention.q]
+    if outputs != features(linears[attention.o])[0]:
+        raise ValueError(
+            f"method {method!r}: {attention.module!r} has fixed heads, without queries and keys; put {method!r} before that "
+            "method, or leave one of the two out"
+        )
     return outputs // attention.head_size(model.config)
 
 
@@ -290,10 +296,32 @@ def take_heads(model: Any, attention: Attention, count: int, heads: int) -> None
             setattr(module, field, count * attention.head_size(model.config))
 
 
+def fix_heads(model: Any, attention: Attention, patterns: Sequence[int], empty_rows: str, heads: int) -> None:
+    """Have the first of the so many `heads` of `attention`, one for each of `patterns`, attend by position alone."""
+    module = model.base_model.get_submodule(attention.module)
+    linears = dict(modules(model, attention.linears))
+    within = f"{attention.module}."
+    roles = {role: getattr(attention, role) for role in ("q", "k", "v", "o")}
+    inside = {role: name.removeprefix(within) for role, name in roles.items() if name.startswith(within)}
+    learnt = heads - len(patterns)
+    if not learnt:
+        inside = {role: name for role, name in inside.items() if role not in ("q", "k")}
+    made = FixedHeads(module, patterns, empty_rows, attention.head_size(model.config), inside)
+    for role, name in inside.items():
+        linear = linears[roles[role]]
+        if role in ("q", "k"):
+            linear = select_features(linear, learnt * attention.head_size(model.config), outputs=True)
+        made.add_module(name, linear)
+    replace(model, attention.module, made)
+
+
 @torch.no_grad()
-def copy_heads(old: Any, new: Any, attention: Attention, kept: Sequence[int], heads: int) -> None:
-    """Fill the attention of `new`, which has as many heads as `kept` says, with these of the so many of `old`."""
-    for name, linear in modules(old, attention.linears):
+def copy_heads(
+    old: Any, new: Any, attention: Attention, kept: Sequence[int], heads: int, only: Collection[str] = ()
+) -> None:
+    """Fill the attention of `new`, which has as many heads as `kept` says, with these of the so many of `old`; or `only` these of
+    its linears."""
+    for name, linear in modules(old, only or attention.linears):
         outputs = name != attention.o
         if kept:
             index = _features_of_heads(old.config, attention, name, kept, heads)

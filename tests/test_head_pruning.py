@@ -214,10 +214,14 @@ def test_a_setting_that_makes_no_sense_is_refused(arguments, message):
         (
             MARIAN,
             [HeadPruning(heads={"encoder.0.self": [0, 1]}), LowRank(rank=2, components=["attention"])],
-            "'low_rank': 'encoder.layers.0.self_attn.q_proj' is gone with all its heads; leave that layer out",
+            "'low_rank': 'encoder.layers.0.self_attn.q_proj' is gone, by an earlier method; leave that layer out",
         ),
         (MARIAN, [HeadPruning(heads={"encoder.0.self": [0]}), LayerSharing()], "are of unlike shape"),
-        (MARIAN, [HeadPruning(heads={"encoder.0.self": [0, 1]}), HeadPruning(share=0.5)], "is gone with all its heads"),
+        (
+            MARIAN,
+            [HeadPruning(heads={"encoder.0.self": [0, 1]}), HeadPruning(share=0.5)],
+            "is gone, by an earlier method",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(case, methods, message):

@@ -13,6 +13,7 @@ from hf_freeze import methods
 from hf_freeze.analysis._shared import batches_on, check_model, in_eval_mode, inputs_and_gradients, token_mask
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.gated import Gated
+from hf_freeze.layers.no_attention import NoHeads
 
 REDUCTIONS = ("per_token", "per_example", "per_batch")
 NORMALIZATIONS = ("layer", "none")
@@ -47,8 +48,8 @@ def head_importance(
             raise ValueError(f"{name}={value!r}: choose from {list(choices)}")
     attentions = architecture.attentions(model.config)
     modules = dict(model.base_model.named_modules())
-    # Where all heads are gone, so are the queries.
-    outputs = {name: modules[attention.o] for name, attention in attentions.items() if attention.q in modules}
+    outputs = {name: modules[attention.o] for name, attention in attentions.items()}
+    outputs = {name: output for name, output in outputs.items() if not isinstance(output, NoHeads)}
     sizes = {name: attentions[name].head_size(model.config) for name in outputs}
     sums = {
         name: torch.zeros(features(output)[0] // sizes[name], dtype=torch.float64, device=model.device)

@@ -36,6 +36,7 @@ class Attention:
     o: str
     heads: str
     groups: str | None = None  # that of its heads of keys and values, where several queries share one
+    bidirectional: bool = False  # whether each token sees all of its own sentence
 
     @property
     def linears(self) -> dict[str, int]:

@@ -38,6 +38,7 @@ BERT = register_architecture(
                         v="attention.self.value",
                         o="attention.output.dense",
                         heads="num_attention_heads",
+                        bidirectional=True,
                     )
                 },
                 ffn=("intermediate.dense", "output.dense"),

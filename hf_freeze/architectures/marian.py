@@ -8,7 +8,7 @@ from hf_freeze.registry import register_architecture
 
 def _attention(name: str, stack: str) -> Attention:
     names = {"q": f"{name}.q_proj", "k": f"{name}.k_proj", "v": f"{name}.v_proj", "o": f"{name}.out_proj"}
-    return Attention(**names, heads=f"{stack}_attention_heads")
+    return Attention(**names, heads=f"{stack}_attention_heads", bidirectional=stack == "encoder")
 
 
 def _inputs(task: str) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from hf_freeze.layers.define import DeFINEEmbedding as DeFINEEmbedding
 from hf_freeze.layers.derived import DerivedLinear as DerivedLinear
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding as LowRankEmbedding
 from hf_freeze.layers.factorized_embedding import LowRankOutput as LowRankOutput
+from hf_freeze.layers.fixed_heads import FixedHeads as FixedHeads
 from hf_freeze.layers.gated import GatedConv1D as GatedConv1D
 from hf_freeze.layers.gated import GatedLinear as GatedLinear
 from hf_freeze.layers.group_linear import GroupLinear as GroupLinear

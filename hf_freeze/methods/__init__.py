@@ -4,6 +4,7 @@ from hf_freeze.methods.adaptive_embedding import AdaptiveEmbedding as AdaptiveEm
 from hf_freeze.methods.define import DeFINE as DeFINE
 from hf_freeze.methods.factorized_embedding import FactorizedEmbedding as FactorizedEmbedding
 from hf_freeze.methods.ffn_pruning import FFNPruning as FFNPruning
+from hf_freeze.methods.fixed_attention import FixedAttention as FixedAttention
 from hf_freeze.methods.freeze import Freeze as Freeze
 from hf_freeze.methods.head_mask import HeadMask as HeadMask
 from hf_freeze.methods.head_pruning import HeadPruning as HeadPruning

@@ -1,0 +1,103 @@
+"""Self-attention by fixed patterns of positions (Raganato et al., 2020, https://arxiv.org/abs/2002.10260)."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_freeze import surgery
+from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
+from hf_freeze.layers.fixed_heads import EMPTY_ROWS, PATTERNS
+from hf_freeze.methods._heads import chosen_attentions
+from hf_freeze.registry import ARCHITECTURES, Method, methods_before, register_method
+
+if TYPE_CHECKING:
+    from hf_freeze.variant import VariantMixin
+
+
+@register_method("fixed_attention", example={"patterns": [5]}, shrinks=True)
+@dataclass(frozen=True, kw_only=True)
+class FixedAttention(Method):
+    """In the self-attention of the encoder, in `layers` (None: all), the first heads attend by position alone, each by one of
+    `patterns`, and have no queries and keys: a list of numbers in 1..8, 7 for the first seven (the rest of the heads learn, as in
+    "7 fixed + 1 learnable"), or 8 for all. `layers.fixed_heads` has the formulas. Values and outputs are trained as before; of a
+    trained model they are kept.
+
+    Rows without any defined weight, such as that of the first token in "the one before", are zero (`empty_rows="zero"`) or
+    look at the first or last token (`"boundary"`); the paper does not say. Positions count the tokens of each sentence, without
+    its padding. The paper's variant by words is not there.
+
+    Raises ValueError for a pattern outside 1..8, more patterns than heads, unknown rows or layers, an attention that is causal,
+    or that another method has changed, or that an earlier Freeze has made random. `merge()` refuses: no native model has such
+    heads.
+    """
+
+    patterns: int | list[int] = 7
+    empty_rows: str = "zero"
+    layers: dict[str, list[int]] | None = None
+
+    def __post_init__(self) -> None:
+        check_layers_type(self.layers)
+        listed = isinstance(self.patterns, list) and self.patterns and all(type(n) is int for n in self.patterns)
+        if not (listed or (type(self.patterns) is int and self.patterns in (7, 8))):
+            raise ValueError(f"FixedAttention(patterns={self.patterns!r}): must be 7, 8 or a list such as [1, 2, 3]")
+        for number in self._numbers:
+            if number not in PATTERNS:
+                raise ValueError(f"FixedAttention(patterns={self.patterns!r}): {number} is outside 1..{PATTERNS[-1]}")
+        if self.empty_rows not in EMPTY_ROWS:
+            raise ValueError(f"FixedAttention(empty_rows={self.empty_rows!r}): choose from {list(EMPTY_ROWS)}")
+
+    @classmethod
+    def supports(cls, model_type: str) -> bool:
+        stacks = ARCHITECTURES[model_type].stacks.values()
+        return any(attention.bidirectional for stack in stacks for attention in stack.attentions.values())
+
+    @property
+    def _numbers(self) -> list[int]:
+        return self.patterns if isinstance(self.patterns, list) else list(range(1, self.patterns + 1))
+
+    def _attentions(self, architecture: Architecture, config: Any) -> dict[str, Attention]:
+        found = chosen_attentions(None, self.layers, architecture, config)
+        return {name: attention for name, attention in found.items() if attention.bidirectional}
+
+    def validate(self, architecture: Architecture, config: Any) -> None:
+        architecture.check_layers(self.layers, config)
+        possible = [name for name, stack in architecture.stacks.items() if _is_bidirectional(stack)]
+        for stack in self.layers or ():
+            if stack not in possible:
+                raise ValueError(
+                    f"FixedAttention: the attentions of stack {stack!r} are causal; choose from {possible}"
+                )
+        if not possible or getattr(config, "is_decoder", False):
+            raise ValueError(
+                f"FixedAttention: this {architecture.model_type} is a decoder, whose attentions are causal"
+            )
+        if not self._attentions(architecture, config):
+            raise ValueError(f"FixedAttention(layers={self.layers!r}) names no layer: leave it out for all")
+        for method in methods_before(self, config):
+            if method.is_seeded("attention"):
+                raise ValueError(
+                    f"FixedAttention after {method.name!r} with a random attention: what a seed regenerates is not stored, so "
+                    "its heads cannot be picked; put FixedAttention first, or merge() before"
+                )
+
+    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+        for name, attention in self._attentions(architecture, model.config).items():
+            heads = surgery.count_heads(model, attention, self.name)
+            if len(self._numbers) > heads:
+                raise ValueError(
+                    f"FixedAttention(patterns={self.patterns!r}): {len(self._numbers)} patterns for the {heads} heads of {name!r}"
+                )
+            surgery.fix_heads(model, attention, self._numbers, self.empty_rows, heads)
+
+    def convert(self, old: Any, new: "VariantMixin") -> None:
+        for attention in self._attentions(new.architecture, new.config).values():
+            heads = surgery.count_heads(old, attention, self.name)
+            surgery.copy_heads(
+                old, new, attention, range(len(self._numbers), heads), heads, only=(attention.q, attention.k)
+            )
+
+    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+        raise ValueError("fixed_attention: no native model has heads without queries and keys; it cannot be merged")
+
+
+def _is_bidirectional(stack: Any) -> bool:
+    return any(attention.bidirectional for attention in stack.attentions.values())
