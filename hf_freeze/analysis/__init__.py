@@ -1,5 +1,6 @@
 """What to compress, and how far: every function gives the config of a method, or plain numbers."""
 
+from hf_freeze.analysis.ablation import head_ablation as head_ablation
 from hf_freeze.analysis.cutoffs import choose_cutoffs as choose_cutoffs
 from hf_freeze.analysis.heads import head_gates as head_gates
 from hf_freeze.analysis.heads import head_importance as head_importance

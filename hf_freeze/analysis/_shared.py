@@ -69,6 +69,14 @@ def inputs_seen(
             handle.remove()
 
 
+def loss_of(model: Any, batch: dict[str, Any], what: str) -> torch.Tensor:
+    """Raises ValueError for a batch without labels, which names `what` needs them."""
+    loss = model(**batch).get("loss")
+    if loss is None:
+        raise ValueError(f"{what} needs a loss: batches with labels, not only {sorted(batch)}")
+    return loss
+
+
 def inputs_and_gradients(
     model: Any, batch: dict[str, Any], linears: dict[str, nn.Module], what: str
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -83,9 +91,7 @@ def inputs_and_gradients(
         return seen[block]
 
     with inputs_seen(linears, note), torch.enable_grad():
-        loss = model(**batch).get("loss")
-    if loss is None:
-        raise ValueError(f"{what} needs a loss: batches with labels, not only {sorted(batch)}")
+        loss = loss_of(model, batch, what)
     gradients = torch.autograd.grad(loss, list(seen.values()), materialize_grads=True)
     return {block: (x.detach(), gradient) for (block, x), gradient in zip(seen.items(), gradients, strict=True)}
 

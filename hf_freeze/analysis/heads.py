@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_freeze import methods
 from hf_freeze.analysis._shared import batches_on, check_model, in_eval_mode, inputs_and_gradients, token_mask
+from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.gated import Gated
 from hf_freeze.layers.no_attention import NoHeads
@@ -46,11 +47,7 @@ def head_importance(
     for name, value, choices in (("reduction", reduction, REDUCTIONS), ("normalize", normalize, NORMALIZATIONS)):
         if value not in choices:
             raise ValueError(f"{name}={value!r}: choose from {list(choices)}")
-    attentions = architecture.attentions(model.config)
-    modules = dict(model.base_model.named_modules())
-    outputs = {name: modules[attention.o] for name, attention in attentions.items()}
-    outputs = {name: output for name, output in outputs.items() if not isinstance(output, NoHeads)}
-    sizes = {name: attentions[name].head_size(model.config) for name in outputs}
+    outputs, sizes = output_projections(model, architecture)
     sums = {
         name: torch.zeros(features(output)[0] // sizes[name], dtype=torch.float64, device=model.device)
         for name, output in outputs.items()
@@ -58,7 +55,7 @@ def head_importance(
     counts = dict.fromkeys(outputs, 0)
     with in_eval_mode(model):
         for batch in batches_on(model, dataloader, "Scoring heads"):
-            labels = _labels(model, batch)
+            labels = count_labels(model, batch)
             found = inputs_and_gradients(model, batch, outputs, "head_importance")
             for name, (context, gradient) in found.items():
                 mask = token_mask(architecture, model, batch, name, context)
@@ -82,7 +79,15 @@ def head_importance(
     return {name: score.float().cpu() for name, score in scores.items()}
 
 
-def _labels(model: Any, batch: Mapping[str, Any]) -> int:
+def output_projections(model: Any, architecture: Architecture) -> tuple[dict[str, Any], dict[str, int]]:
+    """Of each attention that has heads: its output projection, and the numbers in a head."""
+    attentions = architecture.attentions(model.config)
+    modules = {name: model.base_model.get_submodule(attention.o) for name, attention in attentions.items()}
+    outputs = {name: output for name, output in modules.items() if not isinstance(output, NoHeads)}
+    return outputs, {name: attentions[name].head_size(model.config) for name in outputs}
+
+
+def count_labels(model: Any, batch: Mapping[str, Any]) -> int:
     """How many of them the loss of the batch is a mean over."""
     labels = batch.get("labels")
     if not torch.is_tensor(labels) or labels.is_floating_point():
