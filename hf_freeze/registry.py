@@ -58,6 +58,11 @@ class Method:
         """Whether this setting holds numbers or names of layers, which would be others once layers are removed."""
         return getattr(self, "layers", None) is not None
 
+    @property
+    def names_tokens(self) -> bool:
+        """Whether this setting holds token ids, which would be others once tokens are removed."""
+        return False
+
     def restructure(self, model: "VariantMixin", architecture: "Architecture") -> None:
         """Change modules and shapes, from the config alone: runs on `meta`, at every construction and load."""
 

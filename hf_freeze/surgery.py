@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.base import Architecture, Attention, full_name
 from hf_freeze.layers.derived import features, linear_like
-from hf_freeze.layers.fixed_heads import FixedHeads
+from hf_freeze.layers.fixed_heads import FixedHeads, Words
 from hf_freeze.layers.no_attention import NoAttention, NoHeads
 
 LINEAR_COMPONENTS = ("ffn", "attention")
@@ -296,7 +296,9 @@ def take_heads(model: Any, attention: Attention, count: int, heads: int) -> None
             setattr(module, field, count * attention.head_size(model.config))
 
 
-def fix_heads(model: Any, attention: Attention, patterns: Sequence[int], empty_rows: str, heads: int) -> None:
+def fix_heads(
+    model: Any, attention: Attention, patterns: Sequence[int], empty_rows: str, words: Words | None, heads: int
+) -> None:
     """Have the first of the so many `heads` of `attention`, one for each of `patterns`, attend by position alone."""
     module = model.base_model.get_submodule(attention.module)
     linears = dict(modules(model, attention.linears))
@@ -306,7 +308,7 @@ def fix_heads(model: Any, attention: Attention, patterns: Sequence[int], empty_r
     learnt = heads - len(patterns)
     if not learnt:
         inside = {role: name for role, name in inside.items() if role not in ("q", "k")}
-    made = FixedHeads(module, patterns, empty_rows, attention.head_size(model.config), inside)
+    made = FixedHeads(module, patterns, empty_rows, words, attention.head_size(model.config), inside)
     for role, name in inside.items():
         linear = linears[roles[role]]
         if role in ("q", "k"):

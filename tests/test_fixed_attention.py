@@ -1,14 +1,20 @@
 """FixedAttention: patterns against matrices by their formulas, padding, sizes, and what it refuses."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from contract_cases import BASELINES, differences, native, outputs
-from transformers import BertConfig, MarianConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import BertConfig, MarianConfig, PreTrainedTokenizerFast
 
-from hf_freeze import count_parameters, make_variant
-from hf_freeze.analysis import head_importance
-from hf_freeze.layers.fixed_heads import Places, context, padding_mask
-from hf_freeze.methods import FixedAttention, Freeze, HeadMask, HeadPruning, LowRank
+from hf_freeze import count_parameters, make_variant, multiply_adds
+from hf_freeze.analysis import head_importance, word_continuations
+from hf_freeze.data import train_tokenizer
+from hf_freeze.layers.fixed_heads import Places, Words, context, padding_mask
+from hf_freeze.methods import FixedAttention, Freeze, HeadMask, HeadPruning, LowRank, VocabularyTrimming
 
 SUPPORTED = [case for case in BASELINES if FixedAttention.supports(case.architecture.model_type)]
 every_backbone = pytest.mark.parametrize("case", SUPPORTED, ids=[case.architecture.model_type for case in SUPPORTED])
@@ -52,6 +58,96 @@ def test_a_context_is_the_product_with_the_matrix(pattern, empty_rows):
         for row, n in enumerate(lengths):
             expected = weights(pattern, n, empty_rows) @ values[row][mask[row]].double()
             torch.testing.assert_close(found[row][mask[row]].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("empty_rows", ["zero", "boundary"])
+@pytest.mark.parametrize("pattern", range(1, 9))
+def test_words_share_weights_and_contexts(pattern, empty_rows):
+    """Against the matrix of words, whose columns are spread over their tokens; ids of 10 and more go on with a word."""
+    ids = torch.tensor([[1, 10, 2, 3, 11, 12, 4], [0, 0, 10, 5, 11, 6, 0], [7, 0, 0, 0, 0, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0, 0]]).bool()
+    of_words = [[[0, 1], [2], [3, 4, 5], [6]], [[2], [3, 4], [5]], [[0]]]
+    values = torch.randn(3, 7, 4, generator=torch.Generator().manual_seed(0))
+    words = Words([10, 11, 12])
+    words.read(torch.nn.Identity(), (), {"input_ids": ids})
+    found = words.context(values, pattern, mask, empty_rows)
+    for row, tokens_of in enumerate(of_words):
+        by_words, spread = weights(pattern, len(tokens_of), empty_rows), torch.zeros(7, 7, dtype=torch.float64)
+        for i, queries in enumerate(tokens_of):
+            for j, keys in enumerate(tokens_of):
+                for query in queries:
+                    spread[query, keys] = by_words[i, j] / len(keys)
+        expected = spread @ values[row].double()
+        torch.testing.assert_close(found[row][mask[row]].double(), expected[mask[row]], rtol=1e-5, atol=1e-6)
+
+
+WORDS = FixedAttention(patterns=[2], unit="word", continuations=[3, 7, 9])
+
+
+@every_backbone
+def test_a_model_reads_its_words(case, tmp_path):
+    """Copied, saved and opened; with a cache; and which words there are matters."""
+    model = make_variant(native(case), [WORDS]).eval()
+    expected = outputs(model, case.batch())
+    model.save_pretrained(tmp_path)
+    for other in (copy.deepcopy(model), case.auto_class.from_pretrained(tmp_path), pickle.loads(pickle.dumps(model))):
+        assert differences(outputs(other, case.batch()), expected) == []
+    by_tokens = make_variant(native(case), [FixedAttention(patterns=[2], unit="word", continuations=[])])
+    plain = make_variant(native(case), [FixedAttention(patterns=[2])])
+    first = {name: value[:1] for name, value in case.batch().items()}  # has no padding, whose outputs mean nothing
+    assert differences(outputs(by_tokens, first), outputs(plain, first), 1e-5) == []
+    assert differences(outputs(model, first), outputs(plain, first), 1e-3) != []
+    assert multiply_adds(model, length=4).forward == multiply_adds(plain, length=4).forward
+    if model.can_generate():
+        inputs = {name: case.batch()[name] for name in ("input_ids", "attention_mask")}
+        length = {"max_new_tokens": 6, "do_sample": False}
+        beams = [model.generate(**inputs, **length, num_beams=3, use_cache=cache).tolist() for cache in (True, False)]
+        assert beams[0] == beams[1]
+
+
+@every_backbone
+def test_padding_and_other_sentences_do_not_move_words(case):
+    model, batch = make_variant(native(case), [WORDS]).eval(), case.batch()
+    of_source = [name for name, value in batch.items() if value.shape == batch["input_ids"].shape]
+    alone = {name: value[1:, :3] if name in of_source else value[1:] for name, value in batch.items()}
+    with torch.no_grad():
+        both, one = model(**batch), model(**alone)
+    found = "logits" if "logits" in one else "last_hidden_state"
+    length = 2 if model.config.is_encoder_decoder else 3
+    torch.testing.assert_close(both[found][1:, :length], one[found][:, :length], rtol=1e-4, atol=1e-5)
+
+
+def test_words_need_ids():
+    model = make_variant(native(MARIAN), [WORDS])
+    batch = MARIAN.batch()
+    embedded = {"inputs_embeds": torch.zeros(2, 5, 16), "labels": batch["labels"]}
+    with pytest.raises(ValueError, match="fixed heads by words need input_ids"):
+        model(**embedded)
+    layer = model.model.encoder.layers[0]
+    with pytest.raises(ValueError, match="were not told the input_ids: call the model, not a part of it"):
+        layer(torch.zeros(1, 4, 16), None)
+    with pytest.raises(
+        ValueError, match=r"after 'fixed_attention', which names tokens by number.*put VocabularyTrimming first"
+    ):
+        make_variant(native(MARIAN), [WORDS, VocabularyTrimming(keep=list(range(20)))])
+
+
+def test_words_of_tokenizers():
+    texts = ["lower lowest newer newest wider", "new low"]
+    kinds = {"bpe": "\u2581", "unigram": "\u2581", "wordpiece": "##"}
+    for kind, mark in kinds.items():
+        tokenizer = train_tokenizer(texts, 40, kind=kind)
+        continuing = word_continuations(tokenizer)
+        ids = tokenizer("lowest newer").input_ids
+        words = sum(number not in continuing and number not in tokenizer.all_special_ids for number in ids)
+        assert words == 2, kind
+        tokens = tokenizer.convert_ids_to_tokens(continuing)
+        assert tokens
+        assert all(token.startswith(mark) == (kind == "wordpiece") for token in tokens)
+        assert not set(continuing) & set(tokenizer.all_special_ids)
+    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
+    with pytest.raises(ValueError, match="marks neither the start of a word"):
+        word_continuations(plain)
 
 
 @pytest.mark.parametrize("pattern", range(1, 9))
@@ -160,6 +256,14 @@ def test_masks_of_all_forms_say_the_same():
         ({"patterns": True}, "must be 7, 8 or a list"),
         ({"patterns": [1, 9]}, r"9 is outside 1\.\.8"),
         ({"patterns": [0]}, r"0 is outside 1\.\.8"),
+        (
+            {"unit": "word"},
+            r"unit='word'\): unit='word' and continuations=analysis\.word_continuations\(tokenizer\) go together",
+        ),
+        ({"continuations": [1]}, "go together"),
+        ({"unit": "letter"}, r"unit='letter'\): choose from \['token', 'word'\]"),
+        ({"unit": "word", "continuations": [2, 1]}, "must be a list of different token ids, in ascending order"),
+        ({"unit": "word", "continuations": [-1]}, "must be a list of different token ids"),
         ({"empty_rows": "one"}, r"empty_rows='one'\): choose from \['zero', 'boundary'\]"),
     ],
 )

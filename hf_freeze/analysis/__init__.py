@@ -12,3 +12,4 @@ from hf_freeze.analysis.neurons import select_neurons as select_neurons
 from hf_freeze.analysis.ranks import choose_ranks as choose_ranks
 from hf_freeze.analysis.vocabulary import choose_vocabulary as choose_vocabulary
 from hf_freeze.analysis.vocabulary import count_tokens as count_tokens
+from hf_freeze.analysis.vocabulary import word_continuations as word_continuations

@@ -139,3 +139,22 @@ def _closure(tokens: set[int], parents: Mapping[int, set[int]]) -> set[int]:
         found |= new
         waiting += new
     return found
+
+
+def word_continuations(tokenizer: Any) -> list[int]:
+    """Ids of the tokens that go on with the word before them, for `FixedAttention(unit="word")`: of WordPiece those that begin
+    with `##`; of tokenizers that mark the start of a word (`▁`, or `Ġ` in byte-level BPE) those without the mark. Special and
+    added tokens are words of their own.
+
+    Raises ValueError for a tokenizer that marks neither.
+    """
+    whole = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    tokens = {number: token for token, number in tokenizer.get_vocab().items() if number not in whole}
+    if any(token.startswith("##") for token in tokens.values()):
+        return sorted(number for number, token in tokens.items() if token.startswith("##"))
+    for mark in ("\u2581", "\u0120"):
+        if any(token.startswith(mark) for token in tokens.values()):
+            return sorted(number for number, token in tokens.items() if not token.startswith(mark))
+    raise ValueError(
+        f"this {type(tokenizer).__name__} marks neither the start of a word (▁, Ġ) nor its continuation (##)"
+    )

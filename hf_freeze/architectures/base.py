@@ -70,6 +70,7 @@ class Stack:
     attentions: dict[str, Attention]  # "self", "cross"
     ffn: tuple[str, ...]  # the linears, in the order of the forward; the last one is after the activation
     width: str  # the config field that holds the number of FFN neurons
+    reads: str = ""  # the module whose forward is given the stack's token ids; the base model itself
 
     @property
     def layer_pattern(self) -> str:

@@ -35,6 +35,7 @@ MARIAN = register_architecture(
                 attentions={"self": _attention("self_attn", "encoder")},
                 ffn=("fc1", "fc2"),
                 width="encoder_ffn_dim",
+                reads="encoder",
             ),
             "decoder": Stack(
                 layers="decoder.layers.{}",
@@ -45,6 +46,7 @@ MARIAN = register_architecture(
                 },
                 ffn=("fc1", "fc2"),
                 width="decoder_ffn_dim",
+                reads="decoder",
             ),
         },
         embeddings=("shared.*", "encoder.embed_tokens.*", "decoder.embed_tokens.*"),

@@ -12,9 +12,11 @@ from 0. In the context of token i, token j weighs
 7. all, the more towards the start: (n - j)³ / Σ
 8. the last token: [j = n - 1]
 
-None of these needs a matrix of T x T: they are shifts, running sums and single means.
+None of these needs a matrix of T x T: they are shifts, running sums and single means. By words instead of tokens, i and j count
+words, a word's weight is spread evenly over its tokens, and the tokens of a word have one context.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PATTERNS = range(1, 9)
 EMPTY_ROWS = ("zero", "boundary")
+UNITS = ("token", "word")
 
 
 def padding_mask(attention_mask: torch.Tensor | None, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -102,6 +105,37 @@ def context(values: torch.Tensor, pattern: int, places: Places, empty_rows: str)
     return torch.where(empty & places.mask, boundary, gathered)
 
 
+class Words:
+    """Which word each token of a batch is in, for the heads that go by words. Told the ids in every forward of the stack that
+    `read` is a hook of. `continuations`: ids of the tokens that go on with the word before them; all others start one."""
+
+    def __init__(self, continuations: Sequence[int]) -> None:
+        self.continuations = list(continuations)
+        self._ids: torch.Tensor | None = None  # the same, where they were needed last: a model may be made on meta
+        self.starts: torch.Tensor | None = None  # bool (B, T)
+
+    def read(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        ids = named.get("input_ids", arguments[0] if arguments else None)
+        if not torch.is_tensor(ids) or ids.is_floating_point():
+            raise ValueError("fixed heads by words need input_ids: other inputs do not say where a word starts")
+        if self._ids is None or self._ids.device != ids.device:
+            self._ids = torch.tensor(self.continuations, dtype=torch.long, device=ids.device)
+        self.starts = ~torch.isin(ids, self._ids)
+
+    def context(self, values: torch.Tensor, pattern: int, mask: torch.Tensor, empty_rows: str) -> torch.Tensor:
+        """(B, T, D) -> (B, T, D), fp32: what `context` gives with the mean of a word's values for each word."""
+        if self.starts is None or self.starts.shape != mask.shape:
+            raise ValueError("fixed heads by words were not told the input_ids: call the model, not a part of it")
+        first = mask & (mask.cumsum(1) == 1)
+        word = (((self.starts | first) & mask).cumsum(1) - 1).clamp(min=0)[..., None]  # (B, T, 1)
+        counted = torch.zeros_like(word, dtype=torch.float32).scatter_add(1, word, mask[..., None].float())
+        whole = torch.where(mask[..., None], values.float(), 0)
+        sums = torch.zeros_like(whole).scatter_add(1, word.expand_as(whole), whole)
+        means = sums / counted.clamp(min=1)
+        found = context(means, pattern, Places(counted[..., 0] > 0), empty_rows)
+        return found.gather(1, word.expand_as(found))
+
+
 class FixedHeads(nn.Module):
     """Takes the place of the module that computes the heads of `attention`. Its first heads have the `patterns`, and no queries
     or keys; the others are as before. The projections, which the caller adds, have the names that `projections` gives q, k, v
@@ -109,9 +143,16 @@ class FixedHeads(nn.Module):
     """
 
     def __init__(
-        self, attention: Any, patterns: Sequence[int], empty_rows: str, head_size: int, projections: dict[str, str]
+        self,
+        attention: Any,
+        patterns: Sequence[int],
+        empty_rows: str,
+        words: Words | None,
+        head_size: int,
+        projections: dict[str, str],
     ) -> None:
         super().__init__()
+        self.words = words
         self.patterns, self.empty_rows, self.head_size = tuple(patterns), empty_rows, head_size
         self.projections = projections
         self.config, self.scaling, self.is_causal = attention.config, attention.scaling, False
@@ -128,11 +169,12 @@ class FixedHeads(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, T, H) -> (B, T, H), or (B, T, N x D) where the output projection lies outside; attentions of the other heads."""
         values = self._project("v", hidden_states)
-        places = Places(padding_mask(attention_mask, hidden_states))
-        gathered = [
-            context(values[:, head], pattern, places, self.empty_rows).to(values.dtype)
-            for head, pattern in enumerate(self.patterns)
-        ]
+        mask = padding_mask(attention_mask, hidden_states)
+        if self.words is None:
+            gather = functools.partial(context, places=Places(mask), empty_rows=self.empty_rows)
+        else:
+            gather = functools.partial(self.words.context, mask=mask, empty_rows=self.empty_rows)
+        gathered = [gather(values[:, head], pattern).to(values.dtype) for head, pattern in enumerate(self.patterns)]
         weights = None
         if len(gathered) < values.shape[1]:
             learnt, weights = self._attend(hidden_states, values[:, len(gathered) :], attention_mask, kwargs)
@@ -163,7 +205,8 @@ class FixedHeads(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"patterns={self.patterns}, empty_rows={self.empty_rows!r}"
+        unit = UNITS[self.words is not None]
+        return f"patterns={self.patterns}, unit={unit!r}, empty_rows={self.empty_rows!r}"
 
 
 def _eager(

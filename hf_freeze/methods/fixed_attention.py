@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
-from hf_freeze.layers.fixed_heads import EMPTY_ROWS, PATTERNS
+from hf_freeze.layers.fixed_heads import EMPTY_ROWS, PATTERNS, UNITS, Words
 from hf_freeze.methods._heads import chosen_attentions
 from hf_freeze.registry import ARCHITECTURES, Method, methods_before, register_method
 
@@ -23,14 +23,17 @@ class FixedAttention(Method):
 
     Rows without any defined weight, such as that of the first token in "the one before", are zero (`empty_rows="zero"`) or
     look at the first or last token (`"boundary"`); the paper does not say. Positions count the tokens of each sentence, without
-    its padding. The paper's variant by words is not there.
+    its padding, or its words (`unit="word"`). `continuations`: the ids of the tokens that go on with the word before them, as
+    `analysis.word_continuations(tokenizer)` finds them.
 
-    Raises ValueError for a pattern outside 1..8, more patterns than heads, unknown rows or layers, an attention that is causal,
-    or that another method has changed, or that an earlier Freeze has made random. `merge()` refuses: no native model has such
-    heads.
+    Raises ValueError for a unit without its `continuations` or the other way round, a pattern outside 1..8, more patterns than
+    heads, unknown rows or layers, an attention that is causal, or that another method has changed, or that an earlier Freeze
+    has made random. `merge()` refuses: no native model has such heads.
     """
 
     patterns: int | list[int] = 7
+    unit: str = "token"
+    continuations: list[int] | None = None
     empty_rows: str = "zero"
     layers: dict[str, list[int]] | None = None
 
@@ -42,8 +45,24 @@ class FixedAttention(Method):
         for number in self._numbers:
             if number not in PATTERNS:
                 raise ValueError(f"FixedAttention(patterns={self.patterns!r}): {number} is outside 1..{PATTERNS[-1]}")
+        if self.unit not in UNITS:
+            raise ValueError(f"FixedAttention(unit={self.unit!r}): choose from {list(UNITS)}")
+        ids = self.continuations
+        if ids is not None and (
+            not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids) or ids != sorted(set(ids))
+        ):
+            raise ValueError("FixedAttention: continuations must be a list of different token ids, in ascending order")
+        if (self.unit == "word") != (ids is not None):
+            raise ValueError(
+                f"FixedAttention(unit={self.unit!r}): unit='word' and continuations=analysis.word_continuations(tokenizer) go "
+                "together"
+            )
         if self.empty_rows not in EMPTY_ROWS:
             raise ValueError(f"FixedAttention(empty_rows={self.empty_rows!r}): choose from {list(EMPTY_ROWS)}")
+
+    @property
+    def names_tokens(self) -> bool:
+        return bool(self.continuations)
 
     @classmethod
     def supports(cls, model_type: str) -> bool:
@@ -80,13 +99,18 @@ class FixedAttention(Method):
                 )
 
     def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+        words = None if self.continuations is None else Words(self.continuations)
+        for stack in architecture.stacks.values():
+            if words is not None and _is_bidirectional(stack):
+                reader = model.base_model.get_submodule(stack.reads)
+                reader.register_forward_pre_hook(words.read, with_kwargs=True)
         for name, attention in self._attentions(architecture, model.config).items():
             heads = surgery.count_heads(model, attention, self.name)
             if len(self._numbers) > heads:
                 raise ValueError(
                     f"FixedAttention(patterns={self.patterns!r}): {len(self._numbers)} patterns for the {heads} heads of {name!r}"
                 )
-            surgery.fix_heads(model, attention, self._numbers, self.empty_rows, heads)
+            surgery.fix_heads(model, attention, self._numbers, self.empty_rows, words, heads)
 
     def convert(self, old: Any, new: "VariantMixin") -> None:
         for attention in self._attentions(new.architecture, new.config).values():

@@ -68,6 +68,11 @@ class VocabularyTrimming(Method):
                 unknown = next(token for token in self.keep if token >= size)
                 raise ValueError(f"VocabularyTrimming: keep has the id {unknown}; the vocabulary has 0..{size - 1}")
         for method in methods_before(self, config):
+            if method.names_tokens:
+                raise ValueError(
+                    f"VocabularyTrimming after {method.name!r}, which names tokens by number: they get new numbers; put "
+                    "VocabularyTrimming first"
+                )
             if method.is_seeded("embeddings"):
                 raise ValueError(
                     f"VocabularyTrimming after {method.name!r} with random embeddings: what a seed regenerates is not stored, so "
