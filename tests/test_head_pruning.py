@@ -7,7 +7,8 @@ import torch
 from contract_cases import BASELINES, build, differences, native, outputs, perturbed, training_step
 from transformers.pytorch_utils import Conv1D
 
-from hf_freeze import count_parameters, make_variant
+from hf_freeze import count_parameters, make_variant, multiply_adds
+from hf_freeze.analysis import choose_ranks, linear_latencies
 from hf_freeze.layers import NoAttention
 from hf_freeze.methods import Freeze, HeadPruning, LayerSharing, LowRank
 
@@ -228,6 +229,17 @@ def test_what_does_not_fit_is_refused(case, methods, message):
     with pytest.raises(ValueError, match=message) as raised:
         make_variant(native(case), methods)
     assert "\n" not in str(raised.value)
+
+
+@every_backbone
+def test_what_is_gone_has_no_latency_and_no_rank(case):
+    model, _ = pruned(case, "all")
+    assert sum(one.count for one in linear_latencies(model, [1])) == len(
+        [name for _, _, name in case.architecture.linears(model.config, "ffn")]
+    )
+    assert multiply_adds(model, length=4).by_component["attention"].forward == 0
+    with pytest.raises(ValueError, match=r"is gone, by an earlier method|is a NoHeads already"):
+        choose_ranks(model, LowRank, energy=0.9, components=["attention"])
 
 
 def test_layers_that_have_lost_the_same_heads_may_share():

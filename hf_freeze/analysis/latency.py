@@ -14,6 +14,7 @@ from hf_freeze import surgery
 from hf_freeze.analysis._shared import check_model, track
 from hf_freeze.layers.derived import Derived, DerivedLinear, features
 from hf_freeze.layers.factorized import FactorizedLinear
+from hf_freeze.layers.no_attention import NoHeads
 
 _ROUNDS, _SECONDS = 5, 0.01  # how often each is measured, and for about how long
 
@@ -64,7 +65,7 @@ class LinearLatency:
 
 
 def linear_latencies(model: Any, tokens: Iterable[int] = (1, 64)) -> list[LinearLatency]:
-    """Measure each distinct linear of attention and FFN, of a variant or a native model, for each number of `tokens`.
+    """Measure each distinct linear that attention and FFN have, of a variant or a native model, for each number of `tokens`.
 
     The model is in eval mode meanwhile. Raises ValueError for a number of tokens below 1, a model on meta, and an unknown
     architecture.
@@ -72,8 +73,11 @@ def linear_latencies(model: Any, tokens: Iterable[int] = (1, 64)) -> list[Linear
     architecture = check_model(model)
     numbers = [check_tokens(number) for number in tokens]
     names = surgery.linear_names(architecture, model.config, surgery.LINEAR_COMPONENTS, None)
+    present = dict(model.base_model.named_modules(remove_duplicate=False))
     alike: dict[Any, list[nn.Module]] = {}
-    for _, module in surgery.modules(model, names):
+    for module in (present[name] for name in names if name in present):  # those of heads that are gone are not
+        if isinstance(module, NoHeads):
+            continue
         key = (features(module), type(module).__name__, _setting(module), module.bias is not None)
         alike.setdefault(key, []).append(module)
     found = []
