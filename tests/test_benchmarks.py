@@ -108,6 +108,38 @@ def test_linear_methods_counts_each_storage_once(monkeypatch):
     assert module.held_bytes(linear) == 4 * 20
 
 
+def test_heads(run, tmp_path):
+    out = tmp_path / "table.md"
+    small = [
+        "--layers",
+        "1",
+        "--width",
+        "96",
+        "--lengths",
+        "8",
+        "130",
+        "--batches",
+        "1",
+        "2",
+        "--rounds",
+        "1",
+        "--turn",
+        "1",
+    ]
+    printed = run("heads", *small, "--out", str(out))
+    rows = re.findall(r"^\| ([^|]+) \| (encoder|decoder|fixed) \| ([^|]+) \| .* \| ([-\d.]*) \|$", printed, re.M)
+    pruned = [(row, of, size) for row, of, size, saved in rows if saved]
+    assert len(pruned) == len(set(pruned)) == 2 * 4 * 3
+    assert len(rows) == 2 * 4 * 5 + 4 * 3 + 1
+    for bar, places in (
+        ("saved at least 0.85 of what could be", 24),
+        ("fixed heads faster than dense from length 128 on", 4),
+        ("scoring at most 1.15 of training", 1),
+    ):
+        assert re.search(rf"^- {bar}: (passed in all|missed in \d+ of) {places}\b", printed, re.M)
+    assert out.read_text(encoding="utf-8").startswith("`python benchmarks/heads.py --layers 1")
+
+
 def test_embeddings(run, tmp_path):
     out = tmp_path / "table.md"
     printed = run("embeddings", "--quick", "--out", str(out))
