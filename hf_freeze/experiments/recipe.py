@@ -375,11 +375,6 @@ _DATA_OF: dict[str, tuple[set[str], set[str]]] = {
 
 def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
     form, parallel, files = data_form(data), task == "translation", _LANGUAGES[task].files
-    for field, (tasks, forms) in _DATA_OF.items():
-        if field in data and task not in tasks:
-            raise ValueError(f"{path}: data.{field} is of the tasks {sorted(tasks)}, not of {task!r}")
-        if field in data and form is not None and form not in forms:
-            raise ValueError(f"{path}: data.{field} is of data of the form {sorted(forms)}, not {form!r}")
     without_dev = "holdout" in data or (task == "image-classification" and "dev" not in data)
     splits = [split for split in SPLITS if split != "dev" or not without_dev]
     needed = {"builtin": [], "hub": [*(["source", "target"] if parallel else []), *splits]}.get(form or "", splits)
@@ -406,6 +401,11 @@ def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
         raise ValueError(f"{path}: data.columns must be a list of one or two names of columns, not {columns!r}")
     if data.get("unit", "lines") not in ("lines", "documents"):
         raise ValueError(f"{path}: unknown data.unit {data['unit']!r}; choose from ['lines', 'documents']")
+    for field, (tasks, forms) in _DATA_OF.items():
+        if field in data and task not in tasks:
+            raise ValueError(f"{path}: data.{field} is of the tasks {sorted(tasks)}, not of {task!r}")
+        if field in data and form is not None and form not in forms:
+            raise ValueError(f"{path}: data.{field} is of data of the form {sorted(forms)}, not {form!r}")
 
 
 _OF_A_START = ("row", "seed", "training", "methods", "start")  # what else a run holds is equal in all rows
