@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+T = TypeVar("T")
 
 TRAINED = ("embeddings", "attention", "ffn", "norm", "head")
 COMPONENTS = (*TRAINED, "constant")
@@ -237,6 +239,15 @@ def canonical_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name not in tied:
             yield name, parameter
+
+
+def in_layers(blocks: dict[str, T], layers: dict[str, list[int]] | None) -> dict[str, T]:
+    """Of blocks by name, such as "encoder.0.ffn", those that lie in `layers` (None: all)."""
+    return {
+        name: block
+        for name, block in blocks.items()
+        if layers is None or int(name.split(".")[1]) in layers.get(name.split(".")[0], ())
+    }
 
 
 def check_layers_type(layers: Any) -> None:

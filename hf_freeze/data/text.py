@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,7 @@ def load_hub_text(repo_id: str, split: str, column: str = "text", name: str | No
     Raises ValueError for a column that is not there, with the choices.
     """
     data: Any = datasets.load_dataset(repo_id, name, split=split)
-    if column not in data.column_names:
-        raise ValueError(f"{repo_id} ({split}) has no column {column!r}; choose from {data.column_names}")
+    _check_columns(data, [column], repo_id, split)
     texts = [text.strip() for text in data[column]]
     return datasets.Dataset.from_dict({"text": [text for text in texts if text]})
 
@@ -121,9 +120,7 @@ def load_hub_labelled(
     Raises ValueError for a column that is not there, with the choices.
     """
     data: Any = datasets.load_dataset(repo_id, name, split=split)
-    for column in (*text, label):
-        if column not in data.column_names:
-            raise ValueError(f"{repo_id} ({split}) has no column {column!r}; choose from {data.column_names}")
+    _check_columns(data, (*text, label), repo_id, split)
     return data.select_columns([*text, label])
 
 
@@ -137,7 +134,11 @@ def load_hub_parallel(repo_id: str, split: str, source: str, target: str, name: 
     if "translation" in data.column_names and source not in data.column_names:
         data = data.flatten()
         data = data.rename_columns({c: c.removeprefix("translation.") for c in data.column_names if "." in c})
-    for column in (source, target):
+    _check_columns(data, (source, target), repo_id, split)
+    return data.select_columns([source, target]).rename_columns({source: "source", target: "target"})
+
+
+def _check_columns(data: Any, columns: Iterable[str], repo_id: str, split: str) -> None:
+    for column in columns:
         if column not in data.column_names:
             raise ValueError(f"{repo_id} ({split}) has no column {column!r}; choose from {data.column_names}")
-    return data.select_columns([source, target]).rename_columns({source: "source", target: "target"})

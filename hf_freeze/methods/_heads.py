@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hf_freeze.architectures.base import Architecture, Attention
+from hf_freeze.architectures.base import Architecture, Attention, in_layers
 
 
 def check_heads_type(heads: Any, what: str) -> None:
@@ -40,8 +40,4 @@ def chosen_attentions(
     found = architecture.attentions(config)
     if heads is not None:
         return {name: found[name] for name in heads}
-    return {
-        name: attention
-        for name, attention in found.items()
-        if layers is None or int(name.split(".")[1]) in layers.get(name.split(".")[0], ())
-    }
+    return in_layers(found, layers)

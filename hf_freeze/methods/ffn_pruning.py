@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import Architecture, check_layers_type
+from hf_freeze.architectures.base import Architecture, check_layers_type, in_layers
 from hf_freeze.layers.derived import features
 from hf_freeze.methods._linear import check_positive
 from hf_freeze.registry import Method, methods_before, register_method
@@ -74,11 +74,7 @@ class FFNPruning(Method):
         chosen = architecture.ffns(config)
         if self.keep is not None:
             return {block: chosen[block] for block in self.keep}
-        return {
-            block: names
-            for block, names in chosen.items()
-            if self.layers is None or int(block.split(".")[1]) in self.layers.get(block.split(".")[0], ())
-        }
+        return in_layers(chosen, self.layers)
 
     def _select(self, model: Any, linears: list[str], source: Any, kept: list[int] | int) -> None:
         for name in linears:
