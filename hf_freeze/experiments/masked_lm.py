@@ -35,4 +35,5 @@ TASK = Task(
     encode=encode,
     test=_test,
     trainer=MaskedTokenTrainer,
+    arguments=lambda training: {"masking": training["masking"]} if "masking" in training else {},
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -77,11 +78,20 @@ def draw(report: "Report", path: Path) -> None:
         figure.savefig(path, dpi=130, facecolor="white")
 
 
+def draw_heads(report: "Report", path: Path) -> None:
+    """The heat-maps of the run whose heads were measured."""
+    with mpl.rc_context(_STYLE):
+        figure = _heads(report)
+        assert figure is not None
+        figure.savefig(path, dpi=130, facecolor="white")
+
+
 def svg_plots(report: "Report") -> dict[str, str]:
     """Name of each plot that the runs have data for, and its SVG."""
     plots: dict[str, Callable[[Report], Figure | None]] = {
         **{cost: functools.partial(_quality_figure, cost=cost) for cost in report.axes},
         "setting": _setting,
+        "heads": _heads,
         "curves": _curves,
         "components": _components,
     }
@@ -205,6 +215,45 @@ def _draw_setting(axes: Any, report: "Report") -> None:
     axes.set_xticks(sorted(values), [f"{value:g}" for value in sorted(values)])
     axes.grid()
     axes.legend(fontsize=8)
+
+
+def _heads(report: "Report") -> Figure | None:
+    """A heat-map a score: an attention a line, a head a cell, with its number. Dark: more is lost without it, or, of one head
+    alone, with it."""
+    if report.measured is None:
+        return None
+    found = report.measured.head_scores
+    most = max(len(values) for scores in found.values() for values in scores.values())
+    lines = max(map(len, found.values()))
+    figure = Figure(figsize=(2 + len(found) * (0.5 + 0.42 * most), 0.9 + 0.26 * lines), layout="constrained")
+    plots = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
+    for axes, (name, scores) in zip(plots, found.items(), strict=True):
+        cells = np.full((len(scores), most), np.nan)  # an attention may have fewer heads
+        for line, values in enumerate(scores.values()):
+            cells[line, : len(values)] = values
+        low, high = min(0.0, float(np.nanmin(cells))), float(np.nanmax(cells))
+        axes.imshow(cells, cmap="Blues", vmin=low, vmax=high, aspect="auto")
+        for (line, head), value in np.ndenumerate(cells):
+            if not np.isnan(value):
+                dark = value > (low + high) / 2
+                axes.text(
+                    head,
+                    line,
+                    _short(value),
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white" if dark else "#222222",
+                )
+        axes.set_xticks(range(most))
+        axes.set_yticks(range(len(scores)), list(scores))
+        axes.set(title=name.replace("_", " "), xlabel="head")
+        axes.spines[:].set_visible(False)
+    return figure
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"
 
 
 def _edge(report: "Report") -> float | None:

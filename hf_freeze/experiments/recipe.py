@@ -9,9 +9,10 @@ from typing import Any
 
 import yaml
 
+from hf_freeze.analysis.vocabulary import word_continuations
 from hf_freeze.architectures.base import TRAINED
 from hf_freeze.experiments.perceptron import PerceptronConfig
-from hf_freeze.registry import METHODS, method_from_dict
+from hf_freeze.registry import METHODS, Method, method_from_dict
 
 TASKS = {  # name in a recipe -> module of this package that defines TASK, imported when it is used: they import much
     "translation": "translation",
@@ -56,6 +57,7 @@ _TRAINING: dict[str, Callable[[Any], Any]] = {
     "patience": int,
     "block_size": int,
     "evaluations": int,
+    "masking": float,
 }
 _SECTIONS = {
     "data": {
@@ -76,7 +78,7 @@ _SECTIONS = {
         "limit",
     },
     "tokenizer": {"kind", "vocab_size"},
-    "backbone": {"model_type", "init", "config"},
+    "backbone": {"model_type", "init", "config", "pretrained"},
     "training": set(_TRAINING),
     "decoding": {"num_beams", "max_tokens"},
 }
@@ -134,7 +136,9 @@ _LANGUAGES = {
     ),
 }
 OF_A_ROW = ("training", "backbone", "tokenizer")  # sections that a row may change
-_ROW = ("label", "methods", "start", *OF_A_ROW)  # the first two are needed
+_ROW = ("label", "methods", "start", "heads", "head_scores", *OF_A_ROW)  # the first two are needed
+HEAD_SCORES = ("importance", "ablation", "one_head")  # what can be measured of a finished run's heads
+HEAD_ORDERS = ("importance", "ablation", "random")  # by which heads are removed from what a run starts from
 
 
 def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: bool = False) -> dict[str, Any]:
@@ -264,7 +268,9 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
     task: str = recipe["task"]
     if task not in TASKS:
         raise ValueError(f"{path}: unknown task {task!r}; choose from {list(TASKS)}")
-    own = () if "start" in recipe else ("backbone", "tokenizer")  # which another grid has, where a run starts from one
+    pretrained = "pretrained" in recipe.get("backbone", ())  # with its own tokenizer
+    own: tuple[str, ...] = ("backbone",) if pretrained else ("backbone", "tokenizer")
+    own = () if "start" in recipe else own  # another grid has them, where a run starts from one
     sections = [key for key in _LANGUAGES[task].sections if key in ("data", "training", *own)]
     _check_present(recipe, (*sections, "rows", "seeds"), path)
     _check_sections(recipe, task, path)
@@ -295,7 +301,7 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
         if not isinstance(row["methods"], list):
             raise ValueError(f"{path}: the methods of row {name!r} must be a list, not {row['methods']!r}")
         for method in row["methods"]:
-            method_from_dict(method)
+            method_of(method)
         for unknown in sorted(set(row) - set(_ROW)):
             raise ValueError(f"{path}: unknown field {unknown!r} of row {name!r}; choose from {list(_ROW)}")
         where = f"{path}: row {name!r}"
@@ -308,6 +314,11 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
                 f"{where}: a perplexity is that of a piece: rows of other tokenizers cannot be compared in it"
             )
         _check_start(name, recipe["rows"], where)
+        _check_heads(row, recipe["rows"], task, "start" in recipe, where)
+        backbone = _merge(recipe.get("backbone", {}), row.get("backbone", {}))
+        _check_pretrained(
+            backbone, where, **{key: each[key] for each in (recipe, row) for key in ("tokenizer",) if key in each}
+        )
     if "start" in recipe:
         for section in ("backbone", "tokenizer"):
             for owner, where in (
@@ -321,6 +332,8 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
 
 
 def _check_axis(axis: str, path: Any) -> None:
+    if axis == "heads.fraction":
+        return
     method, _, setting = axis.partition(".")
     if method not in METHODS:
         raise ValueError(f"{path}: axis={axis!r} names no method; choose from {sorted(METHODS)}, such as low_rank.rank")
@@ -340,9 +353,53 @@ def _check_training(training: dict[str, Any], task: str, path: Any) -> None:
             raise ValueError(
                 f"{path}: unknown component training.learning_rates.{component}; choose from {list(TRAINED)}"
             )
+    if "masking" in training and task != "masked-lm":
+        raise ValueError(f"{path}: training.masking is of task 'masked-lm', not of {task!r}")
+    if not 0 < training.get("masking", 1) <= 1:
+        raise ValueError(f"{path}: training.masking={training['masking']} must be above 0 and at most 1")
     for key, least in (("block_size", 1), ("evaluations", 1), ("batch_size", 1), ("epochs", 0)):
         if training.get(key, least) < least:
             raise ValueError(f"{path}: training.{key}={training[key]} must be at least {least}")
+
+
+def _check_heads(row: dict[str, Any], rows: dict[str, Any], task: str, elsewhere: bool, path: Any) -> None:
+    """`head_scores: [importance]`, and `heads: {by: importance, fraction: 0.3}`, which may name the `attentions` too."""
+    for field in ("heads", "head_scores"):
+        if field in row and task == "image-classification":
+            raise ValueError(f"{path}: {field} is of transformers, not of task {task!r}")
+    scores = row.get("head_scores", [])
+    if not isinstance(scores, list) or any(score not in HEAD_SCORES for score in scores):
+        raise ValueError(f"{path}: head_scores={scores!r} must be a list; choose from {list(HEAD_SCORES)}")
+    if "heads" not in row:
+        return
+    heads = row["heads"]
+    if not isinstance(heads, dict) or not {"by", "fraction"} <= set(heads) <= {"by", "fraction", "attentions"}:
+        raise ValueError(f"{path}: heads={heads!r} must have 'by' and 'fraction', and may have 'attentions'")
+    if heads["by"] not in HEAD_ORDERS:
+        raise ValueError(f"{path}: unknown heads.by={heads['by']!r}; choose from {list(HEAD_ORDERS)}")
+    if type(heads["fraction"]) is not float or not 0 < heads["fraction"] <= 1:
+        raise ValueError(f"{path}: heads.fraction={heads['fraction']!r} must be a share in (0, 1]")
+    attentions = heads.get("attentions", ["encoder.self"])
+    if not isinstance(attentions, list) or not attentions or not all(isinstance(name, str) for name in attentions):
+        raise ValueError(f"{path}: heads.attentions={attentions!r} must be a list such as ['encoder.self']")
+    if elsewhere:
+        return  # what is measured there is known when it is read
+    if "start" not in row:
+        raise ValueError(f"{path} has 'heads' but no 'start': they are removed from the model that it starts from")
+    if heads["by"] != "random" and heads["by"] not in rows[row["start"]].get("head_scores", []):
+        raise ValueError(f"{path}: heads.by={heads['by']!r} is not in the head_scores of row {row['start']!r}")
+
+
+def _check_pretrained(backbone: Any, path: Any, **others: Any) -> None:
+    """A backbone with weights has its own config and tokenizer."""
+    if not isinstance(backbone, dict) or "pretrained" not in backbone:
+        return
+    if not isinstance(backbone["pretrained"], str):
+        raise ValueError(
+            f"{path}: backbone.pretrained={backbone['pretrained']!r} must be a folder or a name on the Hub"
+        )
+    for field in [*(f"backbone.{name}" for name in backbone if name != "pretrained"), *others]:
+        raise ValueError(f"{path} has both 'backbone.pretrained' and {field!r}: pretrained weights come with their own")
 
 
 def _check_start(name: str, rows: dict[str, Any], path: Any) -> None:
@@ -408,7 +465,14 @@ def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
             raise ValueError(f"{path}: data.{field} is of data of the form {sorted(forms)}, not {form!r}")
 
 
-_OF_A_START = ("row", "seed", "training", "methods", "start")  # what else a run holds is equal in all rows
+def method_of(data: Any, tokenizer: Any = None) -> Method:
+    """The method of a row. Where it says `continuations: tokenizer`, they are those of the run's, if there is one yet."""
+    if isinstance(data, dict) and data.get("continuations") == "tokenizer":
+        data = data | {"continuations": [] if tokenizer is None else word_continuations(tokenizer)}
+    return method_from_dict(data)
+
+
+_OF_A_START = ("row", "seed", "training", "methods", "heads", "start")  # what else a run holds is equal in all rows
 
 
 def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
@@ -434,6 +498,7 @@ def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
             run = copy.deepcopy(shared) | {"row": name, "label": row["label"], "seed": seed}
             run["methods"] = [_seeded(method, seed) for method in row["methods"]]
             run |= {key: _merge(run[key], row[key]) for key in OF_A_ROW if key in row}
+            run |= {key: copy.deepcopy(row[key]) for key in ("heads", "head_scores") if key in row}
             if "start" in recipe:
                 run["start"] = {"grid": recipe["start"], "row": name, "seed": seed}
             if "start" in row:

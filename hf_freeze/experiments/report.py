@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from hf_freeze.experiments.plots import draw
+from hf_freeze.experiments.plots import draw, draw_heads
 from hf_freeze.experiments.recipe import OF_A_ROW
 from hf_freeze.experiments.results import Run, label_of, read_runs, unlike_settings
-from hf_freeze.experiments.statistics import Difference, accuracy, bleu, compare, log_perplexity
+from hf_freeze.experiments.statistics import MANY, Difference, accuracy, bleu, compare, log_perplexity
 
 Columns = dict[str, tuple[str, tuple[str, ...], str]]  # name -> (heading, where it is in a record, format)
 
@@ -230,13 +230,18 @@ class Report:
         if self.setting is None:
             return []
         name, setting = self.setting.split(".")
+        removed = "head_pruning" if name == "heads" else name
         found: dict[str, Series] = {}
         runs = {run.row: run for run in reversed(self.runs)}
         for row in self.rows:
             run = runs[row["row"]]
-            own: list[Any] = [method.get(setting) for method in run.methods if method["method"] == name]
-            others = [{**method, "seed": None} for method in run.methods if method["method"] != name]
-            alike = [others, *(run.settings.get(section) for section in OF_A_ROW)]
+            having = [method for method in run.methods if method["method"] == name]
+            if name == "heads":
+                having = [run.settings["heads"]] if "heads" in run.settings else []
+            own: list[Any] = [each.get(setting) for each in having]
+            rest = [{**each, setting: None} for each in having] if name == "heads" else []
+            others = [{**method, "seed": None} for method in run.methods if method["method"] != removed]
+            alike = [rest, others, *(run.settings.get(section) for section in OF_A_ROW)]
             series = found.setdefault(json.dumps(alike, sort_keys=True), Series())
             if not own:
                 series.without.append(row)
@@ -245,6 +250,17 @@ class Report:
         for series in found.values():
             series.points.sort(key=lambda point: point[0])
         return [series for series in found.values() if series.points or series.without]
+
+    @property
+    def measured(self) -> Run | None:
+        """The first run whose heads were measured."""
+        return next((run for run in self.runs if run.head_scores), None)
+
+    @property
+    def all_pairs(self) -> bool:
+        """Whether rows are compared with each other, and not with the first alone."""
+        rows = {name for test in self.differences for name in (test.base, test.row)}
+        return 0 < len(rows) < MANY
 
     def tested(self, base: str, row: str) -> Difference | None:
         return next((d for d in self.differences if (d.base, d.row) == (base, row)), None)
@@ -366,7 +382,8 @@ def _cell(mean: float, spread: float | None, form: str) -> str:
 
 
 def write_report(*folders: Path, out: Path | None = None, say: Callable[[str], Any] = print) -> Report:
-    """Write `report.md`, `report.html` and `report.png` of all `folders` into `out`, the first of them if not given."""
+    """Write `report.md`, `report.html` and `report.png` of all `folders` into `out`, the first of them if not given; and
+    `heads.png`, where heads were measured."""
     from hf_freeze.experiments.html import page
     from hf_freeze.experiments.text import markdown
 
@@ -375,4 +392,6 @@ def write_report(*folders: Path, out: Path | None = None, say: Callable[[str], A
     (out / "report.md").write_text(markdown(report), encoding="utf-8")
     (out / "report.html").write_text(page(report), encoding="utf-8")
     draw(report, out / "report.png")
+    if report.measured:
+        draw_heads(report, out / "heads.png")
     return report

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_freeze.experiments import heads
 from hf_freeze.experiments.environment import write_whole
 from hf_freeze.experiments.grid import run_folder
 
@@ -29,6 +30,11 @@ class Run:
         if config.exists():
             return json.loads(config.read_text(encoding="utf-8"))["methods"]
         return self.settings.get("methods", [])
+
+    @property
+    def head_scores(self) -> dict[str, dict[str, list[float]]]:
+        """Name of a score -> attention -> a number for each head; empty where none were measured."""
+        return heads.read(run_folder(self.grid, self.record))
 
     @property
     def row(self) -> str:

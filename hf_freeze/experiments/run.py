@@ -18,10 +18,11 @@ from transformers import EarlyStoppingCallback, Seq2SeqTrainingArguments, Traine
 from hf_freeze import data as hf_data
 from hf_freeze import make_variant
 from hf_freeze.accounting import count_parameters, stored_bytes
+from hf_freeze.experiments import heads
 from hf_freeze.experiments.environment import environment, peak_memory, write_whole
 from hf_freeze.experiments.grid import start_folder
+from hf_freeze.experiments.recipe import method_of
 from hf_freeze.experiments.tasks import OwnTask, Report, Task, Trained, task_of
-from hf_freeze.registry import method_from_dict
 from hf_freeze.training import VariantCallback, label_smoothed_loss, parameter_groups
 from hf_freeze.variant import TASKS
 
@@ -109,34 +110,43 @@ def _execute_text(
 ) -> Trained:
     """The transformers of text, which the Trainer trains."""
     splits = task.load(run["data"])
-    methods = [method_from_dict(method) for method in run["methods"]]
-    if start is not None:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(start / "model")
-        model = make_variant(_started(start / "model", task, splits, run["seed"]), methods)
+    fields = task.config(splits["train"])
+    if start is not None or "pretrained" in run["backbone"]:
+        weights = start / "model" if start is not None else run["backbone"]["pretrained"]
+        tokenizer = transformers.AutoTokenizer.from_pretrained(weights)
+        model = _loaded(weights, task, fields, run["seed"])
+        tokenizer.model_max_length = min(tokenizer.model_max_length, model.config.max_position_embeddings)
+        methods = [method_of(method, tokenizer) for method in run["methods"]]
+        if "heads" in run:
+            methods.append(heads.pruning(run["heads"], start, model, run["seed"]))
+        model = make_variant(model, methods)
     else:
         vocabulary, kind = run["tokenizer"]["vocab_size"], run["tokenizer"].get("kind", task.tokenizer)
         tokenizer = hf_data.train_tokenizer(task.texts(splits["train"]), vocabulary, kind, eos=task.eos)
-        config = backbone_config(run["backbone"], tokenizer, **task.config(splits["train"]))
+        config = backbone_config(run["backbone"], tokenizer, **fields)
         tokenizer.model_max_length = config.max_position_embeddings
         init = run["backbone"].get("init", "backbone")
+        methods = [method_of(method, tokenizer) for method in run["methods"]]
         model = make_variant(config, methods, task=task.head, init=init, seed=run["seed"])
     choose_attention(model)
-    encoded = {name: task.encode(split, tokenizer, run) for name, split in splits.items()}
-    progress = _Progress(report)
     trains = run["training"]["epochs"] > 0
+    used = [name for name in splits if name != "train" or trains or "head_scores" in run]
+    encoded = {name: task.encode(splits[name], tokenizer, run) for name in used}
+    progress = _Progress(report)
     callbacks = [progress, VariantCallback()]
     if not model.finalizable:
         callbacks.append(EarlyStoppingCallback(run["training"].get("patience", 10)))
     trainer = task.trainer(
         model=model,
         args=training_arguments(run, folder, best=not model.finalizable),
-        train_dataset=encoded["train"],
+        train_dataset=encoded.get("train"),
         eval_dataset=encoded["dev"],
         data_collator=task.collator(tokenizer, model),
         processing_class=tokenizer,
         compute_loss_func=label_smoothed_loss(run["training"].get("label_smoothing", 0.0), shift=model.shifts_labels),
         max_tokens=run["training"]["max_tokens"],
         callbacks=callbacks,
+        **task.arguments(run["training"]),
         optimizers=(optimizer(model, run["training"]) if trains else None, None),
     )
     trainer.remove_callback(transformers.PrinterCallback)
@@ -154,6 +164,9 @@ def _execute_text(
     tested = time.perf_counter()
     outcome = task.test(run, folder, trainer, tokenizer, splits["test"], encoded["test"])
     dev = trainer.evaluate()
+    if "head_scores" in run:
+        report({"stage": "measuring heads"})
+        heads.measure(run["head_scores"], task, run, folder, trainer, tokenizer, splits, encoded)
     test_seconds = time.perf_counter() - tested
     epochs = [entry for entry in trainer.state.log_history if "eval_loss" in entry][:-1]
     if trainer.is_world_process_zero():
@@ -174,11 +187,12 @@ def _execute_text(
     )
 
 
-def _started(folder: Path, task: Task, splits: dict[str, Any], seed: int) -> Any:
-    """The model of a finished run, perhaps of another task: then with a head of this one, drawn from `seed`."""
+def _loaded(weights: str | Path, task: Task, fields: dict[str, Any], seed: int) -> Any:
+    """A model of a finished run or of another's training, perhaps of another task: then with a head of this one, drawn from
+    `seed`. `fields`: of the config, which the data decide."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
-        return TASKS[task.head].from_pretrained(folder, **task.config(splits["train"]))
+        return TASKS[task.head].from_pretrained(weights, **fields)
 
 
 def training_arguments(run: dict[str, Any], folder: Path, *, best: bool = True) -> Seq2SeqTrainingArguments:

@@ -29,8 +29,8 @@ class Task:
     `head`: the task of `make_variant`. `tokenizer`: its kind, where the recipe names none, and `eos`, where `</s>` stands
     (`train_tokenizer`). `load(data)` gives the splits as the recipe's section says, `texts(split)` what the tokenizer is trained
     on, `config(training split)` fields of the backbone's config that the data decide, `encode(split, tokenizer, run)` the
-    columns `input_ids` and `labels`, `collator(tokenizer, model)` what makes batches of them for the `trainer`,
-    `test(run, folder, trainer, tokenizer, split, encoded split)` the outcome.
+    columns `input_ids` and `labels`, `collator(tokenizer, model)` what makes batches of them for the `trainer`, which takes
+    `arguments(training section)` besides, `test(run, folder, trainer, tokenizer, split, encoded split)` the outcome.
     """
 
     head: str
@@ -42,6 +42,7 @@ class Task:
     eos: str = "after"
     trainer: type[TokenBatchTrainer] = TokenBatchTrainer
     collator: Callable[[Any, Any], Any] = lambda tokenizer, model: DataCollatorForSeq2Seq(tokenizer, model=model)
+    arguments: Callable[[dict[str, Any]], dict[str, Any]] = lambda training: {}
     config: Callable[[datasets.Dataset], dict[str, Any]] = lambda split: {}
 
 

@@ -118,6 +118,27 @@ def legend(report: "Report") -> list[str]:
     return lines
 
 
+def head_scores(report: "Report") -> str:
+    """What the heat-maps of heads show, in a sentence; empty where no heads were measured."""
+    run = report.measured
+    if run is None:
+        return ""
+    meanings = {
+        "importance": "importance is that of Michel et al. (2019) on the training set, divided by its norm over the attention",
+        "ablation": f"ablation is what {report.task.name} on the dev set loses without the head",
+        "one_head": f"one head is what {report.task.name} on the dev set loses where it alone is left of its attention",
+    }
+    shown = [meaning for name, meaning in meanings.items() if name in run.head_scores]
+    return f"Row {run.row}, seed {run.record['seed']}: {'; '.join(shown)}."
+
+
+def one_head_cells(report: "Report") -> list[list[str]]:
+    """A line an attention: its best head alone, and what is lost with it; empty where it was not measured."""
+    scores = report.measured.head_scores.get("one_head", {}) if report.measured else {}
+    best = {name: min(enumerate(values), key=lambda each: each[1]) for name, values in scores.items()}
+    return [[name, str(head), f"{-lost:+.3g}".replace("-", "−")] for name, (head, lost) in best.items()]
+
+
 def method(report: "Report") -> str:
     """How it was decided which differences are real."""
     if not report.differences:
@@ -130,7 +151,12 @@ def method(report: "Report") -> str:
         "the middle 95% of what came out, and p (two-sided) says how easily a difference as large arises by chance. "
         + ("Where rows have several seeds, Student's t adds the spread between seeds. " if several else "")
         + "Testing many rows finds some difference by luck, so p is corrected (Holm): over the comparisons with row "
-        f"{report.rows[0]['row']} for the marks of the first table, and over all pairs for those of the second."
+        f"{report.rows[0]['row']}"
+        + (
+            " for the marks of the first table, and over all pairs for those of the second."
+            if report.all_pairs
+            else "."
+        )
     )
 
 
@@ -175,7 +201,12 @@ def markdown(report: "Report") -> str:
     lines += [f"**{note}**" for note in report.notes] + [""] * bool(report.notes)
     lines += [" ".join(legend(report)), ""]
     lines += [f"- {_plain(what)}: {_plain(sentence)}" for what, sentence in findings(report)] + [""]
-    if report.differences:
+    if report.measured:
+        lines += ["## Attention heads", "", "![what the heads are worth](heads.png)", "", head_scores(report), ""]
+        if cells := one_head_cells(report):
+            headings = ["attention", "best head", f"{report.task.name} with it alone"]
+            lines += [*_table(headings, cells, left=1), ""]
+    if report.all_pairs:
         lines += ["## Differences between all rows", "", *_table(*pair_cells(report), left=2), ""]
     lines += [method(report), ""]
     lines += [f"Command: `{command}`" for command in report.commands] + [""] * bool(report.commands)
