@@ -271,7 +271,7 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
     pretrained = "pretrained" in recipe.get("backbone", ())  # with its own tokenizer
     own: tuple[str, ...] = ("backbone",) if pretrained else ("backbone", "tokenizer")
     own = () if "start" in recipe else own  # another grid has them, where a run starts from one
-    sections = [key for key in _LANGUAGES[task].sections if key in ("data", "training", *own)]
+    sections = [key for key in ("data", *own, "training") if key in _LANGUAGES[task].sections]
     _check_present(recipe, (*sections, "rows", "seeds"), path)
     _check_sections(recipe, task, path)
     for key in _LANGUAGES[task].needed:
