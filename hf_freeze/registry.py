@@ -63,6 +63,11 @@ class Method:
         """Whether this setting holds token ids, which would be others once tokens are removed."""
         return False
 
+    @property
+    def selects(self) -> bool:
+        """Whether `convert` keeps some of the values and leaves others out, by their places and not by what they are."""
+        return False
+
     def restructure(self, model: "VariantMixin", architecture: "Architecture") -> None:
         """Change modules and shapes, from the config alone: runs on `meta`, at every construction and load."""
 

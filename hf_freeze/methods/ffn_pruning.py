@@ -81,6 +81,10 @@ class FFNPruning(Method):
             linear = source.base_model.get_submodule(name)
             surgery.replace(model, name, surgery.select_features(linear, kept, outputs=name != linears[-1]))
 
+    @property
+    def selects(self) -> bool:
+        return self.keep is not None
+
     def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
         for block, linears in self._blocks(architecture, model.config).items():
             modules = [surgery.dense_module(model, name, self.name) for name in linears]

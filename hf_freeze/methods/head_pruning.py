@@ -63,6 +63,10 @@ class HeadPruning(Method):
         """Of those that it changes."""
         return chosen_attentions(self.heads, self.layers, architecture, config)
 
+    @property
+    def selects(self) -> bool:
+        return self.heads is not None
+
     def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
         for name, attention in self._attentions(architecture, model.config).items():
             heads = surgery.count_heads(model, attention, self.name)

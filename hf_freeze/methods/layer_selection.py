@@ -69,6 +69,10 @@ class LayerSelection(Method):
         kept = self._kept(architecture, config)
         return {architecture.stacks[stack].depth: len(numbers) for stack, numbers in kept.items()}
 
+    @property
+    def selects(self) -> bool:
+        return True
+
     def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
         for stack, numbers in self._kept(architecture, model.config).items():
             surgery.take_layers(model, architecture.stacks[stack].layers, numbers)

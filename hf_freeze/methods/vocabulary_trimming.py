@@ -82,6 +82,10 @@ class VocabularyTrimming(Method):
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
         return dict.fromkeys(architecture.token_tables.values(), len(self.keep))
 
+    @property
+    def selects(self) -> bool:
+        return True
+
     def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
         surgery.cut_vocabulary(model, architecture, len(self.keep), self.name)
 
