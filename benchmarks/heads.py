@@ -1,6 +1,7 @@
 """Time of attentions that have lost heads, of heads that attend by position, and of scoring heads.
 
-    python benchmarks/heads.py --out heads.md    # about 10 minutes on one core
+    python benchmarks/heads.py --out heads.md           # about 10 minutes on one core
+    python benchmarks/heads.py --peer --out heads.md    # with Torch-Pruning, installed by hand
 
 Claims: removing heads saves at least .85 of what it could; an encoder with seven fixed heads and one that learns, or with eight
 fixed, is faster than one whose eight learn, from length 128 on; `analysis.head_importance` takes at most 1.15 of forward and
@@ -18,24 +19,29 @@ the medians.
 
 Time: row, dense, dense, row, each called for at least `--turn` ms; a ratio is the median of the rounds' ratios, with quartiles.
 "dense again", a second model like the first, shows the noise. No text is padded.
+
+`--peer` compares with Torch-Pruning (`pip install torch-pruning`, not a dependency; Fang et al., 2023,
+https://arxiv.org/abs/2301.12900): the same heads of the same encoder removed by its dependency graph, the outputs equal, ours at
+most 1.03 of its time; and whether `from_pretrained` opens what `save_pretrained` wrote of each.
 """
 
 import argparse
 import copy
 import statistics
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import _shared
 import torch
-from transformers import BertConfig, DynamicCache, EncoderDecoderCache, MarianConfig
+from transformers import AutoModelForMaskedLM, BertConfig, DynamicCache, EncoderDecoderCache, MarianConfig
 
 from hf_freeze import make_variant, methods
 from hf_freeze.analysis import head_importance
 from hf_freeze.experiments.run import choose_attention
 
 SHARES = (0.25, 0.5, 0.75)
-BARS = {"saved": 0.85, "fixed": 1.0, "scoring": 1.15}
+BARS = {"saved": 0.85, "fixed": 1.0, "scoring": 1.15, "peer": 1.03}
 FIXED_FROM = 128
 
 
@@ -183,6 +189,62 @@ def scoring(options: argparse.Namespace, found: dict[str, list[tuple[float, str]
     return lines
 
 
+def peer(options: argparse.Namespace, found: dict[str, list[tuple[float, str]]]) -> list[list[str]]:
+    """Ours against Torch-Pruning's."""
+    torch.manual_seed(0)
+    dense, lines = encoder(options), []
+    native = _ready(dense.merge())
+    for share in SHARES:
+        count = round(share * dense.config.num_attention_heads)
+        ours, theirs = without(dense, share), by_peer(native, count)
+        with torch.inference_mode():
+            ids = torch.randint(2, 1000, (2, min(options.lengths)), device=_shared.DEVICE)
+            difference = float((ours(ids).logits - theirs(ids).logits).abs().max())
+        if difference > 1e-4:
+            raise RuntimeError(f"{count} heads removed in two ways give logits that differ by {difference:.2g}")
+        opened = "; ".join(
+            f"{who} opens again: {'yes' if reopens(m) else 'no'}" for who, m in (("ours", ours), ("theirs", theirs))
+        )
+        for batch in options.batches:
+            for length in options.lengths:
+                pair = _shared.in_turns(
+                    encode(ours, batch, length),
+                    encode(theirs, batch, length),
+                    options.rounds,
+                    at_least=options.turn / 1000,
+                )
+                found["peer"].append((pair.ratio, f"{share:.0%}, batch {batch}, length {length}"))
+                ms = 1000 * statistics.median(pair.one)
+                row = f"{share:.0%} of the heads removed, against Torch-Pruning ({opened})"
+                lines.append([row, "encoder", f"{batch} x {length}", f"{ms:.2f}", str(pair), ""])
+                print(" ".join(lines[-1]), flush=True)
+    return lines
+
+
+def by_peer(native: Any, count: int) -> Any:
+    """The first `count` heads of each attention of this BERT removed by Torch-Pruning."""
+    import torch_pruning  # pyright: ignore[reportMissingImports]
+
+    model = copy.deepcopy(native)
+    size = model.config.hidden_size // model.config.num_attention_heads
+    example = {"input_ids": torch.randint(2, 1000, (2, 8), device=_shared.DEVICE)}
+    graph = torch_pruning.DependencyGraph().build_dependency(model, example_inputs=example)
+    for layer in model.bert.encoder.layer:
+        places = list(range(count * size))
+        graph.get_pruning_group(layer.attention.self.query, torch_pruning.prune_linear_out_channels, places).prune()
+    return _ready(model)
+
+
+def reopens(model: Any) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        try:
+            AutoModelForMaskedLM.from_pretrained(folder)
+        except RuntimeError:  # sizes that its config does not know
+            return False
+    return True
+
+
 def arguments() -> argparse.Namespace:
     made = _shared.parser(__doc__, presets=False)
     made.add_argument("--layers", type=int, default=2)
@@ -191,13 +253,15 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--batches", type=int, nargs="+", default=[1, 32])
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--turn", type=float, default=100, help="ms that a turn takes at least")
+    made.add_argument("--peer", action="store_true", help="compare with Torch-Pruning too, which must be installed")
     return made.parse_args()
 
 
 def main() -> None:
     options = arguments()
     found: dict[str, list[tuple[float, str]]] = {name: [] for name in BARS}
-    lines = [line for part in (pruning, fixed, scoring) for line in part(options, found)]
+    parts = (pruning, fixed, scoring, *([peer] if options.peer else []))
+    lines = [line for part in parts for line in part(options, found)]
     header = ["row", "of", "batch x length", "ms", "to dense", "saved / possible"]
     summary = "\n".join(
         [
@@ -205,6 +269,11 @@ def main() -> None:
             f"- fixed heads faster than dense from length {FIXED_FROM} on: "
             f"{_shared.verdict(found['fixed'], BARS['fixed'].__gt__)}",
             f"- scoring at most {BARS['scoring']} of training: {_shared.verdict(found['scoring'], BARS['scoring'].__ge__)}",
+            *(
+                [f"- at most {BARS['peer']} of Torch-Pruning's: {_shared.verdict(found['peer'], BARS['peer'].__ge__)}"]
+                if options.peer
+                else []
+            ),
             f"- threads: {torch.get_num_threads()}",
         ]
     )

@@ -140,6 +140,14 @@ def test_heads(run, tmp_path):
     assert out.read_text(encoding="utf-8").startswith("`python benchmarks/heads.py --layers 1")
 
 
+def test_heads_against_a_peer(run):
+    """The benchmark itself checks that both give the same logits."""
+    pytest.importorskip("torch_pruning", reason="Torch-Pruning is installed by hand")
+    small = ["--layers", "1", "--width", "96", "--lengths", "8", "--batches", "1", "--rounds", "1", "--turn", "1"]
+    printed = run("heads", *small, "--peer")
+    assert len(re.findall(r"against Torch-Pruning \(opens again: yes, theirs: no\) \| encoder", printed)) == 3
+
+
 def test_embeddings(run, tmp_path):
     out = tmp_path / "table.md"
     printed = run("embeddings", "--quick", "--out", str(out))

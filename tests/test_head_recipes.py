@@ -17,6 +17,7 @@ from hf_freeze.experiments import heads, statistics
 from hf_freeze.experiments.grid import run_folder, run_grid
 from hf_freeze.experiments.recipe import expand, load_recipe
 from hf_freeze.experiments.report import make_report, write_report
+from hf_freeze.experiments.results import HEAD_SCORES, read_head_scores
 from hf_freeze.experiments.run import execute
 from hf_freeze.experiments.translation import encode, load_data
 
@@ -137,7 +138,7 @@ def test_unmeasured_scores_of_another_grid_are_refused(grid, tmp_path):
     """They are known only when they are read."""
     _, out = grid
     shutil.copytree(out / "row-0-seed-1", tmp_path / "row-0-seed-1")
-    (tmp_path / "row-0-seed-1" / heads.FILE).write_text('{"importance": {"encoder.0.self": [1, 2]}}')
+    (tmp_path / "row-0-seed-1" / HEAD_SCORES).write_text('{"importance": {"encoder.0.self": [1, 2]}}')
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "row-0-seed-1" / "model")
     with pytest.raises(ValueError, match=r"heads.by='ablation': .* has no such scores, only \['importance'\]"):
         heads.pruning({"by": "ablation", "fraction": 0.5}, tmp_path / "row-0-seed-1", model, 1)
@@ -158,7 +159,7 @@ def test_importance_is_that_of_the_training_set(grid):
     loader = torch.utils.data.DataLoader(
         encoded.with_format(None), batch_size=7, collate_fn=DataCollatorForSeq2Seq(tokenizer, model=model)
     )
-    found = heads.read(folder)["importance"]
+    found = read_head_scores(folder)["importance"]
     for name, values in analysis.head_importance(model, loader).items():
         assert torch.tensor(found[name]) == pytest.approx(values, abs=1e-4)
 
@@ -169,7 +170,7 @@ def test_ablations_are_losses_of_the_score_on_dev(tmp_path):
     rows = {"0": ALL, "without": {"label": "without", "start": "0"} | gone}
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", **MASKED | {"rows": rows}))
     whole, without = (record["metrics"]["dev_perplexity"] for record in quiet(recipe, tmp_path / "runs"))
-    scores = heads.read(tmp_path / "runs" / "row-0-seed-1")
+    scores = read_head_scores(tmp_path / "runs" / "row-0-seed-1")
     assert abs(without - whole) > 1e-3, "nothing to measure"
     assert scores["ablation"]["encoder.0.self"][1] == pytest.approx(without - whole, rel=1e-3)
     assert scores["one_head"]["encoder.0.self"][0] == pytest.approx(without - whole, rel=1e-3)
@@ -179,7 +180,7 @@ def test_scores_of_a_classifier_and_of_a_masked_language_model(tmp_path):
     for name, task in (("classifier", CLASSIFICATION), ("masked", MASKED)):
         out, rows = tmp_path / name, {"0": ALL, "one": cut("ablation", 0.5)}
         quiet(load_recipe(write_recipe(tmp_path / f"{name}.yaml", rows=rows, **task)), out)
-        scores = heads.read(out / "row-0-seed-1")
+        scores = read_head_scores(out / "row-0-seed-1")
         assert list(scores) == ALL["head_scores"]
         assert as_set(removed(out, "one")) == lowest(scores["ablation"], 1)
         assert write_report(out, say=lambda _: None).measured.head_scores == scores
@@ -190,7 +191,7 @@ def test_scores_of_a_classifier_and_of_a_masked_language_model(tmp_path):
 
 def test_the_lowest_heads_are_removed(grid):
     _, out = grid
-    scores = heads.read(out / "row-0-seed-1")
+    scores = read_head_scores(out / "row-0-seed-1")
     assert sum(map(len, scores["importance"].values())) == 8  # 2 + 1 + 1 attentions of two
     for row, by, count in (
         ("importance", "importance", 4),
@@ -244,8 +245,8 @@ def test_a_killed_measurement_goes_on(grid, tmp_path, monkeypatch):
     assert not (folder / "metrics.json").exists()
     execute(run, folder)
     assert len(calls) == 5 + (9 - 4) + 9  # of the two ablations, eight heads and the whole model each
-    expected = heads.read(out / "row-0-seed-1")
-    for score, attentions in heads.read(folder).items():
+    expected = read_head_scores(out / "row-0-seed-1")
+    for score, attentions in read_head_scores(folder).items():
         for name, values in attentions.items():
             assert values == pytest.approx(expected[score][name], abs=1e-3), score
 
@@ -302,7 +303,7 @@ def test_rows_without_heads_are_drawn_against_their_fraction(grid):
     assert "What the heads are worth" in page
     assert "heads.png" in text
     assert (out / "heads.png").stat().st_size > 5000
-    best = heads.read(out / "row-0-seed-1")["one_head"]["decoder.0.cross"]
+    best = read_head_scores(out / "row-0-seed-1")["one_head"]["decoder.0.cross"]
     assert f"| decoder.0.cross | {int(np.argmin(best))} | " in text
 
 
@@ -312,9 +313,9 @@ def test_numbers_of_the_heat_maps(grid):
     _, out = grid
     figure = _heads(make_report([out], lambda _: None))
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == list(
-        heads.read(out / "row-0-seed-1")["importance"]
+        read_head_scores(out / "row-0-seed-1")["importance"]
     )
-    for axes, scores in zip(figure.axes, heads.read(out / "row-0-seed-1").values(), strict=True):
+    for axes, scores in zip(figure.axes, read_head_scores(out / "row-0-seed-1").values(), strict=True):
         assert [text.get_text() for text in axes.texts] == [_short(v) for values in scores.values() for v in values]
 
 

@@ -11,11 +11,10 @@ import torch
 from hf_freeze import analysis, methods
 from hf_freeze.analysis.heads import output_projections
 from hf_freeze.experiments.environment import write_whole
+from hf_freeze.experiments.results import HEAD_SCORES, read_head_scores
 from hf_freeze.experiments.tasks import Task
 from hf_freeze.layers.derived import features
 from hf_freeze.registry import architecture_of
-
-FILE = "head_scores.json"  # in the folder of a run: name of a score -> attention -> a number for each head
 
 
 def measure(
@@ -55,13 +54,7 @@ def measure(
             scores = analysis.head_ablation(model, evaluate=evaluate, keep_one=name == "one_head", path=path)
         found[name] = {attention: values.tolist() for attention, values in scores.items()}
     if trainer.is_world_process_zero():
-        write_whole(folder / FILE, json.dumps(found, indent=1) + "\n")
-
-
-def read(folder: Path) -> dict[str, dict[str, list[float]]]:
-    """The scores in the folder of a run; empty where none were measured."""
-    path = folder / FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        write_whole(folder / HEAD_SCORES, json.dumps(found, indent=1) + "\n")
 
 
 def pruning(settings: dict[str, Any], start: Path, model: Any, seed: int) -> methods.HeadPruning:
@@ -78,7 +71,7 @@ def pruning(settings: dict[str, Any], start: Path, model: Any, seed: int) -> met
         counts = {name: features(output)[0] // sizes[name] for name, output in outputs.items()}
         scores = {name: torch.from_numpy(draw.random(count)) for name, count in counts.items()}
     else:
-        measured = read(start)
+        measured = read_head_scores(start)
         if settings["by"] not in measured:
             raise ValueError(
                 f"heads.by={settings['by']!r}: {start} has no such scores, only {sorted(measured)}; give its row "

@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from hf_freeze.analysis.vocabulary import word_continuations
 from hf_freeze.architectures.base import TRAINED
 from hf_freeze.experiments.perceptron import PerceptronConfig
 from hf_freeze.registry import METHODS, Method, method_from_dict
@@ -468,6 +467,8 @@ def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
 def method_of(data: Any, tokenizer: Any = None) -> Method:
     """The method of a row. Where it says `continuations: tokenizer`, they are those of the run's, if there is one yet."""
     if isinstance(data, dict) and data.get("continuations") == "tokenizer":
+        from hf_freeze.analysis import word_continuations  # here: it imports much
+
         data = data | {"continuations": [] if tokenizer is None else word_continuations(tokenizer)}
     return method_from_dict(data)
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from hf_freeze.experiments import heads
 from hf_freeze.experiments.environment import write_whole
 from hf_freeze.experiments.grid import run_folder
+
+HEAD_SCORES = "head_scores.json"  # in the folder of a run: name of a score -> attention -> a number for each head
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Run:
     @property
     def head_scores(self) -> dict[str, dict[str, list[float]]]:
         """Name of a score -> attention -> a number for each head; empty where none were measured."""
-        return heads.read(run_folder(self.grid, self.record))
+        return read_head_scores(run_folder(self.grid, self.record))
 
     @property
     def row(self) -> str:
@@ -43,6 +44,12 @@ class Run:
     @property
     def task(self) -> str:
         return self.record.get("task") or self.settings.get("task") or "translation"
+
+
+def read_head_scores(folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Those in the folder of a run; empty where none were measured."""
+    path = folder / HEAD_SCORES
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def read_results(folder: Path, say: Callable[[str], Any] = print) -> list[dict[str, Any]]:

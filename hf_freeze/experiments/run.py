@@ -117,7 +117,7 @@ def _execute_text(
         model = _loaded(weights, task, fields, run["seed"])
         tokenizer.model_max_length = min(tokenizer.model_max_length, model.config.max_position_embeddings)
         methods = [method_of(method, tokenizer) for method in run["methods"]]
-        if "heads" in run:
+        if start is not None and "heads" in run:
             methods.append(heads.pruning(run["heads"], start, model, run["seed"]))
         model = make_variant(model, methods)
     else:
