@@ -493,6 +493,20 @@ def test_no_line_joins_rows_of_unlike_recipes(tmp_path):
     ]
 
 
+def test_no_line_joins_rows_of_other_settings_of_the_method(tmp_path):
+    """The row without it is with the first of them, wherever it stands."""
+    settings = {"a": (2, False), "full": None, "b": (2, True), "c": (4, False), "d": (4, True)}
+    make_runs(tmp_path, rows={row: (f"row {row}", 0.5) for row in settings}, seeds=(1,))
+    for row, found in settings.items():
+        path = tmp_path / f"row-{row}-seed-1" / "run.json"
+        methods = [{"method": "factorized_embedding", "rank": found[0], "share": found[1]}] if found else []
+        changes = {"axis": "factorized_embedding.rank", "methods": methods}
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    series = make_report([tmp_path], lambda text: None).series()
+    assert [[row["row"] for _, row in each.points] for each in series] == [["a", "c"], ["b", "d"]]
+    assert [[row["row"] for row in each.without] for each in series] == [["full"], []]
+
+
 @pytest.mark.parametrize(("task", "worst"), [("translation", 0.1), ("language-modelling", -9)])
 def test_rows_far_worse_than_the_others_lie_on_the_edge(tmp_path, task, worst):
     """By hand: what the box plot's rule calls an outlier, on the bad side only."""

@@ -225,28 +225,32 @@ class Report:
         return next((run.settings["axis"] for run in self.runs if run.settings.get("axis")), None)
 
     def series(self) -> list[Series]:
-        """The rows by the other methods that they have and by the sections of the recipe that rows may change. Those whose value
-        is no number have no place among the points."""
+        """The rows by the other methods that they have, the other settings of this one, and the sections of the recipe that rows
+        may change; a row without the method is with the first that is alike otherwise. Those whose value is no number have no
+        place among the points."""
         if self.setting is None:
             return []
         name, setting = self.setting.split(".")
-        removed = "head_pruning" if name == "heads" else name
-        found: dict[str, Series] = {}
+        found: dict[tuple[str, str], Series] = {}
         runs = {run.row: run for run in reversed(self.runs)}
         for row in self.rows:
             run = runs[row["row"]]
-            having = [method for method in run.methods if method["method"] == name]
-            if name == "heads":
-                having = [run.settings["heads"]] if "heads" in run.settings else []
-            own: list[Any] = [each.get(setting) for each in having]
-            rest = [{**each, setting: None} for each in having] if name == "heads" else []
-            others = [{**method, "seed": None} for method in run.methods if method["method"] != removed]
-            alike = [rest, others, *(run.settings.get(section) for section in OF_A_ROW)]
-            series = found.setdefault(json.dumps(alike, sort_keys=True), Series())
-            if not own:
-                series.without.append(row)
-            elif type(own[0]) in (int, float):
-                series.points.append((own[0], row))
+            if name == "heads":  # a field of the recipe, which the model has as heads by name
+                having, others = [run.settings["heads"]] if "heads" in run.settings else [], "head_pruning"
+            else:
+                having, others = [method for method in run.methods if method["method"] == name], name
+            alike = [{**method, "seed": None} for method in run.methods if method["method"] != others]
+            key = json.dumps([alike, *(run.settings.get(section) for section in OF_A_ROW)], sort_keys=True)
+            rest = json.dumps([{**each, setting: None, "seed": None} for each in having], sort_keys=True)
+            if not having:
+                first = next((place for place in found if place[0] == key), (key, rest))
+                found.setdefault(first, Series()).without.append(row)
+                continue
+            if (key, "[]") in found:  # begun by a row without the method
+                found[key, rest] = found.pop((key, "[]"))
+            value = having[0].get(setting)
+            if type(value) in (int, float):
+                found.setdefault((key, rest), Series()).points.append((value, row))
         for series in found.values():
             series.points.sort(key=lambda point: point[0])
         return [series for series in found.values() if series.points or series.without]
