@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_freeze.experiments.statistics import LEVEL, Difference, enough_replicates
+from hf_freeze.experiments.statistics import LEVEL, MANY, Difference, enough_replicates
 
 if TYPE_CHECKING:
     from hf_freeze.experiments.report import Report
@@ -64,16 +64,18 @@ def _real(report: "Report") -> list[tuple[str, str]]:
             groups["unclear"].append(f"{text} ({interval(report, test)})")
     first = report.rows[0]["row"]
     found = [
-        (f"Really {side} than row {first}", "; ".join(groups[side]) + ".")
-        for side in ("worse", "better")
-        if groups[side]
+        (f"Really {side} than row {first}", _listed(groups[side]) + ".") for side in ("worse", "better") if groups[side]
     ]
     if groups["unclear"]:
         unclear = (
-            "; ".join(groups["unclear"]) + ". Such a difference may be chance; this does not show that they are equal."
+            _listed(groups["unclear"]) + ". Such a difference may be chance; this does not show that they are equal."
         )
         found.append((f"Not told apart from row {first}", unclear))
     return found
+
+
+def _listed(rows: list[str]) -> str:
+    return "; ".join(rows) if len(rows) < MANY else f"{len(rows)} rows, as the table says"
 
 
 def quality(report: "Report", row: dict[str, Any]) -> str:
@@ -136,7 +138,7 @@ def one_head_cells(report: "Report") -> list[list[str]]:
     """A line an attention: its best head alone, and what is lost with it; empty where it was not measured."""
     scores = report.measured.head_scores.get("one_head", {}) if report.measured else {}
     best = {name: min(enumerate(values), key=lambda each: each[1]) for name, values in scores.items()}
-    return [[name, str(head), f"{-lost:+.3g}".replace("-", "−")] for name, (head, lost) in best.items()]
+    return [[name, str(head), f"{0.0 - lost:+.2f}".replace("-", "−")] for name, (head, lost) in best.items()]
 
 
 def method(report: "Report") -> str:
