@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from contract_cases import BASELINES, build, native, objective
+from contract_cases import BASELINES, CASES, build, native, objective
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -105,6 +105,26 @@ def test_other_parts_left_out(case):
                 assert torch.equal(value, expected), (method.name, name, key)
         assert unlike or isinstance(method, methods.LayerSelection)
         assert linears
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.thorough and case.methods], ids=lambda case: case.id)
+def test_every_method_carries_the_state_or_is_refused(case):
+    """The moments are set to the values of the weights: they must stay equal wherever those go."""
+    model = make_variant(native(case), [])
+    optimizer = torch.optim.Adam([parameter for parameter in model.parameters() if parameter.requires_grad])
+    train(model, optimizer, case.batch(), steps=1)
+    for parameter, state in optimizer.state.items():
+        state["exp_avg"] = parameter.detach().clone()
+    new = make_variant(model, list(case.methods))
+    if not all(method.selects for method in case.methods):
+        with pytest.raises(ValueError, match="makes other weights, or chooses by their values"):
+            carried_optimizer(optimizer, model, new)
+        return
+    carried = carried_optimizer(optimizer, model, new)
+    assert len(carried.state) > 5
+    for parameter, state in carried.state.items():
+        assert torch.equal(state["exp_avg"], parameter)
+        assert float(state["step"]) == 1
 
 
 def test_with_the_trainer(tmp_path):

@@ -335,5 +335,7 @@ def test_many_rows_are_compared_with_the_first_alone(monkeypatch, grid):
     assert "Differences between all rows" not in text
     assert "over all pairs" not in text
     unclear = [line for line in text.splitlines() if line.startswith("- Not told apart")]
-    assert unclear[0].startswith("- Not told apart from row 0: 7 rows, as the table says. Such a difference may be chance")
+    assert unclear[0].startswith(
+        "- Not told apart from row 0: 7 rows, as the table says. Such a difference may be chance"
+    )
     assert '<table class="matrix">' not in (out / "report.html").read_text("utf-8")
