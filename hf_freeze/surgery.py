@@ -9,7 +9,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.base import Architecture, Attention, full_name
+from hf_freeze.layers.define import DeFINEEmbedding
 from hf_freeze.layers.derived import features, linear_like
+from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
 from hf_freeze.layers.fixed_heads import FixedHeads, Words
 from hf_freeze.layers.no_attention import NoAttention, NoHeads
 
@@ -127,9 +129,16 @@ def vocabulary_modules(model: Any, architecture: Architecture) -> dict[str, Any]
 def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: str) -> None:
     """Give tables, output matrix and output bias `count` rows, of no particular values. What was tied must be tied anew.
 
-    Raises ValueError where a method has replaced one of them before.
+    Raises ValueError where a method has replaced one of them before by what has not one row for each token.
     """
     for name, module in vocabulary_modules(model, architecture).items():
+        if type(module) in (LowRankEmbedding, LowRankOutput, DeFINEEmbedding):
+            module.weight = nn.Parameter(module.weight.detach()[:count].clone())
+            if isinstance(module, nn.Embedding):
+                module.num_embeddings = count
+            elif module.bias is not None:
+                module.bias = nn.Parameter(module.bias.detach()[:count].clone())
+            continue
         if type(module) is nn.Embedding:
             weight = module.weight
             made: nn.Module = nn.Embedding(

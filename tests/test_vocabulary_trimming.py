@@ -322,6 +322,29 @@ def test_random_embeddings_must_come_after():
         make_variant(marian(), [methods.Freeze(embeddings="random"), methods.VocabularyTrimming(keep=KEEP)])
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        methods.FactorizedEmbedding(rank=4),
+        methods.DeFINE(map_dim=4, depth=2, width=8, groups=2),
+    ],
+    ids=lambda method: method.name,
+)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("model_type", "task"), LOGITS, ids=[model_type for model_type, _ in LOGITS])
+def test_small_tables_are_trimmed(model_type, task, tied, method, tmp_path):
+    """The logits of the kept tokens stay, and it opens again."""
+    small = make_variant(native(model_type, task, tie_word_embeddings=tied), [method])
+    trimmed = trim(small)
+    before, after = kept_batch(model_type)
+    found = logits(trimmed, after)
+    assert torch.allclose(found, logits(small, before)[..., KEEP], atol=1e-5)
+    less = count_parameters(small).total - count_parameters(trimmed).total
+    assert less >= 4 * (small.config.vocab_size - len(KEEP))
+    trimmed.save_pretrained(tmp_path)
+    assert torch.equal(logits(TASKS[task].from_pretrained(tmp_path), after), found)
+
+
 def test_replaced_embeddings_must_come_after():
     variant = make_variant(marian(), [])
     variant.model.shared = torch.nn.EmbeddingBag(40, 16)
