@@ -345,6 +345,12 @@ def test_small_tables_are_trimmed(model_type, task, tied, method, tmp_path):
     assert torch.equal(logits(TASKS[task].from_pretrained(tmp_path), after), found)
 
 
+def test_bands_must_come_after():
+    adaptive = methods.AdaptiveEmbedding(cutoffs=[10, 20])
+    with pytest.raises(ValueError, match=r"which another method made; put 'vocabulary_trimming' before"):
+        make_variant(marian(), [adaptive, methods.VocabularyTrimming(keep=KEEP)])
+
+
 def test_replaced_embeddings_must_come_after():
     variant = make_variant(marian(), [])
     variant.model.shared = torch.nn.EmbeddingBag(40, 16)

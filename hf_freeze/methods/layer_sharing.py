@@ -68,7 +68,7 @@ class LayerSharing(Method):
         for stack in self.stacks or ():
             if stack not in shared:
                 raise ValueError(
-                    f"LayerSharing: no stack {stack!r} in {architecture.model_type}; choose from {sorted(shared)}"
+                    f"LayerSharing: no stack {stack!r} in {architecture.model_type}; choose from {sorted(architecture.stacks)}"
                 )
         for stack in self.depth or ():
             if stack not in shared:
