@@ -385,7 +385,8 @@ def _check_heads(row: dict[str, Any], rows: dict[str, Any], task: str, elsewhere
         return  # what is measured there is known when it is read
     if "start" not in row:
         raise ValueError(f"{path} has 'heads' but no 'start': they are removed from the model that it starts from")
-    if heads["by"] != "random" and heads["by"] not in rows[row["start"]].get("head_scores", []):
+    start = rows[row["start"]]
+    if heads["by"] != "random" and heads["by"] not in (start.get("head_scores", []) if isinstance(start, dict) else []):
         raise ValueError(f"{path}: heads.by={heads['by']!r} is not in the head_scores of row {row['start']!r}")
 
 
