@@ -135,7 +135,7 @@ _LANGUAGES = {
     ),
 }
 OF_A_ROW = ("training", "backbone", "tokenizer")  # sections that a row may change
-_ROW = ("label", "methods", "start", "heads", "head_scores", *OF_A_ROW)  # the first two are needed
+_ROW = ("label", "methods", "start", *OF_A_ROW, "heads", "head_scores")  # the first two are needed
 HEAD_SCORES = ("importance", "ablation", "one_head")  # what can be measured of a finished run's heads
 HEAD_ORDERS = ("importance", "ablation", "random")  # by which heads are removed from what a run starts from
 
