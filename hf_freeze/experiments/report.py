@@ -248,7 +248,7 @@ class Report:
                 continue
             if (key, "[]") in found:  # begun by a row without the method
                 found[key, rest] = found.pop((key, "[]"))
-            value = having[0].get(setting)
+            value: Any = having[0].get(setting)
             if type(value) in (int, float):
                 found.setdefault((key, rest), Series()).points.append((value, row))
         for series in found.values():
