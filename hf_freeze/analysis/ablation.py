@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from hf_freeze.analysis._shared import batches_on, check_model, in_eval_mode, inputs_seen, loss_of, track
-from hf_freeze.analysis.heads import count_labels, output_projections
+from hf_freeze.analysis.heads import count_heads, count_labels, output_projections
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.layers.derived import features
 from hf_freeze.rng import digest
 
 
@@ -43,7 +42,7 @@ def head_ablation(
     if path is not None and evaluate is None:
         raise ValueError(f"head_ablation(path={str(path)!r}): is of measurements with evaluate; data needs none")
     outputs, sizes = output_projections(model, architecture)
-    counts = {name: features(output)[0] // sizes[name] for name, output in outputs.items()}
+    counts = count_heads(outputs, sizes)
     every = [(name, head) for name, count in counts.items() for head in range(count)]
     with in_eval_mode(model), torch.no_grad():
         if evaluate is not None:

@@ -49,8 +49,8 @@ def head_importance(
             raise ValueError(f"{name}={value!r}: choose from {list(choices)}")
     outputs, sizes = output_projections(model, architecture)
     sums = {
-        name: torch.zeros(features(output)[0] // sizes[name], dtype=torch.float64, device=model.device)
-        for name, output in outputs.items()
+        name: torch.zeros(count, dtype=torch.float64, device=model.device)
+        for name, count in count_heads(outputs, sizes).items()
     }
     counts = dict.fromkeys(outputs, 0)
     with in_eval_mode(model):
@@ -85,6 +85,11 @@ def output_projections(model: Any, architecture: Architecture) -> tuple[dict[str
     modules = {name: model.base_model.get_submodule(attention.o) for name, attention in attentions.items()}
     outputs = {name: output for name, output in modules.items() if not isinstance(output, NoHeads)}
     return outputs, {name: attentions[name].head_size(model.config) for name in outputs}
+
+
+def count_heads(outputs: dict[str, Any], sizes: dict[str, int]) -> dict[str, int]:
+    """Of each attention that `output_projections` has found: how many heads it has left."""
+    return {name: features(output)[0] // sizes[name] for name, output in outputs.items()}
 
 
 def count_labels(model: Any, batch: Mapping[str, Any]) -> int:

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from hf_freeze import analysis, methods
-from hf_freeze.analysis.heads import output_projections
+from hf_freeze.analysis.heads import count_heads, output_projections
 from hf_freeze.experiments.environment import write_whole
 from hf_freeze.experiments.results import HEAD_SCORES, read_head_scores
 from hf_freeze.experiments.tasks import Task
-from hf_freeze.layers.derived import features
 from hf_freeze.registry import architecture_of
 
 
@@ -67,8 +66,7 @@ def pruning(settings: dict[str, Any], start: Path, model: Any, seed: int) -> met
     architecture = architecture_of(model.config.model_type)
     if settings["by"] == "random":
         draw = np.random.default_rng(seed)
-        outputs, sizes = output_projections(model, architecture)
-        counts = {name: features(output)[0] // sizes[name] for name, output in outputs.items()}
+        counts = count_heads(*output_projections(model, architecture))
         scores = {name: torch.from_numpy(draw.random(count)) for name, count in counts.items()}
     else:
         measured = read_head_scores(start)
