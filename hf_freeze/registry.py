@@ -106,11 +106,20 @@ class Method:
         """Whether this setting depends on the progress of training, which a callback or `model.advance` must then tell."""
         return False
 
-    def advance(self, model: "VariantMixin", architecture: "Architecture", progress: float) -> None:
-        """Set what the progress in 0..1 decides (a rate, a mask), and nothing else: training may resume at any step.
+    def scheduled_values(self, step: int, total_steps: int) -> dict[str, float]:
+        """What it schedules, in words, with the value when `step` of `total_steps` are done: what reports draw."""
+        return {}
+
+    def advance(self, model: "VariantMixin", architecture: "Architecture", step: int, total_steps: int) -> None:
+        """Set what the step decides (a rate, a mask, a draw), and nothing else: training may resume at any step.
 
         Called before every optimiser step where `scheduled`, after `frozen_at` was followed; so it must be cheap.
         """
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step of training may leave without a gradient what is trainable."""
+        return False
 
     def auxiliary_loss(self, model: "VariantMixin", architecture: "Architecture") -> "torch.Tensor | None":
         """A scalar that training adds to the mean loss of a label; it counts once in an optimiser step."""

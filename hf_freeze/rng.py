@@ -151,6 +151,17 @@ def uniform(
     return out.view(-1)[offset : offset + (stop - start) * width].view(stop - start, *shape[1:])
 
 
+def draws(seed: int, name: str, count: int) -> list[float]:
+    """`count` numbers of U(0, 1), each a function of (seed, name, its place)."""
+    key0, key1, counter2, counter3 = stream(seed, name)
+    words = [
+        word
+        for block in range(-(-count // 4))
+        for word in philox((block & _MASK, block >> 32, counter2, counter3), (key0, key1))
+    ]
+    return [((word >> 8) + 0.5) / 2**24 for word in words[:count]]
+
+
 @dataclass(frozen=True)
 class SeededTensor:
     """A tensor that is not stored because its definition regenerates it: (seed, name, shape, scheme).

@@ -13,6 +13,7 @@ from hf_freeze.layers.define import DeFINEEmbedding
 from hf_freeze.layers.derived import features, linear_like
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
 from hf_freeze.layers.fixed_heads import FixedHeads, Words
+from hf_freeze.layers.layer_forward import Replaced
 from hf_freeze.layers.no_attention import NoAttention, NoHeads
 
 LINEAR_COMPONENTS = ("ffn", "attention")
@@ -105,6 +106,11 @@ def dense_table(module: Any) -> nn.Embedding:
     return nn.Embedding(*weight.shape, padding_idx=padding, _weight=weight.clone())
 
 
+def layers_of(model: Any, architecture: Architecture, stack: str) -> list[Any]:
+    """The layers of a stack, in order."""
+    return list(model.base_model.get_submodule(architecture.stacks[stack].layers.removesuffix(".{}")))
+
+
 def take_layers(model: Any, layers: str, taken: Sequence[int]) -> None:
     """Make the stack whose layers are named `layers` (such as "encoder.layers.{}") consist of these of them, numbered anew; one
     that is taken again is a copy."""
@@ -118,6 +124,34 @@ def take_layers(model: Any, layers: str, taken: Sequence[int]) -> None:
             if "layer_idx" in vars(module):  # the place in the cache
                 vars(module)["layer_idx"] = place
     replace(model, name, new)
+
+
+def add_predecessors(model: Any, layers: str, count: int) -> None:
+    """Make the stack whose layers are named `layers` consist of its first `count`, each of which has taken over equally many of
+    all, in their order: it holds them as its `predecessor`."""
+    stack: Any = model.base_model.get_submodule(layers.removesuffix(".{}"))
+    former = [copy.deepcopy(layer) for layer in stack]
+    take_layers(model, layers, range(count))
+    stack = model.base_model.get_submodule(layers.removesuffix(".{}"))
+    each = len(former) // count
+    for place, layer in enumerate(stack):
+        layer.add_module("predecessor", nn.ModuleList(former[place * each : (place + 1) * each]))
+        Replaced(layer)
+
+
+def drop_predecessors(layers: Iterable[Any]) -> None:
+    """Leave what `add_predecessors` has made without the former layers."""
+    for layer in layers:
+        Replaced.of(layer).remove()
+        del layer.predecessor
+
+
+@torch.no_grad()
+def copy_layer(old: Any, new: Any) -> None:
+    """The values of one layer into another of the same shapes, whatever either is to replace."""
+    new.load_state_dict(
+        {name: value for name, value in old.state_dict().items() if not name.startswith("predecessor.")}, strict=False
+    )
 
 
 def vocabulary_modules(model: Any, architecture: Architecture) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class TrainingMixin(_Model):
         model: Any = self
         for method in self._methods:
             if method.scheduled:
-                method.advance(model, self.architecture, self.progress)
+                method.advance(model, self.architecture, step, total_steps)
 
     def rewind(self) -> None:
         """Back to before training, for a new optimiser or another training: thaws what a schedule froze."""
@@ -112,6 +112,11 @@ class TrainingMixin(_Model):
         names = self._names_of(i for i, method in enumerate(self._methods) if not method.frozen_at(None))
         return [name for name in sorted(names) if name in self._held or self.get_parameter(name).requires_grad]
 
+    @property
+    def skips(self) -> bool:
+        """Whether a step of training may leave without a gradient what is trainable."""
+        return any(method.skips for method in self._methods)
+
     def _names_of(self, numbers: Iterable[int]) -> set[str]:
         model: Any = self
         found = (pair for i in numbers for pair in self._methods[i].freeze(model, self.architecture))
@@ -147,6 +152,22 @@ class TrainingMixin(_Model):
         """After every `requires_grad` was set as before training."""
         self._active, self._held = (), frozenset()
         self._freeze_phase()
+
+
+def _reach_a_parameter(model: Any, outputs: Any) -> None:
+    """Where a step has left out all that is trained, its loss would have no gradient, which is an error in torch, and
+    DistributedDataParallel would wait. One parameter then gets a gradient of zero."""
+    values = (
+        [value for value in outputs.values() if torch.is_tensor(value)] if not isinstance(outputs, tuple) else outputs
+    )
+    if any(torch.is_tensor(value) and value.requires_grad for value in values):
+        return
+    least = min((p for p in model.parameters() if p.requires_grad), key=torch.Tensor.numel, default=None)
+    if least is None or isinstance(outputs, tuple):
+        return
+    for name in ("loss", "logits"):
+        if outputs.get(name) is not None:
+            outputs[name] = outputs[name] + 0.0 * least.sum()
 
 
 def _add_auxiliary_loss(model: Any, outputs: Any) -> None:
@@ -234,6 +255,8 @@ def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
         else:
             outputs = native_forward(self, *args, **kwargs)
         if trained and self.device.type != "meta":
+            if self.skips:
+                _reach_a_parameter(self, outputs)
             _add_auxiliary_loss(self, outputs)
         if num_items_in_batch is None or labels is None:
             return outputs

@@ -62,6 +62,11 @@ class Case:
         return not self.finalized and any(method.stochastic for method in self.methods)
 
     @property
+    def skips(self) -> bool:
+        """Whether a step of training may leave without a gradient what is trainable."""
+        return not self.finalized and any(method.skips for method in self.methods)
+
+    @property
     def seeded(self) -> bool:
         """Whether a part of it is regenerated from a seed, and not stored."""
         return any(method.is_seeded(component) for method in self.methods for component in TRAINED)

@@ -40,7 +40,7 @@ for case in CASES:
     torch.manual_seed(1000 + rank)
     before = snapshot(model)
     arguments = {"batch_size": 1, "accumulate": BATCH_ROWS // 2}
-    for_a_while = is_scheduled(model) and bool(model.frozen_for_a_while())  # then some have no gradient
+    for_a_while = is_scheduled(model) and bool(model.frozen_for_a_while() or model.skips)  # then some have no gradient
     with without_noise(case):
         trainer = sgd_step_of_trainer(model, rows, folder, ddp_find_unused_parameters=for_a_while, **arguments)
     assert trainer.args.world_size == 2, f"{trainer.args.world_size} process: nothing distributed was tested"

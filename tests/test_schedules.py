@@ -317,9 +317,10 @@ def ramp():
         def scheduled(self):
             return self.top > 0
 
-        def advance(self, model, architecture, progress):
+        def advance(self, model, architecture, step, total_steps):
             assert architecture is model.architecture
-            model.rates = [*getattr(model, "rates", []), self.top * progress]
+            assert (step / total_steps, total_steps) == (model.progress, STEPS)
+            model.rates = [*getattr(model, "rates", []), self.top * step / total_steps]
 
     yield ToyRamp
     METHODS.clear()

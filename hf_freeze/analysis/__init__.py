@@ -2,6 +2,7 @@
 
 from hf_freeze.analysis.ablation import head_ablation as head_ablation
 from hf_freeze.analysis.cutoffs import choose_cutoffs as choose_cutoffs
+from hf_freeze.analysis.depth import extract_depth as extract_depth
 from hf_freeze.analysis.heads import head_gates as head_gates
 from hf_freeze.analysis.heads import head_importance as head_importance
 from hf_freeze.analysis.heads import select_heads as select_heads

@@ -22,6 +22,7 @@ COMPONENTS = (*TRAINED, "constant")
 
 # Far above any published model: a config from the Hub must not make us allocate without bound.
 _LARGEST = {"hidden size": 1 << 16, "layers": 1 << 12, "vocabulary": 1 << 24, "positions": 1 << 24}
+_OF_PREDECESSOR = re.compile(r"\.predecessor\.\d+(?=\.)")  # within the layer that is to replace it
 _LARGEST_MODEL = (
     1 << 38
 )  # by a generous estimate; tensors that are not stored would be made without a file that holds them
@@ -132,6 +133,7 @@ class Architecture:
 
     def matches(self, name: str) -> list[str]:
         """Every component whose description fits the parameter `name`: exactly one, or none for the task head."""
+        name = _OF_PREDECESSOR.sub("", name)
         return [component for pattern, component in self._patterns if pattern.fullmatch(name)]
 
     def component(self, name: str) -> str:
@@ -221,6 +223,11 @@ class Architecture:
             raise ValueError(
                 f"{self.model_type} config: about {about:.1e} parameters; the limit is {_LARGEST_MODEL:.1e}"
             )
+
+
+def is_of_predecessor(name: str) -> bool:
+    """Whether a parameter lies in a layer that another one is to replace, and which is gone when training ends."""
+    return _OF_PREDECESSOR.search(name) is not None
 
 
 def base_name(model: nn.Module, name: str) -> str:

@@ -113,7 +113,7 @@ class Perceptron(nn.Module):
         """Say before an optimiser step that `step` of `total_steps` are done."""
         for method in self.methods:
             if method.scheduled:
-                method.advance(self._hooked, ARCHITECTURE, step / total_steps)
+                method.advance(self._hooked, ARCHITECTURE, step, total_steps)
 
     def auxiliary_loss(self) -> torch.Tensor | None:
         """What the methods add to the mean loss of a batch, or None."""

@@ -1,6 +1,5 @@
 """A linear of which some weights are zero and stay so, whatever the optimiser does: the mask acts in the forward."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,6 @@ from transformers.pytorch_utils import Conv1D
 from hf_freeze.layers.bits import pack, packed_size, unpack
 from hf_freeze.layers.derived import linear_like
 from hf_freeze.layers.sparse import Sparsifiable
-
-_STAGES = 100  # of a ramp: ranking all weights in every step would cost more than the step
 
 
 class Masked(Sparsifiable):
@@ -69,13 +66,3 @@ def prune_smallest(modules: Sequence[Masked], sparsity: float, scope: str) -> No
             following[entries] = left[start : start + count]
             module.mask.copy_(pack(following))
             start += count
-
-
-def cubic_ramp(done: float) -> float:
-    """The share of the final sparsity when the share `done` (clipped to 0..1) of the ramp is over: 1 - (1 - done)³, in steps.
-
-    Zhu & Gupta, 2017 (https://arxiv.org/abs/1710.01878), equation 1.
-    """
-    # Upwards, so that the last step reaches the end; a share just above a stage by rounding is at that stage.
-    stage = math.ceil(min(max(done, 0.0), 1.0) * _STAGES - 1e-9) / _STAGES
-    return 1 - (1 - stage) ** 3

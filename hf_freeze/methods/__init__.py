@@ -8,11 +8,13 @@ from hf_freeze.methods.fixed_attention import FixedAttention as FixedAttention
 from hf_freeze.methods.freeze import Freeze as Freeze
 from hf_freeze.methods.head_mask import HeadMask as HeadMask
 from hf_freeze.methods.head_pruning import HeadPruning as HeadPruning
+from hf_freeze.methods.layer_drop import LayerDrop as LayerDrop
 from hf_freeze.methods.layer_selection import LayerSelection as LayerSelection
 from hf_freeze.methods.layer_sharing import LayerSharing as LayerSharing
 from hf_freeze.methods.low_rank import LowRank as LowRank
 from hf_freeze.methods.magnitude_pruning import MagnitudePruning as MagnitudePruning
 from hf_freeze.methods.tensor_train import TensorTrain as TensorTrain
+from hf_freeze.methods.theseus import Theseus as Theseus
 from hf_freeze.methods.tucker import Tucker as Tucker
 from hf_freeze.methods.variational_dropout import VariationalDropout as VariationalDropout
 from hf_freeze.methods.vocabulary_trimming import VocabularyTrimming as VocabularyTrimming

@@ -127,6 +127,12 @@ def check_ranks_list(value: Any, what: str) -> list[int]:
     return [check_positive(rank, f"{what}[{k}]") for k, rank in enumerate(value)]
 
 
+def check_seed(seed: Any, name: str) -> None:
+    """Raise ValueError unless `seed`, of the method `name`, is one."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"{name}(seed={seed!r}): must be an integer in 0..2^63-1")
+
+
 def check_share(value: Any, what: str, *, below_one: bool = False) -> None:
     """Raise ValueError unless it is a number in 0..1, or in [0, 1)."""
     number = isinstance(value, int | float) and not isinstance(value, bool)

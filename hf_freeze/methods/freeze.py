@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hf_freeze.architectures.base import Architecture, base_name, canonical_parameters, check_layers_type
+from hf_freeze.architectures.base import (
+    Architecture,
+    base_name,
+    canonical_parameters,
+    check_layers_type,
+    is_of_predecessor,
+)
+from hf_freeze.methods._linear import check_seed
 from hf_freeze.registry import Method, register_method
 from hf_freeze.rng import SeededTensor
 from hf_freeze.surgery import DENSE
@@ -66,8 +73,7 @@ class Freeze(Method):
             mode = getattr(self, component)
             if mode not in modes:
                 raise ValueError(f"Freeze({component}={mode!r}): choose from {list(modes)}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise ValueError(f"Freeze(seed={self.seed!r}): must be an integer in 0..2^63-1")
+        check_seed(self.seed, "Freeze")
         check_layers_type(self.layers)
         self._check_phase()
 
@@ -95,6 +101,11 @@ class Freeze(Method):
     def scheduled(self) -> bool:
         return self._phase != (0, 1)
 
+    def scheduled_values(self, step: int, total_steps: int) -> dict[str, float]:
+        parts = [component for component in _MODES if getattr(self, component) != "trainable"]
+        where = "" if self.layers is None else f" of {self.layers}"
+        return {f"{', '.join(parts)}{where} frozen": float(self.frozen_at(step / total_steps))}
+
     def frozen_at(self, progress: float | None) -> bool:
         if not self.scheduled:
             return True
@@ -112,7 +123,11 @@ class Freeze(Method):
             name = base_name(model, full_name)
             component = architecture.component(name)
             mode = getattr(self, component, "trainable")
-            if mode == "trainable" or not self._selects(component, architecture.layer_of(name)):
+            if (
+                mode == "trainable"
+                or is_of_predecessor(name)
+                or not self._selects(component, architecture.layer_of(name))
+            ):
                 continue
             if mode == "frozen":
                 yield full_name, None

@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type
+from hf_freeze.methods._layers import check_renumbering, evenly_spaced
 from hf_freeze.methods._linear import check_share
-from hf_freeze.registry import Method, methods_before, register_method
+from hf_freeze.registry import Method, register_method
 
 if TYPE_CHECKING:
     from hf_freeze.variant import VariantMixin
-
-_IN_LAYERS = ("attention", "ffn", "norm")
 
 
 @register_method("layer_selection", example={"share": 0.5}, shrinks=True)
@@ -49,21 +48,17 @@ class LayerSelection(Method):
 
     def validate(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.keep, config)
-        for method in methods_before(self, config):
-            seeded = [component for component in _IN_LAYERS if method.is_seeded(component)]
-            if method.names_layers or seeded:
-                why = (
-                    "names layers by number" if method.names_layers else f"has made {seeded[0]} random, layer by layer"
-                )
-                raise ValueError(
-                    f"LayerSelection after {method.name!r}, which {why}: the layers get new numbers; put LayerSelection first"
-                )
+        check_renumbering(self, config)
 
     def _kept(self, architecture: Architecture, config: Any) -> dict[str, list[int]]:
         """Stack -> the numbers of its layers to keep, of those that it has in `config`."""
         if self.keep is not None:
             return self.keep
-        return {stack: _evenly(depth, self.share) for stack, depth in architecture.depths(config).items()}
+        share: Any = self.share
+        return {
+            stack: evenly_spaced(depth, max(round(share * depth), 1))
+            for stack, depth in architecture.depths(config).items()
+        }
 
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
         kept = self._kept(architecture, config)
@@ -83,8 +78,3 @@ class LayerSelection(Method):
             for number, former in enumerate(numbers):
                 source = old.base_model.get_submodule(layers.format(former))
                 new.base_model.get_submodule(layers.format(number)).load_state_dict(source.state_dict())
-
-
-def _evenly(depth: int, share: Any) -> list[int]:
-    count = max(round(share * depth), 1)
-    return [number * depth // count for number in range(count)]

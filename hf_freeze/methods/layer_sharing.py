@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import Architecture, full_name
+from hf_freeze.architectures.base import Architecture, full_name, is_of_predecessor
 from hf_freeze.layers.derived import Derived
 from hf_freeze.methods._linear import check_positive
 from hf_freeze.methods._sparse import SparseMethod
@@ -117,6 +117,8 @@ class LayerSharing(Method):
         return found
 
     def _is_shared(self, architecture: Architecture, parameter: str) -> bool:
+        if is_of_predecessor(parameter):
+            return False
         return self.norms == "shared" or architecture.component(parameter) != "norm"
 
     @staticmethod

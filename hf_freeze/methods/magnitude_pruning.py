@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.layers.masked import Masked, cubic_ramp, prune_smallest
+from hf_freeze.layers.masked import Masked, prune_smallest
 from hf_freeze.methods._linear import check_share
 from hf_freeze.methods._sparse import SparseMethod
+from hf_freeze.ramps import in_stages, ramp
 from hf_freeze.registry import register_method
 
 if TYPE_CHECKING:
@@ -66,9 +67,12 @@ class MagnitudePruning(SparseMethod):
         if not self.scheduled:
             self._prune(model, architecture, self.sparsity)
 
-    def advance(self, model: "VariantMixin", architecture: Architecture, progress: float) -> None:
+    def scheduled_values(self, step: int, total_steps: int) -> dict[str, float]:
         begin, end = self._ramp
-        self._prune(model, architecture, self.sparsity * cubic_ramp((progress - begin) / (end - begin)))
+        return {"sparsity": self.sparsity * ramp("cubic", in_stages((step / total_steps - begin) / (end - begin)))}
+
+    def advance(self, model: "VariantMixin", architecture: Architecture, step: int, total_steps: int) -> None:
+        self._prune(model, architecture, self.scheduled_values(step, total_steps)["sparsity"])
 
     def finalize(self, model: "VariantMixin", architecture: Architecture) -> "MagnitudePruning":
         self._prune(model, architecture, self.sparsity)

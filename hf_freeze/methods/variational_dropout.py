@@ -11,6 +11,7 @@ from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.variational import Variational
 from hf_freeze.methods._linear import check_positive, check_share
 from hf_freeze.methods._sparse import SparseMethod
+from hf_freeze.ramps import ramp
 from hf_freeze.registry import register_method
 
 if TYPE_CHECKING:
@@ -63,9 +64,13 @@ class VariationalDropout(SparseMethod):
     def unfinished(self, linear: Any, name: str) -> nn.Module:
         return Variational.take_place_of(linear, threshold=self.threshold, log_sigma=self.log_sigma)
 
-    def advance(self, model: "VariantMixin", architecture: Architecture, progress: float) -> None:
+    def scheduled_values(self, step: int, total_steps: int) -> dict[str, float]:
+        return {"weight of the KL term": ramp("linear", step / total_steps / self.warmup)}
+
+    def advance(self, model: "VariantMixin", architecture: Architecture, step: int, total_steps: int) -> None:
+        (weight,) = self.scheduled_values(step, total_steps).values()
         for _, module in self.modules(model, architecture):
-            module.kl_weight = min(1.0, progress / self.warmup)
+            module.kl_weight = weight
 
     def auxiliary_loss(self, model: "VariantMixin", architecture: Architecture) -> torch.Tensor | None:
         if not self.finalizable:

@@ -21,11 +21,12 @@ class VariantCallback(TrainerCallback):
         variant = _variant(model)
         if variant is None:
             return
-        if args.world_size > 1 and not _finds_unused(args, variant) and (names := variant.frozen_for_a_while()):
+        names = variant.frozen_for_a_while()
+        if args.world_size > 1 and not _finds_unused(args, variant) and (names or variant.skips):
+            what = f"{names[0]!r} is frozen for a while" if names else "layers are left out in some steps"
             raise ValueError(
-                f"{names[0]!r} is frozen for a while, but with {args.world_size} processes every trainable parameter must get "
-                "a gradient: pass ddp_find_unused_parameters=True (with activation checkpointing the default is False), and "
-                "no ddp_static_graph"
+                f"{what}, but with {args.world_size} processes every trainable parameter must get a gradient: pass "
+                "ddp_find_unused_parameters=True (with activation checkpointing the default is False), and no ddp_static_graph"
             )
         variant.advance(state.global_step, state.max_steps)
 

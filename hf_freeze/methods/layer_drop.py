@@ -1,0 +1,82 @@
+"""Leave layers out at random in training (Fan et al., 2020, https://arxiv.org/abs/1909.11556)."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_freeze import surgery
+from hf_freeze.architectures.base import Architecture
+from hf_freeze.layers.layer_forward import Skipped
+from hf_freeze.methods._linear import check_seed, check_share
+from hf_freeze.registry import Method, methods_before, register_method
+from hf_freeze.rng import draws
+
+if TYPE_CHECKING:
+    from hf_freeze.variant import VariantMixin
+
+
+@register_method("layer_drop", example={"p": 0.5, "seed": 8}, exact=True)
+@dataclass(frozen=True, kw_only=True)
+class LayerDrop(Method):
+    """In each step of training, every layer of `stacks` (None: of all) is the identity with probability `p`; in eval mode all
+    run, and nothing is rescaled. What is so trained can be used at any depth: `make_variant(model,
+    [analysis.extract_depth(model, {"encoder": 3})])`, without further training. p = .2 regularises, .5 is for half the layers or
+    fewer; lower the ordinary dropout by about .1. Only to fine-tune with it did not work well for the authors.
+
+    The draws are a function of `seed` and the step, hence equal in all processes, in accumulated batches and in a resumed run; so
+    training needs `VariantCallback` or `model.advance`. DistributedDataParallel needs `find_unused_parameters=True`. For all
+    architectures alike: the `encoder_layerdrop` and `decoder_layerdrop` of some native configs draw apart in each process, and
+    are refused beside it.
+
+    Raises ValueError for p outside [0, 1), an unknown stack, a second LayerDrop, and a native one.
+    """
+
+    p: float = 0.2
+    stacks: list[str] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_share(self.p, "LayerDrop: p", below_one=True)
+        named = self.stacks
+        fits = named is None or (isinstance(named, list | tuple) and all(isinstance(name, str) for name in named))
+        if not fits or (named is not None and len(set(named)) != max(len(named), 1)):
+            raise ValueError(
+                f"LayerDrop(stacks={named!r}): must be None or a list of different stacks such as ['encoder']"
+            )
+        check_seed(self.seed, "LayerDrop")
+
+    def validate(self, architecture: Architecture, config: Any) -> None:
+        architecture.check_layers({stack: [] for stack in self.stacks or ()}, config)
+        if any(isinstance(method, LayerDrop) for method in methods_before(self, config)):
+            raise ValueError("LayerDrop after LayerDrop: one of them leaves layers out already; give one p")
+        for field in ("encoder_layerdrop", "decoder_layerdrop"):
+            if getattr(config, field, 0):
+                raise ValueError(
+                    f"LayerDrop: the backbone leaves layers out itself, {field}={getattr(config, field)}; set that to 0"
+                )
+
+    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+        for layer in self._layers(model, architecture):
+            Skipped(layer)
+
+    def _layers(self, model: Any, architecture: Architecture) -> list[Any]:
+        return [
+            layer
+            for stack in self.stacks or architecture.stacks
+            for layer in surgery.layers_of(model, architecture, stack)
+        ]
+
+    @property
+    def scheduled(self) -> bool:
+        return self.p > 0
+
+    @property
+    def skips(self) -> bool:
+        return self.p > 0
+
+    def scheduled_values(self, step: int, total_steps: int) -> dict[str, float]:
+        return {"share of layers left out": self.p}
+
+    def advance(self, model: "VariantMixin", architecture: Architecture, step: int, total_steps: int) -> None:
+        layers = self._layers(model, architecture)
+        for layer, draw in zip(layers, draws(self.seed, f"layer_drop/{step}", len(layers)), strict=True):
+            Skipped.of(layer).active = draw < self.p

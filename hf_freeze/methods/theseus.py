@@ -1,0 +1,231 @@
+"""Replace modules while they are trained: BERT-of-Theseus (Xu et al., 2020, https://arxiv.org/abs/2002.02925)."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hf_freeze import surgery
+from hf_freeze.architectures.base import (
+    Architecture,
+    base_name,
+    canonical_parameters,
+    is_of_predecessor,
+)
+from hf_freeze.layers.layer_forward import Replaced
+from hf_freeze.methods._layers import check_renumbering
+from hf_freeze.methods._linear import check_seed, set_field
+from hf_freeze.ramps import RAMPS, ramp
+from hf_freeze.registry import Method, methods_before, register_method
+from hf_freeze.rng import draws
+
+if TYPE_CHECKING:
+    from hf_freeze.rng import SeededTensor
+    from hf_freeze.variant import VariantMixin
+
+_INITS = ("first", "alternate")
+_TRAIN = ("successor", "all")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@register_method("theseus", example={"rate": 0.5, "train": "all"}, shrinks=True)
+@dataclass(frozen=True, kw_only=True)
+class Theseus(Method):
+    """Halve the depth, or divide it further: each layer of the shallow successor takes over an equal number of layers of the
+    backbone, its predecessor. In each step of training a draw, one for each such module, says which of the two runs; in eval mode
+    the successor always does. `finalize()` drops the predecessor, and `merge()` gives a native model of the new depth.
+
+    `successor`: stack -> layers, such as `{"encoder": 3}`; other stacks stay whole. None: half of each stack, as in the paper.
+    A module is its successor with probability `rate` (None: .5), or as `schedule` says: `("linear", k, b)`, min(1, k·t + b)
+    after t steps of the optimiser, as in the paper's equation 6; `("linear", b)`, `("cosine", b)` or `("cubic", b)`, from b to
+    1 in `steps`. After `steps`, a number of steps or a share of training below 1, only successors run. None: with a schedule, at
+    the end of training; with `rate`, not before `finalize()`, after which one is to train on.
+
+    The draws are a function of `seed` and the step, hence equal in all processes and in a resumed run; so training needs
+    `VariantCallback` or `model.advance`. DistributedDataParallel needs `find_unused_parameters=True`.
+
+    `init`: the successor's layers start as the backbone's first ones, as in the released code, or as its every other
+    (`"alternate"`: the first of each module). `train`: `"successor"` alone, with embeddings and head frozen, as in the released
+    code; or `"all"` but the predecessor. This also holds after `finalize()`.
+
+    Raises ValueError for an unknown stack, a depth that does not divide the backbone's, a rate outside (0, 1], a schedule that
+    does not rise, or that does not end in training (then in its first step), and after a method that names layers or has made
+    parts of them random.
+    """
+
+    successor: dict[str, int] | None = None
+    rate: float | None = None
+    schedule: Sequence[Any] | None = None
+    steps: int | float | None = None
+    init: str = "first"
+    train: str = "successor"
+    seed: int = 0
+    finalized: bool = False
+
+    def __post_init__(self) -> None:
+        depths = self.successor.values() if isinstance(self.successor, dict) else [1] * (self.successor is None)
+        if not depths or any(type(depth) is not int or depth < 1 for depth in depths):
+            raise ValueError(
+                f"Theseus(successor={self.successor!r}): must be None, or a dict from stacks to layers such as {{'encoder': 3}}"
+            )
+        if self.rate is not None and self.schedule is not None:
+            raise ValueError(f"Theseus(rate={self.rate!r}, schedule={self.schedule!r}): give one of them")
+        if self.rate is not None and not (_is_number(self.rate) and 0 < self.rate <= 1):
+            raise ValueError(f"Theseus(rate={self.rate!r}): must be a share above 0, at most 1")
+        if self.steps is not None and not self._fits(self.steps):
+            raise ValueError(
+                f"Theseus(steps={self.steps!r}): must be None, a number of steps of at least 1, or a share of training in 0 < "
+                "steps < 1"
+            )
+        if self.schedule is not None:
+            self._check_schedule(self.schedule)
+        for name, choices in (("init", _INITS), ("train", _TRAIN)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"Theseus({name}={getattr(self, name)!r}): choose from {list(choices)}")
+        check_seed(self.seed, "Theseus")
+        if type(self.finalized) is not bool:
+            raise ValueError(f"Theseus(finalized={self.finalized!r}): must be False; finalize() sets it")
+
+    @staticmethod
+    def _fits(steps: Any) -> bool:
+        return _is_number(steps) and (0 < steps < 1 or (type(steps) is int and steps >= 1))
+
+    def _check_schedule(self, schedule: Any) -> None:
+        what = f"Theseus(schedule={schedule!r}, steps={self.steps!r})"
+        named = isinstance(schedule, list | tuple) and len(schedule) in (2, 3) and schedule[0] in RAMPS
+        if not named or not all(map(_is_number, schedule[1:])) or (len(schedule) == 3 and schedule[0] != "linear"):
+            raise ValueError(
+                f"{what}: must be ('linear', k, b), or one of {list(RAMPS)} with b, such as ('cosine', 0.3)"
+            )
+        set_field(self, "schedule", list(schedule))  # as JSON gives it back
+        if not 0 <= schedule[-1] < 1:
+            raise ValueError(f"{what}: it starts at b={schedule[-1]!r}, which must be in 0 <= b < 1")
+        if len(schedule) == 3 and schedule[1] <= 0:
+            raise ValueError(f"{what}: k={schedule[1]!r} must be above 0, or it never reaches 1")
+        if len(schedule) == 3 and self.steps is not None:
+            raise ValueError(f"{what}: with k, the steps follow from it; leave them out")
+
+    def validate(self, architecture: Architecture, config: Any) -> None:
+        if any(isinstance(method, Theseus) for method in methods_before(self, config)):
+            raise ValueError("Theseus after Theseus: finalize() the first, merge() it, and replace the layers of that")
+        check_renumbering(self, config)
+        architecture.check_layers({stack: [] for stack in self.successor or {}}, config)
+        for stack, depth in self._depths(architecture, config).items():
+            before = architecture.depths(config)[stack]
+            if before % depth or depth == before:
+                choices = [d for d in range(1, before) if before % d == 0]
+                raise ValueError(
+                    f"Theseus(successor={{{stack!r}: {depth}}}): the {before} layers of that stack must be divided among fewer, "
+                    f"equally; choose from {choices}"
+                )
+
+    def _depths(self, architecture: Architecture, config: Any) -> dict[str, int]:
+        """Stack -> layers of the successor, of stacks with as many layers as `config` says."""
+        if self.successor is not None:
+            return self.successor
+        return {stack: max(depth // 2, 1) for stack, depth in architecture.depths(config).items()}
+
+    def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
+        return {architecture.stacks[stack].depth: depth for stack, depth in self._depths(architecture, config).items()}
+
+    @property
+    def names_layers(self) -> bool:
+        return True  # a layer of the predecessor has its place by the number of the successor's
+
+    # -- the modules -----------------------------------------------------------------------------------------------------
+
+    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+        for stack, depth in self._depths(architecture, model.config).items():
+            layers = architecture.stacks[stack].layers
+            if self.finalized:
+                surgery.take_layers(model, layers, range(depth))
+            else:
+                surgery.add_predecessors(model, layers, depth)
+
+    def _modules(self, model: Any, architecture: Architecture) -> list[Any]:
+        """The layers of the successor, before `finalize()`."""
+        return [
+            layer
+            for stack in self.successor or architecture.stacks
+            for layer in surgery.layers_of(model, architecture, stack)
+        ]
+
+    def convert(self, old: Any, new: "VariantMixin") -> None:
+        for stack in self.successor or new.architecture.stacks:
+            successor = surgery.layers_of(new, new.architecture, stack)
+            former = [layer for module in successor for layer in module.predecessor]
+            for layer, source in zip(former, surgery.layers_of(old, new.architecture, stack), strict=True):
+                surgery.copy_layer(source, layer)
+
+    def prepare(self, model: "VariantMixin", architecture: Architecture) -> None:
+        if self.finalized:
+            raise ValueError(
+                "Theseus(finalized=True): only finalize() leads there; LayerSelection(keep=...) takes layers away"
+            )
+        for stack in self.successor or architecture.stacks:
+            successor = surgery.layers_of(model, architecture, stack)
+            former = [layer for module in successor for layer in module.predecessor]
+            for number, layer in enumerate(successor):
+                surgery.copy_layer(former[number] if self.init == "first" else layer.predecessor[0], layer)
+
+    def freeze(self, model: "VariantMixin", architecture: Architecture) -> "Iterable[tuple[str, SeededTensor | None]]":
+        replaced = self.successor or architecture.stacks
+        for full_name, _ in canonical_parameters(model):
+            name = base_name(model, full_name)
+            layer = architecture.layer_of(name)
+            others = self.train == "successor" and (layer is None or layer[0] not in replaced)
+            if is_of_predecessor(name) or others:
+                yield full_name, None
+
+    # -- training --------------------------------------------------------------------------------------------------------
+
+    @property
+    def scheduled(self) -> bool:
+        return not self.finalized
+
+    @property
+    def skips(self) -> bool:
+        return not self.finalized
+
+    def scheduled_values(self, step: int, total_steps: int) -> dict[str, float]:
+        return {"replacing rate": self._rate_at(step, total_steps)}
+
+    def _rate_at(self, step: int, total_steps: int) -> float:
+        if self.schedule is not None and len(self.schedule) == 3:
+            _, slope, start = self.schedule
+            self._check_end(math.ceil((1 - start) / slope), total_steps)
+            return min(1.0, slope * step + start)
+        steps = total_steps if self.steps is None else self.steps if self.steps >= 1 else self.steps * total_steps
+        self._check_end(steps, total_steps)
+        if self.schedule is not None:
+            shape, start = self.schedule
+            return start + (1 - start) * ramp(shape, step / steps)
+        return 1.0 if self.steps is not None and step >= steps else 0.5 if self.rate is None else self.rate
+
+    def _check_end(self, steps: float, total_steps: int) -> None:
+        if steps > total_steps:
+            raise ValueError(
+                f"Theseus(schedule={self.schedule!r}, steps={self.steps!r}): only successors run after {steps} steps, but "
+                f"training has {total_steps}; give fewer, or a share of training such as steps=0.5"
+            )
+
+    def advance(self, model: "VariantMixin", architecture: Architecture, step: int, total_steps: int) -> None:
+        rate = self._rate_at(step, total_steps)
+        modules = self._modules(model, architecture)
+        for layer, draw in zip(modules, draws(self.seed, f"theseus/{step}", len(modules)), strict=True):
+            Replaced.of(layer).active = draw >= rate
+
+    @property
+    def finalizable(self) -> bool:
+        return not self.finalized
+
+    def finalize(self, model: "VariantMixin", architecture: Architecture) -> "Theseus":
+        self.merge(model, architecture)
+        return replace(self, finalized=True)
+
+    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+        if not self.finalized:
+            surgery.drop_predecessors(self._modules(model, architecture))
