@@ -15,8 +15,9 @@ import hf_freeze
 from hf_freeze import analysis
 from hf_freeze.experiments import heads, statistics
 from hf_freeze.experiments.grid import run_folder, run_grid
+from hf_freeze.experiments.plots import _quality_figure, named
 from hf_freeze.experiments.recipe import expand, load_recipe
-from hf_freeze.experiments.report import make_report, write_report
+from hf_freeze.experiments.report import Series, make_report, write_report
 from hf_freeze.experiments.results import HEAD_SCORES, read_head_scores
 from hf_freeze.experiments.run import execute
 from hf_freeze.experiments.translation import encode, load_data
@@ -325,6 +326,7 @@ def test_many_rows_are_compared_with_the_first_alone(monkeypatch, grid):
     few = make_report([out], lambda _: None)
     assert few.all_pairs
     assert len(few.differences) == 8 * 7 // 2
+    assert len(set(few.signs().values())) == len(few.rows) == 8
     monkeypatch.setattr(statistics, "MANY", 8)
     for user in ("report", "text"):
         monkeypatch.setattr(f"hf_freeze.experiments.{user}.MANY", 7 if user == "text" else 8)
@@ -339,3 +341,20 @@ def test_many_rows_are_compared_with_the_first_alone(monkeypatch, grid):
         "- Not told apart from row 0: 7 rows, as the table says. Such a difference may be chance"
     )
     assert '<table class="matrix">' not in (out / "report.html").read_text("utf-8")
+    # Their signs are those of their series, which the legend names; names of rows stand at the front alone.
+    signs, series = many.signs(), many.series()
+    assert all(len({signs[row["row"]] for row in each.rows}) == 1 for each in series)
+    assert len(set(signs.values())) == len(series) < len(many.rows)
+    assert list(named(many).values()) == [each.name for each in series]
+    (axes,) = _quality_figure(many, "stored").axes
+    assert {text.get_text() for text in axes.texts} <= {row["row"] for row in many.front("stored")}
+
+
+def test_a_series_is_named_by_what_its_labels_share():
+    def name(*labels):
+        return Series(points=[(number, {"label": label}) for number, label in enumerate(labels)]).name
+
+    assert name("by importance, 10 %", "by importance, 20 %") == "by importance"
+    assert name("by importance, 30 %, tuned", "by importance, 50 %, tuned") == "by importance, tuned"
+    assert name("E = 8", "E = 16") == "E = 8 …"
+    assert name("E = 8, shared") == "E = 8, shared"

@@ -7,7 +7,7 @@ import jinja2
 from markupsafe import Markup
 
 from hf_freeze.experiments import text
-from hf_freeze.experiments.plots import MARKERS, has_dev, style_of, svg_plots
+from hf_freeze.experiments.plots import MARKERS, has_dev, named, style_of, svg_plots
 from hf_freeze.experiments.results import Run, label_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def page(report: "Report") -> str:
         quality=report.task.name,
         notes=report.notes,
         findings=text.findings(report),
-        keys=[(*_key(index), f"{row['row']}: {row['label']}") for index, row in enumerate(report.rows)],
+        keys=[(*_key(number), name) for number, name in named(report).items()],
         headings=headings,
         table=_sortable(report, cells),
         legend=text.legend(report),

@@ -67,7 +67,7 @@ def draw(report: "Report", path: Path) -> None:
         costs = list(report.axes)
         series = report.series()
         width = 10 + 4 * bool(series)
-        lines = len(report.rows) / _legend_columns(report, width)
+        lines = len(named(report)) / _legend_columns(report, width)
         figure = Figure(figsize=(width, 4.6 + 0.2 * lines), layout="constrained")
         axes = list(figure.subplots(1, len(costs) + bool(series), squeeze=False)[0])
         if series:
@@ -119,10 +119,20 @@ def style_of(index: int) -> tuple[str, str]:
     return _COLOURS[index % len(_COLOURS)], list(MARKERS)[index % len(MARKERS)]
 
 
+def named(report: "Report") -> dict[int, str]:
+    """The number of each sign, and what it stands for: a row, or where the rows are many, a series of them."""
+    signs, series = report.signs(), report.series()
+    rows = [row["row"] for row in report.rows]
+    if len(set(signs.values())) == len(rows):
+        return {signs[row["row"]]: f"{row['row']}: {row['label']}" for row in report.rows}
+    names = {signs[each.rows[0]["row"]]: each.name for each in series}
+    return names | {signs[name]: name for name in rows if signs[name] not in names}
+
+
 def _legend(figure: Figure, report: "Report") -> None:
     handles = [
-        Line2D([], [], color=colour, marker=marker, linestyle="", label=f" {row['row']}: {row['label']}")
-        for row, (colour, marker) in ((row, style_of(i)) for i, row in enumerate(report.rows))
+        Line2D([], [], color=style_of(i)[0], marker=style_of(i)[1], linestyle="", label=f" {name}")
+        for i, name in named(report).items()
     ]
     if any(len(report.front(cost)) > 1 for cost in report.axes):
         handles.append(Line2D([], [], label=" Pareto front: no row is better and costs no more", **_FRONT))
@@ -131,7 +141,7 @@ def _legend(figure: Figure, report: "Report") -> None:
 
 
 def _legend_columns(report: "Report", inches: float) -> int:
-    longest = max(len(f"{row['row']}{row['label']}") for row in report.rows) + 8  # a sign and spaces
+    longest = max(map(len, named(report).values())) + 6  # a sign and spaces
     return max(1, min(3, int(_LETTERS * inches / longest)))
 
 
@@ -147,10 +157,10 @@ def _quality(plots: list[Any], report: "Report", costs: list[str]) -> None:
     """One plot for each of `costs`: a point a row, with bars over seeds. Rows that are far worse than all
     others lie on the edge, or they would press the others together."""
     task = report.task
-    edge = _edge(report)
+    edge, signs = _edge(report), report.signs()
     for axes, cost in zip(plots, costs, strict=True):
-        for index, row in enumerate(report.rows):
-            (x, y, spread), (colour, marker) = _point(report, row, cost), style_of(index)
+        for row in report.rows:
+            (x, y, spread), (colour, marker) = _point(report, row, cost), style_of(signs[row["row"]])
             if _beyond(report, y, edge):
                 axes.plot(x, edge, marker, color=colour, markersize=7, fillstyle="none", clip_on=False)
             else:
@@ -195,7 +205,7 @@ def _setting(report: "Report") -> Figure | None:
 
 def _draw_setting(axes: Any, report: "Report") -> None:
     """The score against the setting that the recipe names: a line for each series, dashed where the method is left out."""
-    values = set()
+    values, crowded = set(), len(named(report)) < len(report.rows)
     for index, series in enumerate(report.series()):
         colour, marker = style_of(index)
         for row in series.without:
@@ -204,17 +214,19 @@ def _draw_setting(axes: Any, report: "Report") -> None:
             x, scores = zip(*((value, row[report.task.quality]) for value, row in series.points), strict=True)
             means, spreads = zip(*scores, strict=True)
             bars = [spread or 0 for spread in spreads] if any(spreads) else None
-            label = series.points[0][1]["label"] + (" …" if len(series.points) > 1 else "")
-            axes.errorbar(x, means, yerr=bars, color=colour, marker=marker, markersize=6, capsize=4, label=label)
+            axes.errorbar(x, means, yerr=bars, color=colour, marker=marker, markersize=6, capsize=4, label=series.name)
             values |= set(x)
     axes.set_xlabel(report.setting)
     _score_axis(axes, report)
-    if values and min(values) > 0 and max(values) >= 4 * min(values):
+    shares = max(values, default=1) <= 1
+    if not shares and min(values) > 0 and max(values) >= 4 * min(values):
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xticks(sorted(values), [f"{value:g}" for value in sorted(values)])
+    if not shares:
+        axes.set_xticks(sorted(values), [f"{value:g}" for value in sorted(values)])
     axes.grid()
-    axes.legend(fontsize=8)
+    if not crowded:  # else the legend of all plots names them
+        axes.legend(fontsize=8)
 
 
 def _heads(report: "Report") -> Figure | None:
@@ -280,9 +292,11 @@ def _point(report: "Report", row: dict[str, Any], cost: str) -> tuple[float, flo
 def _name_rows(plots: list[Any], report: "Report", costs: list[str]) -> None:
     plots[0].figure.draw_without_rendering()  # or it is not known where the points lie
     edge, form = _edge(report), report.task.columns[report.task.quality][2]
+    crowded = len(named(report)) < len(report.rows)
     for axes, cost in zip(plots, costs, strict=True):
         points = []
-        for row in report.rows:
+        front = report.front(cost)
+        for row in (row for row in report.rows if not crowded or row in front):
             x, y, _ = _point(report, row, cost)
             beyond = _beyond(report, y, edge)
             points.append((x, edge if beyond else y, f"{row['row']} ({y:{form}})" if beyond else row["row"]))
@@ -337,10 +351,10 @@ def _curves(report: "Report") -> Figure | None:
         return None
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.subplots()
-    order = [row["row"] for row in report.rows]
+    signs = report.signs()
     highest, faint = 0.0, 0.25 if has_dev(report) else 0.7
     for run in report.runs:
-        colour, marker = style_of(order.index(run.row))
+        colour, marker = style_of(signs[run.row])
         train = [(entry["epoch"], entry["loss"]) for entry in run.log if "loss" in entry]
         # The last evaluation of an epoch may be of the best model, after training; the first is of that epoch.
         dev = {entry["epoch"]: entry["eval_loss"] for entry in reversed(run.log) if "eval_loss" in entry}

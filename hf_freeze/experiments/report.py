@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,22 @@ class Series:
 
     points: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
     without: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [*self.without, *(row for _, row in self.points)]
+
+    @property
+    def name(self) -> str:
+        """What the labels of its points have in common before and after the setting; else the first of them."""
+        labels = [row["label"] for _, row in self.points] or [row["label"] for row in self.without]
+        if len(labels) == 1:
+            return labels[0]
+        before = os.path.commonprefix(labels)
+        after = os.path.commonprefix([label[len(before) :][::-1] for label in labels])[::-1]
+        if "," not in before:
+            return f"{labels[0]} …"
+        return before[: before.rfind(",")] + after[after.find(",") :] * ("," in after)
 
 
 @dataclass(frozen=True)
@@ -254,6 +271,15 @@ class Report:
         for series in found.values():
             series.points.sort(key=lambda point: point[0])
         return [series for series in found.values() if series.points or series.without]
+
+    def signs(self) -> dict[str, int]:
+        """Row -> the number of its sign in the plots: one of its own, or where the rows are many, that of its series."""
+        series = self.series()
+        if not series or len(self.rows) < MANY:
+            return {row["row"]: number for number, row in enumerate(self.rows)}
+        found = {row["row"]: number for number, each in enumerate(series) for row in each.rows}
+        others = [row["row"] for row in self.rows if row["row"] not in found]
+        return found | {name: len(series) + number for number, name in enumerate(others)}
 
     @property
     def measured(self) -> Run | None:
