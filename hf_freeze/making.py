@@ -35,6 +35,14 @@ def make_variant(
 
     Raises ValueError for an unsupported backbone, task, init or method setting.
     """
+    model = _made(backbone, methods, task, init, seed)
+    for method in methods:
+        if (teacher := getattr(method, "teacher", None)) is not None:
+            model.set_teacher(teacher)
+    return model
+
+
+def _made(backbone: Any, methods: Sequence[Method], task: str | None, init: str, seed: int) -> Any:
     if isinstance(methods, Method):
         raise ValueError(f"methods is a list: write [{methods!r}]")
     for method in methods:

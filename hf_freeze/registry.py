@@ -1,7 +1,8 @@
 """METHODS and ARCHITECTURES, the decorators that fill them, and methods as plain data."""
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
@@ -121,9 +122,29 @@ class Method:
         """Whether a step of training may leave without a gradient what is trainable."""
         return False
 
-    def auxiliary_loss(self, model: "VariantMixin", architecture: "Architecture") -> "torch.Tensor | None":
-        """A scalar that training adds to the mean loss of a label; it counts once in an optimiser step."""
+    def auxiliary_loss(
+        self, model: "VariantMixin", architecture: "Architecture", step: "Step | None" = None
+    ) -> "torch.Tensor | None":
+        """A scalar that training adds to the mean loss of a label; it counts once in an optimiser step. `step`: the forward that
+        it is for; None outside of one."""
         return None
+
+    @property
+    def label_weight(self) -> float:
+        """What training multiplies the loss of the labels by."""
+        return 1.0
+
+    def watched(self, model: "VariantMixin", architecture: "Architecture") -> Iterable[str]:
+        """Names below the base model of the modules whose outputs `auxiliary_loss` finds in its step."""
+        return ()
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether training needs `model.set_teacher`."""
+        return False
+
+    def check_teacher(self, model: "VariantMixin", architecture: "Architecture", teacher: "PreTrainedModel") -> None:
+        """Raise ValueError where it is none for this model."""
 
     @property
     def finalizable(self) -> bool:
@@ -144,6 +165,15 @@ class Method:
 
     def merge(self, model: "VariantMixin", architecture: "Architecture") -> None:
         """Undo `restructure` in place, densely. Raises ValueError that names the method where the maths forbids it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A forward in training: its `inputs` by name, its `outputs`, and what the modules returned that methods watch."""
+
+    inputs: dict[str, Any]
+    outputs: Any
+    seen: "dict[str, torch.Tensor]" = field(default_factory=dict)
 
 
 METHODS: dict[str, type[Method]] = {}
@@ -202,7 +232,14 @@ def methods_before(method: Method, config: Any) -> list[Method]:
 
 def method_to_dict(method: Method) -> dict[str, Any]:
     """Plain JSON data: the registered name under `method`, then every field."""
-    return {"method": method.name} | asdict(method)
+    return {"method": method.name} | {
+        name: copy.deepcopy(getattr(method, name)) for name in stored_fields(type(method))
+    }
+
+
+def stored_fields(method: type[Method]) -> list[str]:
+    """Names of the fields of a method that its config holds: all but what only a process has, such as a teacher."""
+    return [each.name for each in fields(method) if not each.metadata.get("runtime")]
 
 
 def method_from_dict(data: Any) -> Method:
@@ -213,7 +250,7 @@ def method_from_dict(data: Any) -> Method:
     name = arguments.pop("method")
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; choose from {sorted(METHODS)} (or update hf_freeze)")
-    known = [f.name for f in fields(METHODS[name])]
+    known = stored_fields(METHODS[name])
     if unknown := sorted(set(arguments) - set(known)):
         raise ValueError(f"unknown field {unknown[0]!r} of method {name!r}; choose from {known} (or update hf_freeze)")
     try:

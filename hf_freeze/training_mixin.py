@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,7 +11,8 @@ from transformers import PreTrainedModel
 
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.adaptive_embedding import AdaptiveSoftmax
-from hf_freeze.registry import Method, method_to_dict
+from hf_freeze.layers.watching import outputs_of
+from hf_freeze.registry import Method, Step, method_to_dict
 
 if TYPE_CHECKING:  # what the mixin is always combined with
     _Model = PreTrainedModel
@@ -33,6 +35,7 @@ class TrainingMixin(_Model):
     _methods: list[Method]
     _reached: set[str] | None = None  # by gradients since the last forward: the "outputs", the "term" that methods add
     _active: tuple[int, ...] = ()  # the methods, by number, that freeze at `progress` and not always
+    _teacher: "_Teacher | None" = None
     _held: frozenset[str] = frozenset()  # what they froze: what somebody else has frozen is not ours to thaw
 
     @property
@@ -100,10 +103,29 @@ class TrainingMixin(_Model):
         self.scheduled = any(method.scheduled for method in self._methods)
         model._apply_freeze()
 
-    def auxiliary_loss(self) -> torch.Tensor | None:
-        """What methods add to the mean loss of a label; None where there is nothing."""
+    def set_teacher(self, teacher: Any) -> None:
+        """Give the model that Distillation learns from, or None. It is neither stored nor copied with this one.
+
+        Raises ValueError where it is none for this model.
+        """
         model: Any = self
-        terms = [method.auxiliary_loss(model, self.architecture) for method in self._methods]
+        if teacher is not None and not isinstance(teacher, PreTrainedModel):
+            raise ValueError(f"the teacher must be a model of transformers, not a {type(teacher).__name__}")
+        for method in self._methods if teacher is not None else ():
+            method.check_teacher(model, self.architecture, teacher)
+        self._teacher = _Teacher(teacher)
+
+    def get_teacher(self) -> Any:
+        """The model that Distillation learns from; None where none was set."""
+        return None if self._teacher is None else self._teacher.model
+
+    def auxiliary_loss(self, step: Step | None = None) -> torch.Tensor | None:
+        """What methods add to the mean loss of a label, in the forward `step`; None where there is nothing."""
+        model: Any = self
+        teacher = self.get_teacher()
+        if step is not None and teacher is not None and (teacher.training or teacher.device != self.device):
+            teacher.to(self.device).eval()
+        terms = [method.auxiliary_loss(model, self.architecture, step) for method in self._methods]
         found = [term for term in terms if term is not None]
         return torch.stack(found).sum() if found else None
 
@@ -111,6 +133,11 @@ class TrainingMixin(_Model):
         """Names of the parameters that a schedule freezes in a part of training only."""
         names = self._names_of(i for i, method in enumerate(self._methods) if not method.frozen_at(None))
         return [name for name in sorted(names) if name in self._held or self.get_parameter(name).requires_grad]
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether training needs `set_teacher`."""
+        return any(method.needs_teacher for method in self._methods)
 
     @property
     def skips(self) -> bool:
@@ -170,22 +197,36 @@ def _reach_a_parameter(model: Any, outputs: Any) -> None:
             outputs[name] = outputs[name] + 0.0 * least.sum()
 
 
-def _add_auxiliary_loss(model: Any, outputs: Any) -> None:
-    """Into `outputs.loss`, where there is one, and under `auxiliary_loss` for losses that are computed outside.
+class _Teacher:
+    """Holds a model that is no part of the one that has it: not among its parameters, nor copied or pickled with it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __deepcopy__(self, memo: Any) -> "_Teacher":
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(self), (None,)
+
+
+def _add_auxiliary_loss(model: Any, outputs: Any, inputs: dict[str, Any], seen: dict[str, torch.Tensor]) -> None:
+    """Into `outputs.loss`, where there is one, and under `auxiliary_loss` for losses that are computed outside, with the
+    `label_weight` where that is not 1.
 
     Raises ValueError where the last gradients were those of a loss that left it out.
     """
-    added = model.auxiliary_loss()
+    adding = [m.name for m in model._methods if type(m).auxiliary_loss is not Method.auxiliary_loss]
+    if adding and isinstance(outputs, tuple):
+        raise ValueError(f"the methods {adding} add a term to the loss, which needs return_dict=True")
+    added = model.auxiliary_loss(Step(inputs=inputs, outputs=outputs, seen=seen))
     if added is None:
         return
-    if isinstance(outputs, tuple):
-        raise ValueError("a term that methods add to the loss needs return_dict=True")
     if model._reached is None:
         model._reached = set()
     forgotten = model._reached == {"outputs"}
     model._reached.clear()
     if forgotten:
-        adding = [m.name for m in model._methods if type(m).auxiliary_loss is not Method.auxiliary_loss]
         raise ValueError(
             f"the methods {adding} add a term to the loss, and the last step was trained without it: a loss of your own must "
             "add outputs['auxiliary_loss'] (label_smoothed_loss of hf_freeze.training does; the Trainer's "
@@ -197,13 +238,18 @@ def _add_auxiliary_loss(model: Any, outputs: Any) -> None:
             if torch.is_tensor(value) and value.requires_grad:
                 value.register_hook(lambda _: reached.add("outputs"))
         added.register_hook(lambda _: reached.add("term"))
+    weight = math.prod(method.label_weight for method in model._methods)
     if outputs.get("loss") is not None:
-        outputs.loss = outputs.loss + added
+        outputs.loss = weight * outputs.loss + added
     outputs["auxiliary_loss"] = added
+    if weight != 1:
+        outputs["label_weight"] = added.new_tensor(weight)
 
 
 def _needs_no_logits(model: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the output computes the loss of plain labels without the logits of every token."""
+    if model.needs_teacher:
+        return False
     plain = kwargs.get("shift_labels") is None and not torch.is_tensor(kwargs.get("logits_to_keep", 0))
     return plain and not kwargs.get("logits_to_keep") and isinstance(model.get_output_embeddings(), AdaptiveSoftmax)
 
@@ -238,6 +284,8 @@ def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
     computed without all the logits, which are then None. To train a scheduled variant that nobody advances is a ValueError.
     """
 
+    names = list(inspect.signature(native_forward).parameters)[1:]
+
     @functools.wraps(native_forward)
     def forward(self: Any, *args: Any, num_items_in_batch: torch.Tensor | int | None = None, **kwargs: Any) -> Any:
         unadvanced = self.scheduled and self.progress is None
@@ -250,14 +298,17 @@ def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
             )
         labels = kwargs.get("labels")
         trained = self.training and torch.is_grad_enabled()
-        if trained and labels is not None and _needs_no_logits(self, kwargs):
-            outputs = _forward_without_logits(self, native_forward, args, kwargs)
-        else:
-            outputs = native_forward(self, *args, **kwargs)
+        watched = {name for m in self._methods for name in m.watched(self, self.architecture)} if trained else ()
+        with outputs_of(self.base_model, watched) as seen:
+            if trained and labels is not None and _needs_no_logits(self, kwargs):
+                outputs = _forward_without_logits(self, native_forward, args, kwargs)
+            else:
+                outputs = native_forward(self, *args, **kwargs)
         if trained and self.device.type != "meta":
             if self.skips:
                 _reach_a_parameter(self, outputs)
-            _add_auxiliary_loss(self, outputs)
+            inputs = kwargs | dict(zip(names, args, strict=False))
+            _add_auxiliary_loss(self, outputs, inputs, seen)
         if num_items_in_batch is None or labels is None:
             return outputs
         counted = ((labels[..., 1:] if self.shifts_labels else labels) != -100).sum()

@@ -299,8 +299,21 @@ def is_scheduled(model: Any) -> bool:
     return getattr(model, "scheduled", False)  # of a native model, nothing is
 
 
+def with_teacher(model: Any) -> Any:
+    """The model, with a copy of itself that was trained differently as its teacher, where it needs one and has none."""
+    if getattr(model, "needs_teacher", False) and model.get_teacher() is None:
+        teacher = copy.deepcopy(model)
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in teacher.parameters():
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+        model.set_teacher(teacher)
+    return model
+
+
 def begin_training(model: Any, step: int = 0, total_steps: int = 1) -> Any:
     """The model in training mode, at a step of what it schedules; what it draws there is the same at every call."""
+    with_teacher(model)
     if is_scheduled(model):
         model.advance(step, total_steps)
     torch.manual_seed(6)
@@ -392,7 +405,11 @@ def sgd_step_of_trainer(
     )
     callbacks = [VariantCallback()] if is_scheduled(model) else []
     trainer = Trainer(
-        model=model, args=settings, train_dataset=rows, callbacks=callbacks, compute_loss_func=compute_loss_func
+        model=with_teacher(model),
+        args=settings,
+        train_dataset=rows,
+        callbacks=callbacks,
+        compute_loss_func=compute_loss_func,
     )
     trainer.train()
     return trainer

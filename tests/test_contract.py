@@ -694,7 +694,7 @@ def test_accumulated_batches_with_label_smoothing(case, tmp_path):
     logits, labels = result.logits[:, : result.logits.shape[1] - shift], batch["labels"][:, shift:]
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
     added = result.get("auxiliary_loss")
-    (loss if added is None else loss + added).backward()
+    (loss if added is None else result.get("label_weight", 1.0) * loss + added).backward()
     expected = {n: before[n] if p.grad is None else before[n] - p.grad for n, p in reference.named_parameters()}
     # The Trainer's own smoothing knows nothing of what methods add.
     smoothing = {"label_smoothing_factor": 0.1}

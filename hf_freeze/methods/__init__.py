@@ -2,6 +2,7 @@
 
 from hf_freeze.methods.adaptive_embedding import AdaptiveEmbedding as AdaptiveEmbedding
 from hf_freeze.methods.define import DeFINE as DeFINE
+from hf_freeze.methods.distillation import Distillation as Distillation
 from hf_freeze.methods.factorized_embedding import FactorizedEmbedding as FactorizedEmbedding
 from hf_freeze.methods.ffn_pruning import FFNPruning as FFNPruning
 from hf_freeze.methods.fixed_attention import FixedAttention as FixedAttention

@@ -12,7 +12,7 @@ from hf_freeze.layers.variational import Variational
 from hf_freeze.methods._linear import check_positive, check_share
 from hf_freeze.methods._sparse import SparseMethod
 from hf_freeze.ramps import ramp
-from hf_freeze.registry import register_method
+from hf_freeze.registry import Step, register_method
 
 if TYPE_CHECKING:
     from hf_freeze.variant import VariantMixin
@@ -72,7 +72,9 @@ class VariationalDropout(SparseMethod):
         for _, module in self.modules(model, architecture):
             module.kl_weight = weight
 
-    def auxiliary_loss(self, model: "VariantMixin", architecture: Architecture) -> torch.Tensor | None:
+    def auxiliary_loss(
+        self, model: "VariantMixin", architecture: Architecture, step: Step | None = None
+    ) -> torch.Tensor | None:
         if not self.finalizable:
             return None
         if self.training_size is None:

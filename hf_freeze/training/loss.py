@@ -16,7 +16,8 @@ def label_smoothed_loss(smoothing: float, *, shift: bool = False) -> Callable[..
     as causal language models have it.
 
     In training, `outputs["auxiliary_loss"]` (a scalar for this batch, such as a KL term) is added by the batch's share of the
-    labels, so that it counts once in an optimiser step over all its batches and processes.
+    labels, so that it counts once in an optimiser step over all its batches and processes; and the labels are weighed by
+    `outputs["label_weight"]`, where a method such as Distillation gives one.
 
     Raises ValueError for a smoothing outside 0..1.
     """
@@ -31,7 +32,9 @@ def label_smoothed_loss(smoothing: float, *, shift: bool = False) -> Callable[..
         counted = (labels != -100).sum()
         items = num_items_in_batch if num_items_in_batch is not None else counted
         auxiliary = outputs.get("auxiliary_loss") if torch.is_grad_enabled() else None
-        return total / items if auxiliary is None else total / items + auxiliary.float() * (counted / items)
+        if auxiliary is None:
+            return total / items
+        return outputs.get("label_weight", 1.0) * total / items + auxiliary.float() * (counted / items)
 
     return loss
 
