@@ -48,7 +48,8 @@ class VariantConfigMixin(_Config):
             raise ValueError(f"methods must be a list of dicts, not {self.methods!r}")
         before, changed = self.before_methods(), {}
         architecture.check_sizes(before)
-        for method in parse_methods(self):
+        for number, method in enumerate(parse_methods(self)):
+            before.methods = self.methods[:number]
             if not method.supports(architecture.model_type):
                 raise ValueError(
                     f"method {method.name!r} does not support {architecture.model_type!r}; "

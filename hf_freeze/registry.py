@@ -35,7 +35,8 @@ class Method:
         return cls.architectures is None or model_type in cls.architectures
 
     def validate(self, architecture: "Architecture", config: Any) -> None:
-        """Raise ValueError where the setting does not fit this backbone config. Allocates nothing."""
+        """Raise ValueError where the setting does not fit this backbone config, which the methods before it, listed in
+        `config.methods`, have changed. Allocates nothing."""
 
     def config_changes(self, architecture: "Architecture", config: Any) -> dict[str, Any]:
         """The native config fields that it changes, such as the depth, with their new values. Called after `validate`; the
@@ -116,6 +117,9 @@ class Method:
 
         Called before every optimiser step where `scheduled`, after `frozen_at` was followed; so it must be cheap.
         """
+
+    def rewind(self, model: "VariantMixin", architecture: "Architecture") -> None:
+        """Undo what `advance` has set for a step alone, such as a draw."""
 
     @property
     def skips(self) -> bool:
@@ -224,10 +228,9 @@ def architecture_of(model_type: str) -> "Architecture":
 VARIANT_PREFIX = "hf_freeze_"
 
 
-def methods_before(method: Method, config: Any) -> list[Method]:
-    """Those that a variant's config applies before `method`, which it names."""
-    methods = [method_from_dict(data) for data in config.methods]
-    return methods[: methods.index(method)]
+def methods_before(config: Any) -> list[Method]:
+    """Those that are applied before the method that is validated with `config`."""
+    return [method_from_dict(data) for data in config.methods]
 
 
 def method_to_dict(method: Method) -> dict[str, Any]:

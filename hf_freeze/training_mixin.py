@@ -77,6 +77,9 @@ class TrainingMixin(_Model):
         """Back to before training, for a new optimiser or another training: thaws what a schedule froze."""
         self.progress = None
         self._freeze_phase()
+        model: Any = self
+        for method in self._methods:
+            method.rewind(model, self.architecture)
 
     @property
     def finalizable(self) -> bool:
@@ -181,20 +184,19 @@ class TrainingMixin(_Model):
         self._freeze_phase()
 
 
-def _reach_a_parameter(model: Any, outputs: Any) -> None:
+def _reach_a_parameter(model: Any, outputs: Any) -> Any:
     """Where a step has left out all that is trained, its loss would have no gradient, which is an error in torch, and
     DistributedDataParallel would wait. One parameter then gets a gradient of zero."""
-    values = (
-        [value for value in outputs.values() if torch.is_tensor(value)] if not isinstance(outputs, tuple) else outputs
-    )
-    if any(torch.is_tensor(value) and value.requires_grad for value in values):
-        return
+    named = dict(enumerate(outputs)) if isinstance(outputs, tuple) else outputs
+    floating = [name for name, value in named.items() if torch.is_tensor(value) and value.is_floating_point()]
     least = min((p for p in model.parameters() if p.requires_grad), key=torch.Tensor.numel, default=None)
-    if least is None or isinstance(outputs, tuple):
-        return
-    for name in ("loss", "logits"):
-        if outputs.get(name) is not None:
-            outputs[name] = outputs[name] + 0.0 * least.sum()
+    # The loss is the first; where there is none, it is computed outside, from one of the others.
+    if least is None or not floating or named[floating[0]].requires_grad:
+        return outputs
+    for name in floating:
+        if not named[name].requires_grad:
+            named[name] = named[name] + 0.0 * least.sum()
+    return tuple(named.values()) if isinstance(outputs, tuple) else outputs
 
 
 class _Teacher:
@@ -306,7 +308,7 @@ def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
                 outputs = native_forward(self, *args, **kwargs)
         if trained and self.device.type != "meta":
             if self.skips:
-                _reach_a_parameter(self, outputs)
+                outputs = _reach_a_parameter(self, outputs)
             inputs = kwargs | dict(zip(names, args, strict=False))
             _add_auxiliary_loss(self, outputs, inputs, seen)
         if num_items_in_batch is None or labels is None:

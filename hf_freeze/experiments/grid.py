@@ -48,6 +48,16 @@ def start_folder(out: Path, run: dict[str, Any]) -> Path | None:
     return run_folder(Path(run["start"].get("grid", out)), run["start"]) if "start" in run else None
 
 
+def teacher_folder(out: Path, run: dict[str, Any]) -> Path | None:
+    """The folder of the run whose model `run` learns from; None where it learns from none."""
+    return run_folder(out, run["teacher"]) if "teacher" in run else None
+
+
+def _origins(out: Path, run: dict[str, Any]) -> list[Path]:
+    """The folders of the runs that must be finished before `run`."""
+    return [folder for folder in (start_folder(out, run), teacher_folder(out, run)) if folder is not None]
+
+
 def run_grid(
     recipe: dict[str, Any],
     out: Path,
@@ -252,10 +262,10 @@ def _execute(
                     bars.advance(tasks[""])
                     if not _succeeded(out / name, process.exitcode, time.monotonic() - started, console):
                         failed.append(out / name)
-                        while run := next((run for run in waiting if start_folder(out, run) in failed), None):
+                        while run := next((run for run in waiting if set(_origins(out, run)) & set(failed)), None):
                             waiting.remove(run)
+                            _give_up(out, run, failed, console)
                             failed.append(run_folder(out, run))
-                            _give_up(failed[-1], run["start"], console)
                             bars.advance(tasks[""])
                     finished()
     finally:
@@ -265,12 +275,13 @@ def _execute(
 
 
 def _is_ready(run: dict[str, Any], out: Path) -> bool:
-    start = start_folder(out, run)
-    return start is None or (start / "metrics.json").exists()
+    return all((folder / "metrics.json").exists() for folder in _origins(out, run))
 
 
-def _give_up(folder: Path, start: dict[str, Any], console: Console) -> None:
-    reason = f"row {start['row']} with seed {start['seed']} failed, from which it starts"
+def _give_up(out: Path, run: dict[str, Any], failed: list[Path], console: Console) -> None:
+    folder, starts = run_folder(out, run), start_folder(out, run) in failed
+    origin = run["start" if starts else "teacher"]
+    reason = f"row {origin['row']} with seed {origin['seed']} failed, from which it {'starts' if starts else 'learns'}"
     (folder / "error.log").write_text(reason + "\n", encoding="utf-8")
     console.print(f"[red]{escape(str(folder))} failed[/red]: {escape(reason)}", soft_wrap=True)
 

@@ -135,7 +135,16 @@ _LANGUAGES = {
     ),
 }
 OF_A_ROW = ("training", "backbone", "tokenizer")  # sections that a row may change
-_ROW = ("label", "methods", "start", *OF_A_ROW, "heads", "head_scores")  # the first two are needed
+_ROW = (
+    "label",
+    "methods",
+    "start",
+    "teacher",
+    "targets",
+    *OF_A_ROW,
+    "heads",
+    "head_scores",
+)  # the first two are needed
 HEAD_SCORES = ("importance", "ablation", "one_head")  # what can be measured of a finished run's heads
 HEAD_ORDERS = ("importance", "ablation", "random")  # by which heads are removed from what a run starts from
 
@@ -313,6 +322,7 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
                 f"{where}: a perplexity is that of a piece: rows of other tokenizers cannot be compared in it"
             )
         _check_start(name, recipe["rows"], where)
+        _check_teacher(row, task, where)
         _check_heads(row, recipe["rows"], task, "start" in recipe, where)
         backbone = _merge(recipe.get("backbone", {}), row.get("backbone", {}))
         _check_pretrained(
@@ -408,14 +418,38 @@ def _check_start(name: str, rows: dict[str, Any], path: Any) -> None:
             raise ValueError(
                 f"{path} has both 'start' and {section!r}: it takes the {section} of the row that it starts from"
             )
-    way = [name]
-    while isinstance(row := rows[way[-1]], dict) and "start" in row:
-        start = row["start"]
-        if not isinstance(start, str) or start not in rows:
-            raise ValueError(f"{path}: start={start!r} is no row; choose from {list(rows)}")
-        if start in way:
-            raise ValueError(f"{path}: 'start' goes in a circle: {' <- '.join([*way, start])}")
-        way.append(start)
+    _check_way([name], rows, path)
+
+
+def _check_way(way: list[str], rows: dict[str, Any], path: Any) -> None:
+    """What a row starts from or learns from, and that in turn."""
+    for field, needed in _needed(rows[way[-1]]).items():
+        if not isinstance(needed, str) or needed not in rows:
+            raise ValueError(f"{path}: {field}={needed!r} is no row; choose from {list(rows)}")
+        if needed in way:
+            raise ValueError(f"{path}: {field!r} goes in a circle: {' <- '.join([*way, needed])}")
+        _check_way([*way, needed], rows, path)
+
+
+def _needed(row: Any) -> dict[str, Any]:
+    """The rows whose models a row needs, by the field that names them."""
+    return {field: row[field] for field in ("start", "teacher") if isinstance(row, dict) and field in row}
+
+
+def _check_teacher(row: dict[str, Any], task: str, path: Any) -> None:
+    """`teacher: "0"`, a row whose model distillation learns from; with `targets: teacher`, from its translations."""
+    distils = any(method["method"] == "distillation" for method in row["methods"])
+    if "targets" in row and (row["targets"] != "teacher" or task != "translation"):
+        raise ValueError(
+            f"{path}: targets={row['targets']!r} must be 'teacher', and the task 'translation', not {task!r}"
+        )
+    if (distils or "targets" in row) != ("teacher" in row):
+        raise ValueError(
+            f"{path}: 'teacher' names the row that distillation learns from, among the methods or by targets: teacher; it has "
+            + ("none of these" if "teacher" in row else "no 'teacher'")
+        )
+    if "teacher" in row and task == "image-classification":
+        raise ValueError(f"{path}: teacher is of transformers, not of task {task!r}")
 
 
 _TEXTS = {"language-modelling", "masked-lm"}
@@ -474,7 +508,16 @@ def method_of(data: Any, tokenizer: Any = None) -> Method:
     return method_from_dict(data)
 
 
-_OF_A_START = ("row", "seed", "training", "methods", "heads", "start")  # what else a run holds is equal in all rows
+_OF_A_START = (
+    "row",
+    "seed",
+    "training",
+    "methods",
+    "heads",
+    "start",
+    "teacher",
+    "targets",
+)  # what else a run holds is equal in all rows
 
 
 def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
@@ -487,8 +530,7 @@ def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
     rows = recipe["rows"]
 
     def way_to(name: str) -> list[str]:
-        start = rows[name].get("start")
-        return [name] if start is None else [*way_to(start), name]
+        return [*(each for needed in _needed(rows[name]).values() for each in way_to(needed)), name]
 
     needed = {each for wanted in recipe.get("only", rows) for each in way_to(str(wanted))}
     order = dict.fromkeys(each for name in rows if name in needed for each in way_to(name))
@@ -500,7 +542,7 @@ def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
             run = copy.deepcopy(shared) | {"row": name, "label": row["label"], "seed": seed}
             run["methods"] = [_seeded(method, seed) for method in row["methods"]]
             run |= {key: _merge(run[key], row[key]) for key in OF_A_ROW if key in row}
-            run |= {key: copy.deepcopy(row[key]) for key in ("heads", "head_scores") if key in row}
+            run |= {key: copy.deepcopy(row[key]) for key in ("targets", "heads", "head_scores") if key in row}
             if "start" in recipe:
                 run["start"] = {"grid": recipe["start"], "row": name, "seed": seed}
             if "start" in row:
@@ -508,6 +550,9 @@ def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
                 start = copy.deepcopy(made[row["start"]])
                 run |= {key: start[key] for key in ("backbone", "tokenizer") if key in start}
                 run["start"] = {key: start[key] for key in _OF_A_START if key in start}
+            if "teacher" in row:
+                teacher = copy.deepcopy(made[row["teacher"]])
+                run["teacher"] = {key: teacher[key] for key in _OF_A_START if key in teacher}
             made[name] = run
         runs += made.values()
     return runs

@@ -18,9 +18,9 @@ from transformers import EarlyStoppingCallback, Seq2SeqTrainingArguments, Traine
 from hf_freeze import data as hf_data
 from hf_freeze import make_variant
 from hf_freeze.accounting import count_parameters, stored_bytes
-from hf_freeze.experiments import heads
+from hf_freeze.experiments import heads, translation
 from hf_freeze.experiments.environment import environment, peak_memory, write_whole
-from hf_freeze.experiments.grid import start_folder
+from hf_freeze.experiments.grid import start_folder, teacher_folder
 from hf_freeze.experiments.recipe import method_of
 from hf_freeze.experiments.tasks import OwnTask, Report, Task, Trained, task_of
 from hf_freeze.training import VariantCallback, label_smoothed_loss, parameter_groups
@@ -57,7 +57,12 @@ def execute(
     start = start_folder(folder.parent, run)
     if start is not None and not (start / "metrics.json").exists():
         raise ValueError(f"{folder} starts from {start}, which is not finished: run row {run['start']['row']} first")
-    _check_origin(folder, checkpoint if not resume_anyway else None, start)
+    teacher = teacher_folder(folder.parent, run)
+    if teacher is not None and not (teacher / "metrics.json").exists():
+        raise ValueError(
+            f"{folder} learns from {teacher}, which is not finished: run row {run['teacher']['row']} first"
+        )
+    _check_origin(folder, checkpoint if not resume_anyway else None, start=start, teacher=teacher)
     transformers.set_seed(run["seed"])
     task = task_of(run["task"])
     train = task.execute if isinstance(task, OwnTask) else functools.partial(_execute_text, task)
@@ -128,6 +133,12 @@ def _execute_text(
         init = run["backbone"].get("init", "backbone")
         methods = [method_of(method, tokenizer) for method in run["methods"]]
         model = make_variant(config, methods, task=task.head, init=init, seed=run["seed"])
+    if (teacher := teacher_folder(folder.parent, run)) is not None:
+        if model.needs_teacher:
+            model.set_teacher(_loaded(teacher / "model", task, fields, run["seed"]))
+        if "targets" in run:
+            report({"stage": "translating by the teacher"})
+            splits["train"] = translation.taught(splits["train"], teacher, run)
     choose_attention(model)
     trains = run["training"]["epochs"] > 0
     used = [name for name in splits if name != "train" or trains or "head_scores" in run]
@@ -263,13 +274,14 @@ def last_whole_checkpoint(folder: Path) -> str | None:
     return None
 
 
-def _check_origin(folder: Path, checkpoint: str | None, start: Path | None) -> None:
+def _check_origin(folder: Path, checkpoint: str | None, **origins: Path | None) -> None:
     """Raise ValueError where a resumed run would not end with the figures of an undisturbed one; else note who runs it."""
     path = folder / "environment.json"
     now = environment() | {"processes": int(os.environ.get("WORLD_SIZE", "1"))}
-    if start is not None:  # the weights: run again under other code, the same row has others
-        weights = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (start / "model").glob("*.safetensors")]
-        now["start"] = " ".join(sorted(weights))
+    for name, origin in origins.items():
+        if origin is not None:  # the weights: run again under other code, the same row has others
+            files = (origin / "model").glob("*.safetensors")
+            now[name] = " ".join(sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in files))
     if checkpoint is not None and path.exists():
         then = json.loads(path.read_text(encoding="utf-8"))
         if differs := [f"{key} {then.get(key)!r}, now {now[key]!r}" for key in now if then.get(key) != now[key]]:

@@ -4,14 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import torch
 
 from hf_freeze import data as hf_data
-from hf_freeze.data.tokenization import check_ids
 from hf_freeze.experiments.recipe import data_form
 from hf_freeze.experiments.statistics import bleu_items
 from hf_freeze.experiments.tasks import Outcome, Task, read_splits, take
 from hf_freeze.metrics import load as load_metric
+from hf_freeze.training.decoding import teacher_translations, translate
 
 
 def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
@@ -39,32 +38,16 @@ def encode(split: datasets.Dataset, tokenizer: Any, run: dict[str, Any] | None =
     return split.map(ids, batched=True, remove_columns=split.column_names, keep_in_memory=True)
 
 
-@torch.inference_mode()
-def translate(
-    model: Any,
-    tokenizer: Any,
-    sentences: list[str],
-    *,
-    num_beams: int = 1,
-    max_tokens: int = 4096,
-    bf16: bool = False,
-) -> list[str]:
-    """Translate, in the given order; batches of similar length hold at most `max_tokens` padded source tokens."""
-    model.eval()
-    ids = tokenizer(sentences, truncation=True)["input_ids"]
-    check_ids(ids, model.config.vocab_size)
-    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-    translations = [""] * len(ids)
-    while order:
-        longest = len(ids[order[-1]])
-        batch = [order.pop() for _ in range(min(len(order), max(1, max_tokens // longest)))]
-        inputs = tokenizer.pad({"input_ids": [ids[i] for i in batch]}, return_tensors="pt").to(model.device)
-        limit = min(2 * longest + 10, model.config.max_position_embeddings - 1)
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
-            outputs = model.generate(**inputs, num_beams=num_beams, do_sample=False, max_new_tokens=limit)
-        for i, text in zip(batch, tokenizer.batch_decode(outputs, skip_special_tokens=True), strict=True):
-            translations[i] = text
-    return translations
+def taught(split: datasets.Dataset, teacher: Path, run: dict[str, Any]) -> datasets.Dataset:
+    """`split` with the translations of the run in the folder `teacher` as its targets, decoded once and kept there."""
+    translations = teacher_translations(
+        teacher / "model",
+        list(split["source"]),
+        teacher / "translations-train.jsonl",
+        bf16=run["training"].get("bf16", True),
+        **run["decoding"],
+    )
+    return split.remove_columns("target").add_column("target", translations)
 
 
 def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:

@@ -10,7 +10,7 @@ _IN_LAYERS = ("attention", "ffn", "norm")
 def check_renumbering(method: Method, config: Any) -> None:
     """Raise ValueError where a method before `method` holds numbers or names of layers, which would be others."""
     own = type(method).__name__
-    for earlier in methods_before(method, config):
+    for earlier in methods_before(config):
         seeded = [component for component in _IN_LAYERS if earlier.is_seeded(component)]
         if earlier.names_layers or seeded:
             why = "names layers by number" if earlier.names_layers else f"has made {seeded[0]} random, layer by layer"

@@ -58,7 +58,7 @@ class FFNPruning(Method):
                 )
         if not self._blocks(architecture, config):
             raise ValueError(f"FFNPruning(layers={self.layers!r}) names no layer: leave it out for all")
-        for method in methods_before(self, config):
+        for method in methods_before(config):
             if method.is_seeded("ffn"):
                 raise ValueError(
                     f"FFNPruning after {method.name!r} with a random FFN: what a seed regenerates is not stored, so its neurons "

@@ -91,7 +91,7 @@ class FixedAttention(Method):
             )
         if not self._attentions(architecture, config):
             raise ValueError(f"FixedAttention(layers={self.layers!r}) names no layer: leave it out for all")
-        for method in methods_before(self, config):
+        for method in methods_before(config):
             if method.is_seeded("attention"):
                 raise ValueError(
                     f"FixedAttention after {method.name!r} with a random attention: what a seed regenerates is not stored, so "

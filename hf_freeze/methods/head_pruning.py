@@ -48,7 +48,7 @@ class HeadPruning(Method):
         check_attentions(self.heads, "HeadPruning", architecture, config)
         if not self._attentions(architecture, config):
             raise ValueError(f"HeadPruning(layers={self.layers!r}) names no layer: leave it out for all")
-        for method in methods_before(self, config):
+        for method in methods_before(config):
             if method.is_seeded("attention"):
                 raise ValueError(
                     f"HeadPruning after {method.name!r} with a random attention: what a seed regenerates is not stored, so its "

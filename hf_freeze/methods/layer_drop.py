@@ -46,7 +46,7 @@ class LayerDrop(Method):
 
     def validate(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers({stack: [] for stack in self.stacks or ()}, config)
-        if any(isinstance(method, LayerDrop) for method in methods_before(self, config)):
+        if any(isinstance(method, LayerDrop) for method in methods_before(config)):
             raise ValueError("LayerDrop after LayerDrop: one of them leaves layers out already; give one p")
         for field in ("encoder_layerdrop", "decoder_layerdrop"):
             if getattr(config, field, 0):
@@ -61,7 +61,8 @@ class LayerDrop(Method):
     def _layers(self, model: Any, architecture: Architecture) -> list[Any]:
         return [
             layer
-            for stack in self.stacks or architecture.stacks
+            for stack in architecture.stacks
+            if self.stacks is None or stack in self.stacks
             for layer in surgery.layers_of(model, architecture, stack)
         ]
 
@@ -80,3 +81,7 @@ class LayerDrop(Method):
         layers = self._layers(model, architecture)
         for layer, draw in zip(layers, draws(self.seed, f"layer_drop/{step}", len(layers)), strict=True):
             Skipped.of(layer).active = draw < self.p
+
+    def rewind(self, model: "VariantMixin", architecture: Architecture) -> None:
+        for layer in self._layers(model, architecture):
+            Skipped.of(layer).active = False

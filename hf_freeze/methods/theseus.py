@@ -28,7 +28,14 @@ _TRAIN = ("successor", "all")
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    )  # an integer may be larger
+
+
+def _upwards(steps: float) -> float:
+    """Whole steps; a number just above one by rounding is that one."""
+    return steps if steps > 1e15 else math.ceil(steps - 1e-9 * max(steps, 1))
 
 
 @register_method("theseus", example={"rate": 0.5, "train": "all"}, shrinks=True)
@@ -109,7 +116,7 @@ class Theseus(Method):
             raise ValueError(f"{what}: with k, the steps follow from it; leave them out")
 
     def validate(self, architecture: Architecture, config: Any) -> None:
-        if any(isinstance(method, Theseus) for method in methods_before(self, config)):
+        if any(isinstance(method, Theseus) for method in methods_before(config)):
             raise ValueError("Theseus after Theseus: finalize() the first, merge() it, and replace the layers of that")
         check_renumbering(self, config)
         architecture.check_layers({stack: [] for stack in self.successor or {}}, config)
@@ -149,7 +156,8 @@ class Theseus(Method):
         """The layers of the successor, before `finalize()`."""
         return [
             layer
-            for stack in self.successor or architecture.stacks
+            for stack in architecture.stacks  # a dict of a config comes back in another order
+            if self.successor is None or stack in self.successor
             for layer in surgery.layers_of(model, architecture, stack)
         ]
 
@@ -196,9 +204,10 @@ class Theseus(Method):
     def _rate_at(self, step: int, total_steps: int) -> float:
         if self.schedule is not None and len(self.schedule) == 3:
             _, slope, start = self.schedule
-            self._check_end(math.ceil((1 - start) / slope), total_steps)
+            self._check_end(_upwards((1 - start) / slope), total_steps)
             return min(1.0, slope * step + start)
-        steps = total_steps if self.steps is None else self.steps if self.steps >= 1 else self.steps * total_steps
+        steps: float = total_steps if self.steps is None else self.steps
+        steps = max(_upwards(steps * total_steps), 1) if steps < 1 else steps
         self._check_end(steps, total_steps)
         if self.schedule is not None:
             shape, start = self.schedule
@@ -217,6 +226,10 @@ class Theseus(Method):
         modules = self._modules(model, architecture)
         for layer, draw in zip(modules, draws(self.seed, f"theseus/{step}", len(modules)), strict=True):
             Replaced.of(layer).active = draw >= rate
+
+    def rewind(self, model: "VariantMixin", architecture: Architecture) -> None:
+        for layer in () if self.finalized else self._modules(model, architecture):
+            Replaced.of(layer).active = False
 
     @property
     def finalizable(self) -> bool:

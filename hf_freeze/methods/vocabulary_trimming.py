@@ -67,7 +67,7 @@ class VocabularyTrimming(Method):
             if self.keep[-1] >= size:
                 unknown = next(token for token in self.keep if token >= size)
                 raise ValueError(f"VocabularyTrimming: keep has the id {unknown}; the vocabulary has 0..{size - 1}")
-        for method in methods_before(self, config):
+        for method in methods_before(config):
             if method.names_tokens:
                 raise ValueError(
                     f"VocabularyTrimming after {method.name!r}, which names tokens by number: they get new numbers; put "
