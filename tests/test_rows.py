@@ -50,7 +50,10 @@ def recipe_of(folder, rows=ROWS, **changes):
 # -- recipes ---------------------------------------------------------------------------------------------------------------------
 
 BAD_ROWS = {
-    "field": ({"x": 1}, r"unknown field 'x' of row '1'; choose from \['label', 'methods', 'start', 'training'"),
+    "field": (
+        {"x": 1},
+        r"unknown field 'x' of row '1'; choose from \['label', 'methods', 'start', 'teacher', 'targets', 'training'",
+    ),
     "no such row": ({"start": "9"}, r"row '1': start='9' is no row; choose from \['0', '1', '2'\]"),
     "unquoted": ({"start": 0}, r"row '1': start=0 is no row"),
     "itself": ({"start": "1"}, r"row '1': 'start' goes in a circle: 1 <- 1"),
