@@ -78,12 +78,12 @@ def draw(report: "Report", path: Path) -> None:
         figure.savefig(path, dpi=130, facecolor="white")
 
 
-def draw_heads(report: "Report", path: Path) -> None:
-    """The heat-maps of the run whose heads were measured."""
+def draw_extra(report: "Report", out: Path) -> None:
+    """`heads.png`, the heat-maps of the run whose heads were measured, and `schedules.png`, where there are such."""
     with mpl.rc_context(_STYLE):
-        figure = _heads(report)
-        assert figure is not None
-        figure.savefig(path, dpi=130, facecolor="white")
+        for name, plot in (("heads", _heads), ("schedules", _schedules)):
+            if (figure := plot(report)) is not None:
+                figure.savefig(out / f"{name}.png", dpi=130, facecolor="white")
 
 
 def svg_plots(report: "Report") -> dict[str, str]:
@@ -92,6 +92,7 @@ def svg_plots(report: "Report") -> dict[str, str]:
         **{cost: functools.partial(_quality_figure, cost=cost) for cost in report.axes},
         "setting": _setting,
         "heads": _heads,
+        "schedules": _schedules,
         "curves": _curves,
         "components": _components,
     }
@@ -261,6 +262,25 @@ def _heads(report: "Report") -> Figure | None:
         axes.set_yticks(range(len(scores)), list(scores))
         axes.set(title=name.replace("_", " "), xlabel="head")
         axes.spines[:].set_visible(False)
+    return figure
+
+
+def _schedules(report: "Report") -> Figure | None:
+    """What methods scheduled in training, a line for each row that does so: the first run of it."""
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    axes = figure.subplots()
+    signs, drawn = report.signs(), set()
+    for run in report.runs:
+        for what, points in run.schedules().items() if run.row not in drawn else ():
+            drawn.add(run.row)
+            colour, label = style_of(signs[run.row])[0], f"{run.row}: {what}"
+            axes.plot(*zip(*points, strict=True), color=colour, drawstyle="steps-post", label=label)
+    if not drawn:
+        return None
+    axes.set(xlabel="share of training", ylabel="value", xlim=(0, 1))
+    axes.set_ylim(bottom=0)
+    axes.grid()
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8, columnspacing=1)
     return figure
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_freeze.experiments.plots import draw, draw_heads
+from hf_freeze.experiments.plots import draw, draw_extra
 from hf_freeze.experiments.recipe import OF_A_ROW
 from hf_freeze.experiments.results import Run, label_of, read_runs, unlike_settings
 from hf_freeze.experiments.statistics import MANY, Difference, accuracy, bleu, compare, log_perplexity
@@ -413,7 +413,7 @@ def _cell(mean: float, spread: float | None, form: str) -> str:
 
 def write_report(*folders: Path, out: Path | None = None, say: Callable[[str], Any] = print) -> Report:
     """Write `report.md`, `report.html` and `report.png` of all `folders` into `out`, the first of them if not given; and
-    `heads.png`, where heads were measured."""
+    `heads.png` and `schedules.png`, where heads were measured and methods followed a schedule."""
     from hf_freeze.experiments.html import page
     from hf_freeze.experiments.text import markdown
 
@@ -422,6 +422,5 @@ def write_report(*folders: Path, out: Path | None = None, say: Callable[[str], A
     (out / "report.md").write_text(markdown(report), encoding="utf-8")
     (out / "report.html").write_text(page(report), encoding="utf-8")
     draw(report, out / "report.png")
-    if report.measured:
-        draw_heads(report, out / "heads.png")
+    draw_extra(report, out)
     return report

@@ -10,6 +10,7 @@ import numpy as np
 
 from hf_freeze.experiments.environment import write_whole
 from hf_freeze.experiments.grid import run_folder
+from hf_freeze.experiments.recipe import method_of
 
 HEAD_SCORES = "head_scores.json"  # in the folder of a run: name of a score -> attention -> a number for each head
 
@@ -31,6 +32,16 @@ class Run:
         if config.exists():
             return json.loads(config.read_text(encoding="utf-8"))["methods"]
         return self.settings.get("methods", [])
+
+    def schedules(self, points: int = 200) -> dict[str, list[tuple[float, float]]]:
+        """What its methods scheduled, in words -> (share of training, value); empty where nothing was, or it did not train."""
+        found: dict[str, list[tuple[float, float]]] = {}
+        steps = self.record.get("steps", 0)
+        for method in map(method_of, self.settings.get("methods", [])):
+            for step in sorted({round(steps * point / points) for point in range(points + 1)}) if steps else ():
+                for name, value in (method.scheduled_values(step, steps) if method.scheduled else {}).items():
+                    found.setdefault(name, []).append((step / steps, value))
+        return found
 
     @property
     def head_scores(self) -> dict[str, dict[str, list[float]]]:

@@ -208,6 +208,8 @@ def markdown(report: "Report") -> str:
         if cells := one_head_cells(report):
             headings = ["attention", "best head", f"{report.task.name} with it alone"]
             lines += [*_table(headings, cells, left=1), ""]
+    if any(run.schedules() for run in report.runs):
+        lines += ["## Schedules", "", "![what methods scheduled in training](schedules.png)", ""]
     if report.all_pairs:
         lines += ["## Differences between all rows", "", *_table(*pair_cells(report), left=2), ""]
     lines += [method(report), ""]
