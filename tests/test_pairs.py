@@ -29,6 +29,19 @@ PAIRS = [pair for architecture in ARCHITECTURES.values() for pair in pairs(archi
 assert PAIRS
 
 
+def _in_turn(found):
+    """Of the pairs, one architecture for each two methods, in rotation."""
+    by_methods = {}
+    for pair in found:
+        by_methods.setdefault(tuple(method.name for method in pair.methods), []).append(pair.id)
+    return {ids[number % len(ids)] for number, ids in enumerate(by_methods.values())}
+
+
+# What takes longest is done with each pair once: opening it before it is trained, and generating.
+OPENED = _in_turn(PAIRS)
+GENERATED = _in_turn([pair for pair in PAIRS if pair.native_class.can_generate()])
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids=[pair.id for pair in PAIRS])
 def test_a_pair_works_or_is_refused(pair, tmp_path):
     first, second = pair.methods
@@ -59,12 +72,18 @@ def test_a_pair_works_or_is_refused(pair, tmp_path):
         folder = tmp_path / str(step)
         if step == 2:
             finished(model)
-        model.save_pretrained(folder)
-        assert file_sizes(folder)[0] == stored_bytes(model)
-        reloaded, info = reload(pair, folder)
-        grads = trainability_before_training(model)
-        assert reload_problems(reloaded, info, outputs(model, batch), grads, batch) == []
+        if step or pair.id in OPENED:
+            reloaded = check_opened(model, pair, folder, batch)
         if any(trainability(model).values()):
             training_step(model, batch)
-    if pair.native_class.can_generate():
+    if pair.id in GENERATED:
         assert generation_problems(reloaded.eval(), batch) == []
+
+
+def check_opened(model, pair, folder, batch):
+    model.save_pretrained(folder)
+    assert file_sizes(folder)[0] == stored_bytes(model)
+    reloaded, info = reload(pair, folder)
+    grads = trainability_before_training(model)
+    assert reload_problems(reloaded, info, outputs(model, batch), grads, batch) == []
+    return reloaded
