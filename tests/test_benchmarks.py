@@ -145,7 +145,7 @@ def test_heads_against_a_peer(run):
     pytest.importorskip("torch_pruning", reason="Torch-Pruning is installed by hand")
     small = ["--layers", "1", "--width", "96", "--lengths", "8", "--batches", "1", "--rounds", "1", "--turn", "1"]
     printed = run("heads", *small, "--peer")
-    assert len(re.findall(r"against Torch-Pruning \(opens again: yes, theirs: no\) \| encoder", printed)) == 3
+    assert len(re.findall(r"against Torch-Pruning \(ours opens again: yes; theirs opens again: no\) \| encoder", printed)) == 3
 
 
 def test_embeddings(run, tmp_path):
@@ -231,3 +231,12 @@ def test_run_latency(run, tmp_path):
         run("run_latency", *arguments, "--rows", "unfinished")
     with pytest.raises(SystemExit, match="holds no finished run of row 0 of seed 2"):
         run("run_latency", *arguments, "--seed", "2")
+
+
+def test_progressive(run):
+    sizes = ["--layers", "2", "--width", "48", "--length", "8", "--batch", "2"]
+    printed = run("progressive", *sizes, "--rounds", "1", "--steps", "2")
+    assert len(re.findall(r"^\| Theseus, rate .* of the expected \|$", printed, re.M)) == 6
+    assert len(re.findall(r"^\| LayerDrop, p = .* of p x layers \|$", printed, re.M)) == 4
+    assert len(re.findall(r"^\| finalized, against a native model", printed, re.M)) == 2
+    assert re.search(r"Theseus at most 1.1 of the expected: (passed|missed) in", printed)

@@ -1,0 +1,164 @@
+"""Time of training steps in which layers are replaced or left out, and of what is left of them.
+
+    python benchmarks/progressive.py --out progressive.md     # about ten minutes on one core
+
+Claims: a step of Theseus costs at most 1.1 of what its draws make one expect, that is the mean, by the rate, of a step of the
+predecessor alone and one of the successor alone; LayerDrop saves at least .85 of the share p of the layers' time; a finalized
+model takes at most 1.03 of a native one of its depth. Each place where that does not hold is named.
+
+Models, fp32, fresh weights, made by `make_variant`: an encoder of `--layers` layers as MiniLM has them (384 wide, 12 heads, FFN
+1536) with its masked-LM head on 1,000 tokens, and a Marian translator of as many layers in each stack, 256 wide. A step: forward,
+backward and AdamW on `--batch` x `--length` tokens (and as many target tokens), with the draws of step 0, 1, 2 ... of a training.
+The layers' time: a step of all layers less one in which LayerDrop leaves out all.
+
+Time: row, reference, reference, row, each for `--steps` steps; a ratio is the median of the rounds' ratios, with quartiles.
+"again", a second model like the first, shows the noise.
+"""
+
+import argparse
+import copy
+import itertools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import _shared
+import torch
+from transformers import BertConfig
+
+from hf_freeze import make_variant, methods
+from hf_freeze.experiments.run import choose_attention
+
+BARS = {"theseus": 1.1, "layer_drop": 0.85, "finalized": 1.03}
+TOTAL = 10**6  # steps of a training that never ends here
+NEVER = 1e-9
+RATES = (0.3, 0.5, 0.8)
+DROPS = (0.2, 0.5)
+
+
+def encoder(options: argparse.Namespace) -> Any:
+    config = BertConfig(
+        vocab_size=1000,
+        hidden_size=options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=12,
+        intermediate_size=4 * options.width,
+        max_position_embeddings=options.length,
+    )
+    return make_variant(config, [], task="masked-lm")
+
+
+def translator(options: argparse.Namespace) -> Any:
+    width = options.width * 2 // 3
+    sizes = {"layers": options.layers, "attention_heads": 8, "ffn_dim": 4 * width}
+    fields = {f"{stack}_{name}": size for stack in ("encoder", "decoder") for name, size in sizes.items()}
+    fields |= {"d_model": width, "max_position_embeddings": options.length + 1}
+    return make_variant(
+        _shared.config({"backbone": {"model_type": "marian", "config": fields}}, 1000), [], task="seq2seq-lm"
+    )
+
+
+def training(model: Any, options: argparse.Namespace) -> Callable[[], None]:
+    """`--steps` steps, each with the draws of the next step."""
+    model = model.to(_shared.DEVICE).train()
+    choose_attention(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    ids = torch.randint(2, 1000, (options.batch, options.length), device=_shared.DEVICE)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    steps = itertools.count()
+
+    def work() -> None:
+        for _ in range(options.steps):
+            if model.scheduled:
+                model.advance(next(steps) % TOTAL, TOTAL)
+            model(**inputs).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return work
+
+
+def inference(model: Any, options: argparse.Namespace) -> Callable[[], None]:
+    model = model.to(_shared.DEVICE).eval()
+    choose_attention(model)
+    ids = torch.randint(2, 1000, (options.batch, options.length), device=_shared.DEVICE)
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+
+    def work() -> None:
+        with torch.inference_mode():
+            for _ in range(options.steps):
+                model(**inputs)
+
+    return work
+
+
+def measure(name: str, dense: Any, options: argparse.Namespace, found: dict[str, list[tuple[float, str]]]) -> list[Any]:
+    lines: list[list[str]] = []
+
+    def compare(row: str, one: Callable[[], None], other: Callable[[], None]) -> float:
+        pair = _shared.in_turns(one, other, options.rounds)
+        lines.append([row, name, f"{1000 * statistics.median(pair.one) / options.steps:.1f}", str(pair), ""])
+        print(" ".join(lines[-1]), flush=True)
+        return pair.ratio
+
+    def trained(*added: Any) -> Callable[[], None]:
+        return training(make_variant(dense, list(added)), options)
+
+    reference = trained()
+    compare("all layers, again", trained(), reference)
+    before = compare("Theseus, the predecessor alone", trained(methods.Theseus(rate=NEVER, train="all")), reference)
+    after = compare("Theseus, the successor alone", trained(methods.Theseus(rate=1.0, train="all")), reference)
+    for rate in RATES:
+        ratio = compare(f"Theseus, rate {rate}", trained(methods.Theseus(rate=rate, train="all")), reference)
+        expected = rate * after + (1 - rate) * before
+        lines[-1][-1] = f"{ratio / expected:.3f} of the expected"
+        found["theseus"].append((ratio / expected, f"{name}, rate {rate}"))
+    none = compare("LayerDrop, no layer", trained(methods.LayerDrop(p=1 - NEVER)), reference)
+    for p in DROPS:
+        ratio = compare(f"LayerDrop, p = {p}", trained(methods.LayerDrop(p=p)), reference)
+        saved = (1 - ratio) / (p * (1 - none))
+        lines[-1][-1] = f"saved {saved:.2f} of p x layers"
+        found["layer_drop"].append((saved, f"{name}, p = {p}"))
+    finalized = make_variant(dense, [methods.Theseus(rate=0.5)])
+    finalized.finalize()
+    native = copy.deepcopy(finalized.merge())
+    ratio = compare(
+        "finalized, against a native model of its depth", inference(finalized, options), inference(native, options)
+    )
+    found["finalized"].append((ratio, name))
+    return lines
+
+
+def arguments() -> argparse.Namespace:
+    made = _shared.parser(__doc__, presets=False)
+    made.add_argument("--layers", type=int, default=6, help="of each stack; an even number")
+    made.add_argument("--width", type=int, default=384, help="of the encoder; a multiple of 48")
+    made.add_argument("--batch", type=int, default=4)
+    made.add_argument("--length", type=int, default=32)
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--steps", type=int, default=24, help="of a turn: so many draws")
+    return made.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    found: dict[str, list[tuple[float, str]]] = {name: [] for name in BARS}
+    lines = []
+    for name, make in (("encoder", encoder), ("translator", translator)):
+        torch.manual_seed(0)
+        lines += measure(name, make(options), options, found)
+    summary = "\n".join(
+        [
+            f"- Theseus at most {BARS['theseus']} of the expected: {_shared.verdict(found['theseus'], BARS['theseus'].__ge__)}",
+            f"- LayerDrop saves at least {BARS['layer_drop']} of the share p of the layers' time: "
+            f"{_shared.verdict(found['layer_drop'], BARS['layer_drop'].__le__)}",
+            f"- finalized at most {BARS['finalized']} of native: "
+            f"{_shared.verdict(found['finalized'], BARS['finalized'].__ge__)}",
+            f"- threads: {torch.get_num_threads()}",
+        ]
+    )
+    _shared.report(options, _shared.markdown(["row", "of", "ms", "to all layers", ""], lines), summary)
+
+
+if __name__ == "__main__":
+    main()
