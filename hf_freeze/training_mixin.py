@@ -114,6 +114,8 @@ class TrainingMixin(_Model):
         model: Any = self
         if teacher is not None and not isinstance(teacher, PreTrainedModel):
             raise ValueError(f"the teacher must be a model of transformers, not a {type(teacher).__name__}")
+        if teacher is self:
+            raise ValueError("a model cannot be its own teacher: give a copy of it")
         for method in self._methods if teacher is not None else ():
             method.check_teacher(model, self.architecture, teacher)
         self._teacher = _Teacher(teacher)

@@ -145,7 +145,10 @@ def test_heads_against_a_peer(run):
     pytest.importorskip("torch_pruning", reason="Torch-Pruning is installed by hand")
     small = ["--layers", "1", "--width", "96", "--lengths", "8", "--batches", "1", "--rounds", "1", "--turn", "1"]
     printed = run("heads", *small, "--peer")
-    assert len(re.findall(r"against Torch-Pruning \(ours opens again: yes; theirs opens again: no\) \| encoder", printed)) == 3
+    assert (
+        len(re.findall(r"against Torch-Pruning \(ours opens again: yes; theirs opens again: no\) \| encoder", printed))
+        == 3
+    )
 
 
 def test_embeddings(run, tmp_path):

@@ -15,12 +15,13 @@ from torch.nn import functional
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.watching import outputs_of
 from hf_freeze.methods._linear import check_share
-from hf_freeze.registry import Method, Step, architecture_of, register_method
+from hf_freeze.registry import VARIANT_PREFIX, Method, Step, register_method
 
 if TYPE_CHECKING:
     from hf_freeze.variant import VariantMixin
 
 _HIDDEN = ("none", "skip", "last")
+_ONE_CLASS = "single_label_classification"  # transformers' problem_type
 
 
 @register_method("distillation", example={"temperature": 2.0, "alpha": 0.5}, exact=True)
@@ -38,8 +39,8 @@ class Distillation(Method):
     must weigh the labels by `outputs["label_weight"]` and add `outputs["auxiliary_loss"]`, as `label_smoothed_loss` does.
 
     Raises ValueError for an alpha outside 0..1, a temperature or beta that is not above 0, an unknown `hidden`, a setting that
-    learns nothing from the teacher; when the teacher is set, for other outputs, and with `hidden` for fewer layers or another
-    hidden size; and in training without a teacher.
+    learns nothing from the teacher; when the teacher is set, for another task or other outputs, and with `hidden` for fewer
+    layers, another hidden size or architecture; and in training without a teacher.
     """
 
     teacher: Any = field(default=None, compare=False, repr=False, metadata={"runtime": True})
@@ -68,27 +69,45 @@ class Distillation(Method):
         return True
 
     def check_teacher(self, model: "VariantMixin", architecture: Architecture, teacher: Any) -> None:
+        own, tasks = tasks_of(model), tasks_of(teacher)
+        if own and tasks and not own & tasks:
+            raise ValueError(
+                f"Distillation: the teacher, a {type(teacher).__name__}, is for {sorted(tasks)}, the student for {sorted(own)}"
+            )
+        kind = getattr(model.config, "problem_type", None) or _ONE_CLASS
+        if own == {"sequence-classification"} and (model.config.num_labels == 1 or kind != _ONE_CLASS) and self.alpha:
+            raise ValueError(
+                f"Distillation: num_labels={model.config.num_labels}, problem_type={kind!r}: of a classifier's outputs "
+                "only one class of several can be learnt; give alpha=0 and hidden='skip' or 'last'"
+            )
         for name in ("num_labels", *dict.fromkeys(architecture.token_tables.values())):
             one, other = getattr(model.config, name, None), getattr(teacher.config, name, None)
             if one != other:
                 raise ValueError(
                     f"Distillation: the teacher has {name}={other}, the student {one}: outputs must mean the same in both"
                 )
+        compared = f"hidden={self.hidden!r}" if self.hidden != "none" else "a model without a head"
+        if (self.hidden != "none" or own == {"feature-extraction"}) and (
+            teacher.config.hidden_size != model.config.hidden_size
+        ):
+            raise ValueError(
+                f"Distillation, {compared}: the teacher's hidden size is {teacher.config.hidden_size}, the student's "
+                f"{model.config.hidden_size}; only outputs can be learnt from another size"
+            )
         if self.hidden == "none":
             return
-        depths, above = architecture.depths(model.config), _depths(teacher)
-        if depths.keys() != above.keys() or any(above[stack] < depth for stack, depth in depths.items()):
+        if teacher.config.model_type.removeprefix(VARIANT_PREFIX) != architecture.model_type:
             raise ValueError(
-                f"Distillation(hidden={self.hidden!r}): the teacher has the layers {above}, the student {depths}; it needs the "
-                "same stacks, none of them deeper"
+                f"Distillation, {compared}: the teacher is a {teacher.config.model_type}, the student a "
+                f"{architecture.model_type}; only hidden='none' learns from another architecture"
             )
-        if teacher.config.hidden_size != model.config.hidden_size:
+        depths, above = architecture.depths(model.config), architecture.depths(teacher.config)
+        if any(above[stack] < depth for stack, depth in depths.items()):
             raise ValueError(
-                f"Distillation(hidden={self.hidden!r}): the teacher's hidden size is {teacher.config.hidden_size}, the "
-                f"student's {model.config.hidden_size}; only hidden='none' learns from another size"
+                f"Distillation, {compared}: the teacher has the layers {above}, the student {depths}; it needs at least as many"
             )
         if max(depths.values()) < 2:
-            raise ValueError(f"Distillation(hidden={self.hidden!r}): with one layer a stack there is none but the last")
+            raise ValueError(f"Distillation, {compared}: with one layer a stack there is none but the last")
 
     def _taught(
         self, architecture: Architecture, depths: dict[str, int], above: dict[str, int]
@@ -120,26 +139,35 @@ class Distillation(Method):
                 "Distillation: training needs the teacher, which is not stored with the variant: call "
                 "model.set_teacher(...), or pass Distillation(teacher=...) to make_variant"
             )
-        inputs = {name: value for name, value in step.inputs.items() if name != "labels"}
+        inputs = {name: value for name, value in step.inputs.items() if name != "labels" and value is not None}
         labels = step.inputs.get("labels")
         if model.config.is_encoder_decoder:
             inputs["use_cache"] = False
-            if inputs.get("decoder_input_ids") is None:
+            if "input_ids" in inputs:  # what the student's encoder made of them is not the teacher's
+                inputs.pop("encoder_outputs", None)
+            if "decoder_input_ids" not in inputs:
                 student: Any = model
                 inputs["decoder_input_ids"] = student.prepare_decoder_input_ids_from_labels(labels)
-        taught = self._taught(architecture, architecture.depths(model.config), _depths(teacher))
-        layers = [name for pairs in taught.values() for _, name in pairs] if self.hidden != "none" else []
+        taught: dict[str, list[Any]] = {}
+        if self.hidden != "none":
+            taught = self._taught(architecture, architecture.depths(model.config), architecture.depths(teacher.config))
+        layers = [name for pairs in taught.values() for _, name in pairs]
         with torch.no_grad(), outputs_of(teacher.base_model, layers) as seen:
-            wanted = teacher(**inputs)
+            wanted = teacher(**inputs, return_dict=True)
         found = [name for name in step.outputs if name.endswith("logits") and step.outputs[name] is not None]
         counts = _counted(model, step.outputs[found[0]], labels, inputs) if found else None
         terms = [self.alpha * self._of_outputs(step.outputs[name], wanted[name], counts) for name in found]
         if not found:  # a model without a head: its output are the last hidden states
-            tokens = _tokens(list(taught)[-1], None, inputs)
-            terms.append(self.alpha * _distance(step.outputs[0], wanted[0], tokens))
-        for stack, pairs in taught.items() if self.hidden != "none" else ():
-            tokens = None if counts is None and stack == "encoder" and found else _tokens(stack, counts, inputs)
-            terms += [self.beta * _distance(step.seen[own], seen[name], tokens) for own, name in pairs]
+            states = step.outputs[0]
+            tokens = _tokens(list(architecture.stacks)[-1], None, inputs, states)
+            terms.append(self.alpha * _distance(states, wanted[0], tokens))
+        for stack, pairs in taught.items():
+            for own, name in pairs:
+                if own not in step.seen or name not in seen:  # left out in this step, by a native LayerDrop
+                    continue
+                first = counts is None and stack == "encoder" and found
+                tokens = None if first else _tokens(stack, counts, inputs, step.seen[own])
+                terms.append(self.beta * _distance(step.seen[own], seen[name], tokens))
         return torch.stack(terms).sum()
 
     def _of_outputs(self, logits: torch.Tensor, wanted: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
@@ -151,8 +179,16 @@ class Distillation(Method):
         return self.temperature**2 * divergence / max(len(logits), 1)
 
 
-def _depths(teacher: Any) -> dict[str, int]:
-    return architecture_of(teacher.config.model_type).depths(teacher.config)
+def tasks_of(model: Any) -> set[str]:
+    """Those of `make_variant` that the class of `model` is for; empty where it is none of its classes."""
+    from hf_freeze.variant import TASKS  # here: it imports the methods
+
+    found = {}
+    for task, auto in TASKS.items():
+        mapping: Any = auto._model_mapping
+        if type(model.config) in mapping:
+            found[task] = mapping[type(model.config)]
+    return {task for task, classes in found.items() if isinstance(model, classes)}
 
 
 def _counted(
@@ -174,20 +210,21 @@ def _counted(
         raise ValueError("Distillation: which outputs count is known from the labels: the forward must be given them")
     if model.shifts_labels:  # the label of a position is the token after it
         counts = torch.cat([counts[:, 1:], torch.zeros_like(counts[:, :1])], dim=1)
-    return counts
+    return counts[:, -logits.shape[1] :]  # the last ones, where the forward was asked for these alone
 
 
-def _tokens(stack: str, counts: torch.Tensor | None, inputs: dict[str, Any]) -> torch.Tensor:
-    """bool (B, T): the tokens of a stack, without padding."""
-    if stack == "decoder" and counts is not None:
+def _tokens(stack: str, counts: torch.Tensor | None, inputs: dict[str, Any], states: torch.Tensor) -> torch.Tensor:
+    """bool (B, T): the tokens of a stack with hidden states (B, T, D), without padding."""
+    if stack == "decoder" and counts is not None and counts.shape == states.shape[:2]:
         return counts
-    decoder = stack == "decoder" and "decoder_input_ids" in inputs
-    ids, mask = (inputs.get(f"decoder_{name}" if decoder else name) for name in ("input_ids", "attention_mask"))
-    return torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0  # type: ignore[arg-type]
+    mask = inputs.get(
+        "decoder_attention_mask" if stack == "decoder" and "decoder_input_ids" in inputs else "attention_mask"
+    )
+    return torch.ones(states.shape[:2], dtype=torch.bool, device=states.device) if mask is None else mask != 0
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
     """(B, T, D) each -> scalar: the mean squared distance of their directions."""
     one, other = (x[:, 0] if tokens is None else x[tokens] for x in (one, other))
     gap = functional.normalize(one.float(), dim=-1) - functional.normalize(other.float(), dim=-1)
-    return gap.square().sum(-1).mean()
+    return gap.square().sum() / max(len(gap.flatten(0, -2)), 1)
