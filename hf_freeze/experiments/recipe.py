@@ -11,6 +11,15 @@ import yaml
 
 from hf_freeze.architectures.base import TRAINED
 from hf_freeze.experiments.perceptron import PerceptronConfig
+from hf_freeze.experiments.rows import (
+    OF_A_ROW,
+    ROW_FIELDS,
+    check_heads,
+    check_pretrained,
+    check_start,
+    check_teacher,
+    needed_rows,
+)
 from hf_freeze.registry import METHODS, Method, method_from_dict
 
 TASKS = {  # name in a recipe -> module of this package that defines TASK, imported when it is used: they import much
@@ -134,19 +143,6 @@ _LANGUAGES = {
         files="[images, labels]",
     ),
 }
-OF_A_ROW = ("training", "backbone", "tokenizer")  # sections that a row may change
-_ROW = (
-    "label",
-    "methods",
-    "start",
-    "teacher",
-    "targets",
-    *OF_A_ROW,
-    "heads",
-    "head_scores",
-)  # the first two are needed
-HEAD_SCORES = ("importance", "ablation", "one_head")  # what can be measured of a finished run's heads
-HEAD_ORDERS = ("importance", "ablation", "random")  # by which heads are removed from what a run starts from
 
 
 def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: bool = False) -> dict[str, Any]:
@@ -310,8 +306,8 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
             raise ValueError(f"{path}: the methods of row {name!r} must be a list, not {row['methods']!r}")
         for method in row["methods"]:
             method_of(method)
-        for unknown in sorted(set(row) - set(_ROW)):
-            raise ValueError(f"{path}: unknown field {unknown!r} of row {name!r}; choose from {list(_ROW)}")
+        for unknown in sorted(set(row) - set(ROW_FIELDS)):
+            raise ValueError(f"{path}: unknown field {unknown!r} of row {name!r}; choose from {list(ROW_FIELDS)}")
         where = f"{path}: row {name!r}"
         changed = {key: row[key] for key in OF_A_ROW if key in row}
         _check_types(changed, where)
@@ -321,11 +317,11 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
             raise ValueError(
                 f"{where}: a perplexity is that of a piece: rows of other tokenizers cannot be compared in it"
             )
-        _check_start(name, recipe["rows"], where)
-        _check_teacher(row, task, where)
-        _check_heads(row, recipe["rows"], task, "start" in recipe, where)
+        check_start(name, recipe["rows"], where)
+        check_teacher(row, task, where)
+        check_heads(row, recipe["rows"], task, "start" in recipe, where)
         backbone = _merge(recipe.get("backbone", {}), row.get("backbone", {}))
-        _check_pretrained(
+        check_pretrained(
             backbone, where, **{key: each[key] for each in (recipe, row) for key in ("tokenizer",) if key in each}
         )
     if "start" in recipe:
@@ -369,87 +365,6 @@ def _check_training(training: dict[str, Any], task: str, path: Any) -> None:
     for key, least in (("block_size", 1), ("evaluations", 1), ("batch_size", 1), ("epochs", 0)):
         if training.get(key, least) < least:
             raise ValueError(f"{path}: training.{key}={training[key]} must be at least {least}")
-
-
-def _check_heads(row: dict[str, Any], rows: dict[str, Any], task: str, elsewhere: bool, path: Any) -> None:
-    """`head_scores: [importance]`, and `heads: {by: importance, fraction: 0.3}`, which may name the `attentions` too."""
-    for field in ("heads", "head_scores"):
-        if field in row and task == "image-classification":
-            raise ValueError(f"{path}: {field} is of transformers, not of task {task!r}")
-    scores = row.get("head_scores", [])
-    if not isinstance(scores, list) or any(score not in HEAD_SCORES for score in scores):
-        raise ValueError(f"{path}: head_scores={scores!r} must be a list; choose from {list(HEAD_SCORES)}")
-    if "heads" not in row:
-        return
-    heads = row["heads"]
-    if not isinstance(heads, dict) or not {"by", "fraction"} <= set(heads) <= {"by", "fraction", "attentions"}:
-        raise ValueError(f"{path}: heads={heads!r} must have 'by' and 'fraction', and may have 'attentions'")
-    if heads["by"] not in HEAD_ORDERS:
-        raise ValueError(f"{path}: unknown heads.by={heads['by']!r}; choose from {list(HEAD_ORDERS)}")
-    if type(heads["fraction"]) is not float or not 0 < heads["fraction"] <= 1:
-        raise ValueError(f"{path}: heads.fraction={heads['fraction']!r} must be a share in (0, 1]")
-    attentions = heads.get("attentions", ["encoder.self"])
-    if not isinstance(attentions, list) or not attentions or not all(isinstance(name, str) for name in attentions):
-        raise ValueError(f"{path}: heads.attentions={attentions!r} must be a list such as ['encoder.self']")
-    if elsewhere:
-        return  # what is measured there is known when it is read
-    if "start" not in row:
-        raise ValueError(f"{path} has 'heads' but no 'start': they are removed from the model that it starts from")
-    start = rows[row["start"]]
-    if heads["by"] != "random" and heads["by"] not in (start.get("head_scores", []) if isinstance(start, dict) else []):
-        raise ValueError(f"{path}: heads.by={heads['by']!r} is not in the head_scores of row {row['start']!r}")
-
-
-def _check_pretrained(backbone: Any, path: Any, **others: Any) -> None:
-    """A backbone with weights has its own config and tokenizer."""
-    if not isinstance(backbone, dict) or "pretrained" not in backbone:
-        return
-    if not isinstance(backbone["pretrained"], str):
-        raise ValueError(
-            f"{path}: backbone.pretrained={backbone['pretrained']!r} must be a folder or a name on the Hub"
-        )
-    for field in [*(f"backbone.{name}" for name in backbone if name != "pretrained"), *others]:
-        raise ValueError(f"{path} has both 'backbone.pretrained' and {field!r}: pretrained weights come with their own")
-
-
-def _check_start(name: str, rows: dict[str, Any], path: Any) -> None:
-    for section in ("backbone", "tokenizer"):
-        if "start" in rows[name] and section in rows[name]:
-            raise ValueError(
-                f"{path} has both 'start' and {section!r}: it takes the {section} of the row that it starts from"
-            )
-    _check_way([name], rows, path)
-
-
-def _check_way(way: list[str], rows: dict[str, Any], path: Any) -> None:
-    """What a row starts from or learns from, and that in turn."""
-    for field, needed in _needed(rows[way[-1]]).items():
-        if not isinstance(needed, str) or needed not in rows:
-            raise ValueError(f"{path}: {field}={needed!r} is no row; choose from {list(rows)}")
-        if needed in way:
-            raise ValueError(f"{path}: {field!r} goes in a circle: {' <- '.join([*way, needed])}")
-        _check_way([*way, needed], rows, path)
-
-
-def _needed(row: Any) -> dict[str, Any]:
-    """The rows whose models a row needs, by the field that names them."""
-    return {field: row[field] for field in ("start", "teacher") if isinstance(row, dict) and field in row}
-
-
-def _check_teacher(row: dict[str, Any], task: str, path: Any) -> None:
-    """`teacher: "0"`, a row whose model distillation learns from; with `targets: teacher`, from its translations."""
-    distils = any(method["method"] == "distillation" for method in row["methods"])
-    if "targets" in row and (row["targets"] != "teacher" or task != "translation"):
-        raise ValueError(
-            f"{path}: targets={row['targets']!r} must be 'teacher', and the task 'translation', not {task!r}"
-        )
-    if (distils or "targets" in row) != ("teacher" in row):
-        raise ValueError(
-            f"{path}: 'teacher' names the row that distillation learns from, among the methods or by targets: teacher; it has "
-            + ("none of these" if "teacher" in row else "no 'teacher'")
-        )
-    if "teacher" in row and task == "image-classification":
-        raise ValueError(f"{path}: teacher is of transformers, not of task {task!r}")
 
 
 _TEXTS = {"language-modelling", "masked-lm"}
@@ -530,7 +445,7 @@ def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
     rows = recipe["rows"]
 
     def way_to(name: str) -> list[str]:
-        return [*(each for needed in _needed(rows[name]).values() for each in way_to(needed)), name]
+        return [*(each for needed in needed_rows(rows[name]).values() for each in way_to(needed)), name]
 
     needed = {each for wanted in recipe.get("only", rows) for each in way_to(str(wanted))}
     order = dict.fromkeys(each for name in rows if name in needed for each in way_to(name))

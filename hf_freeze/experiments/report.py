@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from hf_freeze.experiments.plots import draw, draw_extra
-from hf_freeze.experiments.recipe import OF_A_ROW
 from hf_freeze.experiments.results import Run, label_of, read_runs, unlike_settings
+from hf_freeze.experiments.rows import OF_A_ROW
 from hf_freeze.experiments.statistics import MANY, Difference, accuracy, bleu, compare, log_perplexity
 
 Columns = dict[str, tuple[str, tuple[str, ...], str]]  # name -> (heading, where it is in a record, format)
