@@ -49,7 +49,7 @@ class VariantConfigMixin(_Config):
         before, changed = self.before_methods(), {}
         architecture.check_sizes(before)
         for number, method in enumerate(parse_methods(self)):
-            before.methods = self.methods[:number]
+            before.methods_before = self.methods[:number]
             if not method.supports(architecture.model_type):
                 raise ValueError(
                     f"method {method.name!r} does not support {architecture.model_type!r}; "

@@ -35,8 +35,8 @@ class Method:
         return cls.architectures is None or model_type in cls.architectures
 
     def validate(self, architecture: "Architecture", config: Any) -> None:
-        """Raise ValueError where the setting does not fit this backbone config, which the methods before it, listed in
-        `config.methods`, have changed. Allocates nothing."""
+        """Raise ValueError where the setting does not fit this backbone config, which `methods_before(config)` have changed.
+        Allocates nothing."""
 
     def config_changes(self, architecture: "Architecture", config: Any) -> dict[str, Any]:
         """The native config fields that it changes, such as the depth, with their new values. Called after `validate`; the
@@ -230,7 +230,7 @@ VARIANT_PREFIX = "hf_freeze_"
 
 def methods_before(config: Any) -> list[Method]:
     """Those that are applied before the method that is validated with `config`."""
-    return [method_from_dict(data) for data in config.methods]
+    return [method_from_dict(data) for data in config.methods_before]
 
 
 def method_to_dict(method: Method) -> dict[str, Any]:

@@ -37,7 +37,11 @@ class Run:
         """What its methods scheduled, in words -> (share of training, value); empty where nothing was, or it did not train."""
         found: dict[str, list[tuple[float, float]]] = {}
         steps = self.record.get("steps", 0)
-        for method in map(method_of, self.settings.get("methods", [])):
+        try:
+            applied = [method_of(data) for data in self.settings.get("methods", [])]
+        except ValueError:  # of another version
+            return {}
+        for method in applied:
             for step in sorted({round(steps * point / points) for point in range(points + 1)}) if steps else ():
                 for name, value in (method.scheduled_values(step, steps) if method.scheduled else {}).items():
                     found.setdefault(name, []).append((step / steps, value))
