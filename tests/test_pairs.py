@@ -37,7 +37,7 @@ def _in_turn(found):
     return {ids[number % len(ids)] for number, ids in enumerate(by_methods.values())}
 
 
-# What takes longest is done with each pair once: opening it before it is trained, and generating.
+# What takes longest is done with each pair once: in turn, merging, opening it before it is trained, and generating.
 OPENED = _in_turn(PAIRS)
 GENERATED = _in_turn([pair for pair in PAIRS if pair.native_class.can_generate()])
 
@@ -60,12 +60,13 @@ def test_a_pair_works_or_is_refused(pair, tmp_path):
         return
     batch = pair.batch()
     expected = outputs(model, batch)
-    in_turn = make_variant(make_variant(native(pair), [first]), [second])
-    assert in_turn.config.methods == model.config.methods
-    assert differences(outputs(in_turn, batch), expected) == []
-    assert trainability(in_turn) == trainability(model)
-    merged = merge_or_none(model)
-    assert merged is None or differences(outputs(merged, batch), expected, 1e-5) == []
+    if pair.id in OPENED:
+        in_turn = make_variant(make_variant(native(pair), [first]), [second])
+        assert in_turn.config.methods == model.config.methods
+        assert differences(outputs(in_turn, batch), expected) == []
+        assert trainability(in_turn) == trainability(model)
+        merged = merge_or_none(model)
+        assert merged is None or differences(outputs(merged, batch), expected, 1e-5) == []
     finalizable = any(method.finalizable for method in pair.methods)
     assert model.finalizable == finalizable
     for step in range(3 if finalizable else 2):
