@@ -212,3 +212,11 @@ def digest(tensor: torch.Tensor) -> str:
     """128 bits of SHA-256 over the fp32 values of `tensor`, as 32 hexadecimal digits."""
     data: Any = tensor.detach().to("cpu", torch.float32).contiguous().view(torch.uint8).flatten()
     return hashlib.sha256(data.numpy()).hexdigest()[:32]
+
+
+def fingerprint(model: Any) -> str:
+    """Of all values of a model, 256 bits, as 64 hexadecimal digits."""
+    made = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        made.update(f"{name} {digest(value)}\n".encode())
+    return made.hexdigest()

@@ -191,9 +191,11 @@ def _reach_a_parameter(model: Any, outputs: Any) -> Any:
     DistributedDataParallel would wait. One parameter then gets a gradient of zero."""
     named = dict(enumerate(outputs)) if isinstance(outputs, tuple) else outputs
     floating = [name for name, value in named.items() if torch.is_tensor(value) and value.is_floating_point()]
-    least = min((p for p in model.parameters() if p.requires_grad), key=torch.Tensor.numel, default=None)
     # The loss is the first; where there is none, it is computed outside, from one of the others.
-    if least is None or not floating or named[floating[0]].requires_grad:
+    if not floating or named[floating[0]].requires_grad:
+        return outputs
+    least = min((p for p in model.parameters() if p.requires_grad), key=torch.Tensor.numel, default=None)
+    if least is None:
         return outputs
     for name in floating:
         if not named[name].requires_grad:

@@ -1,6 +1,5 @@
 """What is lost without an attention head, measured."""
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,7 +12,7 @@ import torch
 from hf_freeze.analysis._shared import batches_on, check_model, in_eval_mode, inputs_seen, loss_of, track
 from hf_freeze.analysis.heads import count_heads, count_labels, output_projections
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.rng import digest
+from hf_freeze.rng import fingerprint
 
 
 def head_ablation(
@@ -76,7 +75,7 @@ def _score_drops(
     keep_one: bool,
     path: Path | None,
 ) -> dict[tuple[str, int], float]:
-    of = {"keep_one": keep_one, "model": _fingerprint(model)} if path else {}
+    of = {"keep_one": keep_one, "model": fingerprint(model)} if path else {}
     done: dict[tuple[str, int] | None, float] = {}
     if path is not None and path.exists():
         first, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines() or ["{}"])
@@ -100,14 +99,6 @@ def _score_drops(
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(named | {"score": float(score)}) + "\n")
     return {place: done[None] - done[place] for place in every}
-
-
-def _fingerprint(model: Any) -> str:
-    """Of all values."""
-    made = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        made.update(f"{name} {digest(value)}\n".encode())
-    return made.hexdigest()
 
 
 def _loss_rises(

@@ -12,7 +12,7 @@ import transformers
 from rich.progress import track
 
 from hf_freeze.data.tokenization import check_ids
-from hf_freeze.rng import digest
+from hf_freeze.rng import fingerprint
 
 _AT_A_TIME = 1024  # sentences between two writings of the file
 
@@ -61,7 +61,7 @@ def teacher_translations(
     if tokenizer is None:
         raise ValueError("teacher_translations: give the tokenizer of the teacher, tokenizer=...")
     path = Path(path)
-    of = {"sentences": _hash(sentences), "teacher": _fingerprint(teacher), "decoding": decoding}
+    of = {"sentences": _hash(sentences), "teacher": fingerprint(teacher), "decoding": decoding}
     done: list[str] = []
     if path.exists():
         first, *lines = [json.loads(line) for line in _whole_lines(path)] or [{}]
@@ -89,8 +89,3 @@ def _whole_lines(path: Path) -> list[str]:
 
 def _hash(texts: list[str]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
-
-
-def _fingerprint(model: Any) -> str:
-    """Of all values."""
-    return _hash([f"{name} {digest(value)}" for name, value in sorted(model.state_dict().items())])
