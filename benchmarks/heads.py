@@ -83,7 +83,7 @@ def _ready(model: Any) -> Any:
 def without(model: Any, share: float) -> Any:
     """The model without this share of the heads of each attention."""
     attentions = model.architecture.attentions(model.config)
-    heads = {name: list(range(round(share * getattr(model.config, a.heads)))) for name, a in attentions.items()}
+    heads = {name: list(range(round(share * a.head_count(model.config)))) for name, a in attentions.items()}
     return _ready(make_variant(model, [methods.HeadPruning(heads=heads)]))
 
 

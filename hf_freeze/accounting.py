@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameters
 from hf_freeze.layers.derived import Derived
-from hf_freeze.registry import architecture_of
+from hf_freeze.registry import architecture_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def _components(model: nn.Module) -> Any:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type"):
         raise ValueError(f"{type(model).__name__} is no transformers model")
-    architecture = getattr(model, "architecture", None) or architecture_of(config.model_type)
+    architecture = architecture_for(model)
     for name, parameter in canonical_parameters(model):
         yield name, parameter, architecture.component(base_name(model, name))
 
@@ -160,7 +160,7 @@ def _on_meta(model: Any) -> Any:
 
 def _forward_by_component(model: Any, counter: FlopCounterMode) -> dict[nn.Module, tuple[str, int]]:
     """module -> (component, flops of its own: the counter adds each operation to every module around it)."""
-    architecture = architecture_of(model.config.model_type)
+    architecture = architecture_for(model)
     counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
     tied = model.all_tied_weights_keys
     root = type(model).__name__

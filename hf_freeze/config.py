@@ -58,6 +58,7 @@ class VariantConfigMixin(_Config):
             method.validate(architecture, before)
             changed |= (new := method.config_changes(architecture, before))
             set_fields(before, new)
+            architecture = method.described(architecture, before)
         self._follow(changed)
 
     def before_methods(self) -> Any:

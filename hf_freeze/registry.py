@@ -27,6 +27,7 @@ class Method:
     shrinks: ClassVar[bool] = False  # stored bytes fall with the example, after `finalize()` where there is one
     exact: ClassVar[bool] = False  # the example leaves the forward unchanged
     stochastic: ClassVar[bool] = False  # the example's forward in training mode is random
+    from_scratch: ClassVar[bool] = False  # trained weights cannot be taken over: the backbone is a config
     architectures: ClassVar[frozenset[str] | None] = None  # supported model types; None is all
 
     @classmethod
@@ -72,6 +73,10 @@ class Method:
 
     def restructure(self, model: "VariantMixin", architecture: "Architecture") -> None:
         """Change modules and shapes, from the config alone: runs on `meta`, at every construction and load."""
+
+    def described(self, architecture: "Architecture", config: Any) -> "Architecture":
+        """What `architecture` is once `restructure` has put in other blocks."""
+        return architecture
 
     def convert(self, old: "PreTrainedModel", new: "VariantMixin") -> None:
         """Fill the modules that `restructure` made in `new` from the weights of `old`, which may be a native model.
@@ -193,6 +198,7 @@ def register_method(
     shrinks: bool = False,
     exact: bool = False,
     stochastic: bool = False,
+    from_scratch: bool = False,
     architectures: Iterable[str] | None = None,
 ) -> Callable[[M], M]:
     """Class decorator: enter a method under `name`, with the facts that the contract tests read."""
@@ -201,6 +207,7 @@ def register_method(
         if name in METHODS:
             raise ValueError(f"method {name!r} is registered already, by {METHODS[name].__qualname__}")
         cls.name, cls.shrinks, cls.exact, cls.stochastic = name, shrinks, exact, stochastic
+        cls.from_scratch = from_scratch
         cls.architectures = None if architectures is None else frozenset(architectures)
         setattr(cls, "example", cls(**example))  # noqa: B010 (a subclass where Method is declared)
         METHODS[name] = cls
@@ -223,6 +230,11 @@ def architecture_of(model_type: str) -> "Architecture":
     if native not in ARCHITECTURES:
         raise ValueError(f"no architecture {native!r}; choose from {sorted(ARCHITECTURES)}")
     return ARCHITECTURES[native]
+
+
+def architecture_for(model: Any) -> "Architecture":
+    """That of a native model, or of a variant, as its methods have left it. Raises ValueError with the choices."""
+    return getattr(model, "architecture", None) or architecture_of(model.config.model_type)
 
 
 VARIANT_PREFIX = "hf_freeze_"

@@ -9,11 +9,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.base import Architecture, Attention, full_name
-from hf_freeze.layers.define import DeFINEEmbedding
 from hf_freeze.layers.derived import features, linear_like
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
 from hf_freeze.layers.fixed_heads import FixedHeads, Words
 from hf_freeze.layers.layer_forward import Replaced
+from hf_freeze.layers.made_embedding import MadeEmbedding
 from hf_freeze.layers.no_attention import NoAttention, NoHeads
 
 LINEAR_COMPONENTS = ("ffn", "attention")
@@ -166,7 +166,7 @@ def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: s
     Raises ValueError where a method has replaced one of them before by what has not one row for each token.
     """
     for name, module in vocabulary_modules(model, architecture).items():
-        if type(module) in (LowRankEmbedding, LowRankOutput, DeFINEEmbedding):
+        if type(module) in (LowRankEmbedding, LowRankOutput) or isinstance(module, MadeEmbedding):
             module.weight = nn.Parameter(module.weight.detach()[:count].clone())
             if isinstance(module, nn.Embedding):
                 module.num_embeddings = count
@@ -331,12 +331,55 @@ def take_heads(model: Any, attention: Attention, count: int, heads: int) -> None
     for name, linear in linears.items():
         features_kept = len(_features_of_heads(model.config, attention, name, range(count), heads))
         replace(model, name, select_features(linear, features_kept, outputs=name != attention.o))
-    for field in ("num_heads", "num_attention_heads"):
-        if field in vars(module):
-            setattr(module, field, count)
-    for field in ("all_head_size", "split_size"):
-        if field in vars(module):
-            setattr(module, field, count * attention.head_size(model.config))
+    _set_heads(module, count, attention.head_size(model.config))
+
+
+def _set_heads(module: Any, heads: int, size: int) -> None:
+    """What the module that computes the heads knows of their number and size."""
+    values = dict.fromkeys(("num_heads", "num_attention_heads"), heads)
+    values |= dict.fromkeys(("head_dim", "attention_head_size"), size)
+    values |= dict.fromkeys(("all_head_size", "split_size"), heads * size)
+    for field in values.keys() & vars(module).keys():
+        setattr(module, field, values[field])
+
+
+def resize_attention(
+    model: Any,
+    attention: Attention,
+    heads: int,
+    size: int,
+    method: str,
+    *,
+    inputs: int | None = None,
+    outputs: int | None = None,
+) -> None:
+    """Give `attention` so many heads of another size, fresh, which scale their scores accordingly, and as many inputs and outputs
+    as before or as these.
+
+    Raises ValueError where a method has replaced one of its linears before.
+    """
+    module: Any = model.base_model.get_submodule(attention.module)
+    for name, number in attention.linears.items():
+        linear = dense_module(model, name, method)
+        sizes = (heads * size, outputs) if name == attention.o else (inputs, number * heads * size)
+        replace(model, name, linear_like(linear, *sizes))
+    module.scaling *= (attention.head_size(model.config) / size) ** 0.5
+    _set_heads(module, heads, size)
+
+
+def resize_ffns(model: Any, architecture: Architecture, width: int, method: str) -> None:
+    """Give all FFNs so many neurons, fresh. Raises ValueError where a method has replaced one of their linears before."""
+    for linears in architecture.ffns(model.config).values():
+        for name in linears:
+            linear = dense_module(model, name, method)
+            sizes = (width, None) if name == linears[-1] else (None, width)
+            replace(model, name, linear_like(linear, *sizes))
+
+
+def device_and_dtype(model: Any, name: str) -> dict[str, Any]:
+    """Of the parameters of the module `name` (below the base model), for those that are to lie beside them."""
+    parameter = next(model.base_model.get_submodule(name).parameters())
+    return {"device": parameter.device, "dtype": parameter.dtype}
 
 
 def fix_heads(
@@ -381,7 +424,7 @@ def copy_heads(
 def pad_heads(model: Any, attention: Attention) -> None:
     """Give `attention` all the heads that its config names: those that it lacks come last and are zero."""
     module = model.base_model.get_submodule(attention.module)
-    gone, heads = isinstance(module, NoAttention), getattr(model.config, attention.heads)
+    gone, heads = isinstance(module, NoAttention), attention.head_count(model.config)
     count = 0 if gone else count_heads(model, attention, "head_pruning")
     for name in attention.linears:
         outputs = name != attention.o

@@ -28,7 +28,7 @@ class TrainingMixin(_Model):
     """
 
     native_class: ClassVar[type[PreTrainedModel]]
-    architecture: ClassVar[Architecture]
+    architecture: Architecture  # of the class, until methods put in other blocks
     shifts_labels: ClassVar[bool]  # a causal language model: the label of a position is the token after it
     scheduled: bool = False
     progress: float | None = None

@@ -25,7 +25,7 @@ import hf_freeze.methods  # noqa: F401 (both fill the registries)
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.config import VariantConfigMixin, parse_methods, set_fields
-from hf_freeze.layers.derived import Derived
+from hf_freeze.layers.derived import Fresh
 from hf_freeze.layers.factorized_embedding import Factors
 from hf_freeze.registry import (
     ARCHITECTURES,
@@ -89,6 +89,9 @@ class VariantMixin(ResizingMixin, TrainingMixin):
         for method in methods:
             changes = method.config_changes(self.architecture, self.config)
             method.restructure(self, self.architecture)
+            described = method.described(self.architecture, self.config)
+            if described is not self.architecture:
+                self.architecture = described
             for module in self.modules():  # encoder and decoder have a copy of the config each
                 if changes and hasattr(module, "config"):
                     set_fields(module.config, changes)
@@ -141,7 +144,7 @@ class VariantMixin(ResizingMixin, TrainingMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, Derived):
+        if isinstance(module, Fresh):
             module.initialize_parameters()
 
     @torch.no_grad()

@@ -78,7 +78,12 @@ class Case:
         The other tasks differ in the head alone, the other sources in values alone: what is saved, opened, trained and merged
         shows a method that goes wrong there.
         """
-        return not self.methods or (self.source == MODEL and self.task == self.architecture.tasks[0])
+        return not self.methods or (self.of_first_source and self.task == self.architecture.tasks[0])
+
+    @property
+    def of_first_source(self) -> bool:
+        """Whether it starts as most are tested: from trained weights, or, of methods that cannot, from fresh ones."""
+        return self.source == sources(self.methods)[0]
 
     @property
     def auto_class(self) -> Any:
@@ -91,7 +96,7 @@ class Case:
     @property
     def trained_by_trainer(self) -> bool:
         """Whether the tests with a Trainer, the slowest, take it: each method on one task, the baseline on each with a loss."""
-        if self.source != MODEL or self.finalized:
+        if not self.of_first_source or self.finalized:
             return False
         with_loss = [task for task in self.architecture.tasks if _has_loss(self.architecture.model_type, task)]
         return self.task in (with_loss[:1] if self.methods else with_loss)
@@ -104,13 +109,18 @@ def supports(method: type[Method], architecture: Architecture) -> bool:
     return method.supports(architecture.model_type)
 
 
+def sources(methods: tuple[Method, ...]) -> tuple[str, ...]:
+    """Those that these methods can be applied to."""
+    return SOURCES[1:] if any(method.from_scratch for method in methods) else SOURCES
+
+
 def _cases() -> Iterator[Case]:
     for architecture in ARCHITECTURES.values():
         applied: list[tuple[Method, ...]] = [()]
         applied += [(method.example,) for method in METHODS.values() if supports(method, architecture)]
         # The first task from every source; the other tasks differ in the head alone, which one source shows.
-        for number, task in enumerate(architecture.tasks):
-            for source, methods in itertools.product(SOURCES if number == 0 else SOURCES[:1], applied):
+        for (number, task), methods in itertools.product(enumerate(architecture.tasks), applied):
+            for source in sources(methods) if number == 0 else sources(methods)[:1]:
                 case = Case(architecture, task, source, methods)
                 yield case
                 if case.thorough and case.finalizable:
@@ -130,7 +140,8 @@ def pairs(architecture: Architecture) -> Iterator[Case]:
         example = second.example
         if first is second and "seed" in {field.name for field in fields(second)}:
             example = replace(example, seed=example.seed + 1)
-        yield Case(architecture, architecture.tasks[0], MODEL, (first.example, example))
+        methods = (first.example, example)
+        yield Case(architecture, architecture.tasks[0], sources(methods)[0], methods)
 
 
 @functools.cache
@@ -202,8 +213,13 @@ def _build(case: Case) -> Any:
         model = make_variant(native(case), list(case.methods))
     else:
         init = case.source.removeprefix("init_")
-        model = make_variant(native_config(case.architecture), list(case.methods), task=case.task, init=init, seed=3)
+        methods = list(case.methods)
+        # What can take over weights takes them over from what had to be made afresh.
+        fresh = max((n for n, method in enumerate(methods, 1) if method.from_scratch), default=len(methods))
+        model = make_variant(native_config(case.architecture), methods[:fresh], task=case.task, init=init, seed=3)
         add_noise(model, case.architecture)
+        if methods[fresh:]:
+            model = make_variant(model, methods[fresh:])
     if case.finalized:
         model.finalize()
     return model.eval()

@@ -70,7 +70,7 @@ def over(cases):
 
 every_case = over(CASES)
 every_thorough = over(case for case in CASES if case.thorough)
-every_trained = over(case for case in CASES if case.source == MODEL)
+every_trained = over(case for case in CASES if case.of_first_source)
 every_config = over(case for case in CASES if case.source != MODEL)
 every_source = over(case for case in CASES if case.thorough or case.source != MODEL)
 every_with_loss = over(case for case in CASES if case.trained_by_trainer)
@@ -138,6 +138,7 @@ def test_each_linear_of_a_layer_is_described_once(case):
     in_layers = {name for name in linears if architecture.layer_of(name) is not None}
     assert in_layers <= {name for name, _ in described}
     for stack_name, stack_of in architecture.stacks.items():
+        assert isinstance(base.get_submodule(f"{stack_of.layers.format(0)}.{stack_of.activation}"), nn.Module)
         prefix = stack_of.layers.format("")
         layers = [name for name, _ in base.named_modules() if name.startswith(prefix) and name[len(prefix) :].isdigit()]
         assert len(layers) == architecture.depths(base.config)[stack_name]
@@ -197,7 +198,7 @@ def test_the_base_model_of_a_task_model_holds_the_same_weights(case, tmp_path):
         assert base.get_parameter(name).requires_grad == expected[name].requires_grad, name
 
 
-@over(case for case in CASES if case.thorough and case.source == MODEL)
+@over(case for case in CASES if case.thorough and case.of_first_source)
 def test_opening_in_bf16_rounds_the_same_values(case, tmp_path):
     model = build(case)
     model.save_pretrained(tmp_path / "fp32")

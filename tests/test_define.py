@@ -10,7 +10,7 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, MarianConfig, MarianMTModel
 
 from hf_freeze import count_parameters, make_variant, methods
-from hf_freeze.layers import DeFINEEmbedding, LowRankOutput
+from hf_freeze.layers import DeFINEEmbedding, LowRankOutput, made_embedding
 from hf_freeze.layers import define as layer_file
 from hf_freeze.layers.define import group_counts, output_widths
 from hf_freeze.registry import ARCHITECTURES
@@ -244,6 +244,7 @@ def made(monkeypatch):
 
 def test_all_rows_are_made_once_in_slices(made, monkeypatch):
     monkeypatch.setattr(layer_file, "SLICE", 16)
+    monkeypatch.setattr(made_embedding, "SLICE", 16)
     unit, ids = a_unit(), torch.arange(V)
     with torch.no_grad():
         kept = unit(ids)
@@ -408,6 +409,7 @@ def test_the_start_is_the_same_in_slices_and_every_time(monkeypatch):
     native = backbone("marian")
     expected = defined(native)
     monkeypatch.setattr(layer_file, "SLICE", 16)
+    monkeypatch.setattr(made_embedding, "SLICE", 16)
     torch.manual_seed(99)
     found = defined(native)
     for name, parameter in expected.named_parameters():

@@ -23,7 +23,7 @@ def mean_loss(case, model, batch):
 
 def heads_of(case):
     config = native(case).config
-    return {name: getattr(config, a.heads) for name, a in case.architecture.attentions(config).items()}
+    return {name: a.head_count(config) for name, a in case.architecture.attentions(config).items()}
 
 
 def expected(case, keep_one, batch):

@@ -50,7 +50,7 @@ def gated(case, model, gates):
 
     for name, attention in case.architecture.attentions(model.config).items():
         output = model.base_model.get_submodule(attention.o)
-        output.register_forward_pre_hook(hook(name, getattr(model.config, attention.heads)))
+        output.register_forward_pre_hook(hook(name, attention.head_count(model.config)))
     return model
 
 

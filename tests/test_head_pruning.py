@@ -21,7 +21,7 @@ def heads_of(case):
     """Attention -> its number of heads, and how many of them share keys."""
     config = native(case).config
     found = case.architecture.attentions(config)
-    return {name: (getattr(config, a.heads), a.group_size(config)) for name, a in found.items()}
+    return {name: (a.head_count(config), a.group_size(config)) for name, a in found.items()}
 
 
 def settings(case):

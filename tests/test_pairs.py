@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 from contract_cases import (
@@ -11,7 +12,6 @@ from contract_cases import (
     finished,
     generation_problems,
     merge_or_none,
-    native,
     outputs,
     pairs,
     reload,
@@ -53,7 +53,7 @@ def test_a_pair_works_or_is_refused(pair, tmp_path):
         message = None
     if message is not None:
         assert re.fullmatch(".+", message), message  # one line
-        in_turn = make_variant(native(pair), [first])
+        in_turn = build(replace(pair, methods=(first,)))
         for one in [in_turn] + [finished(copy.deepcopy(in_turn))] * first.finalizable:
             with pytest.raises(ValueError, match=r"\A.+\Z"):  # one after the other is no way around it
                 make_variant(one, [second])
@@ -61,10 +61,7 @@ def test_a_pair_works_or_is_refused(pair, tmp_path):
     batch = pair.batch()
     expected = outputs(model, batch)
     if pair.id in OPENED:
-        in_turn = make_variant(make_variant(native(pair), [first]), [second])
-        assert in_turn.config.methods == model.config.methods
-        assert differences(outputs(in_turn, batch), expected) == []
-        assert trainability(in_turn) == trainability(model)
+        check_in_turn(build(replace(pair, methods=(first,))), second, model, batch)
         merged = merge_or_none(model)
         assert merged is None or differences(outputs(merged, batch), expected, 1e-5) == []
     finalizable = any(method.finalizable for method in pair.methods)
@@ -79,6 +76,17 @@ def test_a_pair_works_or_is_refused(pair, tmp_path):
             training_step(model, batch)
     if pair.id in GENERATED:
         assert generation_problems(reloaded.eval(), batch) == []
+
+
+def check_in_turn(in_turn, second, model, batch):
+    if second.from_scratch:
+        with pytest.raises(ValueError, match=rf"\Amethod '{second.name}': its blocks train from scratch.*\Z"):
+            make_variant(in_turn, [second])
+        return
+    in_turn = make_variant(in_turn, [second])
+    assert in_turn.config.methods == model.config.methods
+    assert differences(outputs(in_turn, batch), outputs(model, batch)) == []
+    assert trainability(in_turn) == trainability(model)
 
 
 def check_opened(model, pair, folder, batch):

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.registry import architecture_of
+from hf_freeze.registry import architecture_for
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ def check_model(model: Any) -> Architecture:
     """The architecture. Raises ValueError for what is no model, for one on meta and for an unknown architecture."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"needs a model with trained weights, not a {type(model).__name__}")
-    architecture = architecture_of(model.config.model_type)
+    architecture = architecture_for(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"this {type(model).__name__} is on meta and has no values: load it with its weights")
     return architecture

@@ -305,6 +305,6 @@ class _Chooser:
                 layer = linear
             else:
                 with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-                    layer = self.config({name: ranks}).make(linear, name, self.model.config).eval()
+                    layer = self.config({name: ranks}).make(linear, name, self.model).eval()
             self.times[key] = median_ms([layer], tokens)[0]
         return self.times[key]

@@ -31,15 +31,22 @@ _LARGEST_MODEL = (
 @dataclass(frozen=True, kw_only=True)
 class Attention:
     """One attention block of a layer: its projections, below the layer, and the config fields of its numbers of heads. Of a
-    fused one, q, k and v have the same name; it holds them side by side along its outputs."""
+    fused one, q, k and v have the same name; it holds them side by side along its outputs.
+
+    Where a method has put in an attention of other sizes, `heads` and `size` are its numbers of heads and of a head's numbers.
+    """
 
     q: str
     k: str
     v: str
     o: str
-    heads: str
+    heads: str | int
     groups: str | None = None  # that of its heads of keys and values, where several queries share one
     bidirectional: bool = False  # whether each token sees all of its own sentence
+    size: int | None = None
+    others: tuple[
+        str, ...
+    ] = ()  # patterns of what else in the layer counts as attention, such as a convolution beside it
 
     @property
     def linears(self) -> dict[str, int]:
@@ -51,13 +58,25 @@ class Attention:
         """The module that computes the heads."""
         return self.q.rpartition(".")[0]
 
+    def head_count(self, config: Any) -> int:
+        """Heads of queries."""
+        return self.heads if isinstance(self.heads, int) else getattr(config, self.heads)
+
     def head_size(self, config: Any) -> int:
         """Numbers in a query, key or value of one head."""
-        return getattr(config, "head_dim", None) or config.hidden_size // getattr(config, self.heads)
+        return self.size or getattr(config, "head_dim", None) or config.hidden_size // self.head_count(config)
 
     def group_size(self, config: Any) -> int:
         """Queries that share a head of keys and values."""
-        return getattr(config, self.heads) // getattr(config, self.groups) if self.groups else 1
+        return self.head_count(config) // getattr(config, self.groups) if self.groups else 1
+
+    def inside(self, name: str, **changes: Any) -> "Attention":
+        """The same where another module has taken the place of the one that computes the heads, and holds it as `name`."""
+        moved = {
+            role: f"{self.module}.{name}{getattr(self, role).removeprefix(self.module)}"
+            for role in ("q", "k", "v", "o")
+        }
+        return replace(self, **moved, **changes)
 
     def within(self, layer: str) -> "Attention":
         """The same with names below the base model."""
@@ -73,6 +92,7 @@ class Stack:
     attentions: dict[str, Attention]  # "self", "cross"
     ffn: tuple[str, ...]  # the linears, in the order of the forward; the last one is after the activation
     width: str  # the config field that holds the number of FFN neurons
+    activation: str | None  # the module between them, if it is one
     reads: str = ""  # the module whose forward is given the stack's token ids; the base model itself
 
     @property
@@ -126,6 +146,10 @@ class Architecture:
             for component, linears in (("attention", attention), ("ffn", stack.ffn)):
                 found += [
                     (re.compile(rf"{stack.layer_pattern}\.{re.escape(linear)}\..+"), component) for linear in linears
+                ]
+            for block in stack.attentions.values():
+                found += [
+                    (re.compile(rf"{stack.layer_pattern}\.{translate(other)}"), "attention") for other in block.others
                 ]
         for component, globs in (("embeddings", self.embeddings), ("norm", self.norms), ("constant", self.constants)):
             found += [(re.compile(translate(glob)), component) for glob in globs]

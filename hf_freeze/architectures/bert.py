@@ -43,6 +43,7 @@ BERT = register_architecture(
                 },
                 ffn=("intermediate.dense", "output.dense"),
                 width="intermediate_size",
+                activation="intermediate.intermediate_act_fn",
             )
         },
         # The dropout is the last module of the embeddings: a factorised table is projected there.

@@ -18,6 +18,7 @@ GPT2 = register_architecture(
                 },
                 ffn=("mlp.c_fc", "mlp.c_proj"),
                 width="n_inner",
+                activation="mlp.act",
             )
         },
         embeddings=("wte.*", "wpe.*"),

@@ -23,6 +23,7 @@ LLAMA = register_architecture(
                 },
                 ffn=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
                 width="intermediate_size",
+                activation="mlp.act_fn",
             )
         },
         embeddings=("embed_tokens.*",),

@@ -7,8 +7,14 @@ from hf_freeze.registry import register_architecture
 
 
 def _attention(name: str, stack: str) -> Attention:
-    names = {"q": f"{name}.q_proj", "k": f"{name}.k_proj", "v": f"{name}.v_proj", "o": f"{name}.out_proj"}
-    return Attention(**names, heads=f"{stack}_attention_heads", bidirectional=stack == "encoder")
+    return Attention(
+        q=f"{name}.q_proj",
+        k=f"{name}.k_proj",
+        v=f"{name}.v_proj",
+        o=f"{name}.out_proj",
+        heads=f"{stack}_attention_heads",
+        bidirectional=stack == "encoder",
+    )
 
 
 def _inputs(task: str) -> dict[str, torch.Tensor]:
@@ -35,6 +41,7 @@ MARIAN = register_architecture(
                 attentions={"self": _attention("self_attn", "encoder")},
                 ffn=("fc1", "fc2"),
                 width="encoder_ffn_dim",
+                activation="activation_fn",
                 reads="encoder",
             ),
             "decoder": Stack(
@@ -46,6 +53,7 @@ MARIAN = register_architecture(
                 },
                 ffn=("fc1", "fc2"),
                 width="decoder_ffn_dim",
+                activation="activation_fn",
                 reads="decoder",
             ),
         },

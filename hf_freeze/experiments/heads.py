@@ -13,7 +13,7 @@ from hf_freeze.analysis.heads import count_heads, output_projections
 from hf_freeze.experiments.environment import write_whole
 from hf_freeze.experiments.results import HEAD_SCORES, read_head_scores
 from hf_freeze.experiments.tasks import Task
-from hf_freeze.registry import architecture_of
+from hf_freeze.registry import architecture_for
 
 
 def measure(
@@ -63,7 +63,7 @@ def pruning(settings: dict[str, Any], start: Path, model: Any, seed: int) -> met
     Raises ValueError for scores that were not measured there, attentions that the model has not, and fractions that are no
     head.
     """
-    architecture = architecture_of(model.config.model_type)
+    architecture = architecture_for(model)
     if settings["by"] == "random":
         draw = np.random.default_rng(seed)
         counts = count_heads(*output_projections(model, architecture))

@@ -23,7 +23,9 @@ from hf_freeze.registry import METHODS, Method, method_from_dict, method_to_dict
 ARCHITECTURE = Architecture(
     model_type="perceptron",
     tasks=("image-classification",),
-    stacks={"mlp": Stack(layers="layers.{}", depth="depth", attentions={}, ffn=("linear",), width="sizes")},
+    stacks={
+        "mlp": Stack(layers="layers.{}", depth="depth", attentions={}, ffn=("linear",), width="sizes", activation=None)
+    },
     embeddings=(),
     token_tables={},
     norms=(),

@@ -16,11 +16,10 @@ from torch import nn
 from torch.nn import functional
 from transformers import initialization
 
-from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.group_linear import GroupLinear, mix
+from hf_freeze.layers.made_embedding import SLICE, MadeEmbedding
 from hf_freeze.rng import uniform
 
-SLICE = 4096  # rows worked on at a time where all are, so that what is between two layers stays small
 _GELU = 1 / 3 + 1 / (2 * math.pi * math.sqrt(3))  # the mean square of gelu(z), z ~ N(0, 1)
 
 
@@ -62,17 +61,13 @@ class HierarchicalLayer(nn.Module):
             bias.zero_()  # type: ignore[union-attr]
 
 
-class DeFINEEmbedding(Derived, nn.Embedding):
-    """Takes the place of `table` (V, H): of a row e of `weight` (V, n), layer l makes x_l = F_l(mix(e, x_{l-1})), the first of e
-    alone, and the row of the token is (W x_N + b) / √H.
+class DeFINEEmbedding(MadeEmbedding):
+    """Of a row e of `weight` (V, n), layer l makes x_l = F_l(mix(e, x_{l-1})), the first of e alone, and the row of the token is
+    (W x_N + b) / √H.
 
     The factor 1/√H gives W weights of the size of any other linear's: without it, they would have to be small for rows as short
     as those of a table, which some backbones lengthen by √H again. Fresh: W such that an entry of a row has the standard
     deviation `std`; blocks after Glorot.
-
-    A row follows from its id alone. In eval mode, where no gradient is needed, all V rows are made once, kept until a parameter
-    changes, and looked up. With gradients, what the batch repeats is made once; with dropout, each token by itself, so that no
-    two share a mask. The padding row gets no gradient, as in nn.Embedding; what it gives is what the network makes of it.
 
     `first`: the unit whose parameters this one will be tied to, and whose V x H rows it uses.
     """
@@ -88,16 +83,14 @@ class DeFINEEmbedding(Derived, nn.Embedding):
         std: float,
         first: "DeFINEEmbedding | None" = None,
     ) -> None:
-        rows, hidden = table.weight.shape
+        super().__init__(table, inputs, dropout=dropout)
         new: dict[str, Any] = {"device": table.weight.device, "dtype": table.weight.dtype}
-        # As an argument: nn.Embedding would draw the table from the global random state.
-        super().__init__(rows, inputs, table.padding_idx, _weight=torch.zeros(rows, inputs, **new))
-        self.dropout, self.std = dropout, std
+        self.std = std
         taken = [inputs, *(inputs + width for width in widths[:-1])]
         self.layers: Any = nn.ModuleList(
             HierarchicalLayer(*sizes, **new) for sizes in zip(taken, widths, counts, strict=True)
         )
-        self.reduce: Any = GroupLinear(widths[-1], hidden, 1, **new)
+        self.reduce: Any = GroupLinear(widths[-1], table.embedding_dim, 1, **new)
         self._first = () if first is None else (first,)  # in a tuple: it is no part of this module
         self.initialize_parameters()
 
@@ -122,34 +115,9 @@ class DeFINEEmbedding(Derived, nn.Embedding):
         """(T, n) rows of the table -> (T, H), in the precision of the table under autocast too."""
         return (self.reduce(self.features(rows, dropout)) * self.scale).to(rows.dtype)
 
-    def dense_weight(self) -> torch.Tensor:
-        """(V, H)"""
-        return torch.cat([self.expand(rows) for rows in self.weight.split(SLICE)])
-
     def kept_table(self) -> torch.Tensor:
         """(V, H), kept; by the first of those that are tied, for all."""
-        holder = self._first[0] if self._first else self
-        return holder.keep("table", self.dense_weight, self._sources())
-
-    def _sources(self) -> list[Any]:
-        """As `parameters()`, which takes longer than the look-up."""
-        parts = [self, self._modules["reduce"]]
-        for layer in self._modules["layers"]._modules.values():  # type: ignore[union-attr]
-            parts += layer._modules.values()  # type: ignore[union-attr]
-        return [parameter for part in parts for parameter in part._parameters.values()]  # type: ignore[union-attr]
-
-    def needs_gradient(self) -> bool:
-        return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._sources())
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(...) token ids -> (..., H)"""
-        if not self.training and not self.needs_gradient():
-            return functional.embedding(input, self.kept_table())
-        dropout = self.dropout if self.training else 0.0
-        if dropout or input.is_meta:
-            return self.expand(super().forward(input), dropout)
-        ids, places = torch.unique(input, return_inverse=True)
-        return functional.embedding(places, self.expand(super().forward(ids)))
+        return self._first[0].kept_table() if self._first else super().kept_table()
 
     @torch.no_grad()
     def start_from(self, table: torch.Tensor, rows: torch.Tensor, name: str) -> None:

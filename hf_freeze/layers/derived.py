@@ -61,7 +61,14 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False)
 
 
-class Derived(nn.Module):
+class Fresh(nn.Module):
+    """Draws its own fresh values: the native initialisation knows nothing of them."""
+
+    def initialize_parameters(self) -> None:
+        """Draw them, all but those that the native initialisation draws."""
+
+
+class Derived(Fresh):
     """Keeps what inference computes from the parameters, until one of them changes.
 
     A change in place through `parameter.data` cannot be seen; switching `train()` and `eval()` forgets everything.
@@ -131,9 +138,6 @@ class Derived(nn.Module):
             for name, parameter in self._parameters.items()
             if parameter is not None and name != "bias"
         )
-
-    def initialize_parameters(self) -> None:
-        """Draw fresh values for what the native initialisation knows nothing of."""
 
     def train(self, mode: bool = True) -> Any:
         self._kept = None

@@ -45,12 +45,20 @@ class GroupLinear(nn.Module):
         """(..., I) -> (..., O)"""
         if self.groups == 1:
             return functional.linear(x, self.weight[0].T, self.bias)
-        blocks = x.reshape(-1, self.groups, self.weight.shape[1]).transpose(0, 1)
+        return self.blocks(x).transpose(0, 1).reshape(*x.shape[:-1], self.out_features)
+
+    def shuffled(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., I) -> (..., g, O/g): the outputs, shuffled; in one copy where `forward` and `shuffle` make two."""
+        if self.groups == 1:
+            return self.forward(x).unsqueeze(-2)
+        return self.blocks(x).permute(1, 2, 0).reshape(*x.shape[:-1], self.groups, -1)
+
+    def blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., I) -> (g, N, O/g): what each group makes of N rows."""
+        rows = x.reshape(-1, self.groups, self.weight.shape[1]).transpose(0, 1)
         if self.bias is None:
-            made = torch.bmm(blocks, self.weight)
-        else:
-            made = torch.baddbmm(self.bias.view(self.groups, 1, -1), blocks, self.weight)
-        return made.transpose(0, 1).reshape(*x.shape[:-1], self.out_features)
+            return torch.bmm(rows, self.weight)
+        return torch.baddbmm(self.bias.view(self.groups, 1, -1), rows, self.weight)
 
     def extra_repr(self) -> str:
         return (

@@ -2,6 +2,7 @@
 
 from hf_freeze.methods.adaptive_embedding import AdaptiveEmbedding as AdaptiveEmbedding
 from hf_freeze.methods.define import DeFINE as DeFINE
+from hf_freeze.methods.delight import DeLighT as DeLighT
 from hf_freeze.methods.distillation import Distillation as Distillation
 from hf_freeze.methods.factorized_embedding import FactorizedEmbedding as FactorizedEmbedding
 from hf_freeze.methods.ffn_pruning import FFNPruning as FFNPruning
@@ -12,6 +13,7 @@ from hf_freeze.methods.head_pruning import HeadPruning as HeadPruning
 from hf_freeze.methods.layer_drop import LayerDrop as LayerDrop
 from hf_freeze.methods.layer_selection import LayerSelection as LayerSelection
 from hf_freeze.methods.layer_sharing import LayerSharing as LayerSharing
+from hf_freeze.methods.lite_transformer import LiteTransformer as LiteTransformer
 from hf_freeze.methods.low_rank import LowRank as LowRank
 from hf_freeze.methods.magnitude_pruning import MagnitudePruning as MagnitudePruning
 from hf_freeze.methods.tensor_train import TensorTrain as TensorTrain

@@ -51,7 +51,7 @@ class LinearMethod(Method):
         """(name, module) of what it changes, or has changed."""
         return list(surgery.modules(model, self.linear_names(architecture, model.config)))
 
-    def make(self, linear: Any, name: str, config: Any) -> nn.Module:
+    def make(self, linear: Any, name: str, model: Any) -> nn.Module:
         """The module that takes the place of `linear`, by its shape alone. Raises ValueError where the setting does not fit."""
         raise NotImplementedError
 
@@ -59,7 +59,7 @@ class LinearMethod(Method):
         for name in self.linear_names(architecture, model.config):
             linear = surgery.dense_module(model, name, self.name)
             try:
-                made = self.make(linear, name, model.config)
+                made = self.make(linear, name, model)
             except ValueError as error:
                 raise ValueError(f"method {self.name!r}, {name!r}: {error}") from None
             surgery.replace(model, name, made)

@@ -59,7 +59,7 @@ class SparseMethod(LinearMethod):
         """The module before `finalize()`; it has a `sparse()`."""
         raise NotImplementedError
 
-    def make(self, linear: Any, name: str, config: Any) -> nn.Module:
+    def make(self, linear: Any, name: str, model: Any) -> nn.Module:
         return self.unfinished(linear, name) if self.nonzeros is None else SparseLinear(linear, self.nonzeros[name])
 
     def finalize(self: M, model: "VariantMixin", architecture: Architecture) -> M:

@@ -9,7 +9,7 @@ from torch import nn
 from hf_freeze.layers import LowRankLinear
 from hf_freeze.layers.derived import features
 from hf_freeze.methods._linear import FactorizedMethod, check_positive, glorot_std
-from hf_freeze.registry import architecture_of, register_method
+from hf_freeze.registry import architecture_for, register_method
 
 
 @register_method("low_rank", example={"rank": 4}, shrinks=True)
@@ -40,17 +40,17 @@ class LowRank(FactorizedMethod):
     def per_linear(self) -> Iterable[str] | None:
         return self.rank if isinstance(self.rank, dict) else None
 
-    def make(self, linear: Any, name: str, config: Any) -> nn.Module:
+    def make(self, linear: Any, name: str, model: Any) -> nn.Module:
         rank = self.rank[name] if isinstance(self.rank, dict) else self.rank
-        return LowRankLinear(linear, rank, std=_dense_std(linear, name, config), execution=self.execution)
+        return LowRankLinear(linear, rank, std=_dense_std(linear, name, model), execution=self.execution)
 
 
-def _dense_std(linear: Any, name: str, config: Any) -> float:
+def _dense_std(linear: Any, name: str, model: Any) -> float:
     """Of a fresh dense weight: Glorot's for Marian's initialisation, where fused projections count one by one; else that of the
     weight as the backbone has just drawn it, because some scale it by the depth. Where nothing is drawn (on meta, or before
     trained weights are filled in), any."""
-    if getattr(config, "init", None) == "marian":
+    if getattr(model.config, "init", None) == "marian":
         inputs, outputs = features(linear)
-        return (2 / (inputs + outputs // architecture_of(config.model_type).parts(f"{name}.weight"))) ** 0.5
+        return (2 / (inputs + outputs // architecture_for(model).parts(f"{name}.weight"))) ** 0.5
     drawn = 0.0 if linear.weight.is_meta else float(linear.weight.detach().float().std())
     return drawn if 0 < drawn < 1 else glorot_std(linear)

@@ -30,7 +30,7 @@ class TensorTrain(ShapedMethod):
     changed.
     """
 
-    def make(self, linear: Any, name: str, config: Any) -> nn.Module:
+    def make(self, linear: Any, name: str, model: Any) -> nn.Module:
         in_modes, out_modes = modes_of(*features(linear), self.shape)
         check_ranks(in_modes, out_modes, [1] * (len(in_modes) + 1))
         ranks = self.ranks_of(name, full_ranks(in_modes, out_modes))

@@ -29,7 +29,7 @@ class Tucker(ShapedMethod):
     dimension that is prime, an unknown linear, component, layer or execution, or a linear that another method has changed.
     """
 
-    def make(self, linear: Any, name: str, config: Any) -> nn.Module:
+    def make(self, linear: Any, name: str, model: Any) -> nn.Module:
         in_modes, out_modes = modes_of(*features(linear), self.shape)
         ranks = self.ranks_of(name, (*in_modes, *out_modes))
         return TuckerLinear(linear, in_modes, out_modes, ranks, std=glorot_std(linear), execution=self.execution)

@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameters
 from hf_freeze.methods import Freeze
-from hf_freeze.registry import architecture_of
+from hf_freeze.registry import architecture_for, architecture_of
 
 
 def gradual_unfreezing(backbone: Any, *, until: float = 0.5) -> list[Freeze]:
@@ -66,7 +66,8 @@ def parameter_groups(
     for name, value in (named | {"lr": lr, "weight_decay": weight_decay}).items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ValueError(f"{name}={value!r}: must be a number of at least 0")
-    architecture = architecture_of(_config(model).model_type)
+    _config(model)
+    architecture = architecture_for(model)
     thawing = set(model.frozen_for_a_while()) if getattr(model, "scheduled", False) else set()
     groups = {
         (component, decayed): {

@@ -1,0 +1,201 @@
+"""Deep and light blocks (Mehta et al., 2021, "DeLighT: Deep and Light-weight Transformer", https://arxiv.org/abs/2008.00623)."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hf_freeze import surgery
+from hf_freeze.architectures.base import Architecture, Attention
+from hf_freeze.layers.dextra import SPECS, STEP, DExTraAttention, DExTraEmbedding, Plan, plan
+from hf_freeze.layers.factorized_embedding import LowRankOutput
+from hf_freeze.methods._blocks import check_blocks, with_blocks
+from hf_freeze.methods._linear import check_positive, check_share
+from hf_freeze.registry import Method, register_method
+
+if TYPE_CHECKING:
+    from hf_freeze.variant import VariantMixin
+
+_DEEPEST = 64
+_WIDEST = 16  # times the hidden size
+
+
+@register_method(
+    "delight",
+    example={"n_min": 1, "n_max": 2, "map_dim": 4, "groups": 2, "dropout": 0.0},
+    shrinks=True,
+    from_scratch=True,
+    architectures=("marian", "gpt2"),
+)
+@dataclass(frozen=True, kw_only=True)
+class DeLighT(Method):
+    """Every self-attention becomes a DExTra unit from H to H/2 (`layers/dextra.py`) and an attention with one head of H/2; every
+    cross-attention has one head of H/2; FFNs have H/4 neurons and swish. Post-norm for translation and pre-norm for language
+    models, as the backbones have it.
+
+    Each stack has B = `n_max` blocks; a backbone of another depth is an error. Block b = 0..B-1 has a unit of
+    N_b = ⌊N_min + (N_max - N_min) b/(B - 1)⌋ group layers, at most m_w + (N_max/N_min - 1) b/(B - 1) times as wide as H
+    ("block-wise scaling"); without `block_wise`, all have N_min and m_w. `groups`: at most so many in a layer; None is 2 to the
+    power ⌈log2(H/32)⌉. `spec`: the released code's units, whose published sizes they meet, or the "paper"'s equations.
+
+    `map_dim` n: each table of tokens becomes one of n columns, and a unit of N_min group layers from n to H, at most m_w n wide;
+    encoder and decoder have a unit each, and share the table where the backbone ties it. A tied output projects hidden states
+    from H to n first, unless n = H. None leaves tables and output as they are, as positions always are. `width`: H, to be checked
+    against the backbone. `dropout`: within the units, also those of the tables.
+
+    The blocks train from scratch: the backbone is a config; `init="marian"` draws all after Glorot, as the paper does. No native
+    model has them, so `merge()` is refused.
+
+    Raises ValueError for a `width` that is not the hidden size, an n_min above n_max, a depth that is not n_max, widths that the
+    groups do not divide, and where another method has changed an attention, FFN or table before.
+    """
+
+    n_min: int = 4
+    n_max: int = 8
+    m_w: float = 2.0
+    width: int | None = None
+    block_wise: bool = True
+    map_dim: int | None = 128
+    groups: int | None = None
+    dropout: float = 0.1
+    spec: str = "released"
+
+    def __post_init__(self) -> None:
+        for name in ("n_min", "n_max", "width", "map_dim", "groups"):
+            if (value := getattr(self, name)) is not None or name.startswith("n_"):
+                check_positive(value, f"DeLighT: {name}")
+        if self.n_min > self.n_max or self.n_max > _DEEPEST:
+            raise ValueError(
+                f"DeLighT(n_min={self.n_min}, n_max={self.n_max}): n_min must be at most n_max, and n_max at most {_DEEPEST}"
+            )
+        number = isinstance(self.m_w, int | float) and not isinstance(self.m_w, bool)
+        if not number or not 1 <= self.m_w <= _WIDEST:
+            raise ValueError(f"DeLighT(m_w={self.m_w!r}): must be a number in 1..{_WIDEST}")
+        if not isinstance(self.block_wise, bool):
+            raise ValueError(f"DeLighT(block_wise={self.block_wise!r}): must be True or False")
+        check_share(self.dropout, "DeLighT: dropout", below_one=True)
+        if self.spec not in SPECS:
+            raise ValueError(f"DeLighT(spec={self.spec!r}): choose from {list(SPECS)}")
+
+    def blocks(self) -> list[tuple[int, float]]:
+        """(N_b, the multiplier of its width) of each block."""
+        steps = max(self.n_max - 1, 1) if self.block_wise else 1
+        return [
+            (
+                self.n_min + (self.n_max - self.n_min) * block // steps,
+                self.m_w + (self.n_max / self.n_min - 1) * block / steps,
+            )
+            if self.block_wise
+            else (self.n_min, self.m_w)
+            for block in range(self.n_max)
+        ]
+
+    def validate(self, architecture: Architecture, config: Any) -> None:
+        check_blocks(architecture, config, "DeLighT")
+        hidden = config.hidden_size
+        if self.width not in (None, hidden):
+            raise ValueError(
+                f"DeLighT(width={self.width}): the hidden size of this {architecture.model_type} is {hidden}; make them equal"
+            )
+        for stack, depth in architecture.depths(config).items():
+            if depth != self.n_max:
+                raise ValueError(
+                    f"DeLighT(n_max={self.n_max}): each stack has as many blocks, but {stack!r} has {depth}; set "
+                    f"{architecture.stacks[stack].depth}={self.n_max}, or n_max={depth}"
+                )
+        if hidden % (2 * STEP):
+            raise ValueError(
+                f"DeLighT: the hidden size {hidden} must be a multiple of {2 * STEP}, for units from {hidden} to half of it"
+            )
+        for sizes in self._plans(hidden):
+            self._check_groups(sizes)
+
+    def _plans(self, hidden: int) -> Iterator[Plan]:
+        yield from (self._plan(hidden, hidden // 2, hidden, *block) for block in self.blocks())
+        if self.map_dim is not None:
+            yield self._plan(self.map_dim, hidden, hidden, self.n_min, self.m_w)
+
+    def _plan(self, inputs: int, outputs: int, hidden: int, depth: int, multiplier: float) -> Plan:
+        groups = self.groups
+        if groups is None:
+            of = hidden if self.spec == "released" else inputs
+            groups = max(1, -(-of // 32) if self.spec == "paper" else 2 ** math.ceil(math.log2(of / 32)))
+        return plan(
+            inputs,
+            outputs,
+            depth=depth,
+            multiplier=multiplier,
+            groups=groups,
+            spec=self.spec,
+            projected=hidden // 2,
+        )
+
+    def _check_groups(self, sizes: Plan) -> None:
+        mixed = sizes.inputs if sizes.projected is None else sizes.projected
+        for groups, taken, width in zip(sizes.groups, sizes.taken, sizes.widths, strict=True):
+            for what, value in (("mixes in", mixed), ("takes", taken), ("makes", width)):
+                if value % groups:
+                    raise ValueError(
+                        f"DeLighT: a layer of {groups} groups {what} {value} numbers, in a unit from {sizes.inputs} to "
+                        f"{sizes.outputs}: the groups must divide them; choose another hidden size, map_dim or groups"
+                    )
+
+    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+        hidden = model.config.hidden_size
+        for name, attention in architecture.attentions(model.config).items():
+            if not name.endswith(".self"):
+                surgery.resize_attention(model, attention, 1, hidden // 2, self.name)
+                continue
+            sizes = self._plan(hidden, hidden // 2, hidden, *self.blocks()[int(name.split(".")[1])])
+            surgery.resize_attention(model, attention, 1, hidden // 2, self.name, inputs=hidden // 2)
+            new = surgery.device_and_dtype(model, attention.o)
+            unit = DExTraAttention(model.base_model.get_submodule(attention.module), sizes, self.dropout, **new)
+            surgery.replace(model, attention.module, unit)
+        surgery.resize_ffns(model, architecture, hidden // 4, self.name)
+        for stack in architecture.stacks.values():
+            for layer in range(getattr(model.config, stack.depth)):
+                surgery.replace(model, f"{stack.layers.format(layer)}.{stack.activation}", nn.SiLU())
+        if self.map_dim is not None:
+            self._restructure_tables(model, architecture, hidden)
+
+    def _restructure_tables(self, model: "VariantMixin", architecture: Architecture, hidden: int) -> None:
+        scale = hidden**0.5 if getattr(model.config, "scale_embedding", False) else 1.0
+        sizes = self._plan(self.map_dim or 0, hidden, hidden, self.n_min, self.m_w)
+        for name in surgery.token_tables(model, architecture):
+            table = surgery.native_table(model, name, self.name)
+            surgery.replace_by_full_name(model, name, DExTraEmbedding(table, sizes, dropout=self.dropout, scale=scale))
+        output = surgery.output_name(model, architecture)
+        if output is not None and f"{output}.weight" in model.all_tied_weights_keys and self.map_dim != hidden:
+            linear = surgery.native_module(model, output, nn.Linear, self.name)
+            made = LowRankOutput(linear, self.map_dim or 0, surgery.drawn_std(linear))
+            surgery.replace_by_full_name(model, output, made)
+
+    def ties(self, model: "VariantMixin", architecture: Architecture) -> dict[str, str]:
+        """The unit of a table that only others are tied to is that of the first of these."""
+        if self.map_dim is None:
+            return {}
+        tied, units = model.all_tied_weights_keys, surgery.token_tables(model, architecture)
+        found, taken = {}, set()
+        for name, unit in units.items():
+            source = tied.get(f"{name}.weight")
+            if source is not None and source not in taken:
+                taken.add(source)
+                others = (parameter for parameter, _ in unit.named_parameters() if parameter != "weight")
+                found |= {f"{name}.{other}": f"{source.removesuffix('weight')}{other}" for other in others}
+        return found
+
+    def described(self, architecture: Architecture, config: Any) -> Architecture:
+        sizes: dict[str, Any] = {"heads": 1, "size": config.hidden_size // 2}
+
+        def attention(kind: str, former: Attention) -> Attention:
+            if kind != "self":
+                return replace(former, **sizes)
+            return former.inside("attention", others=(f"{former.module}.dextra.layers.*.linear.*",), **sizes)
+
+        norms = (*architecture.norms, "*.dextra.layers.*.norm.*")
+        return with_blocks(architecture, attention, norms=norms)
+
+    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+        raise ValueError("delight: no native model has DExTra units; it cannot be merged")

@@ -1,0 +1,111 @@
+"""Half of the channels attend, the other half is convolved (Wu et al., 2020, "Lite Transformer with Long-Short Range Attention",
+https://arxiv.org/abs/2004.11886).
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hf_freeze import surgery
+from hf_freeze.architectures.base import Architecture, Attention
+from hf_freeze.layers.convolution import KINDS, KernelConvolution
+from hf_freeze.layers.long_short import LongShortAttention
+from hf_freeze.methods._blocks import check_blocks, with_blocks
+from hf_freeze.methods._linear import check_positive, check_ranks_list, check_share, set_field
+from hf_freeze.registry import Method, register_method
+
+if TYPE_CHECKING:
+    from hf_freeze.variant import VariantMixin
+
+_WIDEST = 1 << 10
+
+
+@register_method(
+    "lite_transformer",
+    example={"kernels": [3, 5], "heads": 2, "conv_heads": 2},
+    shrinks=True,
+    from_scratch=True,
+    architectures=("marian", "gpt2"),
+)
+@dataclass(frozen=True, kw_only=True)
+class LiteTransformer(Method):
+    """Every self-attention becomes two branches whose outputs lie side by side (`layers/long_short.py`): the first half of the H
+    channels attends, with `heads` heads; the second half is convolved over time, layer l with `kernels[l]` taps and
+    `conv_heads` kernels for all its channels, around the token in an encoder and up to it in a decoder (`layers/convolution.py`).
+    The FFN, which mixes the two, has H neurons; cross-attentions stay as they are.
+
+    `conv`: "dynamic" makes the kernels of the token, as for WMT in the paper; "lightweight" has parameters for them, and no gate.
+    `conv_dropout` leaves out taps in training (DropConnect). Surplus `kernels` are not used. Published, for translation: six
+    layers in each stack, ReLU, cosine schedule.
+
+    The blocks train from scratch: the backbone is a config. No native model has them, so `merge()` is refused.
+
+    Raises ValueError for a kernel that is even, for fewer kernels than layers, for heads that do not divide half of the hidden
+    size, and where another method has changed an attention or FFN before.
+    """
+
+    kernels: list[int] = field(default_factory=lambda: [3, 7, 15, 31, 31, 31])
+    conv: str = "dynamic"
+    heads: int = 4
+    conv_heads: int = 4
+    conv_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        set_field(self, "kernels", check_ranks_list(self.kernels, "LiteTransformer: kernels"))
+        for taps in self.kernels:
+            if taps % 2 == 0 or taps > _WIDEST:
+                raise ValueError(f"LiteTransformer(kernels={self.kernels!r}): {taps} must be odd and below {_WIDEST}")
+        if self.conv not in KINDS:
+            raise ValueError(f"LiteTransformer(conv={self.conv!r}): choose from {list(KINDS)}")
+        for name in ("heads", "conv_heads"):
+            check_positive(getattr(self, name), f"LiteTransformer: {name}")
+        check_share(self.conv_dropout, "LiteTransformer: conv_dropout", below_one=True)
+
+    def validate(self, architecture: Architecture, config: Any) -> None:
+        check_blocks(architecture, config, "LiteTransformer")
+        for stack, depth in architecture.depths(config).items():
+            if len(self.kernels) < depth:
+                raise ValueError(
+                    f"LiteTransformer(kernels={self.kernels!r}): {len(self.kernels)} kernels for the {depth} layers of stack "
+                    f"{stack!r}; give one for each"
+                )
+        hidden = config.hidden_size
+        for name in ("heads", "conv_heads"):
+            if hidden % (2 * getattr(self, name)):
+                raise ValueError(
+                    f"LiteTransformer({name}={getattr(self, name)}): must divide half of the hidden size {hidden}"
+                )
+
+    def _size(self, config: Any) -> int:
+        return config.hidden_size // 2 // self.heads
+
+    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+        half, size = model.config.hidden_size // 2, self._size(model.config)
+        for name, attention in architecture.attentions(model.config).items():
+            if name.endswith(".self"):
+                surgery.resize_attention(model, attention, self.heads, size, self.name, inputs=half, outputs=half)
+                conv = KernelConvolution(
+                    half,
+                    self.conv_heads,
+                    self.kernels[int(name.split(".")[1])],
+                    kind=self.conv,
+                    causal=not attention.bidirectional,
+                    dropout=self.conv_dropout,
+                    **surgery.device_and_dtype(model, attention.o),
+                )
+                branches = LongShortAttention(model.base_model.get_submodule(attention.module), conv, size)
+                surgery.replace(model, attention.module, branches)
+        surgery.resize_ffns(model, architecture, model.config.hidden_size, self.name)
+
+    def described(self, architecture: Architecture, config: Any) -> Architecture:
+        def attention(kind: str, former: Attention) -> Attention:
+            if kind != "self":
+                return former
+            sizes: dict[str, Any] = {"heads": self.heads, "size": self._size(config)}
+            return former.inside("attention", others=(f"{former.module}.conv.*",), **sizes)
+
+        return with_blocks(architecture, attention)
+
+    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+        raise ValueError(
+            "lite_transformer: no native model has convolutions beside its attentions; it cannot be merged"
+        )
