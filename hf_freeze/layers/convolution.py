@@ -27,14 +27,16 @@ def convolve(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
     channels = x.unflatten(-1, (heads, -1))
     if tokens == 1:
         return (kernels[:, 0, :, None] @ channels.transpose(1, 2)).flatten(1).unsqueeze(1)
-    tile = min(tokens, _TILE)
+    tile = max(min(tokens, _TILE), taps - 1)
     missing = -tokens % tile
     kernels = functional.pad(kernels, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, tile)).permute(0, 3, 1, 2, 4)
     # Each row one longer than the band, and read as if it were not: every row starts one further to the right.
     band = functional.pad(kernels, (0, tile)).flatten(-2)[..., : tile * (tile + taps - 1)]
     band = band.unflatten(-1, (tile, tile + taps - 1))  # (B, h, tiles, tile, tile + K - 1)
-    windows = functional.pad(channels, (0, 0, 0, 0, 0, missing)).unfold(1, tile + taps - 1, tile)
-    made = band @ windows.permute(0, 2, 1, 4, 3)
+    tiles = functional.pad(channels, (0, 0, 0, 0, 0, missing + tile - (taps - 1))).unflatten(1, (-1, tile))
+    # Of a tile and the next. (`Tensor.unfold` has a slow gradient.)
+    windows = torch.cat([tiles[:, :-1], tiles[:, 1:, : taps - 1]], dim=2)
+    made = band @ windows.permute(0, 3, 1, 2, 4)
     return made.permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2)[:, :tokens]
 
 
