@@ -290,6 +290,15 @@ def sizes(*totals):
     }
 
 
+@pytest.mark.parametrize(
+    ("work", "shown"), [((500, 400, 300), True), ((500, 500, 500), False), ((500, 400, None), False)]
+)
+def test_multiply_adds_are_shown_where_all_rows_have_them_and_they_differ(tmp_path, work, shown):
+    make_runs(tmp_path, seeds=(1,), changes={(row, 1): {"multiply_adds": n} for row, n in zip(ROWS, work, strict=True)})
+    report = write_report(tmp_path, say=lambda text: None)
+    assert ("macs k" in table_cells(report)[0]) == shown == ("macs k" in (tmp_path / "report.md").read_text())
+
+
 def test_rows_of_unlike_sizes_show_them(tmp_path):
     changes = sizes(2_345_678, 500_000, 400_000)
     changes["3", 1]["start"] = "0"

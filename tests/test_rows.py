@@ -250,7 +250,7 @@ def test_the_report_says_what_a_row_starts_from_and_how_large_it_is(grid):
     _, out, records = grid
     report = write_report(out, say=lambda text: None)
     headings, cells = table_cells(report)
-    assert headings.index("total k") + 1 == headings.index("stored MB")
+    assert headings[headings.index("total k") :][:3] == ["total k", "macs k", "stored MB"]
     found = {line[0]: dict(zip(headings, line, strict=True)) for line in cells}
     assert [line["trained"] for line in found.values()] == [
         "all",
@@ -261,9 +261,10 @@ def test_the_report_says_what_a_row_starts_from_and_how_large_it_is(grid):
     assert found["unchanged"]["best epoch"] == "0.0"
     for row, record in records.items():
         assert found[row]["total k"] == f"{record['parameters']['total'] / 1000:,.0f}"
+        assert found[row]["macs k"] == f"{record['multiply_adds'] / 1000:,.0f}"
     for name in ("report.md", "report.html"):
         text = (out / name).read_text(encoding="utf-8")
-        assert "total k: all parameters, in thousands" in text
+        assert "total k: all parameters, in thousands; macs k: thousands of multiply-adds" in text
         assert "tuned, from unchanged" in text
 
 

@@ -23,10 +23,11 @@ _COSTS: Columns = {
     "epochs": ("best epoch", ("epochs_to_convergence",), ".1f"),
     "share": ("share %", ("parameters", "trainable_share"), ".1%"),
     "total": ("total k", ("parameters", "total"), ",.0f"),  # shown where the rows differ in it
+    "work": ("macs k", ("multiply_adds",), ",.0f"),  # the same
     "stored": ("stored MB", ("parameters", "stored_bytes"), ".2f"),
     "minutes": ("train min", ("seconds", "train"), ".1f"),
 }
-_UNITS = {"total": 1e-3, "stored": 1e-6, "minutes": 1 / 60}
+_UNITS = {"total": 1e-3, "work": 1e-3, "stored": 1e-6, "minutes": 1 / 60}
 _IMAGE_COSTS: Columns = {
     "epochs": ("epochs", ("epochs_trained",), ".0f"),
     "total": ("parameters", ("parameters", "total"), ",.0f"),
@@ -205,9 +206,12 @@ class Report:
 
     @property
     def _alike(self) -> set[str]:
-        """Of the trained share and the number of parameters, what does not tell rows apart where the other does."""
+        """Of the trained share and the number of parameters, what does not tell rows apart where the other does; and the
+        multiply-adds where they tell none apart."""
         one_share = "share" in self.rows[0] and len({row["share"][0] for row in self.rows}) == 1
-        return {"total"} if self.one_size else {"share"} if one_share else set()
+        work = {row["work"][0] if "work" in row else None for row in self.rows}
+        alike = {"total"} if self.one_size else {"share"} if one_share else set()
+        return alike | ({"work"} if None in work or len(work) == 1 else set())
 
     @property
     def columns(self) -> Columns:
@@ -364,7 +368,9 @@ def summarise(records: list[dict[str, Any]], task: Comparison = COMPARISONS["tra
             if where[0] == TO_FIRST:
                 own = columns[where[1]]
                 columns[column] = [(found[0][where[1]][0] if found else statistics.fmean(own)) / each for each in own]
-            else:
+            elif where != ("multiply_adds",) or all(
+                record.get("multiply_adds") for record in group
+            ):  # old records have none
                 columns[column] = _values(group, column, task)
         spreads = {
             column: (statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)

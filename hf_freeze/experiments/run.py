@@ -17,7 +17,7 @@ from transformers import EarlyStoppingCallback, Seq2SeqTrainingArguments, Traine
 
 from hf_freeze import data as hf_data
 from hf_freeze import make_variant
-from hf_freeze.accounting import count_parameters, stored_bytes
+from hf_freeze.accounting import count_parameters, multiply_adds, stored_bytes
 from hf_freeze.experiments import heads, translation
 from hf_freeze.experiments.environment import environment, peak_memory, write_whole
 from hf_freeze.experiments.grid import start_folder, teacher_folder
@@ -90,6 +90,7 @@ def execute(
                 for name, part in parameters.by_component.items()
             },
         },
+        "multiply_adds": None if isinstance(task, OwnTask) else _forward_multiply_adds(trained.model),
         "seconds": {
             "train": trained.train_seconds,
             "test": trained.test_seconds,
@@ -291,6 +292,12 @@ def _check_origin(folder: Path, checkpoint: str | None, **origins: Path | None) 
             )
     if int(os.environ.get("RANK", "0")) == 0:
         write_whole(path, json.dumps(now, indent=1) + "\n")
+
+
+def _forward_multiply_adds(model: Any) -> int:
+    """Of a token of a sequence of 32 (of source and target each)."""
+    length = min(32, getattr(model.config, "max_position_embeddings", 32))
+    return round(multiply_adds(model, length=length).forward)
 
 
 def choose_attention(model: Any) -> None:

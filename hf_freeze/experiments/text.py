@@ -116,7 +116,8 @@ def legend(report: "Report") -> list[str]:
         return lines
     share = "share %: trained parameters of all; " if "share" in report.columns else ""
     total = "total k: all parameters, in thousands; " if "total" in report.columns else ""
-    lines.append(f"{share}{total}{stored}: tensors that the checkpoint holds.")
+    work = "macs k: thousands of multiply-adds for a token at length 32; " if "work" in report.columns else ""
+    lines.append(f"{share}{total}{work}{stored}: tensors that the checkpoint holds.")
     return lines
 
 

@@ -44,7 +44,9 @@ class GroupLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""
         if self.groups == 1:
-            return functional.linear(x, self.weight[0].T, self.bias)
+            return functional.linear(
+                x, self.weight.squeeze(0).T, self.bias
+            )  # of an index, the gradient fills zeros first
         return self.blocks(x).transpose(0, 1).reshape(*x.shape[:-1], self.out_features)
 
     def shuffled(self, x: torch.Tensor) -> torch.Tensor:
