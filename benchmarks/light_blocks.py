@@ -34,6 +34,8 @@ from hf_freeze.layers.long_short import LongShortAttention
 BARS = {"convolution": 1.0, "delight": 1.3}
 LENGTHS = (32, 128, 512, 1024)
 VOCABULARY = 4000
+DECODED = 32  # tokens
+LAYERS = 6  # of the plain model
 BLOCKS = {
     "Lite Transformer": (6, [methods.LiteTransformer()]),
     "Lite Transformer, lightweight": (6, [methods.LiteTransformer(conv="lightweight")]),
@@ -60,16 +62,14 @@ def forward_multiply_adds(width: int, layers: int, added: list[Any]) -> float:
         return multiply_adds(model(width, layers, added), length=32).forward
 
 
-def equal_width(layers: int, added: list[Any], wanted: float, most: int) -> int:
-    """The hidden size whose multiply-adds come nearest: they grow with it, so that halving finds it."""
-    low, high = 1, most // 32
-    while high - low > 1:
-        middle = (low + high) // 2
-        if forward_multiply_adds(32 * middle, layers, added) < wanted:
-            low = middle
-        else:
-            high = middle
-    return min((32 * low, 32 * high), key=lambda width: abs(forward_multiply_adds(width, layers, added) - wanted))
+def equal_width(layers: int, added: list[Any], wanted: float, start: int) -> int:
+    """The multiple of 32, from `start` on, where multiply-adds that grow with its square come nearest to those `wanted`."""
+    width = -1
+    while width != start:
+        width = start
+        exact = width * (wanted / forward_multiply_adds(width, layers, added)) ** 0.5
+        start = max(32 * round(exact / 32), 32) if abs(exact - width) > 16 else width
+    return width
 
 
 def sentences(count: int, length: int) -> torch.Tensor:
@@ -100,7 +100,12 @@ def decoding(made: Any, ids: torch.Tensor) -> Callable[[], object]:
 
     def work() -> object:
         return made.eval().generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=32, min_new_tokens=32, num_beams=1, do_sample=False
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=DECODED,
+            min_new_tokens=DECODED,
+            num_beams=1,
+            do_sample=False,
         )
 
     return work
@@ -143,8 +148,8 @@ def main() -> None:
     made.add_argument("--tokens", type=int, default=2048, help="of a batch")
     made.add_argument("--rounds", type=int, default=5)
     options = made.parse_args()
-    wanted = forward_multiply_adds(options.width, 6, [])
-    widths = {name: equal_width(*block, wanted, 8 * options.width) for name, block in BLOCKS.items()}
+    wanted = forward_multiply_adds(options.width, LAYERS, [])
+    widths = {name: equal_width(*block, wanted, options.width) for name, block in BLOCKS.items()}
     found: dict[str, list[tuple[float, str]]] = {name: [] for name in BARS}
     lines = compare(options, widths, wanted, found)
     notes = [f"{name}: {widths[name]} wide" for name in BLOCKS]
@@ -171,8 +176,8 @@ def compare(
         print(" | ".join(cells), flush=True)
 
     torch.manual_seed(0)
-    plain = on_device(options.width, 6, [])
-    others = {"plain, again": (options.width, 6, [])} | {name: (widths[name], *BLOCKS[name]) for name in BLOCKS}
+    plain = on_device(options.width, LAYERS, [])
+    others = {"plain, again": (options.width, LAYERS, [])} | {name: (widths[name], *BLOCKS[name]) for name in BLOCKS}
     for name, sizes in others.items():
         block = on_device(*sizes)
         cost = f"{forward_multiply_adds(*sizes) / wanted:.2f}"

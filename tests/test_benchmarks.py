@@ -243,3 +243,22 @@ def test_progressive(run):
     assert len(re.findall(r"^\| LayerDrop, p = .* of p x layers \|$", printed, re.M)) == 4
     assert len(re.findall(r"^\| finalized, against a native model", printed, re.M)) == 2
     assert re.search(r"Theseus at most 1.1 of the expected: (passed|missed) in", printed)
+
+
+def test_light_blocks(run, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    module = importlib.import_module("light_blocks")
+    small = {"Lite": (2, [methods.LiteTransformer()]), "DeLighT": (2, [methods.DeLighT(n_min=1, n_max=2)])}
+    for name, value in (("DECODED", 2), ("LAYERS", 2), ("BLOCKS", small)):
+        monkeypatch.setattr(module, name, value)
+    printed = run("light_blocks", "--width", "64", "--lengths", "8", "--tokens", "8", "--rounds", "1")
+    works = ["forward", "training step", "decoding 1", "decoding 16"]
+    rows = re.findall(r"^\| (.*?) \| (.*?) \| (forward|training step|decoding 1|decoding 16) \|", printed, re.M)
+    assert [(name, what) for name, _, what in rows] == [
+        (name, what) for name in ("plain, again", *small) for what in works
+    ]
+    for name, cost, _ in rows:  # widths come in steps of 32
+        assert float(cost) == 1 if name.startswith("plain") else 0.6 < float(cost) < 1.4
+    assert len(re.findall(r"^\| Lite \|  \| [37] taps, beside the attention \| 8 \|", printed, re.M)) == 2
+    assert "the convolution takes no longer than the attention from 128 tokens on: not measured" in printed
+    assert re.search(r"DeLighT's training step takes at most 1.3 of a plain one: (passed|missed) in", printed)
