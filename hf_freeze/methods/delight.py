@@ -105,11 +105,15 @@ class DeLighT(Method):
                     f"DeLighT(n_max={self.n_max}): each stack has as many blocks, but {stack!r} has {depth}; set "
                     f"{architecture.stacks[stack].depth}={self.n_max}, or n_max={depth}"
                 )
-        if hidden % (2 * STEP):
+        plans = list(self._plans(hidden))
+        step = 2 * math.lcm(STEP, *(groups for sizes in plans for groups in sizes.groups))
+        if hidden % step:
+            near = [each for each in (hidden // step * step, (hidden // step + 1) * step) if each]
             raise ValueError(
-                f"DeLighT: the hidden size {hidden} must be a multiple of {2 * STEP}, for units from {hidden} to half of it"
+                f"DeLighT: the hidden size {hidden} must be a multiple of {step}, for groups that divide half of it; choose from "
+                f"{near}, or fewer groups"
             )
-        for sizes in self._plans(hidden):
+        for sizes in plans:
             self._check_groups(sizes)
 
     def _plans(self, hidden: int) -> Iterator[Plan]:
