@@ -363,7 +363,8 @@ def resize_attention(
         linear = dense_module(model, name, method)
         sizes = (heads * size, outputs) if name == attention.o else (inputs, number * heads * size)
         replace(model, name, linear_like(linear, *sizes))
-    module.scaling *= (attention.head_size(model.config) / size) ** 0.5
+    if getattr(module, "scale_attn_weights", True):  # GPT-2's may have no scale
+        module.scaling *= (attention.head_size(model.config) / size) ** 0.5
     _set_heads(module, heads, size)
 
 

@@ -83,7 +83,7 @@ class DExTraLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, dropout: float) -> torch.Tensor:
         """(..., I) -> (..., O)"""
-        made = functional.silu(self.norm(self.linear.shuffled(x))).flatten(-2)
+        made = functional.silu(self.norm(self.linear(x, shuffled=True))).flatten(-2)
         return functional.dropout(made, dropout) if dropout else made
 
 

@@ -23,6 +23,7 @@ class LongShortAttention(nn.Module):
     def __init__(self, attention: Any, conv: KernelConvolution, head_size: int) -> None:
         super().__init__()
         self.attention, self.conv, self.head_size = attention, conv, head_size
+        self.dropout = getattr(attention, "resid_dropout", nn.Identity())  # GPT-2's, which lies within its attention
 
     def forward(
         self,
@@ -36,14 +37,13 @@ class LongShortAttention(nn.Module):
         cache = past_key_values
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
-        seen = 0 if cache is None else cache.get_seq_length(self.attention.layer_idx)
+        # A static cache gives its own counter, which it moves on: the sum is a copy.
+        seen = 0 if cache is None else cache.get_seq_length(self.attention.layer_idx) + 0
         inputs = self.conv.inputs(short, _tokens(attention_mask, seen, hidden_states))
         kept = None if cache is None else _KeptBeside(cache, inputs, self.head_size)
         attended, weights = self.attention(long, past_key_values=kept, attention_mask=attention_mask, **kwargs)
         past = None if kept is None else kept.before(seen, self.conv.taps - 1)
-        convolved = self.conv(inputs, past)
-        if (dropout := getattr(self.attention, "resid_dropout", None)) is not None:  # GPT-2's is within
-            convolved = dropout(convolved)
+        convolved = self.dropout(self.conv(inputs, past))
         return torch.cat([attended, convolved.to(attended.dtype)], dim=-1), weights
 
 

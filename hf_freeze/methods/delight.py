@@ -38,7 +38,8 @@ class DeLighT(Method):
     Each stack has B = `n_max` blocks; a backbone of another depth is an error. Block b = 0..B-1 has a unit of
     N_b = ⌊N_min + (N_max - N_min) b/(B - 1)⌋ group layers, at most m_w + (N_max/N_min - 1) b/(B - 1) times as wide as H
     ("block-wise scaling"); without `block_wise`, all have N_min and m_w. `groups`: at most so many in a layer; None is 2 to the
-    power ⌈log2(H/32)⌉. `spec`: the released code's units, whose published sizes they meet, or the "paper"'s equations.
+    power ⌈log2(H/32)⌉, or for the "paper" ⌈I/32⌉ of the I numbers that a unit takes. `spec`: the units of the released code, with
+    the published sizes, or the equations of the "paper".
 
     `map_dim` n: each table of tokens becomes one of n columns, and a unit of N_min group layers from n to H, at most m_w n wide;
     encoder and decoder have a unit each, and share the table where the backbone ties it. A tied output projects hidden states
