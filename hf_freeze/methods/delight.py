@@ -82,16 +82,10 @@ class DeLighT(Method):
 
     def blocks(self) -> list[tuple[int, float]]:
         """(N_b, the multiplier of its width) of each block."""
-        steps = max(self.n_max - 1, 1) if self.block_wise else 1
-        return [
-            (
-                self.n_min + (self.n_max - self.n_min) * block // steps,
-                self.m_w + (self.n_max / self.n_min - 1) * block / steps,
-            )
-            if self.block_wise
-            else (self.n_min, self.m_w)
-            for block in range(self.n_max)
-        ]
+        if not self.block_wise:
+            return [(self.n_min, self.m_w)] * self.n_max
+        steps, deeper, wider = max(self.n_max - 1, 1), self.n_max - self.n_min, self.n_max / self.n_min - 1
+        return [(self.n_min + deeper * block // steps, self.m_w + wider * block / steps) for block in range(self.n_max)]
 
     def validate(self, architecture: Architecture, config: Any) -> None:
         check_blocks(architecture, config, "DeLighT")
