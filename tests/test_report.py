@@ -269,16 +269,17 @@ def test_one_seed_is_said(tmp_path):
     assert make_report([tmp_path, tmp_path / "more"]).notes[0].startswith("One seed of row 2.1, 3: ")
 
 
-def test_seeds_of_a_start_are_not_unlike_settings(tmp_path):
+@pytest.mark.parametrize("role", ["start", "teacher"])
+def test_seeds_of_another_run_are_not_unlike_settings(tmp_path, role):
     make_runs(tmp_path, seeds=(1, 2))
     for seed in (1, 2):
         path = tmp_path / f"row-3-seed-{seed}" / "run.json"
         settings = json.loads(path.read_text())
         start = {"row": "0", "seed": seed, "training": {"epochs": 2.0}, "methods": settings["methods"]}
-        path.write_text(json.dumps(settings | {"start": start}))
+        path.write_text(json.dumps(settings | {role: start}))
     assert make_report([tmp_path], fail).notes == []
-    path.write_text(json.dumps(settings | {"start": start | {"training": {"epochs": 3.0}}}))
-    assert make_report([tmp_path]).notes == ["Row 3: the seeds differ in start, so the mean is of unlike runs."]
+    path.write_text(json.dumps(settings | {role: start | {"training": {"epochs": 3.0}}}))
+    assert make_report([tmp_path]).notes == [f"Row 3: the seeds differ in {role}, so the mean is of unlike runs."]
 
 
 def sizes(*totals):

@@ -153,10 +153,10 @@ def _without_seed(run: Run) -> dict[str, Any]:
 
 
 def _unseeded(settings: dict[str, Any], seed: int) -> dict[str, Any]:
-    """`settings` of a run, or of what it starts from, without the run's seed."""
+    """`settings` of a run, or of what it starts from or learns from, without the run's seed."""
     kept = {key: value for key, value in settings.items() if key != "seed"}
     for method in (methods := [dict(method) for method in kept.get("methods", [])]):
         if method.get("seed") == seed:
             del method["seed"]
-    start = {"start": _unseeded(kept["start"], seed)} if "start" in kept else {}
-    return kept | ({"methods": methods} if "methods" in kept else {}) | start
+    others = {key: _unseeded(kept[key], seed) for key in ("start", "teacher") if key in kept}
+    return kept | ({"methods": methods} if "methods" in kept else {}) | others

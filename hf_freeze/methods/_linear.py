@@ -52,7 +52,8 @@ class LinearMethod(Method):
         return list(surgery.modules(model, self.linear_names(architecture, model.config)))
 
     def make(self, linear: Any, name: str, model: Any) -> nn.Module:
-        """The module that takes the place of `linear`, by its shape alone. Raises ValueError where the setting does not fit."""
+        """The module that takes the place of `linear`, called `name` in the `model` (None: it is in none), by its shape alone.
+        Raises ValueError where the setting does not fit."""
         raise NotImplementedError
 
     def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:

@@ -49,7 +49,7 @@ def _dense_std(linear: Any, name: str, model: Any) -> float:
     """Of a fresh dense weight: Glorot's for Marian's initialisation, where fused projections count one by one; else that of the
     weight as the backbone has just drawn it, because some scale it by the depth. Where nothing is drawn (on meta, or before
     trained weights are filled in), any."""
-    if getattr(model.config, "init", None) == "marian":
+    if model is not None and getattr(model.config, "init", None) == "marian":
         inputs, outputs = features(linear)
         return (2 / (inputs + outputs // architecture_for(model).parts(f"{name}.weight"))) ** 0.5
     drawn = 0.0 if linear.weight.is_meta else float(linear.weight.detach().float().std())
