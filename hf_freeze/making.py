@@ -55,6 +55,12 @@ def _made(backbone: Any, methods: Sequence[Method], task: str | None, init: str,
         raise ValueError(f"backbone must be a model, a config or a name, not {type(backbone).__name__}")
     if task not in TASKS and not (is_model and task is None):
         raise ValueError(f"task={task!r}: a config or name needs one of {list(TASKS)}")
+    for method in methods:
+        if method.from_scratch and not isinstance(backbone, transformers.PreTrainedConfig):
+            raise ValueError(
+                f"method {method.name!r}: its blocks train from scratch and cannot take over trained weights; pass the config of "
+                "the backbone, not a model or a name"
+            )
     if is_model:
         if init != "backbone":
             raise ValueError(
@@ -109,12 +115,6 @@ def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], in
 def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
     """Up to each structural method in turn, so that its `convert` sees what its predecessors left; freezing comes last."""
     variant_class = _variant_class(type(model))
-    for method in added:
-        if method.from_scratch:
-            raise ValueError(
-                f"method {method.name!r}: its blocks train from scratch and cannot take over trained weights; pass the config "
-                "of the backbone, not a model or a name"
-            )
     steps = [i for i, method in enumerate(added, 1) if is_structural(method)]
     current: Any = model
     for step in dict.fromkeys([*steps, len(added)]):
