@@ -97,11 +97,12 @@ class _KeptBeside:
         with_first = torch.cat([keys, self.first.to(keys.dtype)], dim=1)
         with_second = torch.cat([values, self.second.to(values.dtype)], dim=1)
         keys, values = self.cache.update(with_first, with_second, layer_idx, *args, **kwargs)
-        self.kept = torch.cat([keys[:, heads:], values[:, heads:]], dim=1)
+        self.kept = keys[:, heads:], values[:, heads:]
         return keys[:, :heads], values[:, :heads]
 
     def before(self, seen: Any, count: int) -> torch.Tensor:
         """(B, `count`, h): the inputs of the tokens before those of this forward, zero before the first."""
-        places = _from(seen, count, self.kept.device) - count
-        found = self.kept.index_select(2, places.clamp(min=0)) * (places >= 0)[:, None].to(self.kept.dtype)
+        places = _from(seen, count, self.kept[0].device) - count
+        found = torch.cat([part.index_select(2, places.clamp(min=0)) for part in self.kept], dim=1)
+        found = found * (places >= 0)[:, None].to(found.dtype)
         return found.transpose(1, 2).flatten(2)[..., : self.channels]
