@@ -70,6 +70,10 @@ BAD_ROWS = {
         r"row '1': unknown component training\.learning_rates\.mlp",
     ),
     "backbone": ({"backbone": []}, r"row '1': backbone must be a dict, not \[\]"),
+    "from scratch": (
+        {"start": "0", "methods": [{"method": "delight"}]},
+        r"row '1': the blocks of method 'delight' train from scratch: it can have neither 'start' nor 'backbone\.pretrained'",
+    ),
     "backbone field": ({"backbone": {"d_model": 8}}, r"row '1': unknown field backbone\.d_model; choose from"),
 }
 

@@ -14,6 +14,7 @@ from hf_freeze.experiments.perceptron import PerceptronConfig
 from hf_freeze.experiments.rows import (
     OF_A_ROW,
     ROW_FIELDS,
+    check_from_scratch,
     check_heads,
     check_pretrained,
     check_start,
@@ -324,6 +325,7 @@ def _check(recipe: dict[str, Any], path: Any) -> None:
         check_pretrained(
             backbone, where, **{key: each[key] for each in (recipe, row) for key in ("tokenizer",) if key in each}
         )
+        check_from_scratch(row, "start" in recipe or "start" in row or "pretrained" in backbone, where)
     if "start" in recipe:
         for section in ("backbone", "tokenizer"):
             for owner, where in (

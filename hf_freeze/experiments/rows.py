@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from hf_freeze.registry import METHODS
+
 OF_A_ROW = ("training", "backbone", "tokenizer")  # sections that a row may change
 ROW_FIELDS = (
     "label",
@@ -56,6 +58,16 @@ def check_pretrained(backbone: Any, path: Any, **others: Any) -> None:
         )
     for field in [*(f"backbone.{name}" for name in backbone if name != "pretrained"), *others]:
         raise ValueError(f"{path} has both 'backbone.pretrained' and {field!r}: pretrained weights come with their own")
+
+
+def check_from_scratch(row: dict[str, Any], trained: bool, path: Any) -> None:
+    """Blocks that cannot take over weights, where a row has weights to begin with."""
+    for method in row["methods"]:
+        if trained and METHODS[method["method"]].from_scratch:
+            raise ValueError(
+                f"{path}: the blocks of method {method['method']!r} train from scratch: it can have neither 'start' nor "
+                "'backbone.pretrained'"
+            )
 
 
 def check_start(name: str, rows: dict[str, Any], path: Any) -> None:
