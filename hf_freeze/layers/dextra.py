@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_freeze.layers.derived import Fresh
-from hf_freeze.layers.group_linear import GroupLinear, mix
+from hf_freeze.layers.group_linear import GroupLinear, mix, shuffle
 from hf_freeze.layers.made_embedding import MadeEmbedding
 
 SPECS = ("released", "paper")
@@ -83,7 +83,10 @@ class DExTraLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, dropout: float) -> torch.Tensor:
         """(..., I) -> (..., O)"""
-        made = functional.silu(self.norm(self.linear(x, shuffled=True))).flatten(-2)
+        groups = self.linear.groups
+        # The copy that a shuffle in one with the linear's would save, the gradient of such a one makes several times.
+        made = shuffle(self.linear(x), groups).unflatten(-1, (groups, -1))
+        made = functional.silu(self.norm(made)).flatten(-2)
         return functional.dropout(made, dropout) if dropout else made
 
 

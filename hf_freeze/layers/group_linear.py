@@ -41,24 +41,18 @@ class GroupLinear(nn.Module):
         if self.bias is not None:
             initialization.zeros_(self.bias)
 
-    def forward(self, x: torch.Tensor, *, shuffled: bool = False) -> torch.Tensor:
-        """(..., I) -> (..., O), or the outputs `shuffled`, by groups, (..., g, O/g): in one copy where `shuffle` makes two."""
-        if shuffled and self.groups > 1:
-            return self._blocks(x).permute(1, 2, 0).reshape(*x.shape[:-1], self.groups, -1)
-        if shuffled:
-            return self.forward(x).unsqueeze(-2)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., I) -> (..., O)"""
         if self.groups == 1:
             return functional.linear(
                 x, self.weight.squeeze(0).T, self.bias
             )  # of an index, the gradient fills zeros first
-        return self._blocks(x).transpose(0, 1).reshape(*x.shape[:-1], self.out_features)
-
-    def _blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., I) -> (g, N, O/g): what each group makes of N rows."""
-        rows = x.reshape(-1, self.groups, self.weight.shape[1]).transpose(0, 1)
+        blocks = x.reshape(-1, self.groups, self.weight.shape[1]).transpose(0, 1)
         if self.bias is None:
-            return torch.bmm(rows, self.weight)
-        return torch.baddbmm(self.bias.view(self.groups, 1, -1), rows, self.weight)
+            made = torch.bmm(blocks, self.weight)
+        else:
+            made = torch.baddbmm(self.bias.view(self.groups, 1, -1), blocks, self.weight)
+        return made.transpose(0, 1).reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return (
