@@ -7,7 +7,7 @@ import datasets
 
 from hf_freeze import data as hf_data
 from hf_freeze.data import text_blocks
-from hf_freeze.experiments.recipe import data_form
+from hf_freeze.experiments.fields import data_form
 from hf_freeze.experiments.tasks import Outcome, Task, read_splits, scored, take
 
 _READERS = {"lines": hf_data.read_lines, "documents": hf_data.read_documents}

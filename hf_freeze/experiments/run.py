@@ -20,8 +20,8 @@ from hf_freeze import make_variant
 from hf_freeze.accounting import count_parameters, multiply_adds, stored_bytes
 from hf_freeze.experiments import heads, translation
 from hf_freeze.experiments.environment import environment, peak_memory, write_whole
+from hf_freeze.experiments.fields import method_of
 from hf_freeze.experiments.grid import start_folder, teacher_folder
-from hf_freeze.experiments.recipe import method_of
 from hf_freeze.experiments.tasks import OwnTask, Report, Task, Trained, task_of
 from hf_freeze.training import VariantCallback, label_smoothed_loss, parameter_groups
 from hf_freeze.variant import TASKS

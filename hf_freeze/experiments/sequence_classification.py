@@ -8,7 +8,7 @@ import numpy as np
 from transformers import DataCollatorWithPadding
 
 from hf_freeze import data as hf_data
-from hf_freeze.experiments.recipe import data_form
+from hf_freeze.experiments.fields import data_form
 from hf_freeze.experiments.tasks import Outcome, Task, read_splits, scored, take
 from hf_freeze.training import ClassificationTrainer
 

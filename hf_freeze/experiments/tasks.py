@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 from transformers import DataCollatorForSeq2Seq
 
-from hf_freeze.experiments.recipe import SPLITS, TASKS
+from hf_freeze.experiments.fields import SPLITS, TASKS
 from hf_freeze.training import TokenBatchTrainer
 
 

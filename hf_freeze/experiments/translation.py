@@ -6,7 +6,7 @@ from typing import Any
 import datasets
 
 from hf_freeze import data as hf_data
-from hf_freeze.experiments.recipe import data_form
+from hf_freeze.experiments.fields import data_form
 from hf_freeze.experiments.statistics import bleu_items
 from hf_freeze.experiments.tasks import Outcome, Task, read_splits, take
 from hf_freeze.metrics import load as load_metric
