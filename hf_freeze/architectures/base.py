@@ -44,9 +44,7 @@ class Attention:
     groups: str | None = None  # that of its heads of keys and values, where several queries share one
     bidirectional: bool = False  # whether each token sees all of its own sentence
     size: int | None = None
-    others: tuple[
-        str, ...
-    ] = ()  # patterns of what else in the layer counts as attention, such as a convolution beside it
+    others: tuple[str, ...] = ()  # patterns of what else in the layer is of it, such as a convolution
 
     @property
     def linears(self) -> dict[str, int]:

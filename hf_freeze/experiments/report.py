@@ -368,9 +368,7 @@ def summarise(records: list[dict[str, Any]], task: Comparison = COMPARISONS["tra
             if where[0] == TO_FIRST:
                 own = columns[where[1]]
                 columns[column] = [(found[0][where[1]][0] if found else statistics.fmean(own)) / each for each in own]
-            elif where != ("multiply_adds",) or all(
-                record.get("multiply_adds") for record in group
-            ):  # old records have none
+            elif column != "work" or all(record.get("multiply_adds") for record in group):  # old records have none
                 columns[column] = _values(group, column, task)
         spreads = {
             column: (statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)

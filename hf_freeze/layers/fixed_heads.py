@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_freeze.layers.masks import unpadded
+
 PATTERNS = range(1, 9)
 EMPTY_ROWS = ("zero", "boundary")
 UNITS = ("token", "word")
@@ -38,11 +40,9 @@ def padding_mask(attention_mask: torch.Tensor | None, hidden_states: torch.Tenso
     shape = hidden_states.shape[:2]
     if attention_mask is None:
         return torch.ones(shape, dtype=torch.bool, device=hidden_states.device)
-    if torch.is_tensor(attention_mask) and attention_mask.ndim == 4:
-        row = attention_mask[:, 0, 0]
-        return (row if row.dtype == torch.bool else row == 0).expand(shape)
-    if torch.is_tensor(attention_mask) and attention_mask.shape == shape:
-        return attention_mask.bool()
+    mask = unpadded(attention_mask)
+    if mask is not None and (attention_mask.ndim == 4 or mask.shape == shape):
+        return mask.expand(shape)
     raise ValueError(
         f"fixed heads cannot read a mask of {type(attention_mask).__name__}, as this implementation of attention has: use "
         "'eager', 'sdpa' or 'flash_attention_2'"

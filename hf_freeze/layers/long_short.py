@@ -11,6 +11,7 @@ from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
 
 from hf_freeze.layers.convolution import KernelConvolution
+from hf_freeze.layers.masks import unpadded
 
 
 class LongShortAttention(nn.Module):
@@ -48,26 +49,20 @@ class LongShortAttention(nn.Module):
 
 
 def _tokens(attention_mask: torch.Tensor | None, seen: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
-    """bool (B, T): which of the tokens of this forward, after `seen` others, are no padding, from what the backbone gives its
-    attentions: nothing where there is none, (B, all tokens), or (B, 1, any, all tokens) of bool or of numbers to add, 0 for
-    tokens. The last token sees all that are none.
+    """bool (B, T): which of the tokens of this forward, after `seen` others, are no padding; None where none is.
 
-    Raises ValueError for any other mask.
+    Raises ValueError for a mask that cannot be read.
     """
     if attention_mask is None:
         return None
-    if not torch.is_tensor(attention_mask) or attention_mask.ndim not in (2, 4):
+    mask = unpadded(attention_mask)
+    if mask is None:
         raise ValueError(
             f"convolutions cannot read a mask of {type(attention_mask).__name__}, as this implementation of attention has: use "
             "'eager', 'sdpa' or 'flash_attention_2'"
         )
-    if attention_mask.ndim == 2:
-        row = attention_mask.bool()
-    else:
-        row = attention_mask[:, 0, -1]
-        row = row if row.dtype == torch.bool else row == 0
     batch, tokens = hidden_states.shape[:2]
-    return row.index_select(1, _from(seen, tokens, row.device)).expand(batch, -1)
+    return mask.index_select(1, _from(seen, tokens, mask.device)).expand(batch, -1)
 
 
 def _from(start: Any, count: int, device: torch.device) -> torch.Tensor:
