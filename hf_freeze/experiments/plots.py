@@ -289,14 +289,14 @@ def _short(value: float) -> str:
 
 
 def _edge(report: "Report") -> float | None:
-    """Beyond which a row is an outlier, on the bad side; None where none is. By the rule of the box plot: one and a half times
-    the distance of the quartiles from the nearer of them."""
+    """Beyond which a row is an outlier, on the bad side; None where none is. By the outer fence of the box plot (Tukey, 1977):
+    three times the distance of the quartiles from the nearer of them."""
     if len(report.rows) < _MANY:
         return None
     scale = report.task.scale
     low, _, high = statistics.quantiles([scale(row[report.task.quality][0]) for row in report.rows], method="inclusive")
     sign = 1 if report.task.higher else -1
-    edge = (low if sign > 0 else high) - sign * 1.5 * (high - low)
+    edge = (low if sign > 0 else high) - sign * 3 * (high - low)
     edge = math.exp(edge) if scale is math.log else edge
     return edge if any(_beyond(report, row[report.task.quality][0], edge) for row in report.rows) else None
 
