@@ -1,4 +1,4 @@
-"""The command line: hf-freeze run | report | inspect | methods | architectures."""
+"""The command line: hf-freeze run | report | inspect | card | push | methods | architectures."""
 
 import os
 import shlex
@@ -128,21 +128,12 @@ def inspect(
 
     Example: hf-freeze inspect runs/freeze-ablation/row-3-seed-1/model --latency --tokens 1 64
     """
-    import torch
-    import transformers
-
     from hf_freeze.accounting import count_parameters, multiply_adds, stored_bytes
-    from hf_freeze.registry import architecture_of
-    from hf_freeze.variant import TASKS
+    from hf_freeze.cards import shortened
+    from hf_freeze.making import empty_model
 
     with _one_line_errors():
-        config = transformers.AutoConfig.from_pretrained(model)
-        architecture = architecture_of(config.model_type)
-        classes = [TASKS[task]._model_mapping[type(config)] for task in architecture.tasks]
-        named = [c for c in classes if c.__name__ in (config.architectures or ())]
-        with torch.device("meta"):
-            built = (named or classes)[0](config)
-        built.to(config.dtype or torch.float32)
+        built = empty_model(model)
         parameters, operations = count_parameters(built), multiply_adds(built, length=length)
         timed = _latency_table(type(built), model, tokens) if latency else None
     table = Table(
@@ -154,16 +145,10 @@ def inspect(
         table.add_row(name, *(f"{number:,}" for number in numbers), end_section=name == rows[-1][0])
     console.print(table)
     console.print(f"stored: {stored_bytes(built):,} bytes; forward, backward: multiply-adds a token at length {length}")
-    for method in getattr(config, "methods", ()):
-        console.print(f"method: { {name: _shortened(value) for name, value in method.items()} }")
+    for method in getattr(built.config, "methods", ()):
+        console.print(f"method: { {name: shortened(value) for name, value in method.items()} }")
     if timed is not None:
         console.print(timed)
-
-
-def _shortened(value: Any) -> Any:
-    """Of a long list, such as the ids of a vocabulary, the ends."""
-    long = isinstance(value, list) and len(value) > 20
-    return f"{value[:3]} ... {value[-1:]} ({len(value)})".replace("] ... [", ", ..., ") if long else value
 
 
 def _latency_table(model_class: Any, name: str, tokens: tuple[int, int]) -> Table:
@@ -188,6 +173,80 @@ def _latency_table(model_class: Any, name: str, tokens: tuple[int, int]) -> Tabl
         cells = (what, found.count, found.tokens, found.path, f"{found.ms:.3f}", f"{found.plain_ms:.3f}", ratio)
         table.add_row(*(escape(str(cell)) for cell in cells), end_section=found.tokens == numbers[-1])
     return table
+
+
+_Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a model or of a finished run.")]
+_Datasets = Annotated[
+    list[str] | None, typer.Option("--dataset", help="Id on the Hub of what it was trained on; may be repeated.")
+]
+_Languages = Annotated[list[str] | None, typer.Option("--language", help="ISO 639 code; may be repeated.")]
+_License = Annotated[str | None, typer.Option(help="Such as apache-2.0.")]
+_BaseModel = Annotated[str | None, typer.Option(help="Id on the Hub of the model that it was made from.")]
+_RemoteCode = Annotated[
+    bool, typer.Option("--remote-code", help="With the code to load it by trust_remote_code, without hf_freeze.")
+]
+
+
+@app.command()
+def card(
+    folder: _Folder,
+    out: Annotated[
+        Path | None, typer.Option(help="The file; README.md in the folder of the model if not given.")
+    ] = None,
+    datasets: _Datasets = None,
+    language: _Languages = None,
+    license: _License = None,
+    base_model: _BaseModel = None,
+    repo_id: Annotated[str | None, typer.Option(help="The repository that it is for.")] = None,
+) -> None:
+    """Write a model card from what a run left: methods, sizes, scores, settings, limits. `push` takes it, edited or not.
+
+    Example: hf-freeze card runs/freeze-ablation/row-3-seed-1 --license mit
+    """
+    from hf_freeze.cards import model_card, read_made
+
+    with _one_line_errors():
+        made = read_made(folder)
+        path = out or made.model / "README.md"
+        text = model_card(
+            made, repo_id, datasets=datasets or (), language=language or (), license=license, base_model=base_model
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text.save(path)
+    console.print(escape(f"Written: {path}"), soft_wrap=True)
+
+
+@app.command()
+def push(
+    folder: _Folder,
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="Such as me/my-small-translator.")],
+    private: Annotated[bool | None, typer.Option("--private/--public", help="Of a new repository.")] = None,
+    revision: Annotated[str | None, typer.Option(help="A branch; made if it is not there.")] = None,
+    remote_code: _RemoteCode = False,
+    datasets: _Datasets = None,
+    language: _Languages = None,
+    license: _License = None,
+    base_model: _BaseModel = None,
+) -> None:
+    """Push a model to the Hub: weights, tokenizer, results and card, in one commit.
+
+    Example: hf-freeze push runs/freeze-ablation/row-3-seed-1 me/frozen-ffn --private
+    """
+    from hf_freeze import hub
+
+    with _one_line_errors():
+        done = hub.push(
+            folder,
+            repo_id,
+            private=private,
+            revision=revision,
+            remote_code=remote_code,
+            datasets=datasets or (),
+            language=language or (),
+            license=license,
+            base_model=base_model,
+        )
+    console.print(escape(f"Pushed: {done.repo_url}, commit {done.oid[:8]}"), soft_wrap=True)
 
 
 @app.command()

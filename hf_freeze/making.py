@@ -147,3 +147,16 @@ def _load_matching(new: Any, old: Any, *, strict: bool) -> None:
     shapes = {name: tensor.shape for name, tensor in new.state_dict().items()}
     state = {name: tensor for name, tensor in old.state_dict().items() if strict or shapes.get(name) == tensor.shape}
     new.load_state_dict(state, strict=strict)
+
+
+def empty_model(name: str | os.PathLike[str]) -> Any:
+    """The model of a directory or Hub id on `meta`, of the class that it was saved from: its structure without its weights.
+
+    Raises ValueError for an architecture that is not registered.
+    """
+    config = AutoConfig.from_pretrained(name)
+    classes = [TASKS[task]._model_mapping[type(config)] for task in architecture_of(config.model_type).tasks]
+    named = [c for c in classes if c.__name__ in (config.architectures or ())]
+    with torch.device("meta"):
+        model = (named or classes)[0](config)
+    return model.to(config.dtype or torch.float32)

@@ -275,6 +275,12 @@ class VariantMixin(ResizingMixin, TrainingMixin):
             )
         return (model, info) if with_info else model
 
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """As the native one, with a card of the methods and sizes where the repository has none."""
+        from hf_freeze.hub import push_model  # here: it imports this file
+
+        return push_model(self, repo_id, **kwargs)
+
     def merge(self) -> PreTrainedModel:
         """A plain native model with the same weights and logits; loading it needs no hf_freeze.
 
@@ -314,13 +320,18 @@ def _native_base_model(config_class: type, native_config_class: Any) -> Iterator
             registered._extra_content[config_class] = variant
 
 
-def _native_model(native_class: Any, config: Any) -> PreTrainedModel:
+def native_config_of(native_class: Any, config: Any) -> Any:
+    """The config of a variant without what makes it one."""
     data = {name: value for name, value in config.to_dict().items() if name not in (*_OWN_FIELDS, "model_type")}
     native_config = native_class.config_class.from_dict(data)
     native_config.architectures = [native_class.__name__]
     native_config._attn_implementation = config._attn_implementation
+    return native_config
+
+
+def _native_model(native_class: Any, config: Any) -> PreTrainedModel:
     with no_draws():
-        native = native_class(native_config)
+        native = native_class(native_config_of(native_class, config))
     native.tie_weights()
     return native
 

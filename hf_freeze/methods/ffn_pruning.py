@@ -1,4 +1,6 @@
-"""Remove whole neurons of the FFNs: rows of the matrices before the activation, columns of the one after it."""
+"""Remove whole neurons of the FFNs: rows of the matrices before the activation, columns of the one after it (as filters in
+Molchanov et al., 2017, https://arxiv.org/abs/1611.06440).
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,6 @@
-"""A gate on each attention head: to mask heads, or to learn which to keep."""
+"""A gate on each attention head: to mask heads, or to learn which to keep (Michel et al., 2019,
+https://arxiv.org/abs/1905.10650; Voita et al., 2019, https://arxiv.org/abs/1905.09418).
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,6 @@
-"""Remove attention heads: rows of the matrices of queries, keys and values, columns of that of the output."""
+"""Remove attention heads: rows of the matrices of queries, keys and values, columns of that of the output (Michel et al., 2019,
+https://arxiv.org/abs/1905.10650).
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Remove whole layers."""
+"""Remove whole layers (Sajjad et al., 2020, https://arxiv.org/abs/2004.03844)."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,6 @@
-"""Remove tokens: rows of the embeddings and of the output matrix."""
+"""Remove tokens: rows of the embeddings and of the output matrix (Abdaoui et al., 2020, "Load What You Need",
+https://arxiv.org/abs/2010.05609).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,0 +1,60 @@
+"""Code for a repository, by which `trust_remote_code=True` loads it where hf_freeze is not installed.
+
+It goes where the native class has the same stored tensors: parts frozen, drawn from a seed or left out. The model is then native,
+all of it trainable; saved again, it is dense.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_freeze import rng
+from hf_freeze.variant import TASKS, VariantMixin, native_config_of, no_draws
+
+TEMPLATE = Path(__file__).parent / "templates" / "modeling_hf_freeze.txt"
+_MODULE, _RNG = "modeling_hf_freeze", "hf_freeze_rng"
+
+
+def write_loader(folder: Path, model: VariantMixin, task: str) -> None:
+    """Add the code to `folder`, which holds the saved `model`, and its names to config.json there.
+
+    Raises ValueError where the native class would need other tensors than are stored.
+    """
+    _check_native(model)
+    seeded = [
+        (name, each.seed, each.name, tuple(each.shape), each.scheme, each.parts, model.config.digests[each.name])
+        for name, each in model.seeded_tensors.items()
+    ]
+    native_config: Any = model.native_class.config_class
+    text = TEMPLATE.read_text(encoding="utf-8")
+    for mark, value in (
+        ("NATIVE_CONFIG", native_config.__name__),
+        ("NATIVE_MODEL", model.native_class.__name__),
+        ("MODEL_TYPE", type(model.config).model_type),
+        ("SEEDED_TENSORS", "[\n" + "".join(f"    {entry!r},\n" for entry in seeded) + "]"),
+    ):
+        text = text.replace(mark, value)
+    (folder / f"{_MODULE}.py").write_text(text, encoding="utf-8")
+    shutil.copy(str(rng.__file__), folder / f"{_RNG}.py")
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["auto_map"] = {
+        "AutoConfig": f"{_MODULE}.NativeConfig",
+        TASKS[task].__name__: f"{_MODULE}.NativeModel",
+    }
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _check_native(model: VariantMixin) -> None:
+    with torch.device("meta"), no_draws():
+        native = model.native_class(native_config_of(model.native_class, model.config))
+    ours, theirs = ({name: tuple(v.shape) for name, v in each.state_dict().items()} for each in (model, native))
+    if ours != theirs:
+        names = ", ".join(method["method"] for method in model.config.methods)
+        raise ValueError(
+            f"no remote code for the methods {names}: their layers need hf_freeze (`pip install hf-freeze`); push without "
+            f"remote code, or a {model.native_class.__name__} that merge() makes"
+        )
