@@ -1,6 +1,7 @@
 """The config of a variant: its backbone's, with the methods applied. Untrusted input, checked before anything is allocated."""
 
 import copy
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:  # what the mixin is always combined with
 else:
     _Config = object
 
+_LONGEST = 1000  # characters of an error message
 INITS = ("backbone", "marian")
 _OWN = ("methods", "init", "hf_freeze_version", "digests", "original_fields", "model_type")
 
@@ -35,12 +37,20 @@ class VariantConfigMixin(_Config):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
+        try:
+            self._check()
+        except ValueError as error:
+            message = str(error)
+            if len(message) <= _LONGEST:
+                raise
+            # It quotes a value, which in a config of somebody else's may be a book.
+            raise ValueError(f"{message[: _LONGEST - 200]} ... {message[-200:]}") from None
+
+    def _check(self) -> None:
         _check_version(self.hf_freeze_version)
         if self.init not in INITS:
             raise ValueError(f"unknown init {self.init!r}; choose from {list(INITS)}")
-        if not isinstance(self.digests, dict) or not all(
-            isinstance(d, str) for pair in self.digests.items() for d in pair
-        ):
+        if not isinstance(self.digests, dict) or not all(map(_is_digest, self.digests.values())):
             raise ValueError(f"digests must map tensor names to hexadecimal digits, not {self.digests!r}")
         architecture = architecture_of(type(self).model_type)
         architecture.check_sizes(self)
@@ -92,6 +102,10 @@ class VariantConfigMixin(_Config):
         # importing PEFT for everybody.
         _share_peft_targets(type(self).model_type)
         return super().to_dict()
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None
 
 
 def set_fields(config: Any, values: dict[str, Any]) -> None:

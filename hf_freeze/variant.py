@@ -253,21 +253,30 @@ class VariantMixin(ResizingMixin, TrainingMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the native one. A damaged file, a missing trained tensor or a seeded tensor without digest is a ValueError."""
+        """As the native one. A damaged file, a tensor that is missing, too much or of another size, or a seeded one without
+        digest is a ValueError."""
         with_info = kwargs.pop("output_loading_info", False)
+        resizes = kwargs.pop("ignore_mismatched_sizes", False)
         try:
             loaded: Any = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+                pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
             model, info = loaded
         except SafetensorError as error:
             raise ValueError(
                 f"the weights of {pretrained_model_name_or_path} are truncated or damaged: {error}"
             ) from error
-        if info["missing_keys"] and model.config.architectures == [cls.__name__]:
-            raise ValueError(
-                f"the checkpoint {pretrained_model_name_or_path} lacks trained tensors: {sorted(info['missing_keys'])[:5]}"
-            )
+        where = f"the checkpoint {pretrained_model_name_or_path}"
+        if info["mismatched_keys"] and not resizes:
+            name, found, wanted = sorted(info["mismatched_keys"])[0]
+            raise ValueError(f"size mismatch: {where} holds {name!r} of {list(found)}, the model has {list(wanted)}")
+        if model.config.architectures == [cls.__name__]:  # another class has other heads
+            if info["missing_keys"]:
+                raise ValueError(f"{where} lacks trained tensors: {sorted(info['missing_keys'])[:5]}")
+            if info["unexpected_keys"]:
+                raise ValueError(
+                    f"{where} holds tensors that its config knows nothing of: {sorted(info['unexpected_keys'])[:5]}"
+                )
         undigested = {d.name for d in model.seeded_tensors.values()} - model._declared_digests
         if undigested:
             raise ValueError(

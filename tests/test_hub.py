@@ -1,5 +1,6 @@
 """Pushing to a Hub of this machine over real HTTP, loading from it in a fresh process, cards, and what goes wrong."""
 
+import inspect
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from huggingface_hub import ModelCard, constants
 from loopback_hub import Hub
 from safetensors.torch import load_file, save_file
 from test_experiments import write_recipe
-from transformers import AutoModelForSequenceClassification, BertConfig
+from transformers import AutoModelForSequenceClassification, BertConfig, PreTrainedModel
 from typer.testing import CliRunner
 
 from hf_freeze import make_variant, methods
@@ -24,7 +25,7 @@ from hf_freeze.cards import model_card, read_made
 from hf_freeze.cli import app
 from hf_freeze.experiments.grid import run_grid
 from hf_freeze.experiments.recipe import load_recipe
-from hf_freeze.hub import assemble, check_whole, push
+from hf_freeze.hub import assemble, check_whole, push, push_model
 from hf_freeze.making import empty_model
 from hf_freeze.variant import VariantMixin
 
@@ -189,7 +190,9 @@ def test_push_to_hub_of_a_model_writes_a_card_once(loopback):
         vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=2
     )
     model = make_variant(config, [methods.Freeze(ffn="random", seed=1)], task="sequence-classification")
-    model.push_to_hub("me/bert", tags=["mine"], commit_message="first")
+    native = set(inspect.signature(PreTrainedModel.push_to_hub).parameters)
+    assert set(inspect.signature(push_model).parameters) >= native - {"self", "commit_description", "create_pr"}
+    model.push_to_hub("me/bert", tags=["mine"], commit_message="first", commit_description="more", create_pr=False)
     card = ModelCard.load("me/bert")
     assert {"mine", "hf_freeze", "freeze"} <= set(card.data.tags)
     assert "**Freeze**" in card.text

@@ -795,10 +795,6 @@ def test_the_config_holds_the_digests_of_what_is_not_stored(saved):
     assert config["model_type"] == "hf_freeze_marian"
 
 
-def test_pushing_is_the_native_method():
-    assert type(fresh_marian()).push_to_hub is MarianMTModel.push_to_hub
-
-
 def test_merged_bert_opens_without_the_package(tmp_path, saved_bert):
     _, model = saved_bert
     model.merge().save_pretrained(tmp_path)
