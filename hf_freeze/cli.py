@@ -1,4 +1,4 @@
-"""The command line: hf-freeze run | report | inspect | card | push | methods | architectures."""
+"""The command line: hf-freeze run | report | inspect | diff | card | push | methods | architectures."""
 
 import os
 import shlex
@@ -173,6 +173,46 @@ def _latency_table(model_class: Any, name: str, tokens: tuple[int, int]) -> Tabl
         cells = (what, found.count, found.tokens, found.path, f"{found.ms:.3f}", f"{found.plain_ms:.3f}", ratio)
         table.add_row(*(escape(str(cell)) for cell in cells), end_section=found.tokens == numbers[-1])
     return table
+
+
+@app.command()
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="Directory or Hub id of a variant or a native model.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another of the same architecture.")],
+    top: Annotated[int, typer.Option(min=0, help="Tensors to list, those first that differ most.")] = 10,
+) -> None:
+    """Compare two models: settings and methods, and which components and tensors differ by how much.
+
+    Example: hf-freeze diff runs/freeze-ablation/row-0-seed-1/model runs/freeze-ablation/row-3-seed-1/model
+    """
+    from hf_freeze.cards import shortened
+    from hf_freeze.comparing import KINDS, SAME, compare
+    from hf_freeze.making import load_model
+
+    with _one_line_errors():
+        found = compare(load_model(first), load_model(second))
+    for name, one, other in found.settings:
+        console.print(escape(f"{name}: {shortened(one)} -> {shortened(other)}"), soft_wrap=True, highlight=False)
+    table = Table(
+        "component", *(f"tensors {kind}" for kind in KINDS), "|b - a| / |a|", title="A is the first, B the second"
+    )
+    for component, (numbers, relative) in found.by_component().items():
+        table.add_row(component, *(str(numbers[kind]) for kind in KINDS), f"{relative:.3g}")
+    console.print(table)
+    different = [each for each in found.tensors if each.kind != SAME]
+    if not different:
+        console.print("All tensors are bit-equal.")
+    elif top:
+        table = Table("tensor", "what", "A", "B", "|b - a| / |a|", "largest |b - a|")
+        unlike = [each for each in different if None in each.shapes or each.shapes[0] != each.shapes[1]]
+        alike = sorted((each for each in different if each not in unlike), key=lambda each: each.relative, reverse=True)
+        for each in [*alike, *unlike][:top]:
+            numbers = (f"{each.relative:.3g}", f"{each.largest:.3g}") if each in alike else ("", "")
+            shapes = ("" if shape is None else " x ".join(map(str, shape)) for shape in each.shapes)
+            table.add_row(escape(each.name), each.kind, *shapes, *numbers)
+        console.print(table)
+        if len(different) > top:
+            console.print(f"... and {len(different) - top} more: --top {len(different)}")
 
 
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a model or of a finished run.")]

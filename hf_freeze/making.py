@@ -154,9 +154,20 @@ def empty_model(name: str | os.PathLike[str]) -> Any:
 
     Raises ValueError for an architecture that is not registered.
     """
+    config, model_class = _saved_class(name)
+    with torch.device("meta"):
+        model = model_class(config)
+    return model.to(config.dtype or torch.float32)
+
+
+def load_model(name: str | os.PathLike[str]) -> Any:
+    """The model of a directory or Hub id, of the class that it was saved from. Raises ValueError as `empty_model`."""
+    return _saved_class(name)[1].from_pretrained(name)
+
+
+def _saved_class(name: str | os.PathLike[str]) -> tuple[Any, Any]:
+    """The config of a saved model, and the class that wrote it; where that is unknown, that of the first task."""
     config = AutoConfig.from_pretrained(name)
     classes = [TASKS[task]._model_mapping[type(config)] for task in architecture_of(config.model_type).tasks]
     named = [c for c in classes if c.__name__ in (config.architectures or ())]
-    with torch.device("meta"):
-        model = (named or classes)[0](config)
-    return model.to(config.dtype or torch.float32)
+    return config, (named or classes)[0]

@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, initialization
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 import hf_freeze.architectures
 import hf_freeze.methods  # noqa: F401 (both fill the registries)
-from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.config import VariantConfigMixin, parse_methods, set_fields
 from hf_freeze.layers.derived import Fresh
@@ -34,6 +32,7 @@ from hf_freeze.registry import (
 )
 from hf_freeze.resizing import ResizingMixin
 from hf_freeze.rng import SeededTensor, digest
+from hf_freeze.saving import SavingMixin
 from hf_freeze.training_mixin import TrainingMixin, trained_forward
 
 TASKS = {
@@ -48,7 +47,7 @@ TASKS = {
 _OWN_FIELDS = ("methods", "init", "hf_freeze_version", "digests", "original_fields")
 
 
-class VariantMixin(ResizingMixin, TrainingMixin):
+class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin):
     """In front of a native class: structure from the config, freezing, regeneration, and what training needs."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -230,65 +229,7 @@ class VariantMixin(ResizingMixin, TrainingMixin):
                 missing_keys.discard(target)
         self.all_tied_weights_keys |= self._own_ties
 
-    # -- saving, loading, merging ----------------------------------------------------------------------------------------
-
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As the native one, without the seeded tensors. Raises ValueError where one of them was changed."""
-        state_dict = kwargs.get("state_dict")
-        for name, definition in self.seeded_tensors.items():
-            held = self.get_parameter(name) if state_dict is None else state_dict.get(name)
-            if held is None or held.is_meta or type(held).__name__ == "DTensor":
-                continue
-            if held.dtype == torch.float32 and digest(held) == self.config.digests.get(definition.name):
-                continue
-            value = definition.generate(held.device)
-            self.config.digests[definition.name] = digest(value)
-            if not torch.equal(value.to(held.dtype), held):
-                raise ValueError(
-                    f"{name!r} is frozen at random values that are not stored, but it was changed, or cast to a lower "
-                    "precision and back; merge() stores it, or load the model in the precision that you save in"
-                )
-        self.config.hf_freeze_version = __version__
-        super().save_pretrained(save_directory, *args, **kwargs)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the native one. A damaged file, a tensor that is missing, too much or of another size, or a seeded one without
-        digest is a ValueError."""
-        with_info = kwargs.pop("output_loading_info", False)
-        resizes = kwargs.pop("ignore_mismatched_sizes", False)
-        try:
-            loaded: Any = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-            )
-            model, info = loaded
-        except SafetensorError as error:
-            raise ValueError(
-                f"the weights of {pretrained_model_name_or_path} are truncated or damaged: {error}"
-            ) from error
-        where = f"the checkpoint {pretrained_model_name_or_path}"
-        if info["mismatched_keys"] and not resizes:
-            name, found, wanted = sorted(info["mismatched_keys"])[0]
-            raise ValueError(f"size mismatch: {where} holds {name!r} of {list(found)}, the model has {list(wanted)}")
-        if model.config.architectures == [cls.__name__]:  # another class has other heads
-            if info["missing_keys"]:
-                raise ValueError(f"{where} lacks trained tensors: {sorted(info['missing_keys'])[:5]}")
-            if info["unexpected_keys"]:
-                raise ValueError(
-                    f"{where} holds tensors that its config knows nothing of: {sorted(info['unexpected_keys'])[:5]}"
-                )
-        undigested = {d.name for d in model.seeded_tensors.values()} - model._declared_digests
-        if undigested:
-            raise ValueError(
-                f"the config of {pretrained_model_name_or_path} has no digest of {sorted(undigested)[0]!r}, which is not stored"
-            )
-        return (model, info) if with_info else model
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """As the native one, with a card of the methods and sizes where the repository has none."""
-        from hf_freeze.hub import push_model  # here: it imports this file
-
-        return push_model(self, repo_id, **kwargs)
+    # -- merging -----------------------------------------------------------------------------------------------------------
 
     def merge(self) -> PreTrainedModel:
         """A plain native model with the same weights and logits; loading it needs no hf_freeze.

@@ -1,0 +1,79 @@
+"""Saving, loading and pushing a variant: what a seed regenerates is not stored, and a checkpoint is whole or refused."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+
+from hf_freeze._version import __version__
+from hf_freeze.rng import SeededTensor, digest
+
+if TYPE_CHECKING:  # what the mixin is always combined with
+    from transformers import PreTrainedModel as _Model
+else:
+    _Model = object
+
+
+class SavingMixin(_Model):
+    """Of a variant: everything that reads or writes its folder."""
+
+    config: Any
+    seeded_tensors: dict[str, SeededTensor]
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As the native one, without the seeded tensors. Raises ValueError where one of them was changed."""
+        state_dict = kwargs.get("state_dict")
+        for name, definition in self.seeded_tensors.items():
+            held = self.get_parameter(name) if state_dict is None else state_dict.get(name)
+            if held is None or held.is_meta or type(held).__name__ == "DTensor":
+                continue
+            if held.dtype == torch.float32 and digest(held) == self.config.digests.get(definition.name):
+                continue
+            value = definition.generate(held.device)
+            self.config.digests[definition.name] = digest(value)
+            if not torch.equal(value.to(held.dtype), held):
+                raise ValueError(
+                    f"{name!r} is frozen at random values that are not stored, but it was changed, or cast to a lower "
+                    "precision and back; merge() stores it, or load the model in the precision that you save in"
+                )
+        self.config.hf_freeze_version = __version__
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the native one. A damaged file, a tensor that is missing, too much or of another size, or a seeded one without
+        digest is a ValueError."""
+        with_info = kwargs.pop("output_loading_info", False)
+        resizes = kwargs.pop("ignore_mismatched_sizes", False)
+        try:
+            loaded: Any = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
+            model, info = loaded
+        except SafetensorError as error:
+            raise ValueError(
+                f"the weights of {pretrained_model_name_or_path} are truncated or damaged: {error}"
+            ) from error
+        where = f"the checkpoint {pretrained_model_name_or_path}"
+        if info["mismatched_keys"] and not resizes:
+            name, found, wanted = sorted(info["mismatched_keys"])[0]
+            raise ValueError(f"size mismatch: {where} holds {name!r} of {list(found)}, the model has {list(wanted)}")
+        if model.config.architectures == [cls.__name__]:  # another class has other heads
+            if info["missing_keys"]:
+                raise ValueError(f"{where} lacks trained tensors: {sorted(info['missing_keys'])[:5]}")
+            if info["unexpected_keys"]:
+                raise ValueError(
+                    f"{where} holds tensors that its config knows nothing of: {sorted(info['unexpected_keys'])[:5]}"
+                )
+        undigested = {d.name for d in model.seeded_tensors.values()} - model._declared_digests
+        if undigested:
+            raise ValueError(
+                f"the config of {pretrained_model_name_or_path} has no digest of {sorted(undigested)[0]!r}, which is not stored"
+            )
+        return (model, info) if with_info else model
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """As the native one, with a card of the methods and sizes where the repository has none."""
+        from hf_freeze.hub import push_model  # here: it imports this file
+
+        return push_model(self, repo_id, **kwargs)

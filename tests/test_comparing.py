@@ -1,0 +1,90 @@
+"""What `hf-freeze diff` says of two models, against differences made by hand."""
+
+import copy
+import math
+
+import pytest
+import torch
+from contract_cases import BASELINES, CASES, build
+from typer.testing import CliRunner
+
+from hf_freeze import make_variant, methods
+from hf_freeze.cli import app
+from hf_freeze.comparing import CHANGED, FIRST, RESIZED, SAME, SECOND, compare
+
+(MARIAN,) = (case for case in BASELINES if case.architecture.model_type == "marian")
+FC1, QUERY = "model.encoder.layers.0.fc1.weight", "model.decoder.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.thorough], ids=lambda case: case.id)
+def test_a_model_is_as_it_is(case):
+    model = build(case)
+    found = compare(model, copy.deepcopy(model))
+    assert found.settings == []
+    assert {each.kind for each in found.tensors} == {SAME}
+    assert all(relative == 0 for _, relative in found.by_component().values())
+
+
+def test_differences_made_by_hand():
+    one, other = build(MARIAN), build(MARIAN)
+    with torch.no_grad():
+        other.get_parameter(FC1)[0, 0] += 3
+        other.get_parameter(FC1)[1, 1] -= 4
+    found = compare(one, other)
+    (changed,) = (each for each in found.tensors if each.kind != SAME)
+    assert (changed.name, changed.component, changed.kind) == (FC1, "ffn", CHANGED)
+    assert changed.distance == pytest.approx(5, rel=1e-6)
+    assert changed.largest == pytest.approx(4, rel=1e-6)
+    assert changed.relative == pytest.approx(5 / one.get_parameter(FC1).double().norm().item(), rel=1e-6)
+    ffn = [p.double() for n, p in one.named_parameters() if ".fc" in n]
+    kinds, relative = found.by_component()["ffn"]
+    assert kinds[CHANGED] == 1
+    assert relative == pytest.approx(5 / math.hypot(*(p.norm().item() for p in ffn)), rel=1e-6)
+    assert found.by_component()["attention"][1] == 0
+
+
+def test_methods_and_shapes():
+    one = build(MARIAN)
+    other = make_variant(one, [methods.LowRank(rank=2, components=["attention"]), methods.FFNPruning(width=4)])
+    other.config.dropout = 0.5
+    found = compare(one, other)
+    settings = {name: (a, b) for name, a, b in found.settings}
+    assert settings["dropout"] == (one.config.dropout, 0.5)
+    assert settings["low_rank"] == (None, "applied")
+    assert settings["low_rank.rank"] == (None, 2)
+    assert settings["ffn_pruning.width"] == (None, 4)
+    kinds = {each.name: each for each in found.tensors}
+    assert kinds[QUERY].kind == FIRST
+    assert {each.kind for each in found.tensors if each.component == "attention"} >= {FIRST, SECOND}
+    assert kinds[FC1].kind == RESIZED
+    assert {each.kind for each in found.tensors if each.component == "embeddings"} == {SAME}
+
+
+def test_a_zero_that_is_none_any_more_is_infinitely_far():
+    one, other = build(MARIAN), build(MARIAN)
+    with torch.no_grad():
+        one.get_parameter(QUERY).zero_()
+    assert next(each for each in compare(one, other).tensors if each.name == QUERY).relative == math.inf
+
+
+def test_other_architectures_are_refused():
+    bert = next(case for case in BASELINES if case.architecture.model_type == "bert")
+    with pytest.raises(ValueError, match="cannot compare 'marian' with 'bert'"):
+        compare(build(MARIAN), build(bert))
+
+
+def test_on_the_command_line(tmp_path):
+    one, other = build(MARIAN), build(MARIAN)
+    with torch.no_grad():
+        other.get_parameter(FC1).add_(1)
+    one.save_pretrained(tmp_path / "a")
+    make_variant(other, [methods.Freeze(attention="random", seed=4)]).save_pretrained(tmp_path / "b")
+    done = CliRunner().invoke(app, ["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--top", "3"])
+    assert done.exit_code == 0, done.output
+    for part in ("freeze.attention: None -> random", "ffn", "more: --top"):
+        assert part in done.output
+    same = CliRunner().invoke(app, ["diff", str(tmp_path / "a"), str(tmp_path / "a")])
+    assert "All tensors are bit-equal." in same.output
+    wrong = CliRunner().invoke(app, ["diff", str(tmp_path / "a"), str(tmp_path / "none")])
+    assert wrong.exit_code == 2
+    assert "Error:" in wrong.output
