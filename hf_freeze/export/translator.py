@@ -82,12 +82,13 @@ class Translator:
 
     def _new_tokens(self, config: Any) -> int:
         """How many tokens may be found, without the end that `generate` forces upon the last place."""
-        found = config.max_new_tokens
+        found, limit = config.max_new_tokens, self._target_limit
         if found is None and config.max_length is not None:
             found = config.max_length - 1  # which counts the token that the decoder starts with
         if found is None:  # as the pipeline
-            limit = self._target_limit
             found = limit - 1 if limit is not None and limit <= NEW_TOKENS else NEW_TOKENS
+        if limit is not None:  # there is no position for another token
+            found = min(found, limit)
         return max(found - (config.forced_eos_token_id is not None), 1)
 
 
