@@ -128,7 +128,10 @@ def _compare(model: Any, folder: Path) -> None:
 
 class CTranslate2Translator(Translator):
     """Translates with a folder of `hf-freeze export --format ctranslate2`. `options` go to `ctranslate2.Translator`: `device`,
-    `compute_type`, `inter_threads`, `intra_threads` ... In fp32 it finds what `generate` finds, with beams too.
+    `compute_type`, `inter_threads`, `intra_threads` ...
+
+    In fp32 it finds what `generate` finds, greedily and with beams under `early_stopping=True`; without, a few texts may
+    get a longer translation of a better score.
     """
 
     format = "ctranslate2"
@@ -152,8 +155,8 @@ class CTranslate2Translator(Translator):
             max_decoding_length=self._new_tokens(config),
             beam_size=beams,
             num_hypotheses=returned,
-            # A text is done when this many sequences for each beam are: generate stops at the first ones, or goes on until none
-            # can become better, which hardly any does after twice as many.
+            # A text is done when so many sequences for each beam are. With early stopping that is what generate does. Without,
+            # generate goes on until the running ones score worse at their present length; twice as many is nearly the same.
             patience=1 if config.early_stopping is True else 2,
             length_penalty=set_or(config.length_penalty, 1.0),
             no_repeat_ngram_size=set_or(config.no_repeat_ngram_size, 0),
