@@ -1,4 +1,4 @@
-"""The command line: hf-freeze run | report | inspect | diff | card | push | methods | architectures."""
+"""The command line: hf-freeze run | report | inspect | diff | card | push | export | methods | architectures."""
 
 import os
 import shlex
@@ -287,6 +287,32 @@ def push(
             base_model=base_model,
         )
     console.print(escape(f"Pushed: {done.repo_url}, commit {done.oid[:8]}"), soft_wrap=True)
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(help="Directory or Hub id of a variant or a native model.")],
+    format: Annotated[str, typer.Option(help="ctranslate2, onnx or dense (native, without hf_freeze).")],
+    quantization: Annotated[str | None, typer.Option(help="Of the weights, such as int8; fp32 if not given.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; MODEL-FORMAT-QUANTIZATION if not given.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a folder that is no earlier export.")] = False,
+) -> None:
+    """Write a model for another engine, with its tokenizer: merged, converted and compared with PyTorch.
+
+    Example: hf-freeze export runs/small-translator/row-tt-seed-1/model --format ctranslate2 --quantization int8
+    """
+    from hf_freeze.export import export_model
+
+    with _one_line_errors():
+        folder = export_model(
+            *(model, format),
+            quantization=quantization,
+            out=out,
+            force=force,
+            say=lambda text: console.print(escape(text), soft_wrap=True),
+        )
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        console.print(escape(f"Written: {folder} ({size / 1e6:.2f} MB)"), soft_wrap=True)
 
 
 @app.command()

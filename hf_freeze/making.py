@@ -161,13 +161,23 @@ def empty_model(name: str | os.PathLike[str]) -> Any:
 
 
 def load_model(name: str | os.PathLike[str]) -> Any:
-    """The model of a directory or Hub id, of the class that it was saved from. Raises ValueError as `empty_model`."""
-    return _saved_class(name)[1].from_pretrained(name)
+    """The model of a directory or Hub id, of the class that it was saved from. Raises ValueError where that is none of ours."""
+    config, model_class = _saved_class(name)
+    if model_class.__name__ not in (config.architectures or ()):
+        raise ValueError(
+            f"{name} holds {config.architectures or 'no class of model'}; choose from {list(_classes(config))}"
+        )
+    return model_class.from_pretrained(name)
 
 
 def _saved_class(name: str | os.PathLike[str]) -> tuple[Any, Any]:
     """The config of a saved model, and the class that wrote it; where that is unknown, that of the first task."""
     config = AutoConfig.from_pretrained(name)
-    classes = [TASKS[task]._model_mapping[type(config)] for task in architecture_of(config.model_type).tasks]
-    named = [c for c in classes if c.__name__ in (config.architectures or ())]
-    return config, (named or classes)[0]
+    classes = _classes(config)
+    named = [c for name, c in classes.items() if name in (config.architectures or ())]
+    return config, (named or list(classes.values()))[0]
+
+
+def _classes(config: Any) -> dict[str, Any]:
+    found = (TASKS[task]._model_mapping[type(config)] for task in architecture_of(config.model_type).tasks)
+    return {each.__name__: each for each in found}

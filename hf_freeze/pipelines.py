@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _PAIR = re.compile(r"translation_(?P<source>.+?)_to_(?P<target>.+)")
 _T5 = {"model": ("google-t5/t5-base", "a9723ea")}  # what transformers 4 took where no model was named
-_NEW_TOKENS = 256  # for models that set no length of their own: generate's default would stop after 20
+NEW_TOKENS = 256  # for models that set no length of their own: generate's default would stop after 20
 
 
 class Text2TextGenerationPipeline(Pipeline):
@@ -49,7 +49,7 @@ class Text2TextGenerationPipeline(Pipeline):
     _load_video_processor = False
     _load_feature_extractor = False
     _pipeline_calls_generate = True
-    _default_generation_config = GenerationConfig(max_new_tokens=_NEW_TOKENS)
+    _default_generation_config = GenerationConfig(max_new_tokens=NEW_TOKENS)
 
     def __init__(self, model: Any, **kwargs: Any) -> None:
         task = kwargs.get("task", "")
@@ -62,8 +62,8 @@ class Text2TextGenerationPipeline(Pipeline):
         prefix = specific.pop("prefix", None)
         if "generation_config" in kwargs:
             specific = {}
-        limit = _max_positions(model.config, "decoder")
-        if limit is not None and limit <= _NEW_TOKENS:
+        limit = max_positions(model.config, "decoder")
+        if limit is not None and limit <= NEW_TOKENS:
             self._default_generation_config = GenerationConfig(max_new_tokens=limit - 1)
         super().__init__(model=model, **{**specific, **kwargs})
         self.prefix = prefix or self.prefix or ""
@@ -105,7 +105,7 @@ class Text2TextGenerationPipeline(Pipeline):
     def preprocess(self, text: str, truncation: bool | str = False, **languages: str) -> dict[str, Any]:
         """One text -> input_ids (1, T), attention_mask (1, T) and what else the tokenizer gives to `generate`."""
         self._require_text(text)
-        limit = _max_positions(self.model.config, "encoder")
+        limit = max_positions(self.model.config, "encoder")
         options: dict[str, Any] = {"truncation": truncation, "return_tensors": "pt", "return_attention_mask": True}
         if truncation and limit is not None:
             options["max_length"] = min(limit, self.tokenizer.model_max_length)
@@ -238,7 +238,7 @@ class _Stream(IterableDataset):
         return iter(self.items)
 
 
-def _max_positions(config: Any, side: str) -> int | None:
+def max_positions(config: Any, side: str) -> int | None:
     """The longest sequence that the encoder or decoder has positions for; None where positions are relative."""
     for owner, name in (
         (config, f"max_{side}_position_embeddings"),

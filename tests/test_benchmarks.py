@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import MarianConfig
 
 from hf_freeze import data, make_variant, methods, stored_bytes
 from hf_freeze.experiments.run import backbone_config
+from hf_freeze.registry import ARCHITECTURES
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if not file.name.startswith("_"))
@@ -191,6 +193,22 @@ def test_embeddings(run, tmp_path):
         assert re.search(rf"^- {bar}: (passed in all|missed in \d+ of) {places}\b", printed, re.M)
     assert "- adaptive softmax, training step faster than full from V = 32,000 on: not measured" in printed
     assert out.read_text(encoding="utf-8").startswith("`python benchmarks/embeddings.py --quick")
+
+
+def test_export(run, tmp_path):
+    text = data.builtin_corpus(train=40, dev=4, test=4)
+    tokenizer = data.train_tokenizer([*text["train"]["source"], *text["train"]["target"]], 300)
+    sizes = {"vocab_size": len(tokenizer), "decoder_vocab_size": len(tokenizer), "max_position_embeddings": 128}
+    config = MarianConfig(**ARCHITECTURES["marian"].tiny | sizes)
+    model = make_variant(config, [methods.FactorizedEmbedding(rank=4)], task="seq2seq-lm")
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "model")
+    for side in ("source", "target"):
+        (tmp_path / side).write_text("\n".join(text["test"][side]), encoding="utf-8")
+    arguments = ["--text", str(tmp_path / "source"), "--target", str(tmp_path / "target"), "--engines", "ctranslate2"]
+    printed = run("export", str(tmp_path / "model"), *arguments, "--beams", "2", "--rounds", "1", "--new-tokens", "6")
+    assert re.search(r"^\| ctranslate2 fp32 \| 2 \| [\d.]+ \| [\d.]+ \| 4 of 4 \|", printed, re.M)
+    assert "fp32 as PyTorch: passed in all 2" in printed
 
 
 def test_run_latency(run, tmp_path):

@@ -1,0 +1,129 @@
+"""From a model directory to a folder of another format: merged, converted, checked, and put in place when it is whole."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from hf_freeze._version import __version__
+from hf_freeze.cards import task_of
+from hf_freeze.export import ctranslate2, dense, onnx
+from hf_freeze.export.folders import MARK, Export, require
+from hf_freeze.making import load_model
+from hf_freeze.pipelines import max_positions
+from hf_freeze.registry import architecture_of
+from hf_freeze.variant import VariantMixin
+
+FORMATS: dict[str, Any] = {"ctranslate2": ctranslate2, "onnx": onnx, "dense": dense}
+
+
+def export_model(
+    source: str | os.PathLike[str],
+    format: str,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    quantization: str | None = None,
+    force: bool = False,
+    say: Callable[[str], Any] = lambda text: None,
+) -> Path:
+    """Write the model of a directory or Hub id in another format; returns the folder, which needs no hf_freeze.
+
+    `format`: one of `FORMATS`. `quantization`: of the weights, one of the format's `QUANTIZATIONS`; None keeps fp32 (of
+    `dense`, what the model has). `out`: SOURCE-FORMAT or SOURCE-FORMAT-QUANTIZATION if not given; an earlier export there is
+    replaced, anything else only with `force`. The tokenizer and the generation settings go along. `say` is told what takes long.
+
+    The methods of a variant are merged. Before it is quantized, what was written is compared with PyTorch.
+
+    Raises ValueError for an unknown format or quantization, a missing package, a source that is no model, a model that the
+    format cannot hold, a folder that is in the way, and an engine that computes something else than PyTorch.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"unknown format {format!r}; choose from {list(FORMATS)}")
+    chosen = FORMATS[format]
+    if quantization is not None and quantization not in chosen.QUANTIZATIONS:
+        raise ValueError(
+            f"unknown quantization {quantization!r} for {format}; choose from {list(chosen.QUANTIZATIONS)}"
+        )
+    for package in chosen.PACKAGES:
+        require(package, format)
+    folder = _destination(source, "-".join(filter(None, (format, quantization))), out)
+    _check_replaceable(folder, source, force)
+    say(f"reading {source}")
+    model, task = _open(source)
+    tasks = chosen.TASKS.get(architecture_of(model.config.model_type).model_type, ())
+    if task not in tasks:
+        choices = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in chosen.TASKS.items())
+        raise ValueError(f"{format} takes no {type(model).__name__} ({task}); choose from {choices}")
+    tokenizer = _tokenizer(source)
+    if tokenizer is None and chosen.NEEDS_TOKENIZER:
+        raise ValueError(f"{source} holds no tokenizer, whose tokens {format} needs; save it beside the model")
+    model, refusal = _merged(model)
+    if refusal is not None and architecture_of(model.config.model_type).model_type not in chosen.HOLDS_VARIANTS:
+        raise ValueError(f"{format} cannot hold this model: {refusal}")
+    export = Export(model, refusal, task, tokenizer, quantization, say)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".hf_freeze_export_", dir=folder.parent) as temporary:
+        written = Path(temporary) / "written"
+        written.mkdir()
+        chosen.write(export, written)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(written)
+        if export.model.can_generate():
+            export.model.generation_config.save_pretrained(written)
+        positions = {side: max_positions(model.config, side) for side in ("encoder", "decoder")}
+        mark = {"format": format, "quantization": quantization, "task": task, "hf_freeze_version": __version__}
+        (written / MARK).write_text(json.dumps(mark | {"max_positions": positions}, indent=2) + "\n", encoding="utf-8")
+        if folder.exists():
+            os.replace(folder, Path(temporary) / "replaced")
+        os.replace(written, folder)
+    return folder
+
+
+def _destination(source: Any, suffix: str, out: Any) -> Path:
+    if out is not None:
+        return Path(out)
+    path = Path(source)
+    if path.is_dir():
+        path = path.resolve()
+        return path.with_name(f"{path.name}-{suffix}")
+    return Path(f"{path.name}-{suffix}")  # of a Hub id: here
+
+
+def _check_replaceable(folder: Path, source: Any, force: bool) -> None:
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file; choose another --out")
+    if Path(source).exists() and Path(source).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{folder} holds the model that is exported; choose another --out")
+    if any(folder.iterdir()) and not (folder / MARK).is_file() and not force:
+        raise ValueError(f"{folder} is not empty and no earlier export; choose another --out, or replace it by --force")
+
+
+def _open(source: Any) -> tuple[Any, str]:
+    """(model in eval mode, its task) of a directory or Hub id."""
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise ValueError(f"{source} holds no model: it has no config.json")
+    model = load_model(source).eval()
+    return model, task_of(model)
+
+
+def _tokenizer(source: Any) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, TypeError, KeyError):  # what it raises depends on which file it misses first
+        return None
+
+
+def _merged(model: Any) -> tuple[Any, str | None]:
+    """(the native model, None), or (the variant as it is, why a method cannot be merged)."""
+    if not isinstance(model, VariantMixin):
+        return model, None
+    try:
+        return model.merge(), None
+    except ValueError as error:
+        return model, str(error)
