@@ -3,6 +3,7 @@ else. Settings that say where something lay on this machine are left out."""
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -83,7 +84,13 @@ def _without_folders(value: Any) -> Any:
         return {name: _without_folders(each) for name, each in value.items() if name != "root"}
     if isinstance(value, list):
         return [_without_folders(each) for each in value]
-    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+    return _without_folder(value) if isinstance(value, str) else value
+
+
+def _without_folder(word: str) -> str:
+    """An absolute path, alone or after `KEY=`, without the folder that it lies in."""
+    key, equals, value = word.rpartition("=")
+    return key + equals + (Path(value).name if Path(value).is_absolute() else value)
 
 
 def model_card(
@@ -285,7 +292,8 @@ def _training(made: Made) -> list[str]:
     steps = f"{record['steps']:,} steps, {record['epochs_trained']:g} epochs, seed {record['seed']}, from {start}"
     facts = [f"Data: {_data_name(made).split(' (')[0]}. {steps}."]
     if command.exists():
-        facts.append(f"Command: `{command.read_text(encoding='utf-8').strip()}`")
+        words = shlex.split(command.read_text(encoding="utf-8"))
+        facts.append(f"Command: `{shlex.join(map(_without_folder, words))}`")
     minutes = record["seconds"]["train"] / 60
     where = f"{environment['device']}, threads: {environment['threads']}, processes: {record['processes']}"
     resumed = " after the last interruption" if record["resumed"] else ""

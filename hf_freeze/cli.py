@@ -239,11 +239,13 @@ def card(
     base_model: _BaseModel = None,
     repo_id: Annotated[str | None, typer.Option(help="The repository that it is for.")] = None,
 ) -> None:
-    """Write a model card from what a run left: methods, sizes, scores, settings, limits. `push` takes it, edited or not.
+    """Write a model card from what a run left: methods, sizes, scores, settings, limits; its record and pictures go beside
+    it. `push` takes it, edited or not.
 
     Example: hf-freeze card runs/freeze-ablation/row-3-seed-1 --license mit
     """
     from hf_freeze.cards import model_card, read_made
+    from hf_freeze.hub import write_record
 
     with _one_line_errors():
         made = read_made(folder)
@@ -253,6 +255,7 @@ def card(
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         text.save(path)
+        write_record(made, path.parent)
     console.print(escape(f"Written: {path}"), soft_wrap=True)
 
 

@@ -87,14 +87,19 @@ def assemble(
     model = empty_model(made.model)
     check_whole(made.model, model)
     shutil.copytree(made.model, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_LEFT))
-    if (record := published_record(made)) is not None:
-        (target / "results.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    for picture in made.pictures:
-        shutil.copy(picture, target)
+    write_record(made, target)
     if not (target / "README.md").exists():
         model_card(made, repo_id, model=model, remote_code=remote_code, **of_card).save(target / "README.md")
     if remote_code:
         write_loader(target, model, task_of(model))
+
+
+def write_record(made: Made, target: Path) -> None:
+    """Put into `target` what a card refers to: results.json and pictures."""
+    if (record := published_record(made)) is not None:
+        (target / "results.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for picture in made.pictures:
+        shutil.copy(picture, target)
 
 
 def check_whole(folder: Path, model: Any) -> None:

@@ -132,11 +132,14 @@ def test_other_seeds_and_folders_of_this_machine(grid, tmp_path):
     settings = json.loads((other / "row-2.1-seed-1" / "run.json").read_text())
     settings["data"] = {"root": str(tmp_path / "multi30k"), "train": ["a.de", "a.en"], "test": ["t.de.gz", "t.en.gz"]}
     settings["backbone"] = {"pretrained": str(tmp_path / "mini")}
+    command = f"hf-freeze run {tmp_path}/r.yaml --set backbone.pretrained={tmp_path}/mini --set 'seeds=[1, 2]'"
+    (other / "command.txt").write_text(command)
     (other / "row-2.1-seed-1" / "run.json").write_text(json.dumps(settings))
     assemble(read_made(other / "row-2.1-seed-1"), tmp_path / "out", "me/x")
     text = (tmp_path / "out" / "README.md").read_text()
     assert "BLEU 98.7 with seed 2" in text
     assert "multi30k (t)" in text
+    assert "`hf-freeze run r.yaml --set backbone.pretrained=mini --set 'seeds=[1, 2]'`" in text
     assert "from the weights of mini" in text
     for name in ("README.md", "results.json"):
         assert str(tmp_path) not in (tmp_path / "out" / name).read_text()
@@ -171,6 +174,7 @@ def test_a_card_of_ones_own_is_taken(grid, tmp_path, loopback):
     shutil.copytree(grid / "row-0-seed-1", tmp_path / "run")
     written = CliRunner().invoke(app, ["card", str(tmp_path / "run"), "--language", "de"])
     assert written.exit_code == 0, written.output
+    assert (tmp_path / "run" / "model" / "results.json").exists()
     path = tmp_path / "run" / "model" / "README.md"
     path.write_text(path.read_text() + "\nWritten by hand.\n")
     push(tmp_path / "run", "me/own")
