@@ -50,10 +50,16 @@ def run(
     resume_anyway: Annotated[
         bool, typer.Option("--resume-anyway", help="Go on with a checkpoint of other code, device or threads.")
     ] = False,
+    on: Annotated[
+        str, typer.Option(help="local; or slurm, which prints a script of job arrays and runs nothing.")
+    ] = "local",
+    sbatch: Annotated[str, typer.Option(help="With --on slurm: options of sbatch, such as '--gres=gpu:1'.")] = "",
 ) -> None:
     """Run a grid: every row and seed of a recipe. Finished runs are skipped, killed ones go on where they were.
 
     Example: hf-freeze run recipes/freeze_ablation/multi30k.yaml --set data.root=data/multi30k --seeds 3
+
+    Example: hf-freeze run recipes/freeze_ablation/recipe.yaml --on slurm --sbatch "--gres=gpu:1 --time=4:00:00" > jobs.sh
     """
     from hf_freeze.experiments.grid import FailedRuns, is_launched, run_grid
     from hf_freeze.experiments.recipe import load_recipe
@@ -63,6 +69,17 @@ def run(
         seeded = [*settings, f"seeds={list(range(1, seeds + 1))}"] if seeds else settings
         loaded = load_recipe(recipe, seeded, smoke=smoke)
         folder = out or Path("runs") / (loaded["name"] + ("-smoke" if smoke else ""))
+        if on not in ("local", "slurm"):
+            raise ValueError(f"--on {on!r}: choose from ['local', 'slurm']")
+        if sbatch and on != "slurm":
+            raise ValueError(f"--sbatch {sbatch!r} is of --on slurm, not of --on {on}")
+        if on == "slurm":
+            from hf_freeze.experiments.slurm import job_script
+
+            words = ["hf-freeze", "run", str(recipe), *(word for setting in seeded for word in ("--set", setting))]
+            words += ["--smoke"] * smoke + ["--resume-anyway"] * resume_anyway + ["--out", str(folder)]
+            typer.echo(job_script(loaded, words, folder, sbatch), nl=False)
+            return
         # Where the data lies is not part of what was run.
         options = [f"--set {shlex.quote(s)}" for s in settings if not s.startswith("data.root=")]
         options += [f"--seeds {seeds}"] * bool(seeds) + ["--smoke"] * smoke + [f"--jobs {jobs}"] * (jobs > 1)
