@@ -70,7 +70,7 @@ def push_model(
         folder = Path(stage)
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         with _one_line_of_the_hub():
-            there = HfApi(token=token).file_exists(repo_id, "README.md") if _exists(repo_id, token) else False
+            there = HfApi(token=token).file_exists(repo_id, "README.md")
         access: Any = token
         card = ModelCard.load(repo_id, token=access) if there else model_card(read_made(folder), repo_id, model=model)
         data: Any = card.data
@@ -124,10 +124,6 @@ def check_whole(folder: Path, model: Any) -> None:
         if list(parameter.shape) not in shapes:
             what = f"has the shape {shapes[0]}, not {list(parameter.shape)}" if shapes else "is not there"
             raise ValueError(f"{folder} holds no whole {type(model).__name__}: {name!r} {what}")
-
-
-def _exists(repo_id: str, token: Any) -> bool:
-    return HfApi(token=token).repo_exists(repo_id)
 
 
 def _upload(

@@ -23,8 +23,8 @@ JOB
 
 def job_script(recipe: dict[str, Any], command: Sequence[str], out: Path, options: str = "") -> str:
     """Bash that submits one array of jobs for the runs of `recipe` that start from none, then one for those that start from
-    these, and so on; at last a job that gathers and reports. `command`: the words of the `hf-freeze run` of the whole grid, into `out`,
-    which all machines see; `options`: of `sbatch`, such as --gres=gpu:1. A requeued job goes on where it was."""
+    these, and so on; at last a job that gathers and reports. `command`: the words of the `hf-freeze run` of the whole grid,
+    into `out`, which all machines see; `options`: of `sbatch`, such as --gres=gpu:1. A requeued job goes on where it was."""
     waves: dict[Path, int] = {}
     runs = expand(recipe)
     for run in runs:
