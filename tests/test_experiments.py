@@ -601,14 +601,9 @@ def test_methods_and_architectures_are_listed():
         assert all(task in listed for task in architecture.tasks)
 
 
-@pytest.mark.parametrize("command", ["run", "report", "inspect", "export", "methods", "architectures"])
+@pytest.mark.parametrize("command", [command.name or command.callback.__name__ for command in app.registered_commands])
 def test_every_help_has_an_example(command):
     assert f"Example: hf-freeze {command}" in plain(cli(command, "--help").output)
-
-
-def test_every_command_is_tested_for_its_help():
-    names = {command.name or command.callback.__name__ for command in app.registered_commands}
-    assert names == {"run", "report", "inspect", "export", "methods", "architectures"}
 
 
 def test_wrong_input_is_one_line(recipe_file, tmp_path, monkeypatch):
