@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_freeze.accounting import count_parameters, stored_bytes
+from hf_freeze.experiments.grid import run_folder
 from hf_freeze.making import empty_model
 from hf_freeze.registry import METHODS
 from hf_freeze.variant import TASKS, VariantMixin
@@ -46,9 +47,13 @@ class Made:
     settings: dict[str, Any] | None
 
     @property
+    def grid(self) -> Path:
+        """The folder of the grid, where a run made it."""
+        return self.model.parent.parent
+
+    @property
     def pictures(self) -> list[Path]:
-        grid = self.model.parent.parent
-        return [grid / name for name in PICTURES if self.record is not None and (grid / name).exists()]
+        return [self.grid / name for name in PICTURES if self.record is not None and (self.grid / name).exists()]
 
 
 def read_made(folder: Path) -> Made:
@@ -113,20 +118,19 @@ def model_card(
     model = empty_model(made.model) if model is None else model
     variant, task = isinstance(model, VariantMixin), task_of(model)
     name = repo_id or "REPO_ID"
-    results = _results(made, task)
     trained_on = list(datasets) or _hub_data(made)
-    origin = base_model or _pretrained(made)
+    results = _results(made, task, trained_on)
     data = ModelCardData(
         library_name="transformers" if remote_code or not variant else "hf_freeze",
         pipeline_tag=_TAGS[task],
-        base_model=origin,
+        base_model=base_model or _pretrained(made),
         datasets=trained_on or None,
         language=list(language) or None,
         license=license,
         metrics=[result.metric_type for result in results] or None,
-        tags=["hf_freeze", *(method.replace("_", "-") for method in dict.fromkeys(_names(model)))] if variant else None,
+        tags=_tags(model) if variant else None,
         model_name=name.split("/")[-1],
-        eval_results=[_renamed(result, trained_on) for result in results] or None,
+        eval_results=results or None,
     )
     native = type(model).native_class.__name__ if variant else type(model).__name__
     counts = count_parameters(model)
@@ -141,10 +145,7 @@ def model_card(
         sizes=kinds,
         stored_bytes=stored_bytes(model),
         multiply_adds=(made.record or {}).get("multiply_adds"),
-        results=[
-            {"name": result.metric_name, "data": result.dataset_name, "value": _shown(made, result.metric_type)}
-            for result in results
-        ],
+        results=[{"name": label, "data": _data_name(made), "value": shown} for label, shown in _scores(made.record)],
         compared=_compared(made),
         pictures=[path.name for path in made.pictures],
         training=_training(made),
@@ -166,8 +167,9 @@ def shortened(value: Any) -> Any:
     return f"{value[:3]} ... {value[-1:]} ({len(value)})".replace("] ... [", ", ..., ") if long else value
 
 
-def _names(model: Any) -> list[str]:
-    return [method["method"] for method in model.config.methods]
+def _tags(model: Any) -> list[str]:
+    names = dict.fromkeys(method["method"] for method in model.config.methods)
+    return ["hf_freeze", *(name.replace("_", "-") for name in names)]
 
 
 def _described(settings: dict[str, Any]) -> dict[str, Any]:
@@ -230,35 +232,31 @@ def _data_name(made: Made) -> str:
     return f"{Path(data.get('root', '.')).name} ({', '.join(files)})"
 
 
-def _results(made: Made, task: str) -> list[EvalResult]:
+def _scores(record: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """(our name of a metric, its value as it is shown)"""
+    metrics = (record or {}).get("metrics", {})
+    return [(label, form.format(metrics[key])) for key, (_, label, form) in _METRICS.items() if key in metrics]
+
+
+def _results(made: Made, task: str, datasets: Sequence[str]) -> list[EvalResult]:
     if made.record is None:
         return []
     name = _data_name(made)
+    # The metadata wants the id of a data set; where there is none, a word of its name.
+    kind = datasets[0] if datasets else name.split(" (")[0].replace(" ", "-")
     return [
         EvalResult(
             task_type=_TAGS[task],
-            dataset_type=name,
+            dataset_type=kind,
             dataset_name=name,
             dataset_split="test",
-            metric_type=_METRICS[key][0],
-            metric_name=_METRICS[key][1],
-            metric_value=value,
+            metric_type=metric,
+            metric_name=label,
+            metric_value=made.record["metrics"][key],
         )
-        for key, value in made.record["metrics"].items()
-        if key in _METRICS
+        for key, (metric, label, _) in _METRICS.items()
+        if key in made.record["metrics"]
     ]
-
-
-def _renamed(result: EvalResult, datasets: Sequence[str]) -> EvalResult:
-    """The metadata wants the id of a data set; where there is none, a word of its name."""
-    result.dataset_type = datasets[0] if datasets else result.dataset_name.split(" (")[0].replace(" ", "-")
-    return result
-
-
-def _shown(made: Made, metric: str) -> str:
-    key, form = next((key, form) for key, (name, _, form) in _METRICS.items() if name == metric)
-    assert made.record is not None
-    return form.format(made.record["metrics"][key])
 
 
 def _compared(made: Made) -> str:
@@ -267,15 +265,11 @@ def _compared(made: Made) -> str:
         return ""
     signatures = "; ".join(f"`{signature}`" for signature in made.record.get("signatures", {}).values())
     said = f"Computed by: {signatures}." if signatures else ""
-    first = made.model.parent.parent / f"row-0-seed-{made.record['seed']}" / "metrics.json"
+    first = run_folder(made.grid, made.record | {"row": "0"}) / "metrics.json"
     if made.record["row"] == "0" or not first.exists():
         return said
     other = json.loads(first.read_text(encoding="utf-8"))
-    scores = ", ".join(
-        f"{label} {form.format(other['metrics'][key])}"
-        for key, (_, label, form) in _METRICS.items()
-        if key in other["metrics"]
-    )
+    scores = ", ".join(map(" ".join, _scores(other)))
     size = f"{other['parameters']['stored_bytes']:,} bytes"
     return f"Row 0 of the same grid, “{other['label']}”, of the same seed: {scores}, {size}. {said}".strip()
 
@@ -284,9 +278,9 @@ def _training(made: Made) -> list[str]:
     if made.record is None or made.settings is None:
         return []
     record, environment = made.record, made.record["environment"]
-    command = made.model.parent.parent / "command.txt"
+    command = made.grid / "command.txt"
     start = made.settings.get("backbone", {}).get("pretrained")
-    start = f"the weights of {Path(start).name if Path(start).is_absolute() else start}" if start else "fresh weights"
+    start = f"the weights of {_without_folder(start)}" if start else "fresh weights"
     if "start" in made.settings:
         start = f"the model of row {made.settings['start']['row']}"
     steps = f"{record['steps']:,} steps, {record['epochs_trained']:g} epochs, seed {record['seed']}, from {start}"
@@ -308,11 +302,11 @@ def _other_seeds(made: Made) -> str:
     """The scores of the same row with other seeds, where they are finished."""
     assert made.record is not None
     found = []
-    for path in sorted(made.model.parent.parent.glob(f"row-{made.record['row']}-seed-*/metrics.json")):
-        other = json.loads(path.read_text(encoding="utf-8"))
-        key, (_, label, form) = next((key, named) for key, named in _METRICS.items() if key in other["metrics"])
-        if other["seed"] != made.record["seed"]:
-            found.append(f"{label} {form.format(other['metrics'][key])} with seed {other['seed']}")
+    for folder in sorted(made.grid.glob(run_folder(Path(), made.record | {"seed": "*"}).name)):
+        if folder == made.model.parent or not (folder / "metrics.json").exists():
+            continue
+        other = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+        found.append(f"{' '.join(_scores(other)[0])} with seed {other['seed']}")
     return f"The same with other seeds: {', '.join(found)}." if found else "Another seed would give others."
 
 

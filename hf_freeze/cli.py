@@ -203,7 +203,7 @@ def diff(
     Example: hf-freeze diff runs/freeze-ablation/row-0-seed-1/model runs/freeze-ablation/row-3-seed-1/model
     """
     from hf_freeze.cards import shortened
-    from hf_freeze.comparing import KINDS, SAME, compare
+    from hf_freeze.comparing import CHANGED, KINDS, SAME, compare
     from hf_freeze.making import load_model
 
     with _one_line_errors():
@@ -221,10 +221,9 @@ def diff(
         console.print("All tensors are bit-equal.")
     elif top:
         table = Table("tensor", "what", "A", "B", "|b - a| / |a|", "largest |b - a|")
-        unlike = [each for each in different if None in each.shapes or each.shapes[0] != each.shapes[1]]
-        alike = sorted((each for each in different if each not in unlike), key=lambda each: each.relative, reverse=True)
-        for each in [*alike, *unlike][:top]:
-            numbers = (f"{each.relative:.3g}", f"{each.largest:.3g}") if each in alike else ("", "")
+        # Those with the largest change first, then those that have none to measure.
+        for each in sorted(different, key=lambda each: (each.kind != CHANGED, -each.relative))[:top]:
+            numbers = (f"{each.relative:.3g}", f"{each.largest:.3g}") if each.kind == CHANGED else ("", "")
             shapes = ("" if shape is None else " x ".join(map(str, shape)) for shape in each.shapes)
             table.add_row(escape(each.name), each.kind, *shapes, *numbers)
         console.print(table)
