@@ -186,6 +186,15 @@ def test_half_the_layers_are_kept_in_every_preset(name, preset):
     assert kept >= 3
 
 
+def test_the_translators_to_serve_decode_with_one_layer():
+    predecessor, *students = expand(load_recipe(RECIPES / "theseus" / "shallow.yaml"))
+    assert predecessor == expand(load_recipe(RECIPES / "theseus" / "multi30k.yaml"))[0]  # which may be there already
+    for run in students:
+        assert run["methods"][0]["keep"]["decoder"] == [0], run["row"]
+        assert run["teacher"]["row"] == "0"
+    assert len(students) == 4
+
+
 def test_a_run_resumed_with_another_schedule_is_refused(tmp_path):
     config = ARCHITECTURES["gpt2"].tiny
     batch = ARCHITECTURES["gpt2"].tiny_inputs("causal-lm")
