@@ -1,9 +1,11 @@
 """Saving, loading and pushing a variant: what a seed regenerates is not stored, and a checkpoint is whole or refused."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_freeze._version import __version__
 from hf_freeze.rng import SeededTensor, digest
@@ -20,9 +22,11 @@ class SavingMixin(_Model):
     config: Any
     seeded_tensors: dict[str, SeededTensor]
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As the native one, without the seeded tensors. Raises ValueError where one of them was changed."""
-        state_dict = kwargs.get("state_dict")
+    def save_pretrained(
+        self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """As the native one, without the seeded tensors; weights that the folder holds are removed first, so that one whose
+        writing was stopped holds the old model, the new one, or none. Raises ValueError where a seeded tensor was changed."""
         for name, definition in self.seeded_tensors.items():
             held = self.get_parameter(name) if state_dict is None else state_dict.get(name)
             if held is None or held.is_meta or type(held).__name__ == "DTensor":
@@ -37,7 +41,10 @@ class SavingMixin(_Model):
                     "precision and back; merge() stores it, or load the model in the precision that you save in"
                 )
         self.config.hf_freeze_version = __version__
-        super().save_pretrained(save_directory, *args, **kwargs)
+        if is_main_process and kwargs.get("variant") is None:
+            for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+                Path(save_directory, name).unlink(missing_ok=True)
+        super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,19 +7,28 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from test_experiments import TINY, write_recipe
+from test_report import make_runs
+from transformers import GPT2Config
+from typer.testing import CliRunner
 
+from hf_freeze import make_variant, methods
+from hf_freeze.cli import app
 from hf_freeze.experiments import run as runs
 from hf_freeze.experiments.grid import FailedRuns, run_folder, run_grid
 from hf_freeze.experiments.recipe import expand, load_recipe
 from hf_freeze.experiments.run import execute, last_whole_checkpoint
+from hf_freeze.registry import ARCHITECTURES
 
 LM = {
     "task": "language-modelling",
@@ -128,6 +137,26 @@ def test_a_killed_grid_ends_as_an_undisturbed_one(task, kills, tmp_path):
     assert [figures(json.loads(line)) for line in lines[0]] == [figures(json.loads(line)) for line in lines[1]]
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize(("work", "kills"), [("training", 30), ("saving", 14), ("reporting", 6)])
+def test_what_is_killed_at_any_moment_is_whole_or_not_there(work, kills, tmp_path):
+    seed = time.time_ns() % 1_000_000
+    print(f"seed {seed}")
+    child = in_one_thread([Path(__file__).with_name("kill_child.py"), work, tmp_path, kills, seed])
+    output = child.communicate(timeout=500)[0]
+    assert child.returncode == 0, output
+    found = json.loads(output.splitlines()[-1])
+    assert found["kills"] == kills
+    if work == "training":
+        assert found["equal"] == found["runs"]
+        assert found["resumed"] > 0
+    elif work == "saving":
+        assert found["whole"] > 0
+        assert found["refused"] > 0
+    else:
+        assert found["there"] > 0
+
+
 def test_a_checkpoint_of_other_code_is_refused(tmp_path):
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", only=["0"]))
     (run,) = expand(recipe)
@@ -218,6 +247,61 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(limit, tmp_path):
     resumed, undisturbed = run_grid(loaded, tmp_path / "full"), run_grid(loaded, tmp_path / "whole")
     assert [r["resumed"] for r in resumed] == [True]
     assert list(map(figures, resumed)) == list(map(figures, undisturbed))
+
+
+@pytest.mark.parametrize("shard", ["50GB", "10KB"])
+def test_new_settings_are_never_taken_with_old_weights(shard, tmp_path, monkeypatch):
+    config = GPT2Config(**ARCHITECTURES["gpt2"].tiny)
+    old, new = (make_variant(config, [methods.Freeze(ffn="random", seed=seed)], task="causal-lm") for seed in (1, 2))
+    old.save_pretrained(tmp_path, max_shard_size=shard)
+
+    def full(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        new.save_pretrained(tmp_path, max_shard_size=shard)
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        type(new).from_pretrained(tmp_path)
+
+
+@contextmanager
+def nobody():
+    """Without the rights of root, who may write anywhere."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_a_folder_that_is_only_read_is_one_line():
+    with tempfile.TemporaryDirectory() as made:  # of pytest's own, the user's alone
+        root = Path(made)
+        recipe, locked = write_recipe(root / "r.yaml", only=["0"]), root / "locked"
+        make_runs(root / "runs")
+        model = make_variant(GPT2Config(**ARCHITECTURES["gpt2"].tiny), [], task="causal-lm")
+        model.save_pretrained(root / "model")
+        locked.mkdir()
+        for path in (root, *root.rglob("*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        commands = {
+            "run": [recipe, "--out", locked],
+            "report": [root / "runs", "--out", locked],
+            "export": [root / "model", "--format", "dense", "--out", locked / "dense"],
+            "card": [root / "model"],
+        }
+        with nobody():
+            found = {name: CliRunner().invoke(app, [name, *map(str, words)]) for name, words in commands.items()}
+        for name, result in found.items():
+            assert result.exit_code == 2, (name, result.output)
+            assert re.search(r"Error: .*Permission denied", result.output), (name, result.output)
+        assert not list(locked.iterdir())
+        for path in (root, *root.rglob("*")):
+            path.chmod(0o700)
 
 
 def test_the_last_whole_checkpoint_is_found_by_number(tmp_path):

@@ -13,6 +13,7 @@ from hf_freeze.analysis._shared import batches_on, check_model, in_eval_mode, in
 from hf_freeze.analysis.heads import count_heads, count_labels, output_projections
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.rng import fingerprint
+from hf_freeze.whole_files import whole_lines, write_whole
 
 
 def head_ablation(
@@ -78,12 +79,12 @@ def _score_drops(
     of = {"keep_one": keep_one, "model": fingerprint(model)} if path else {}
     done: dict[tuple[str, int] | None, float] = {}
     if path is not None and path.exists():
-        first, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines() or ["{}"])
+        first, *lines = map(json.loads, whole_lines(path) or ["{}"])
         if first != of:
             raise ValueError(f"{path} is of another measurement: of {first}, not {of}; give another path, or delete it")
         done = {(line["attention"], line["head"]) if "head" in line else None: line["score"] for line in lines}
     elif path is not None:
-        path.write_text(json.dumps(of) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(of) + "\n")
     for place in track([None, *every], "Masking heads"):
         if place in done:
             continue

@@ -28,21 +28,6 @@ def environment() -> dict[str, Any]:
     }
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write in one move: a kill, a power cut or a full disk leaves the old file or the new one, never half of it. Processes may
-    write the same file at a time: the last one wins."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-
-
 def peak_memory() -> int:
     """Bytes: of the GPU's allocator where there is one, else of this process."""
     if torch.cuda.is_available():

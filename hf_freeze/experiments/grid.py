@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from hf_freeze.experiments.environment import write_whole
 from hf_freeze.experiments.fields import SPLITS, data_form
 from hf_freeze.experiments.recipe import expand
+from hf_freeze.whole_files import write_whole
 
 # A run in its own process has a peak memory of its own, and its crash stops no other. The fork server imports torch and
 # transformers once; forking from the parent itself would copy its threads' locks.

@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional
 
 from hf_freeze.data import read_images
-from hf_freeze.experiments.environment import write_whole
 from hf_freeze.experiments.fields import SPLITS
 from hf_freeze.experiments.perceptron import Perceptron, make_perceptron
 from hf_freeze.experiments.tasks import Outcome, OwnTask, Report, Trained
 from hf_freeze.registry import method_from_dict
+from hf_freeze.whole_files import write_whole
 
 _EVALUATED = 1000  # images of a batch that only tests
 

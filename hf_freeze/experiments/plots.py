@@ -17,6 +17,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
+from hf_freeze.whole_files import write_whole
+
 if TYPE_CHECKING:
     from hf_freeze.experiments.report import Report
 
@@ -75,7 +77,7 @@ def draw(report: "Report", path: Path) -> None:
         _quality(axes, report, costs)
         _legend(figure, report)
         _name_rows(axes, report, costs)
-        figure.savefig(path, dpi=130, facecolor="white")
+        _save(figure, path)
 
 
 def draw_extra(report: "Report", out: Path) -> None:
@@ -83,7 +85,13 @@ def draw_extra(report: "Report", out: Path) -> None:
     with mpl.rc_context(_STYLE):
         for name, plot in (("heads", _heads), ("schedules", _schedules)):
             if (figure := plot(report)) is not None:
-                figure.savefig(out / f"{name}.png", dpi=130, facecolor="white")
+                _save(figure, out / f"{name}.png")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=130, facecolor="white")
+    write_whole(path, file.getvalue())
 
 
 def svg_plots(report: "Report") -> dict[str, str]:

@@ -15,6 +15,7 @@ from hf_freeze.experiments.plots import draw, draw_extra
 from hf_freeze.experiments.results import Run, label_of, read_runs, unlike_settings
 from hf_freeze.experiments.rows import OF_A_ROW
 from hf_freeze.experiments.statistics import MANY, Difference, accuracy, bleu, compare, log_perplexity
+from hf_freeze.whole_files import write_whole
 
 Columns = dict[str, tuple[str, tuple[str, ...], str]]  # name -> (heading, where it is in a record, format)
 
@@ -423,8 +424,8 @@ def write_report(*folders: Path, out: Path | None = None, say: Callable[[str], A
 
     report, out = make_report(folders, say), out or folders[0]
     out.mkdir(parents=True, exist_ok=True)
-    (out / "report.md").write_text(markdown(report), encoding="utf-8")
-    (out / "report.html").write_text(page(report), encoding="utf-8")
+    write_whole(out / "report.md", markdown(report))
+    write_whole(out / "report.html", page(report))
     draw(report, out / "report.png")
     draw_extra(report, out)
     return report

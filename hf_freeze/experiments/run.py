@@ -19,12 +19,13 @@ from hf_freeze import data as hf_data
 from hf_freeze import make_variant
 from hf_freeze.accounting import count_parameters, multiply_adds, stored_bytes
 from hf_freeze.experiments import heads, translation
-from hf_freeze.experiments.environment import environment, peak_memory, write_whole
+from hf_freeze.experiments.environment import environment, peak_memory
 from hf_freeze.experiments.fields import method_of
 from hf_freeze.experiments.grid import start_folder, teacher_folder
 from hf_freeze.experiments.tasks import OwnTask, Report, Task, Trained, task_of
 from hf_freeze.training import VariantCallback, label_smoothed_loss, parameter_groups
 from hf_freeze.variant import TASKS
+from hf_freeze.whole_files import write_whole
 
 _ADAM: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-9}
 

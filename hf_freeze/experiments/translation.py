@@ -11,6 +11,7 @@ from hf_freeze.experiments.statistics import bleu_items
 from hf_freeze.experiments.tasks import Outcome, Task, read_splits, take
 from hf_freeze.metrics import load as load_metric
 from hf_freeze.training.decoding import teacher_translations, translate
+from hf_freeze.whole_files import write_whole
 
 
 def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
@@ -56,7 +57,7 @@ def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split
     translations = [""] * len(sentences)
     if trainer.is_world_process_zero():  # the others wait
         translations = translate(model, tokenizer, sentences, bf16=trainer.args.bf16, **run["decoding"])
-        (folder / "translations.txt").write_text("\n".join(translations) + "\n", encoding="utf-8")
+        write_whole(folder / "translations.txt", "\n".join(translations) + "\n")
     scores: dict[str, Any] = {
         name: load_metric(name).compute(predictions=translations, references=references)
         for name in ("sacrebleu", "chrf")

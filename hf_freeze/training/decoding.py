@@ -13,6 +13,7 @@ from rich.progress import track
 
 from hf_freeze.data.tokenization import check_ids
 from hf_freeze.rng import fingerprint
+from hf_freeze.whole_files import whole_lines, write_whole
 
 _AT_A_TIME = 1024  # sentences between two writings of the file
 
@@ -64,12 +65,12 @@ def teacher_translations(
     of = {"sentences": _hash(sentences), "teacher": fingerprint(teacher), "decoding": decoding}
     done: list[str] = []
     if path.exists():
-        first, *lines = [json.loads(line) for line in _whole_lines(path)] or [{}]
+        first, *lines = [json.loads(line) for line in whole_lines(path)] or [{}]
         if first != of:
             raise ValueError(f"{path} is of another decoding: of {first}, not {of}; give another path, or delete it")
         done = [text for line in lines for text in line]
     else:
-        path.write_text(json.dumps(of) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(of) + "\n")
     starts = range(len(done), len(sentences), _AT_A_TIME)
     for start in track(starts, "Translating") if len(starts) > 1 else starts:
         found = translate(teacher, tokenizer, sentences[start : start + _AT_A_TIME], **decoding)
@@ -77,14 +78,6 @@ def teacher_translations(
             file.write(json.dumps(found, ensure_ascii=False) + "\n")
         done += found
     return done
-
-
-def _whole_lines(path: Path) -> list[str]:
-    """The lines of `path`; one that a killed process has cut off is removed."""
-    lines = path.read_text(encoding="utf-8").split("\n")
-    if lines[-1]:
-        path.write_text("".join(line + "\n" for line in lines[:-1]), encoding="utf-8")
-    return lines[:-1]
 
 
 def _hash(texts: list[str]) -> str:
