@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import InvalidVersion, Version
 
 from hf_freeze._version import __version__
+from hf_freeze.migrations import migrate
 from hf_freeze.registry import VARIANT_PREFIX, Method, architecture_of, method_from_dict
 
 if TYPE_CHECKING:  # what the mixin is always combined with
@@ -48,14 +49,16 @@ class VariantConfigMixin(_Config):
 
     def _check(self) -> None:
         _check_version(self.hf_freeze_version)
+        if not isinstance(self.methods, list) or not all(isinstance(method, dict) for method in self.methods):
+            raise ValueError(f"methods must be a list of dicts, not {self.methods!r}")
+        if self.hf_freeze_version is not None and migrate(self, self.hf_freeze_version):
+            self.hf_freeze_version = __version__  # for its copies
         if self.init not in INITS:
             raise ValueError(f"unknown init {self.init!r}; choose from {list(INITS)}")
         if not isinstance(self.digests, dict) or not all(map(_is_digest, self.digests.values())):
             raise ValueError(f"digests must map tensor names to hexadecimal digits, not {self.digests!r}")
         architecture = architecture_of(type(self).model_type)
         architecture.check_sizes(self)
-        if not isinstance(self.methods, list):
-            raise ValueError(f"methods must be a list of dicts, not {self.methods!r}")
         before, changed = self.before_methods(), {}
         architecture.check_sizes(before)
         for number, method in enumerate(parse_methods(self)):
