@@ -8,7 +8,9 @@ trained on attention alone (row 4 of the freeze ablation) these are 302 MB; all 
 
 Time: `save_pretrained`, and `from_pretrained` by the Auto class, of `--row` and of row 0 in turns, one-other-other-one, in one
 process. The files lie in the page cache throughout (written there without fsync, read back from there): a disk's own time is
-not in it. A ratio is the median of the rounds' ratios, with quartiles. Making again: all seeded tensors of the row.
+not in it. A ratio is the median of the rounds' ratios, with quartiles. Making again: all seeded tensors of the row. Cold: loaded
+after the page cache was told to forget the files, so from the disk. Fetched: what a download of the folder takes at 100 Mbit/s,
+and then loading, from the page cache.
 
 Limit: the bytes of the tensors at the rate of writing, or reading, one plain file of that size, and what guards the seeded
 tensors: saving checks them against their digests, so the SHA-256 of their bytes, at the rate of one large buffer; loading makes
@@ -17,6 +19,7 @@ them again, at the rate of one large Philox tensor, and checks them too.
 
 import hashlib
 import json
+import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -29,6 +32,8 @@ from transformers import AutoModelForSeq2SeqLM
 
 from hf_freeze import make_variant, rng, stored_bytes
 from hf_freeze.registry import method_from_dict
+
+BYTES_A_SECOND = 100e6 / 8  # of a download
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
@@ -54,6 +59,24 @@ def file_rates(folder: Path, size: int) -> tuple[float, float]:
         read = _shared.best(lambda: (stream.seek(0), stream.readinto(content)))
     file.unlink()
     return size / written, size / read
+
+
+def forget(folder: Path) -> None:
+    """Out of the page cache with the files, where the system knows how."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    os.sync()
+    for file in folder.iterdir():
+        with file.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def cold_load(folder: Path, rounds: int) -> float:
+    times = []
+    for _ in range(rounds):
+        forget(folder)
+        times.append(_shared.seconds(lambda: AutoModelForSeq2SeqLM.from_pretrained(folder)))
+    return statistics.median(times)
 
 
 def main() -> None:
@@ -86,6 +109,7 @@ def main() -> None:
             lambda: AutoModelForSeq2SeqLM.from_pretrained(folders["dense"]),
             options.rounds,
         )
+        cold = {name: cold_load(folder, options.rounds) for name, folder in folders.items()}
         sizes = {name: file_sizes(folder) for name, folder in folders.items()}
         expected = {"variant": stored_bytes(variant), "dense": stored_bytes(dense)}
         write_rate, read_rate = file_rates(Path(root), sizes["variant"]["tensors"])
@@ -109,9 +133,10 @@ def main() -> None:
         (save, load), size = (statistics.median(each) for each in times[name]), sizes[name]
         lines.append([runs[row]["label"], f"{size['tensors']:,}", f"{size['tensors'] - expected[name]:,}",
                       f"{size['header']:,}", f"{size['other']:,}", f"{save:.2f}", f"{limits[name][0]:.2f}", f"{load:.2f}",
-                      f"{limits[name][1]:.2f}"])  # fmt: skip
+                      f"{limits[name][1]:.2f}", f"{cold[name]:.2f}",
+                      f"{sum(size.values()) / BYTES_A_SECOND + load:.2f}"])  # fmt: skip
     header = ["row", "bytes of tensors", "above what must be stored", "bytes of header", "of other files", "save, s", "limit",
-              "load, s", "limit"]  # fmt: skip
+              "load, s", "limit", "load cold, s", "fetched and loaded, s"]  # fmt: skip
     tensors = {name: size["tensors"] for name, size in sizes.items()}
     summary = (
         f"tensors: {tensors['variant'] / 1e6:.1f} MB instead of {tensors['dense'] / 1e6:.1f} MB, ratio "
