@@ -24,9 +24,9 @@ import hf_freeze.methods  # noqa: F401 (both fill the registries)
 from hf_freeze.adapting import AdaptingMixin
 from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.config import VariantConfigMixin, parse_methods, set_fields
-from hf_freeze.layers.derived import DerivedLinear, Fresh
+from hf_freeze.layers.derived import Fresh
 from hf_freeze.layers.factorized_embedding import Factors
-from hf_freeze.layers.quantized import STORED, Quantized
+from hf_freeze.layers.quantized import STORED
 from hf_freeze.registry import (
     ARCHITECTURES,
     VARIANT_PREFIX,
@@ -154,8 +154,7 @@ class VariantMixin(AdaptingMixin, SavingMixin, ResizingMixin, TrainingMixin):
     # -- values ----------------------------------------------------------------------------------------------------------
 
     def _init_weights(self, module: nn.Module) -> None:
-        if not isinstance(module, DerivedLinear | Quantized):  # their weight is computed, and not drawn
-            super()._init_weights(module)
+        super()._init_weights(module)
         if isinstance(module, Fresh):
             module.initialize_parameters()
 

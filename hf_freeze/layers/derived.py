@@ -175,6 +175,7 @@ class ComputedWeight(torch.Tensor):
     refuses, where in a plain tensor it would be lost."""
 
     owner: Any
+    _is_hf_initialized = True  # transformers' own mark: native models draw the weight of every nn.Linear
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # what is computed of it is a plain tensor
 
     @property

@@ -27,6 +27,9 @@ SCHEMES = ("int8", "nf4", "fp4")
 BLOCK = 64  # weights that share a scale in 4 bits
 STORED = ("packed", "scales")
 
+# Whoever imports bitsandbytes, the Trainer too, is told to install a package for a product that is not used here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "Failed to load CPU gemm" not in record.msg)
+
 
 def check_installed() -> None:
     """Raise ValueError where bitsandbytes is missing, which takes seconds to import and is needed for values only."""
@@ -37,13 +40,7 @@ def check_installed() -> None:
 @functools.cache
 def _functions() -> Any:
     check_installed()
-    logger = logging.getLogger("bitsandbytes")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it recommends a package for a product in bf16 that is not used here
-    try:
-        return importlib.import_module("bitsandbytes.functional")
-    finally:
-        logger.setLevel(level)
+    return importlib.import_module("bitsandbytes.functional")
 
 
 class Quantized(Computed):
@@ -53,13 +50,14 @@ class Quantized(Computed):
     `like`, an empty buffer that is not stored, follows the dtype and device of the model.
     """
 
+    _is_hf_initialized = True  # transformers' own mark: nothing in it is drawn once it is made
     packed: torch.Tensor
     scales: torch.Tensor
     like: torch.Tensor
     scheme: str
 
     def make_buffers(self, rows: int, columns: int, scheme: str, **new: Any) -> None:
-        """Register them, zero."""
+        """Register them, with fresh values: they stay where neither a checkpoint nor `make_variant` fills what a config names."""
         self.scheme, self.shape = scheme, (rows, columns)
         size = rows * columns
         as_int8 = scheme == "int8"
@@ -69,6 +67,11 @@ class Quantized(Computed):
         self.register_buffer("packed", torch.zeros(shape, dtype=torch.int8 if as_int8 else torch.uint8, device=device))
         self.register_buffer("scales", torch.zeros(4 * scales, dtype=torch.uint8, device=device))
         self.register_buffer("like", torch.zeros(0, **new), persistent=False)
+        if not self.packed.is_meta:
+            weight = torch.zeros(self.shape)
+            nn.init.normal_(weight, std=(2 / sum(self.shape)) ** 0.5)  # Glorot's; nothing is drawn where values follow
+            if weight.any():
+                self.fill(weight)
 
     @property
     def weight_count(self) -> int:
@@ -96,15 +99,6 @@ class Quantized(Computed):
             packed, scales = packed.flatten(), state.absmax
         self.packed.copy_(packed)
         self.scales.copy_(scales.view(torch.uint8))
-
-    def initialize_parameters(self) -> None:
-        """Glorot's normal weights, where neither a checkpoint nor `make_variant` fills what a config names."""
-        if getattr(self.packed, "_is_hf_initialized", False) or self.packed.is_meta:
-            return
-        weight = torch.zeros(self.shape)
-        nn.init.normal_(weight, std=(2 / sum(self.shape)) ** 0.5)
-        if weight.any():  # nothing is drawn where values follow
-            self.fill(weight)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """(O, I)"""
