@@ -19,6 +19,7 @@ class SavingMixin(_Model):
 
     config: Any
     seeded_tensors: dict[str, SeededTensor]
+    _gone_ties: set[str]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As the native one, without the seeded tensors. Raises ValueError where one of them was changed."""
@@ -36,6 +37,10 @@ class SavingMixin(_Model):
                     f"{name!r} is frozen at random values that are not stored, but it was changed, or cast to a lower "
                     "precision and back; merge() stores it, or load the model in the precision that you save in"
                 )
+        if (
+            self._gone_ties
+        ):  # PEFT, merging, takes tables whose weight is computed for untied, and says so in the config
+            self.config.tie_word_embeddings = True
         self.config.hf_freeze_version = __version__
         super().save_pretrained(save_directory, *args, **kwargs)
 
