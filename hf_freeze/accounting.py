@@ -2,6 +2,7 @@
 
 import copy
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameters
 from hf_freeze.layers.derived import Derived
+from hf_freeze.layers.quantized import Quantized
 from hf_freeze.registry import architecture_for
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCount:
-    """Numbers of parameters: tied tensors once, constants (sinusoidal positions) never.
+    """Numbers of parameters: tied tensors once, constants (sinusoidal positions) never, quantised weights as what they stand for.
 
     `stored`: what `save_pretrained` writes. `by_component`: the same for `embeddings`, `attention`, `ffn`, `norm`, `head`.
     """
@@ -39,6 +41,9 @@ def count_parameters(model: nn.Module) -> ParameterCount:
             size = parameter.numel()
             added = (size, size * parameter.requires_grad, size * (name not in seeded))
             counts[component] = [old + new for old, new in zip(counts[component], added, strict=True)]
+    for module, component in _quantized(model):
+        counts[component][0] += module.weight_count
+        counts[component][2] += module.weight_count
     by_component = {
         component: ParameterCount(total=total, trainable=trainable, stored=stored, by_component={})
         for component, (total, trainable, stored) in counts.items()
@@ -56,7 +61,8 @@ def stored_bytes(model: nn.Module) -> int:
         if name not in left_out
     )
     persistent = set(model.state_dict())
-    return parameters + sum(b.numel() * b.element_size() for name, b in model.named_buffers() if name in persistent)
+    buffers = {id(buffer): buffer for name, buffer in model.named_buffers() if name in persistent - left_out}
+    return parameters + sum(buffer.numel() * buffer.element_size() for buffer in buffers.values())
 
 
 def _components(model: nn.Module) -> Any:
@@ -66,6 +72,14 @@ def _components(model: nn.Module) -> Any:
     architecture = architecture_for(model)
     for name, parameter in canonical_parameters(model):
         yield name, parameter, architecture.component(base_name(model, name))
+
+
+def _quantized(model: Any) -> Iterator[tuple[Quantized, str]]:
+    """(module, component) of weights that are no parameters, each that is tied once."""
+    architecture, tied = architecture_for(model), getattr(model, "all_tied_weights_keys", {})
+    for name, module in model.named_modules():
+        if isinstance(module, Quantized) and f"{name}.packed" not in tied:
+            yield module, architecture.component(base_name(model, f"{name}.weight"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +183,8 @@ def _forward_by_component(model: Any, counter: FlopCounterMode) -> dict[nn.Modul
         key = f"{root}.{name}" if name else root
         flops = counts.get(key, 0) - sum(counts.get(f"{key}.{child}", 0) for child, _ in module.named_children())
         if flops and _is_linear(module):
-            source = tied.get(f"{name}.weight", f"{name}.weight")
+            packed = tied.get(f"{name}.packed", f"{name}.packed").removesuffix("packed")
+            source = tied.get(f"{name}.weight", f"{packed}weight")
             own[module] = (architecture.component(base_name(model, source)), flops)
         elif flops:
             own[module] = ("attention", flops)  # score products, outside any linear

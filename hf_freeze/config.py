@@ -133,6 +133,8 @@ def _check_version(version: Any) -> None:
 def _share_peft_targets(variant_type: str) -> None:
     constants = sys.modules.get("peft.utils.constants")
     native = variant_type.removeprefix(VARIANT_PREFIX)
+    alike = architecture_of(variant_type).named_like
     for mapping in list(vars(constants).values()) if constants else ():
-        if isinstance(mapping, dict) and native in mapping:
-            mapping.setdefault(variant_type, mapping[native])
+        known = next((name for name in (native, alike) if name in mapping), None) if isinstance(mapping, dict) else None
+        if known is not None:
+            mapping.setdefault(variant_type, mapping[known])

@@ -68,18 +68,28 @@ def _made(backbone: Any, methods: Sequence[Method], task: str | None, init: str,
             )
         return _from_model(backbone, methods)
     if isinstance(backbone, transformers.PreTrainedConfig):
-        variant_class = _variant_class(_native_class(backbone, task))
-        config = _variant_config(variant_class, backbone, methods, init)
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            torch.manual_seed(seed)
-            model = variant_class(config)
-        for method in model._methods:
-            _prepare(method, model)
-        return model
+        return _from_config(backbone, methods, task, init, seed)
     if init != "backbone":
         raise ValueError(f"init={init!r} draws fresh weights, but {backbone!r} names trained ones: pass a config")
     auto_class = TASKS[str(task)]
     return _from_model(auto_class.from_pretrained(backbone), methods)
+
+
+def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, seed: int) -> Any:
+    drawn = next((number for number, method in enumerate(methods) if method.of_values), len(methods))
+    for method in methods[drawn:]:
+        if method.from_scratch:
+            raise ValueError(
+                f"method {method.name!r}: its blocks train from scratch, and {methods[drawn].name!r} before it takes weights "
+                f"over; put {method.name!r} first"
+            )
+    variant_class = _variant_class(_native_class(config, task))
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        model = variant_class(_variant_config(variant_class, config, methods[:drawn], init))
+    for method in model._methods:
+        _prepare(method, model)
+    return _from_model(model, methods[drawn:]) if methods[drawn:] else model
 
 
 def _native_class(config: Any, task: Any) -> type[PreTrainedModel]:

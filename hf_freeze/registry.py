@@ -28,6 +28,7 @@ class Method:
     exact: ClassVar[bool] = False  # the example leaves the forward unchanged
     stochastic: ClassVar[bool] = False  # the example's forward in training mode is random
     from_scratch: ClassVar[bool] = False  # trained weights cannot be taken over: the backbone is a config
+    of_values: ClassVar[bool] = False  # its modules cannot draw values of their own: fresh ones too come by `convert`
     architectures: ClassVar[frozenset[str] | None] = None  # supported model types; None is all
 
     @classmethod

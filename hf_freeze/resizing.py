@@ -7,6 +7,7 @@ from torch import nn
 from hf_freeze import surgery
 from hf_freeze.layers.adaptive_embedding import AdaptiveEmbedding, BandedOutput
 from hf_freeze.layers.factorized_embedding import LowRankOutput
+from hf_freeze.layers.quantized import Quantized
 from hf_freeze.registry import architecture_of, method_to_dict
 from hf_freeze.token_ids import resize_kept_tokens
 
@@ -99,6 +100,11 @@ class ResizingMixin(_Model):
         return super().resize_decoder_token_embeddings(new_num_tokens)  # type: ignore[misc]
 
     def _check_resizable(self: Any) -> None:
+        for name, module in surgery.vocabulary_modules(self, self.architecture).items():
+            if isinstance(module, Quantized):
+                raise ValueError(
+                    f"{name!r} is quantised and cannot be resized: resize before Quantize, or merge() first"
+                )
         trimming = [method for method in self._methods if method.kept_tokens is not None]
         modules = surgery.vocabulary_modules(self, self.architecture).items()
         tables = [f"{name}.weight" for name, module in modules if isinstance(module, nn.Embedding)]

@@ -21,6 +21,7 @@ class SavingMixin(_Model):
 
     config: Any
     seeded_tensors: dict[str, SeededTensor]
+    _gone_ties: set[str]
 
     def save_pretrained(
         self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any
@@ -40,8 +41,13 @@ class SavingMixin(_Model):
                     f"{name!r} is frozen at random values that are not stored, but it was changed, or cast to a lower "
                     "precision and back; merge() stores it, or load the model in the precision that you save in"
                 )
+        if (
+            self._gone_ties
+        ):  # PEFT, merging, takes tables whose weight is computed for untied, and says so in the config
+            self.config.tie_word_embeddings = True
         self.config.hf_freeze_version = __version__
-        if is_main_process and kwargs.get("variant") is None:
+        adapter_alone = getattr(self, "_hf_peft_config_loaded", False)
+        if is_main_process and kwargs.get("variant") is None and not adapter_alone:
             for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
                 Path(save_directory, name).unlink(missing_ok=True)
         super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)

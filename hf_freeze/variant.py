@@ -21,10 +21,12 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 import hf_freeze.architectures
 import hf_freeze.methods  # noqa: F401 (both fill the registries)
+from hf_freeze.adapting import AdaptingMixin
 from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.config import VariantConfigMixin, parse_methods, set_fields
 from hf_freeze.layers.derived import Fresh
 from hf_freeze.layers.factorized_embedding import Factors
+from hf_freeze.layers.quantized import STORED
 from hf_freeze.registry import (
     ARCHITECTURES,
     VARIANT_PREFIX,
@@ -47,12 +49,13 @@ TASKS = {
 _OWN_FIELDS = ("methods", "init", "hf_freeze_version", "digests", "original_fields")
 
 
-class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin):
+class VariantMixin(AdaptingMixin, SavingMixin, ResizingMixin, TrainingMixin):
     """In front of a native class: structure from the config, freezing, regeneration, and what training needs."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self._built = False
         self._own_ties: dict[str, str] = {}
+        self._gone_ties: set[str] = set()
         final = {name: getattr(config, name) for name in config.original_fields}
         try:
             set_fields(config, config.original_fields)
@@ -95,6 +98,15 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin):
                 if changes and hasattr(module, "config"):
                     set_fields(module.config, changes)
         own = {target: source for method in methods for target, source in method.ties(self, self.architecture).items()}
+        held = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        # Natively tied, where a method has put in something without that parameter.
+        self._gone_ties = {t for t, source in self.all_tied_weights_keys.items() if not {t, source} <= held}
+        self.all_tied_weights_keys = {
+            t: source for t, source in self.all_tied_weights_keys.items() if t not in self._gone_ties
+        }
+        if self._gone_ties:  # whoever asks the native model to find its ties anew
+            ties = self._tied_weights_keys or {}
+            self._tied_weights_keys = {t: source for t, source in ties.items() if t not in self._gone_ties}
         ties = self.all_tied_weights_keys | own
         # With what is tied to a parameter that is now tied itself.
         self._own_ties = {t: _end_of(ties, source) for t, source in ties.items() if t in own or source in own}
@@ -224,18 +236,31 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin):
         super().tie_weights(missing_keys=missing_keys, recompute_mapping=recompute_mapping)
         for target, source in self._own_ties.items():
             parent, _, name = target.rpartition(".")
-            setattr(self.get_submodule(parent), name, self.get_parameter(source))
+            setattr(self.get_submodule(parent), name, self.get_parameter_or_buffer(source))
             if missing_keys is not None and source not in missing_keys:
                 missing_keys.discard(target)
         self.all_tied_weights_keys |= self._own_ties
+
+    def mark_tied_weights_as_initialized(self, loading_info: Any) -> None:
+        # The native one knows parameters only. Of what is quantised, buffers are tied, which on meta nothing initializes.
+        tied = self.all_tied_weights_keys
+        self.all_tied_weights_keys = {t: s for t, s in tied.items() if t.rpartition(".")[2] not in STORED}
+        super().mark_tied_weights_as_initialized(loading_info)
+        self.all_tied_weights_keys = tied
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        ties = super().get_expanded_tied_weights_keys(all_submodels)
+        return {target: source for target, source in ties.items() if target not in self._gone_ties}
 
     # -- merging -----------------------------------------------------------------------------------------------------------
 
     def merge(self) -> PreTrainedModel:
         """A plain native model with the same weights and logits; loading it needs no hf_freeze.
 
-        Raises ValueError where a method cannot be undone.
+        Raises ValueError where a method cannot be undone, and while adapters of PEFT are in it.
         """
+        if hasattr(self, "peft_config"):
+            raise ValueError("merge() with adapters of PEFT in the model: merge_and_unload() or unload() them first")
         source = self
         structural = [method for method in self._methods if is_structural(method)]
         if structural:

@@ -352,7 +352,9 @@ def test_the_file_holds_what_is_counted_and_nothing_seeded(case, tmp_path):
     assert all(state[name].data_ptr() in held for name in state.keys() - seeded_names(model) - constants)
     parameters = dict(canonical_parameters(model))
     counts = count_parameters(model)
-    assert counts.stored == sum(
+    # Quantised weights are buffers, of fewer numbers than they stand for.
+    packed = {id(module.packed): module.weight_count for module in model.modules() if hasattr(module, "weight_count")}
+    assert counts.stored == sum(packed.values()) + sum(
         p.numel() for name, p in parameters.items() if name not in seeded_names(model) | constants
     )
     assert counts.trainable == sum(p.numel() for p in parameters.values() if p.requires_grad)
@@ -429,14 +431,18 @@ def test_multiply_adds_are_those_of_the_components(case):
     ]
     assert untouched
     for name in untouched:
-        assert cost.by_component[name].backward == pytest.approx(native_cost.by_component[name].backward), name
+        backward, whole = (each.by_component[name].backward for each in (cost, native_cost))
+        if all_trained(model, "embeddings"):
+            assert backward == pytest.approx(whole), name
+        else:  # nothing below the first layer needs a gradient of its input
+            assert backward <= whole * (1 + 1e-6), name
     twin = copy.deepcopy(model).to("meta")
     assert multiply_adds(twin, length=8) == cost
 
 
 def all_trained(model, component):
-    named = [(base_name(model, name), p) for name, p in canonical_parameters(model)]
-    return all(p.requires_grad for name, p in named if model.architecture.component(name) == component)
+    counts = count_parameters(model).by_component[component]
+    return counts.trainable == counts.total
 
 
 # -- 5: generating, and who sees what ----------------------------------------------------------------------------------------

@@ -128,6 +128,7 @@ class Architecture:
     sizes: dict[str, tuple[str, ...]]
     tiny: dict[str, Any]  # config fields of a model for tests, of about 10,000 parameters
     tiny_inputs: Callable[[str], dict[str, torch.Tensor]]  # task -> a batch with labels, unequal lengths, padding
+    named_like: str | None = None  # a model type whose modules have the same names, where PEFT does not know this one
     token_tables: dict[
         str, str
     ]  # module, of which a model may have a part, some tied to others -> config field of its rows

@@ -33,6 +33,7 @@ def _inputs(task: str) -> dict[str, torch.Tensor]:
 MARIAN = register_architecture(
     Architecture(
         model_type="marian",
+        named_like="bart",
         tasks=("seq2seq-lm", "feature-extraction"),
         stacks={
             "encoder": Stack(

@@ -21,6 +21,8 @@ from hf_freeze.layers.masked import MaskedConv1D as MaskedConv1D
 from hf_freeze.layers.masked import MaskedLinear as MaskedLinear
 from hf_freeze.layers.no_attention import NoAttention as NoAttention
 from hf_freeze.layers.no_attention import NoHeads as NoHeads
+from hf_freeze.layers.quantized import QuantizedEmbedding as QuantizedEmbedding
+from hf_freeze.layers.quantized import QuantizedLinear as QuantizedLinear
 from hf_freeze.layers.sparse import SparseLinear as SparseLinear
 from hf_freeze.layers.tensor_train import TensorTrainLinear as TensorTrainLinear
 from hf_freeze.layers.tucker import TuckerLinear as TuckerLinear

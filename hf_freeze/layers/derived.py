@@ -1,9 +1,10 @@
 """What all linears share whose weight is computed: y = x Wᵀ + b, with W kept for inference once it is computed.
 
-Shapes: I inputs, O outputs; `dense_weight` is (O, I), as in nn.Linear, also where the linear that was replaced is GPT-2's
-Conv1D, whose `weight` is (I, O).
+Shapes: I inputs, O outputs; `weight` and `dense_weight` are (O, I), as in nn.Linear, also where the linear that was replaced is
+GPT-2's Conv1D, whose `weight` is (I, O).
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -32,7 +33,7 @@ def linear_like(
     its dtype, with a bias if it has one, of as many features and on the same device where nothing else is asked for."""
     own_inputs, own_outputs = features(linear)
     inputs, outputs = own_inputs if inputs is None else inputs, own_outputs if outputs is None else outputs
-    parameter = next(linear.parameters())
+    parameter = placed(linear)
     with torch.device(parameter.device if device is None else device):
         made = (
             classes[1](outputs, inputs)
@@ -42,12 +43,19 @@ def linear_like(
     return made.to(parameter.dtype)
 
 
+def placed(module: nn.Module) -> torch.Tensor:
+    """A tensor of the module on its device and in its dtype: the first parameter, or of one without any, a buffer."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next(tensor for tensor in tensors if tensor.is_floating_point())
+
+
 def dense_class(linear: nn.Module) -> type[nn.Module]:
     """nn.Linear or Conv1D: what it is, or took the place of."""
     return Conv1D if issubclass(getattr(linear, "dense_class", type(linear)), Conv1D) else nn.Linear
 
 
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """In which precision autocast multiplies; None where it is off."""
     try:
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     except RuntimeError:  # a device without autocast, such as meta
@@ -116,7 +124,7 @@ class Derived(Fresh):
 
     def kept_weight(self, device_type: str) -> torch.Tensor:
         """The dense weight, kept; in the precision of autocast where that is on, which would round it in every forward."""
-        dtype = _autocast_dtype(device_type)
+        dtype = autocast_dtype(device_type)
         found = self._find(dtype, self._sources())
         if found is not None:
             return found
@@ -129,7 +137,7 @@ class Derived(Fresh):
 
     def keeps_weight(self, device_type: str) -> bool:
         """Whether `kept_weight` has its memory already."""
-        return self._kept is not None and _autocast_dtype(device_type) in self._kept
+        return self._kept is not None and autocast_dtype(device_type) in self._kept
 
     def needs_gradient(self) -> bool:
         """Whether the forward must be differentiable with respect to what the weight is computed from."""
@@ -162,23 +170,56 @@ class DerivedWeight(Derived):
         return functional.linear(x, weight, self.bias)
 
 
-class DerivedLinear(DerivedWeight):
-    """Takes the place of `linear` (nn.Linear or Conv1D), with a bias if that has one, on the same device in the same dtype."""
+class ComputedWeight(torch.Tensor):
+    """A weight that the module `owner` computes. Its `data` is set by PEFT when it merges an adapter: the owner takes it, or
+    refuses, where in a plain tensor it would be lost."""
+
+    owner: Any
+    _is_hf_initialized = True  # transformers' own mark: native models draw the weight of every nn.Linear
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # what is computed of it is a plain tensor
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.owner.take_weight(value)
+
+
+class Computed(Derived):
+    """Has a `weight` that is no parameter, but computed anew at each look, (O, I)."""
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        weight = self.dense_weight().as_subclass(ComputedWeight)
+        weight.owner = self
+        return weight
+
+    @weight.setter
+    def weight(self, value: torch.Tensor) -> None:
+        if getattr(value, "owner", None) is not self:  # PEFT puts back what it has found
+            self.take_weight(value)
+
+    def take_weight(self, weight: torch.Tensor) -> None:
+        """Compute `weight` (O, I) from now on. Raises ValueError where the parameters cannot."""
+        raise ValueError(f"{type(self).__name__} computes its weight from other parameters, and cannot take another")
+
+
+class DerivedLinear(Computed, DerivedWeight, nn.Linear):
+    """Takes the place of `linear` (nn.Linear or Conv1D), with a bias if that has one, on the same device in the same dtype.
+
+    It is an nn.Linear so that PEFT knows what to do with it, but has no parameter `weight`.
+    """
 
     def __init__(self, linear: nn.Module) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # that of nn.Linear would draw a weight
         self.in_features, self.out_features = features(linear)
         self.dense_class = dense_class(linear)
         if linear.bias is None:
             self.register_parameter("bias", None)
         else:
             self.bias = nn.Parameter(torch.zeros_like(linear.bias))  # type: ignore[arg-type]
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The dense weight as the linear that was replaced has it: (O, I), or (I, O) of a Conv1D. Computed anew."""
-        weight = self.dense_weight()
-        return weight.T if self.dense_class is Conv1D else weight
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

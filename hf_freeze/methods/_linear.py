@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -25,17 +25,16 @@ class LinearMethod(Method):
 
     components: list[str] = field(default_factory=lambda: ["ffn"])
     layers: dict[str, list[int]] | None = None
+    choices: ClassVar[tuple[str, ...]] = surgery.LINEAR_COMPONENTS
 
     def __post_init__(self) -> None:
         name = type(self).__name__
         if not isinstance(self.components, list | tuple) or not self.components:
             raise ValueError(f"{name}(components={self.components!r}): must be a list such as ['ffn', 'attention']")
         for component in self.components:
-            if component not in surgery.LINEAR_COMPONENTS:
-                raise ValueError(
-                    f"{name}(components={self.components!r}): choose from {list(surgery.LINEAR_COMPONENTS)}"
-                )
-        set_field(self, "components", sorted(set(self.components), key=surgery.LINEAR_COMPONENTS.index))
+            if component not in self.choices:
+                raise ValueError(f"{name}(components={self.components!r}): choose from {list(self.choices)}")
+        set_field(self, "components", sorted(set(self.components), key=self.choices.index))
         check_layers_type(self.layers)
 
     def validate(self, architecture: Architecture, config: Any) -> None:

@@ -1,6 +1,7 @@
 """One set of parameters for several layers (Dabre & Fujita, 2019, https://arxiv.org/abs/1807.05353; Lan et al., 2020, "ALBERT",
 https://arxiv.org/abs/1909.11942)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, full_name, is_of_predecessor
 from hf_freeze.layers.derived import Derived
+from hf_freeze.layers.quantized import STORED, Quantized
 from hf_freeze.methods._linear import check_positive
 from hf_freeze.methods._sparse import SparseMethod
 from hf_freeze.registry import Method, method_from_dict, register_method
@@ -125,10 +127,7 @@ class LayerSharing(Method):
     def _alike(model: Any, stack: str, first: str, other: str) -> list[str]:
         """Names of the parameters that both layers have. Raises ValueError where they differ."""
         one, two = (
-            {
-                n: tuple(p.shape)
-                for n, p in model.base_model.get_submodule(layer).named_parameters(remove_duplicate=False)
-            }
+            {n: tuple(p.shape) for n, p in _parameters(model.base_model.get_submodule(layer))}
             for layer in (first, other)
         )
         for name in sorted(one.keys() | two.keys()):
@@ -183,6 +182,14 @@ class LayerSharing(Method):
 
     def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
         """Nothing to undo: the native model gets a copy of the parameters for each layer."""
+
+
+def _parameters(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """By name, with what stands for them where they are quantised."""
+    yield from layer.named_parameters(remove_duplicate=False)
+    for name, module in layer.named_modules():
+        if isinstance(module, Quantized):
+            yield from ((f"{name}.{each}", module.get_buffer(each)) for each in STORED)
 
 
 def _parts(depth: int, groups: int) -> list[list[int]]:

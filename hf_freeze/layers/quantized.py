@@ -1,0 +1,204 @@
+"""Weights in 8 or 4 bits, made and read by bitsandbytes; they are buffers, and nothing trains them.
+
+`int8`: of each row, its largest absolute value / 127 is the step (Dettmers et al., 2022, "LLM.int8()",
+https://arxiv.org/abs/2208.07339). Inputs are not quantised, so that a row of a batch does not depend on the others; hence there
+are no outliers among them to be treated apart, as that paper does. `nf4` and `fp4`: of each 64 weights, row by row, the largest
+absolute value is the scale of 16 levels: the quantiles of a normal distribution, or the numbers of four bits with two of exponent
+(Dettmers et al., 2023, "QLoRA", https://arxiv.org/abs/2305.14314, without its quantisation of the scales).
+
+Shapes: O outputs or rows of a table, I inputs or columns, T tokens.
+"""
+
+import functools
+import importlib
+import logging
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hf_freeze.layers.derived import Computed, DerivedLinear, autocast_dtype
+
+SCHEMES = ("int8", "nf4", "fp4")
+BLOCK = 64  # weights that share a scale in 4 bits
+STORED = ("packed", "scales")
+
+# Whoever imports bitsandbytes, the Trainer too, is told to install a package for a product that is not used here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "Failed to load CPU gemm" not in record.msg)
+
+
+def check_installed() -> None:
+    """Raise ValueError where bitsandbytes is missing, which takes seconds to import and is needed for values only."""
+    if find_spec("bitsandbytes") is None:
+        raise ValueError('quantised weights need bitsandbytes, which is missing: pip install "hf-freeze[quantize]"')
+
+
+@functools.cache
+def _functions() -> Any:
+    check_installed()
+    return importlib.import_module("bitsandbytes.functional")
+
+
+class Quantized(Computed):
+    """A weight (O, I) in `scheme`: `packed`, int8 (O, I), or uint8 (⌈O I / 2⌉,) with two weights a byte, and `scales`, the bytes
+    of fp32 numbers: as bytes, no cast of the model rounds them. Both are buffers.
+
+    `like`, an empty buffer that is not stored, follows the dtype and device of the model.
+    """
+
+    _is_hf_initialized = True  # transformers' own mark: nothing in it is drawn once it is made
+    packed: torch.Tensor
+    scales: torch.Tensor
+    like: torch.Tensor
+    scheme: str
+
+    def make_buffers(self, rows: int, columns: int, scheme: str, **new: Any) -> None:
+        """Register them, with fresh values: they stay where neither a checkpoint nor `make_variant` fills what a config names."""
+        self.scheme, self.shape = scheme, (rows, columns)
+        size = rows * columns
+        as_int8 = scheme == "int8"
+        shape: Sequence[int] = self.shape if as_int8 else (-(-size // 2),)
+        scales = rows if as_int8 else -(-size // BLOCK)
+        device = new["device"]
+        self.register_buffer("packed", torch.zeros(shape, dtype=torch.int8 if as_int8 else torch.uint8, device=device))
+        self.register_buffer("scales", torch.zeros(4 * scales, dtype=torch.uint8, device=device))
+        self.register_buffer("like", torch.zeros(0, **new), persistent=False)
+        if not self.packed.is_meta:
+            weight = torch.zeros(self.shape)
+            nn.init.normal_(weight, std=(2 / sum(self.shape)) ** 0.5)  # Glorot's; nothing is drawn where values follow
+            if weight.any():
+                self.fill(weight)
+
+    @property
+    def weight_count(self) -> int:
+        """Weights that it holds."""
+        return self.shape[0] * self.shape[1]
+
+    @torch.no_grad()
+    def fill(self, weight: torch.Tensor) -> None:
+        """Quantise `weight` (O, I), on the CPU and in fp32, so that every device makes the same of it.
+
+        Raises ValueError for values that are not finite.
+        """
+        weight = weight.detach().to("cpu", torch.float32).contiguous()
+        if not weight.isfinite().all():
+            raise ValueError(
+                f"a weight of {tuple(weight.shape)} has values that are not finite, and cannot be quantised"
+            )
+        if weight.numel() == 0:
+            return
+        if self.scheme == "int8":
+            packed, scales, _ = _functions().int8_vectorwise_quant(weight)
+            packed[scales == 0] = 0  # a row of zeros was divided by zero
+        else:
+            packed, state = _functions().quantize_4bit(weight, blocksize=BLOCK, quant_type=self.scheme)
+            packed, scales = packed.flatten(), state.absmax
+        self.packed.copy_(packed)
+        self.scales.copy_(scales.view(torch.uint8))
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """(O, I)"""
+        if self.packed.is_meta or not self.packed.numel():
+            return self.packed.new_empty(self.shape, dtype=dtype)
+        return (
+            self._read(self.packed, self.scales.view(torch.float32), dtype)
+            .view(-1)[: self.weight_count]
+            .view(self.shape)
+        )
+
+    def _read(self, packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if self.scheme == "int8":
+            return _functions().int8_vectorwise_dequant(packed, scales).to(dtype)
+        state = _functions().QuantState(
+            absmax=scales,
+            shape=torch.Size((1, 2 * packed.numel())),
+            dtype=dtype,
+            blocksize=BLOCK,
+            quant_type=self.scheme,
+        )
+        return _functions().dequantize_4bit(packed.view(-1, 1), state)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """(T,) -> (T, I)"""
+        columns, dtype = self.shape[1], self.like.dtype
+        if self.packed.is_meta:
+            return self.packed.new_empty(len(ids), columns, dtype=dtype)
+        scales = self.scales.view(torch.float32)
+        if self.scheme == "int8":
+            return self._read(self.packed[ids], scales[ids], dtype)
+        if columns % BLOCK or not len(ids):  # a block holds parts of several rows
+            return self.dequantized(dtype)[ids]
+        packed, scales = self.packed.view(-1, columns // 2)[ids], scales.view(-1, columns // BLOCK)[ids]
+        return self._read(packed.flatten(), scales.flatten(), dtype).view(-1, columns)
+
+    def dense_weight(self) -> torch.Tensor:
+        return self.dequantized(self.like.dtype)
+
+    def take_weight(self, weight: torch.Tensor) -> None:
+        """Quantise it anew, which PEFT does of what it merges: with a warning, because it rounds."""
+        warnings.warn(
+            f"an adapter is merged into weights in {self.scheme}, which rounds it: to keep it exactly, merge() the variant first "
+            "and load the adapter on what it gives",
+            stacklevel=4,
+        )
+        self.fill(weight)
+
+
+class QuantizedLinear(Quantized, DerivedLinear):
+    """Takes the place of `linear`; its bias stays as it is. No dense weight is kept: it is computed in each forward, and again in
+    the backward."""
+
+    def __init__(self, linear: Any, scheme: str) -> None:
+        DerivedLinear.__init__(self, linear)
+        new = {"device": linear.weight.device, "dtype": linear.weight.dtype}
+        self.make_buffers(self.out_features, self.in_features, scheme, **new)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., I) -> (..., O)"""
+        dtype = autocast_dtype(x.device.type) or x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return _Product.apply(x.to(dtype), bias, self)  # type: ignore[return-value]
+
+    def extra_repr(self) -> str:
+        return f"{DerivedLinear.extra_repr(self)}, scheme={self.scheme!r}"
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ + b, that holds no dense weight between forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, layer: QuantizedLinear) -> torch.Tensor:
+        ctx.layer = layer
+        return functional.linear(x, layer.dequantized(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (y,) = gradients
+        of_x = y @ ctx.layer.dequantized(y.dtype) if ctx.needs_input_grad[0] else None
+        of_bias = y.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        return of_x, of_bias, None
+
+
+class QuantizedEmbedding(Quantized, nn.Embedding):
+    """Takes the place of `table`: a look-up computes the rows that it finds, and no others (all where a row's length is not a
+    multiple of 64, in 4 bits)."""
+
+    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False  # as of a plain table, for who reads them
+
+    def __init__(self, table: nn.Embedding, scheme: str) -> None:
+        nn.Module.__init__(self)  # that of nn.Embedding would draw a table
+        self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
+        self.padding_idx = table.padding_idx
+        new = {"device": table.weight.device, "dtype": table.weight.dtype}
+        self.make_buffers(self.num_embeddings, self.embedding_dim, scheme, **new)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(...) token ids -> (..., I)"""
+        return self.rows(input.flatten()).view(*input.shape, self.embedding_dim)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, scheme={self.scheme!r}"
