@@ -195,20 +195,47 @@ def test_embeddings(run, tmp_path):
     assert out.read_text(encoding="utf-8").startswith("`python benchmarks/embeddings.py --quick")
 
 
-def test_export(run, tmp_path):
+@pytest.fixture
+def translators(tmp_path):
+    """A folder with a translator of two layers and one of one, and the arguments that name a text."""
     text = data.builtin_corpus(train=40, dev=4, test=4)
     tokenizer = data.train_tokenizer([*text["train"]["source"], *text["train"]["target"]], 300)
     sizes = {"vocab_size": len(tokenizer), "decoder_vocab_size": len(tokenizer), "max_position_embeddings": 128}
     config = MarianConfig(**ARCHITECTURES["marian"].tiny | sizes)
-    model = make_variant(config, [methods.FactorizedEmbedding(rank=4)], task="seq2seq-lm")
-    for saved in (model, tokenizer):
-        saved.save_pretrained(tmp_path / "model")
+    for name, chosen in {
+        "model": [methods.FactorizedEmbedding(rank=4)],
+        "small": [methods.LayerSelection(keep={"decoder": [0]})],
+    }.items():
+        for saved in (make_variant(config, chosen, task="seq2seq-lm"), tokenizer):
+            saved.save_pretrained(tmp_path / name)
     for side in ("source", "target"):
         (tmp_path / side).write_text("\n".join(text["test"][side]), encoding="utf-8")
-    arguments = ["--text", str(tmp_path / "source"), "--target", str(tmp_path / "target"), "--engines", "ctranslate2"]
-    printed = run("export", str(tmp_path / "model"), *arguments, "--beams", "2", "--rounds", "1", "--new-tokens", "6")
+    texts = ["--text", str(tmp_path / "source"), "--target", str(tmp_path / "target")]
+    return tmp_path, [*texts, "--rounds", "1", "--new-tokens", "6"]
+
+
+def test_export(run, translators):
+    folder, arguments = translators
+    printed = run("export", str(folder / "model"), *arguments, "--engines", "ctranslate2", "--beams", "2")
     assert re.search(r"^\| ctranslate2 fp32 \| 2 \| [\d.]+ \| [\d.]+ \| 4 of 4 \|", printed, re.M)
     assert "fp32 as PyTorch: passed in all 2" in printed
+
+
+def test_ship(run, translators, monkeypatch):
+    folder, arguments = translators
+    monkeypatch.syspath_prepend(FOLDER)
+    module = importlib.import_module("ship")
+    monkeypatch.setattr(module, "in_new_process", lambda *of: (0.0, 0.0))  # which takes ten seconds
+    models = [str(folder / name) for name in ("model", "small")]
+    printed = run("ship", *models, *arguments, "--forms", "fp32", "native", "bf16", "nf4", "ctranslate2 int8")
+    sizes = dict(re.findall(r"^\| (\w+, [\w ]+) \| ([\d.]+) \|", printed, re.M))
+    assert len(sizes) == 10
+    assert float(sizes["small, nf4"]) < float(sizes["small, bf16"]) < float(sizes["small, fp32"])
+    weighed = module.bytes_of(folder / "small")
+    assert float(sizes["small, fp32"]) == pytest.approx(weighed / 1e6, abs=0.01)
+    assert re.search(
+        r"small: (passed|MISSED) -?[\d.]+ BLEU lost \(at most 1\.0\), passed [\d,]+ bytes \(below 2,000,000\)", printed
+    )
 
 
 def test_run_latency(run, tmp_path):
