@@ -9,7 +9,7 @@ from typing import Any
 from hf_freeze.experiments.fields import data_form
 from hf_freeze.experiments.report import COMPARISONS, Comparison, Report, report_of
 from hf_freeze.experiments.results import Run, Source, read_folder
-from hf_freeze.experiments.statistics import test_set_digest
+from hf_freeze.experiments.statistics import digest_of_test_set
 
 _PERPLEXITY = "perplexity"  # in the name of a metric: it is of tokens, so the tokenizer is part of it
 
@@ -81,7 +81,7 @@ def _basis(run: Run) -> Basis:
         metric=run.record.get("signatures", {}).get(quality, ""),
         data=_without_root(data) if data else "",
         tokenizer=json.dumps(counted, sort_keys=True) if counted else "",
-        test_set=run.record.get("test_set", "") if run.items is None else test_set_digest(run.items),
+        test_set=run.record.get("test_set", "") if run.items is None else digest_of_test_set(run.items),
     )
 
 

@@ -49,7 +49,7 @@ def accuracy(sums: np.ndarray) -> np.ndarray:
     return 100 * sums[..., 0] / sums[..., 1]
 
 
-def test_set_digest(items: np.ndarray) -> str:
+def digest_of_test_set(items: np.ndarray) -> str:
     """Tells test sets apart, by the (N, k) items of any model: the last column is of the test set alone, such as the words of the
     reference or the tokens of a block."""
     last = np.ascontiguousarray(items[:, -1], dtype="<f8")
