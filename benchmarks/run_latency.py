@@ -15,6 +15,9 @@ Decoding: `--sentences` sentences (of the test split that the runs were made wit
 what a row gains by shorter translations is not in it; or, with `--until-end`, until the model ends its translation, which is what
 a user waits for. Rows with a vocabulary of their own, whose tokens are other pieces of text, can only be compared so.
 
+What decoding takes goes into `latency.json` in the folder of each run that was measured, from which `hf-freeze report` weighs the
+rows by it too.
+
 Training: forward, label-smoothed loss, backward and fused AdamW step on what is trainable, in training mode, on one batch of 64
 of these sentences with their targets (`--target`; without it, `--text` is its own).
 """
@@ -34,6 +37,8 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
 from hf_freeze import data
+from hf_freeze.experiments.environment import environment, write_whole
+from hf_freeze.experiments.grid import LATENCY
 from hf_freeze.experiments.run import choose_attention
 from hf_freeze.training import label_smoothed_loss
 
@@ -158,25 +163,34 @@ def main() -> None:
         }
 
     zero = works_of(folders["0"])
-    lines, worst = [], []
+    length = "each to the end that the model sets" if new_tokens is None else f"{new_tokens} new tokens each"
+    lines, worst, first_ms = [], [], {}
     for row, folder in folders.items():
         works = works_of(folder)
         record = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+        decoding = {}
         cells = [f"{row}: {record['label']}", f"{record['parameters']['stored_bytes'] / 1e6:.2f}"]
         for name, work in works.items():
             rounds = options.rounds * (1 if name == "1" else 3)
             pair = _shared.in_turns(work, zero[name], rounds)
             scale = len(sources) if name in ("1", "64") else 1  # decoding a sentence, a step
+            first_ms.setdefault(name, 1e3 * statistics.median(pair.other) / scale)  # row 0 comes first
+            if name != "step":
+                decoding[name] = {"ratio": pair.ratio, "ratios": pair.ratios, "first_ms": first_ms[name]}
             cells += [f"{1e3 * statistics.median(pair.one) / scale:.2f}", str(pair)]
             if name != "step" and row != "0":
                 worst.append((pair.ratio, f"row {row} at batch {name}"))
+        conditions = (
+            f"{len(sources)} sentences of {Path(options.text).name if options.text else 'the test set'}, {length}"
+        )
+        measured = {"decoding": decoding, "conditions": conditions, "environment": environment()}
+        write_whole(folder / LATENCY, json.dumps(measured, indent=1) + "\n")
         lines.append(cells)
         print(*cells, sep=" | ", flush=True)
     header = ["row", "stored, MB", "batch 1: ms a sentence", "to row 0", "batch 64: ms a sentence", "to row 0",
               "training step, ms", "to row 0"]  # fmt: skip
     missed = [f"{where} ({ratio:.2f})" for ratio, where in worst if ratio > BAR]
     verdict = f"missed: {', '.join(missed)}" if missed else "passed" if worst else "not measured: there is no other row"
-    length = "each to the end that the model sets" if new_tokens is None else f"{new_tokens} new tokens each"
     summary = (
         f"decoding at most {BAR} of row 0: {verdict}; {len(sources)} sentences, {length}, a step of {len(targets[:BATCH])} "
         f"sentences; {torch.get_num_threads()} threads"

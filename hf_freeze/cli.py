@@ -3,13 +3,16 @@
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from hf_freeze.experiments.report import Report
 
 app = typer.Typer(
     help="Freeze, randomise, factorise, prune, share or replace parts of a Hugging Face transformer.",
@@ -105,16 +108,30 @@ def report(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders that `hf-freeze run` wrote.")],
     out: Annotated[Path | None, typer.Option(help="Folder of the report; the first FOLDER if not given.")] = None,
 ) -> None:
-    """Compare the rows of one or several grids, finished or not: table, plots, and which differences are real.
+    """Compare the rows of one or several grids, finished or not: table, plots, and which differences are real. Grids may be of
+    any recipes: only rows of one test set, metric and training data are compared, and other rows are a section of their own.
 
     Example: hf-freeze report runs/freeze-ablation
+
+    Example: hf-freeze report runs/freeze-ablation runs/ffn-compression runs/head-pruning --out runs/all
     """
-    from hf_freeze.experiments.report import table_cells, write_report
-    from hf_freeze.experiments.text import legend
+    from hf_freeze.experiments.report import write_reports
 
     with _one_line_errors():
-        found = write_report(*folders, out=out, say=lambda text: console.print(escape(text), soft_wrap=True))
-        headings, cells = table_cells(found)
+        found = write_reports(*folders, out=out, say=lambda text: console.print(escape(text), soft_wrap=True))
+    for each in found:
+        if len(found) > 1:
+            console.print(escape(f"\n{each.title}"), soft_wrap=True)
+        _print_rows(each)
+    files = ", ".join(str((out or folders[0]) / f"report.{kind}") for kind in ("html", "md", "png"))
+    console.print(escape(f"Written: {files}"), soft_wrap=True)
+
+
+def _print_rows(report: "Report") -> None:
+    from hf_freeze.experiments.report import table_cells
+    from hf_freeze.experiments.text import legend
+
+    headings, cells = table_cells(report)
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     # A narrow terminal shows what matters most; the report has the rest.
     shown = [i for i, heading in enumerate(headings) if console.width >= 110 or heading not in _FOR_WIDE_TERMINALS]
@@ -123,9 +140,7 @@ def report(
     for row in cells:
         table.add_row(*(escape(row[column]) for column in shown))
     console.print(table)
-    console.print(escape("\n".join(legend(found))), soft_wrap=True, highlight=False)
-    files = ", ".join(str((out or folders[0]) / f"report.{kind}") for kind in ("html", "md", "png"))
-    console.print(escape(f"Written: {files}"), soft_wrap=True)
+    console.print(escape("\n".join(legend(report))), soft_wrap=True, highlight=False)
 
 
 @app.command()

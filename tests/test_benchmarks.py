@@ -269,6 +269,11 @@ def test_run_latency(run, tmp_path):
     printed = run("run_latency", *arguments, "--out", str(tmp_path / "table.md"))
     assert re.findall(r"^\| (\w+): the \1 \|", printed, re.M) == ["0", "neurons", "noise"]
     assert "3 sentences, 4 new tokens each" in printed
+    for row, ratio in re.findall(r"^\| (\w+): .*?\| ([\d.]+) \(", printed, re.M):
+        kept = json.loads((tmp_path / f"row-{row}-seed-1" / "latency.json").read_text("utf-8"))
+        assert kept["decoding"]["1"]["ratio"] == pytest.approx(float(ratio), abs=5e-4)
+        assert kept["decoding"]["64"]["first_ms"] > 0
+        assert kept["conditions"] == "3 sentences of the test set, 4 new tokens each"
     (tmp_path / "text").write_text("a b\nc\n", encoding="utf-8")
     printed = run("run_latency", *arguments, "--rows", "neurons", "--text", str(tmp_path / "text"))
     assert "noise" not in printed

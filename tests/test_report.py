@@ -655,10 +655,11 @@ def test_what_cannot_be_reported_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_runs(tmp_path / "a", seeds=(1,))
     make_runs(tmp_path / "b", seeds=(1,), task="language-modelling")
+    make_runs(tmp_path / "c", seeds=(2,), changes={(row, 2): {"task": "chess"} for row in ROWS})
     for folders, message in {
         ("nowhere",): "nowhere/results.jsonl does not exist",
-        ("a", "b"): "a holds runs of translation and b of language-modelling",
-        ("a", "a"): "a and a both hold row '0' with seed 1",
+        ("a", "b", "a"): "a and a both hold row '0' with seed 1",
+        ("a", "c"): "c holds runs of 'chess'; reports are made of",
     }.items():
         (line,) = run_report(*folders, code=2).stderr.strip().splitlines()
         assert message in line

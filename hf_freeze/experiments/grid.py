@@ -36,6 +36,9 @@ _KEEP_MEMORY = {
 }
 
 
+LATENCY = "latency.json"  # in the folder of a run: how long its model decodes, as benchmarks/run_latency.py leaves it
+
+
 class FailedRuns(Exception):
     """Some runs of a grid failed; the others are finished."""
 
@@ -105,9 +108,15 @@ def write_results(out: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]
     """Collect the finished runs of `out` into `results.jsonl`: `runs` in their order, then those of other seeds or recipes."""
     paths = [run_folder(out, run) / "metrics.json" for run in runs]
     paths += sorted(set(out.glob("row-*-seed-*/metrics.json")) - set(paths))
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+    records = [_record(path) for path in paths if path.exists()]
     write_whole(out / "results.jsonl", "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     return records
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """Of a finished run, with what was measured of its model since."""
+    record, latency = json.loads(path.read_text(encoding="utf-8")), path.with_name(LATENCY)
+    return record | ({"latency": json.loads(latency.read_text(encoding="utf-8"))} if latency.exists() else {})
 
 
 def _check_files(data: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
+from hf_freeze.experiments.results import Source
 from hf_freeze.whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ _COLOURS = (
     "#17a5b8",
 )
 MARKERS = dict(zip("os^Dv<>Ph*X", "●■▲◆▼◀▶✚⬢★✖", strict=True))  # matplotlib's, and the signs like them
+SIGNS = len(_COLOURS) * len(MARKERS)  # as many rows can be told apart
 _COMPONENTS = ("embeddings", "attention", "ffn", "norm", "head")
 # Where the name of a point may be written, in points from it, best first.
 _SPOTS = [
@@ -85,7 +87,7 @@ def draw_extra(report: "Report", out: Path) -> None:
     with mpl.rc_context(_STYLE):
         for name, plot in (("heads", _heads), ("schedules", _schedules)):
             if (figure := plot(report)) is not None:
-                _save(figure, out / f"{name}.png")
+                _save(figure, out / report.picture(name))
 
 
 def _save(figure: Figure, path: Path) -> None:
@@ -96,6 +98,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 def svg_plots(report: "Report") -> dict[str, str]:
     """Name of each plot that the runs have data for, and its SVG."""
+    before = f"{report.number}-" if report.number > 1 else ""
     plots: dict[str, Callable[[Report], Figure | None]] = {
         **{cost: functools.partial(_quality_figure, cost=cost) for cost in report.axes},
         "setting": _setting,
@@ -108,7 +111,7 @@ def svg_plots(report: "Report") -> dict[str, str]:
     with mpl.rc_context(_STYLE):
         for name, plot in plots.items():
             if (figure := plot(report)) is not None:
-                found[name] = _svg(figure, name)
+                found[name] = _svg(figure, before + name)
     return found
 
 
@@ -119,12 +122,12 @@ def _svg(figure: Figure, name: str) -> str:
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>plot-{name}-", text)
     return text.replace(_INK, "currentColor")
 
 
 def style_of(index: int) -> tuple[str, str]:
-    """Colour and marker of a row; together they tell 110 rows apart."""
+    """Colour and marker of a row."""
     return _COLOURS[index % len(_COLOURS)], list(MARKERS)[index % len(MARKERS)]
 
 
@@ -134,8 +137,14 @@ def named(report: "Report") -> dict[int, str]:
     rows = [row["row"] for row in report.rows]
     if len(set(signs.values())) == len(rows):
         return {signs[row["row"]]: f"{row['row']}: {row['label']}" for row in report.rows}
+    if not series:  # the rows of a grid have one sign
+        return {number: _grid_name(source) for number, source in enumerate(report.sources)}
     names = {signs[each.rows[0]["row"]]: each.name for each in series}
     return names | {signs[name]: name for name in rows if signs[name] not in names}
+
+
+def _grid_name(source: Source) -> str:
+    return f"{source.letter}: {', '.join(source.recipes)}" if source.letter else "all rows"
 
 
 def _legend(figure: Figure, report: "Report") -> None:
@@ -172,6 +181,8 @@ def _quality(plots: list[Any], report: "Report", costs: list[str]) -> None:
             (x, y, spread), (colour, marker) = _point(report, row, cost), style_of(signs[row["row"]])
             if _beyond(report, y, edge):
                 axes.plot(x, edge, marker, color=colour, markersize=7, fillstyle="none", clip_on=False)
+            elif spread is None:  # an error bar takes ten times as long, and rows may be thousands
+                axes.plot(x, y, marker, color=colour, markersize=7, alpha=0.85)
             else:
                 axes.errorbar(x, y, yerr=spread, fmt=marker, color=colour, markersize=7, capsize=4, alpha=0.85)
         points = [_point(report, row, cost)[:2] for row in report.front(cost)]
@@ -357,7 +368,8 @@ def _name_points(axes: Any, points: list[tuple[float, float, str]]) -> None:
                 + 3 * outside
             )
 
-        spot = min(_SPOTS, key=covers)
+        # The first that covers nothing, or the best: most names need few looks.
+        spot = next((spot for spot in _SPOTS if not covers(spot)), None) or min(_SPOTS, key=covers)
         taken.append(box(spot))
         if max(map(abs, spot)) > _NEAR:
             line = {
@@ -375,7 +387,7 @@ def _name_points(axes: Any, points: list[tuple[float, float, str]]) -> None:
 
 def _curves(report: "Report") -> Figure | None:
     """Dev loss after each epoch, a line a run; train loss faint behind it, or alone."""
-    if not any(run.log for run in report.runs):
+    if not any(run.log for run in report.runs) or len(report.rows) > SIGNS:
         return None
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.subplots()
@@ -413,7 +425,7 @@ def _components(report: "Report") -> Figure | None:
     for run in report.runs:
         if components := run.record["parameters"].get("by_component"):
             first.setdefault(run.row, components)
-    if not first:
+    if not first or len(first) > SIGNS:
         return None
     names = list(dict.fromkeys([*_COMPONENTS, *(name for parts in first.values() for name in parts)]))
     names = [name for name in names if any(parts.get(name, {}).get("total") for parts in first.values())]

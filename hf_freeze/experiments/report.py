@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_freeze.experiments.plots import draw, draw_extra
-from hf_freeze.experiments.results import Run, label_of, read_runs, unlike_settings
+from hf_freeze.experiments.plots import SIGNS, draw, draw_extra
+from hf_freeze.experiments.results import Run, Source, label_of, read_runs, unlike_settings
 from hf_freeze.experiments.rows import OF_A_ROW
 from hf_freeze.experiments.statistics import MANY, Difference, accuracy, bleu, compare, log_perplexity
 from hf_freeze.whole_files import write_whole
@@ -195,6 +195,9 @@ class Report:
     items: int  # test items; 0 where no run kept them
     notes: list[str]  # what a reader must know before believing a number
     commands: list[str]
+    sources: Sequence[Source] = ()  # the grids, where there are several
+    number: int = 1  # of this group of rows among those of a page
+    tested_on: str = ""  # what these rows have in common, and others do not
 
     @property
     def seeds(self) -> list[int]:
@@ -232,6 +235,10 @@ class Report:
         found = [run.record["environment"] for run in self.runs if "environment" in run.record]
         return list({json.dumps(environment, sort_keys=True): environment for environment in found}.values())
 
+    def picture(self, name: str) -> str:
+        """The file of a picture, such as report.png, or report-2.png of the second group of rows."""
+        return f"{name}.png" if self.number == 1 else f"{name}-{self.number}.png"
+
     def front(self, cost: str) -> list[dict[str, Any]]:
         """The Pareto front: those rows of which none of no higher cost is as good, from the cheapest to the best."""
         sign = -1 if self.task.higher else 1
@@ -244,6 +251,8 @@ class Report:
     @property
     def setting(self) -> str | None:
         """What the recipe wants the score drawn against, such as factorized_embedding.rank, if any."""
+        if len(self.sources) > 1:  # a setting is drawn of one recipe
+            return None
         return next((run.settings["axis"] for run in self.runs if run.settings.get("axis")), None)
 
     def series(self) -> list[Series]:
@@ -278,8 +287,11 @@ class Report:
         return [series for series in found.values() if series.points or series.without]
 
     def signs(self) -> dict[str, int]:
-        """Row -> the number of its sign in the plots: one of its own, or where the rows are many, that of its series."""
+        """Row -> the number of its sign in the plots: one of its own, or where the rows are many, that of its series or grid."""
         series = self.series()
+        if len(self.rows) >= (MANY if len(self.sources) > 1 else SIGNS) and not series:
+            letters = list(dict.fromkeys(run.source for run in self.runs))
+            return {run.row: letters.index(run.source) for run in self.runs}
         if not series or len(self.rows) < MANY:
             return {row["row"]: number for number, row in enumerate(self.rows)}
         found = {row["row"]: number for number, each in enumerate(series) for row in each.rows}
@@ -311,13 +323,18 @@ def make_report(folders: Sequence[Path], say: Callable[[str], Any] = print) -> R
     runs = read_runs(folders, say)
     if runs[0].task not in COMPARISONS:
         raise ValueError(f"{folders[0]} holds runs of {runs[0].task!r}; reports are made of {sorted(COMPARISONS)}")
+    return report_of(runs, [Source(list(folders), runs)], say)
+
+
+def report_of(runs: list[Run], sources: Sequence[Source], say: Callable[[str], Any] = print) -> Report:
+    """Compare `runs` of one task, which came from `sources`; the first row is what all are compared with."""
     task = COMPARISONS[runs[0].task]
-    rows = summarise([run.record for run in runs], task)
+    rows = summarise([run.record | {"row": run.row} for run in runs], task)
     items, notes = _items_of_rows(runs, task)
     notes = unlike_settings(runs) + notes
     if min(row["seeds"] for row in rows) == 1:
-        single = ", ".join(row["row"] for row in rows if row["seeds"] == 1)
-        which = "One seed" if all(row["seeds"] == 1 for row in rows) else f"One seed of row {single}"
+        single = [row["row"] for row in rows if row["seeds"] == 1]
+        which = "One seed" if len(single) == len(rows) else f"One seed of {_rows(single)}"
         covers = "the intervals and marks cover the choice of the test items only; another seed may differ by more"
         notes.append(f"{which}: {covers if items else 'small differences mean nothing'}.")
     tested = len(next(iter(items.values()))[0]) if items else 0
@@ -326,7 +343,7 @@ def make_report(folders: Sequence[Path], say: Callable[[str], Any] = print) -> R
     for note in notes:
         say(note)
     titles = dict.fromkeys(run.record.get("recipe") or run.grid.resolve().name for run in runs)
-    commands = [folder / "command.txt" for folder in folders]
+    commands = [folder / "command.txt" for source in sources for folder in source.folders]
     return Report(
         title=", ".join(titles),
         task=task,
@@ -336,6 +353,7 @@ def make_report(folders: Sequence[Path], say: Callable[[str], Any] = print) -> R
         items=tested,
         notes=notes,
         commands=[path.read_text(encoding="utf-8").strip() for path in commands if path.exists()],
+        sources=sources,
     )
 
 
@@ -349,12 +367,17 @@ def _items_of_rows(runs: list[Run], task: Comparison) -> tuple[dict[str, list[np
     items = {row: found for row, found in items.items() if row not in lacking}
     notes = []
     if lacking:
-        notes.append(f"Not tested: row {', '.join(lacking)}. Its runs kept no test items (items.npy); run them again.")
+        whose = "Its" if len(lacking) < MANY else "Their"
+        notes.append(f"Not tested: {_rows(lacking)}. {whose} runs kept no test items (items.npy); run them again.")
     # The last column is of the test set alone: words of the reference, tokens of a block.
     if len({found[:, -1].tobytes() for row in items.values() for found in row}) > 1:
         notes.append("Not tested: the runs were scored on different test sets, so their scores cannot be compared.")
         items = {}
     return items, notes
+
+
+def _rows(names: list[str]) -> str:
+    return f"row {', '.join(names)}" if len(names) < MANY else f"{len(names)} rows"
 
 
 def summarise(records: list[dict[str, Any]], task: Comparison = COMPARISONS["translation"]) -> list[dict[str, Any]]:
@@ -392,13 +415,13 @@ def _values(group: list[dict[str, Any]], column: str, task: Comparison) -> list[
 
 def table_cells(report: Report) -> tuple[list[str], list[list[str]]]:
     """Headings and formatted rows."""
-    task, first = report.task, report.rows[0]["row"]
-    shown = [heading for heading, _, _ in report.columns.values()]
+    task, first, columns = report.task, report.rows[0]["row"], report.columns
+    shown = [heading for heading, _, _ in columns.values()]
     qualities, costs = shown[: len(task.qualities)], shown[len(task.qualities) :]
     headings = ["row", task.rows_are, qualities[0], f"vs row {first}", *qualities[1:], "seeds", *costs]
     cells = []
     for row in report.rows:
-        values = [_cell(row[column][0], row[column][1], form) for column, (_, _, form) in report.columns.items()]
+        values = [cell_text(row[column][0], row[column][1], form) for column, (_, _, form) in columns.items()]
         values.insert(len(task.qualities), str(row["seeds"]))
         cells.append([row["row"], row["label"], values[0], _against_first(report, row), *values[1:]])
     return headings, cells
@@ -411,21 +434,36 @@ def _against_first(report: Report, row: dict[str, Any]) -> str:
     return report.task.signed(difference) + (" *" if test and test.real_to_first else "")
 
 
-def _cell(mean: float, spread: float | None, form: str) -> str:
+def cell_text(mean: float, spread: float | None, form: str) -> str:
+    """A number as the table shows it, with its standard deviation where that is more than none."""
     varies = spread is not None and f"{spread:{form}}" != f"{0:{form}}"
     return f"{mean:{form}}" + (f" ± {spread:{form}}" if varies else "")
 
 
+def write_reports(*folders: Path, out: Path | None = None, say: Callable[[str], Any] = print) -> list[Report]:
+    """As `write_report`, of any grids: a section, and a `report-2.png` and so on, for each group of rows that may be compared."""
+    from hf_freeze.experiments.groups import make_reports
+
+    reports = make_reports(folders, say)
+    _write(reports, out or folders[0])
+    return reports
+
+
 def write_report(*folders: Path, out: Path | None = None, say: Callable[[str], Any] = print) -> Report:
-    """Write `report.md`, `report.html` and `report.png` of all `folders` into `out`, the first of them if not given; and
-    `heads.png` and `schedules.png`, where heads were measured and methods followed a schedule."""
+    """Write `report.md`, `report.html` and `report.png` of all `folders` of a grid into `out`, the first of them if not given;
+    and `heads.png` and `schedules.png`, where heads were measured and methods followed a schedule."""
+    report = make_report(folders, say)
+    _write([report], out or folders[0])
+    return report
+
+
+def _write(reports: Sequence[Report], out: Path) -> None:
     from hf_freeze.experiments.html import page
     from hf_freeze.experiments.text import markdown
 
-    report, out = make_report(folders, say), out or folders[0]
     out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / "report.md", markdown(report))
-    write_whole(out / "report.html", page(report))
-    draw(report, out / "report.png")
-    draw_extra(report, out)
-    return report
+    write_whole(out / "report.md", "\n".join(map(markdown, reports)))
+    write_whole(out / "report.html", page(reports, out))
+    for report in reports:
+        draw(report, out / report.picture("report"))
+        draw_extra(report, out)

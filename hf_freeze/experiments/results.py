@@ -1,5 +1,6 @@
 """What finished runs left behind, read back: records, settings, logs and test items of one or several grid folders."""
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hf_freeze.experiments.fields import method_of
-from hf_freeze.experiments.grid import run_folder
+from hf_freeze.experiments.grid import LATENCY, run_folder
 from hf_freeze.whole_files import write_whole
 
 HEAD_SCORES = "head_scores.json"  # in the folder of a run: name of a score -> attention -> a number for each head
@@ -24,8 +25,9 @@ class Run:
     settings: dict[str, Any]
     log: list[dict[str, Any]]
     items: np.ndarray | None
+    source: str = ""  # the letter of its grid, where rows of several are compared
 
-    @property
+    @functools.cached_property
     def methods(self) -> list[dict[str, Any]]:
         """Those of its model, what it started from included; where there is no model, those that the recipe added."""
         config = run_folder(self.grid, self.record) / "model" / "config.json"
@@ -54,11 +56,58 @@ class Run:
 
     @property
     def row(self) -> str:
-        return self.record["row"]
+        """Its name among all that it is compared with."""
+        return f"{self.source} {self.record['row']}".lstrip()
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Row and seed: in a grid there is one run of each."""
+        return self.record["row"], self.record["seed"]
+
+    @property
+    def recipe(self) -> str:
+        """Its name; of old records, which have none, that of their folder."""
+        return self.record.get("recipe") or self.grid.resolve().name
+
+    @property
+    def latency(self) -> dict[str, Any]:
+        """What benchmarks/run_latency.py measured of its model; empty where it did not."""
+        path = run_folder(self.grid, self.record) / LATENCY
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else self.record.get("latency") or {}
+
+    @property
+    def machine(self) -> str:
+        """On which it was trained and tested; empty where it is not known."""
+        found = self.record.get("environment")
+        return machine_of(found, self.record.get("processes", 1)) if found else ""
 
     @property
     def task(self) -> str:
         return self.record.get("task") or self.settings.get("task") or "translation"
+
+
+@dataclass
+class Source:
+    """One grid: a folder, or several that hold other rows or seeds of it. `letter` is empty where there is no other grid."""
+
+    folders: list[Path]
+    runs: list[Run]
+    letter: str = ""
+
+    @property
+    def recipes(self) -> list[str]:
+        return list(dict.fromkeys(run.recipe for run in self.runs))
+
+    @property
+    def described(self) -> str:
+        """Its recipes and the names of its folders: where they lie is nobody's business."""
+        return ", ".join(dict.fromkeys([*self.recipes, *(folder.resolve().name for folder in self.folders)]))
+
+
+def machine_of(environment: dict[str, Any], processes: int = 1) -> str:
+    """What times depend on beside the model."""
+    several = f", {processes} processes" if processes > 1 else ""
+    return f"{environment['device']}, {environment['threads']} of {environment['cores']} cores{several}"
 
 
 def read_head_scores(folder: Path) -> dict[str, dict[str, list[float]]]:
@@ -99,17 +148,26 @@ def read_runs(folders: Sequence[Path], say: Callable[[str], Any] = print) -> lis
     runs: list[Run] = []
     seen: dict[tuple[str, int], Path] = {}
     for folder in folders:
-        for record in read_results(folder, say):
-            run = _read_run(folder, record)
+        for run in read_folder(folder, say):
             if runs and run.task != runs[0].task:
                 both = f"{runs[0].grid} holds runs of {runs[0].task} and {folder} of {run.task}"
                 raise ValueError(f"{both}: a report is of one task")
-            if other := seen.get((run.row, record["seed"])):
-                where = f"{folder} holds twice" if other is folder else f"{other} and {folder} both hold"
-                raise ValueError(f"{where} row {run.row!r} with seed {record['seed']}")
-            seen[run.row, record["seed"]] = folder
+            if other := seen.get(run.key):
+                raise ValueError(f"{other} and {folder} both hold row {run.row!r} with seed {run.key[1]}")
+            seen[run.key] = folder
             runs.append(run)
     return runs
+
+
+def read_folder(folder: Path, say: Callable[[str], Any] = print) -> list[Run]:
+    """The finished runs of one folder, of whatever tasks. Raises ValueError where it holds a row twice with the same seed."""
+    runs: dict[tuple[str, int], Run] = {}
+    for record in read_results(folder, say):
+        run = _read_run(folder, record)
+        if run.key in runs:
+            raise ValueError(f"{folder} holds twice row {run.row!r} with seed {run.key[1]}")
+        runs[run.key] = run
+    return list(runs.values())
 
 
 def _read_run(grid: Path, record: dict[str, Any]) -> Run:

@@ -22,6 +22,7 @@ from hf_freeze.experiments import heads, translation
 from hf_freeze.experiments.environment import environment, peak_memory
 from hf_freeze.experiments.fields import method_of
 from hf_freeze.experiments.grid import start_folder, teacher_folder
+from hf_freeze.experiments.statistics import digest_of_test_set
 from hf_freeze.experiments.tasks import OwnTask, Report, Task, Trained, task_of
 from hf_freeze.training import VariantCallback, label_smoothed_loss, parameter_groups
 from hf_freeze.variant import TASKS
@@ -101,6 +102,10 @@ def execute(
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
         "peak_memory_bytes": peak_memory(),
         "environment": environment(),
+        # What rows must have in common to be compared, so that a record says it without its folder.
+        "data": {key: value for key, value in run["data"].items() if key != "root"},
+        "tokenizer": run.get("tokenizer") or run.get("backbone", {}).get("pretrained"),
+        "test_set": digest_of_test_set(trained.outcome.items),
     } | ({"start": run["start"]["row"]} if "start" in run and "grid" not in run["start"] else {})
     if int(os.environ.get("RANK", "0")) == 0:
         np.save(folder / "items.npy", trained.outcome.items)

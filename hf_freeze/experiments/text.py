@@ -200,20 +200,25 @@ def markdown(report: "Report") -> str:
 
     lines = [f"# {report.title}", "", *_table(*table_cells(report), left=2), ""]
     against = "trained share" if "share" in report.axes else "parameters"
-    lines += [f"![{report.task.name} against {against} and stored size](report.png)", ""]
+    lines += [f"![{report.task.name} against {against} and stored size]({report.picture('report')})", ""]
+    lines += [report.tested_on, ""] * bool(report.tested_on)
     lines += [f"**{note}**" for note in report.notes] + [""] * bool(report.notes)
     lines += [" ".join(legend(report)), ""]
     lines += [f"- {_plain(what)}: {_plain(sentence)}" for what, sentence in findings(report)] + [""]
     if report.measured:
-        lines += ["## Attention heads", "", "![what the heads are worth](heads.png)", "", head_scores(report), ""]
+        picture = report.picture("heads")
+        lines += ["## Attention heads", "", f"![what the heads are worth]({picture})", "", head_scores(report), ""]
         if cells := one_head_cells(report):
             headings = ["attention", "best head", f"{report.task.name} with it alone"]
             lines += [*_table(headings, cells, left=1), ""]
     if any(run.schedules() for run in report.runs):
-        lines += ["## Schedules", "", "![what methods scheduled in training](schedules.png)", ""]
+        picture = report.picture("schedules")
+        lines += ["## Schedules", "", f"![what methods scheduled in training]({picture})", ""]
     if report.all_pairs:
         lines += ["## Differences between all rows", "", *_table(*pair_cells(report), left=2), ""]
     lines += [method(report), ""]
+    if len(report.sources) > 1:
+        lines += [*(f"- {source.letter}: {source.described}" for source in report.sources), ""]
     lines += [f"Command: `{command}`" for command in report.commands] + [""] * bool(report.commands)
     lines += [f"Seeds {', '.join(map(str, report.seeds))}. " + "; ".join(f"`{s}`" for s in signatures(report)), ""]
     return "\n".join([*lines, *machines(report)]) + "\n"
