@@ -37,10 +37,11 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
 from hf_freeze import data
-from hf_freeze.experiments.environment import environment, write_whole
+from hf_freeze.experiments.environment import environment
 from hf_freeze.experiments.grid import LATENCY
 from hf_freeze.experiments.run import choose_attention
 from hf_freeze.training import label_smoothed_loss
+from hf_freeze.whole_files import write_whole
 
 BAR = 1.05
 BATCH = 64

@@ -54,15 +54,33 @@ def run(
         bool, typer.Option("--resume-anyway", help="Go on with a checkpoint of other code, device or threads.")
     ] = False,
     on: Annotated[
-        str, typer.Option(help="local; or slurm, which prints a script of job arrays and runs nothing.")
+        str, typer.Option(help="local; ray; or slurm, which prints a script of job arrays and runs nothing.")
     ] = "local",
     sbatch: Annotated[str, typer.Option(help="With --on slurm: options of sbatch, such as '--gres=gpu:1'.")] = "",
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="With --on ray: HOST:PORT, or auto; RAY_ADDRESS or else a Ray of this machine's own if not given."
+        ),
+    ] = None,
+    cpus: Annotated[
+        float | None, typer.Option(help="With --on ray: CPUs, so threads, of a run; 1 if not given.")
+    ] = None,
+    gpus: Annotated[
+        float | None,
+        typer.Option(help="With --on ray: GPUs of a run, 0 to 1, such as 0.5; 1 if not given where there are any."),
+    ] = None,
+    retries: Annotated[
+        int | None, typer.Option(help="With --on ray: how often a run goes on that lost its node; 3 if not given.")
+    ] = None,
 ) -> None:
     """Run a grid: every row and seed of a recipe. Finished runs are skipped, killed ones go on where they were.
 
     Example: hf-freeze run recipes/freeze_ablation/multi30k.yaml --set data.root=data/multi30k --seeds 3
 
     Example: hf-freeze run recipes/freeze_ablation/recipe.yaml --on slurm --sbatch "--gres=gpu:1 --time=4:00:00" > jobs.sh
+
+    Example: hf-freeze run recipes/freeze_ablation/recipe.yaml --on ray --address auto --gpus 0.5 --out /shared/runs
     """
     from hf_freeze.experiments.grid import FailedRuns, is_launched, run_grid
     from hf_freeze.experiments.recipe import load_recipe
@@ -72,10 +90,14 @@ def run(
         seeded = [*settings, f"seeds={list(range(1, seeds + 1))}"] if seeds else settings
         loaded = load_recipe(recipe, seeded, smoke=smoke)
         folder = out or Path("runs") / (loaded["name"] + ("-smoke" if smoke else ""))
-        if on not in ("local", "slurm"):
-            raise ValueError(f"--on {on!r}: choose from ['local', 'slurm']")
+        if on not in ("local", "ray", "slurm"):
+            raise ValueError(f"--on {on!r}: choose from ['local', 'ray', 'slurm']")
         if sbatch and on != "slurm":
             raise ValueError(f"--sbatch {sbatch!r} is of --on slurm, not of --on {on}")
+        of_ray = {"address": address, "cpus": cpus, "gpus": gpus, "retries": retries}
+        of_ray = {name: value for name, value in of_ray.items() if value is not None}
+        if of_ray and on != "ray":
+            raise ValueError(f"--{next(iter(of_ray))} {next(iter(of_ray.values()))} is of --on ray, not of --on {on}")
         if on == "slurm":
             from hf_freeze.experiments.slurm import job_script
 
@@ -86,12 +108,19 @@ def run(
         # Where the data lies is not part of what was run.
         options = [f"--set {shlex.quote(s)}" for s in settings if not s.startswith("data.root=")]
         options += [f"--seeds {seeds}"] * bool(seeds) + ["--smoke"] * smoke + [f"--jobs {jobs}"] * (jobs > 1)
+        ray = None
+        if on == "ray":
+            from hf_freeze.experiments.on_ray import RayOptions
+
+            ray = RayOptions(**of_ray)
+            # Nor is where the nodes are.
+            options += ["--on ray", *(f"--{name} {value}" for name, value in of_ray.items() if name != "address")]
         command = " ".join(["hf-freeze run", str(recipe), *options])
         if not is_launched() or os.environ.get("RANK") == "0":
             console.print(escape(f"{loaded['name']}: preset {loaded['preset']}, runs in {folder}"))
         failed: Exception | None = None
         try:
-            run_grid(loaded, folder, jobs=jobs, console=console, command=command, resume_anyway=resume_anyway)
+            run_grid(loaded, folder, jobs=jobs, console=console, command=command, resume_anyway=resume_anyway, ray=ray)
         except FailedRuns as error:  # what is finished is reported all the same
             failed = error
     if is_launched() and os.environ.get("RANK") != "0":  # the first process reports

@@ -450,7 +450,7 @@ def test_runs_share_the_cores_unless_the_environment_says_otherwise(tmp_path, mo
         def set_forkserver_preload(self, modules): ...
 
     Context.Process = Process
-    monkeypatch.setattr("hf_freeze.experiments.grid.multiprocessing.get_context", lambda method: Context())
+    monkeypatch.setattr("hf_freeze.experiments.processes.multiprocessing.get_context", lambda method: Context())
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", wanted or "")
     if wanted is None:

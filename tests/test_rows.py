@@ -161,7 +161,7 @@ def pretend(monkeypatch, *, broken=(), slow=()):
         def set_forkserver_preload(self, modules): ...
 
     Context.Process = Process
-    monkeypatch.setattr("hf_freeze.experiments.grid.multiprocessing.get_context", lambda method: Context())
+    monkeypatch.setattr("hf_freeze.experiments.processes.multiprocessing.get_context", lambda method: Context())
     return events
 
 

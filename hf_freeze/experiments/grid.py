@@ -2,14 +2,9 @@
 resume from their last checkpoint."""
 
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
-import queue
 import shutil
-import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,22 +14,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hf_freeze.experiments.fields import SPLITS, data_form
+from hf_freeze.experiments.on_ray import RayOptions, RayTasks
+from hf_freeze.experiments.processes import Processes
 from hf_freeze.experiments.recipe import expand
 from hf_freeze.whole_files import write_whole
-
-# A run in its own process has a peak memory of its own, and its crash stops no other. The fork server imports torch and
-# transformers once; forking from the parent itself would copy its threads' locks.
-_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-
-
-# Memory of a step that goes back to the system comes back page by page, zeroed: a sixth of the time of a small model's step.
-# glibc reads these when a process starts; others ignore them.
-_KEEP_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
-    "MALLOC_TOP_PAD_": str(1 << 26),
-}
-
 
 LATENCY = "latency.json"  # in the folder of a run: how long its model decodes, as benchmarks/run_latency.py leaves it
 
@@ -70,10 +53,12 @@ def run_grid(
     console: Console | None = None,
     command: str | None = None,
     resume_anyway: bool = False,
+    ray: RayOptions | None = None,
 ) -> list[dict[str, Any]]:
     """Execute every run of `recipe` that `out` does not hold yet, `jobs` at a time; returns the records in grid order.
     A run that starts from another one waits until that one is finished, and fails with it.
 
+    `ray`: the runs are tasks of Ray, as many at a time as its nodes have room for; `out` is on storage that all nodes see.
     Under a launcher (torchrun, accelerate launch) all processes work on one run after the other. `resume_anyway`: go on with
     a checkpoint that another version, commit, device or number of threads or processes left.
 
@@ -83,6 +68,10 @@ def run_grid(
     launched = is_launched()
     if launched and jobs > 1:
         raise ValueError(f"jobs={jobs}: under a launcher all processes work on one run at a time; leave --jobs out")
+    if launched and ray is not None:
+        raise ValueError("under a launcher all processes work on one run at a time; leave --on ray out")
+    if ray is not None and jobs > 1:
+        raise ValueError(f"jobs={jobs}: Ray has as many runs at a time as it has room for; leave --jobs out")
     if launched and os.environ.get("RANK") != "0":
         console = Console(quiet=True)
     console = console or Console()
@@ -97,7 +86,13 @@ def run_grid(
     waiting = _claim_all(runs, out, command)
     if len(waiting) < len(runs):
         console.print(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished already; skipped")
-    failed = _execute(waiting, out, jobs, console, resume_anyway, lambda: write_results(out, every)) if waiting else []
+    failed: list[Path] = []
+    if waiting:
+        if ray is None:
+            workers = Processes(jobs, resume_anyway)
+        else:
+            workers = RayTasks(ray, resume_anyway, lambda text: console.print(escape(text), soft_wrap=True))
+        failed = _execute(waiting, out, workers, console, lambda: write_results(out, every))
     records = write_results(out, every)
     if failed:
         raise FailedRuns(f"{len(failed)} of {len(runs)} runs failed; see {failed[0] / 'error.log'}")
@@ -225,20 +220,11 @@ def _execute_launched(
 def _execute(
     waiting: list[dict[str, Any]],
     out: Path,
-    jobs: int,
+    workers: Processes | RayTasks,
     console: Console,
-    resume_anyway: bool,
     finished: Callable[[], Any],
 ) -> list[Path]:
     """Run all of `waiting`, calling `finished` after each; returns the folders of those that failed."""
-    for name, value in _KEEP_MEMORY.items():
-        os.environ.setdefault(name, value)
-    context: Any = multiprocessing.get_context(_METHOD)
-    if _METHOD == "forkserver":
-        context.set_forkserver_preload(["hf_freeze.experiments.run"])
-    # More threads than cores make a step many times slower, so who says OMP_NUM_THREADS is heard.
-    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // jobs))
-    messages = context.Queue()
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
@@ -248,39 +234,38 @@ def _execute(
     )
     bars = Progress(TextColumn("{task.description}"), *columns, console=console)
     waiting, failed = list(waiting), []
-    running: dict[str, tuple[Any, float]] = {}
+    running: dict[Path, dict[str, Any]] = {}
+    tasks: dict[Path, tuple[Any, float]] = {}  # of those that have said something
     try:
         with bars:
-            tasks = {"": bars.add_task("all runs", total=len(waiting), note="")}
+            everything = bars.add_task("all runs", total=len(waiting), note="")
             while waiting or running:
-                while len(running) < jobs and (run := next((run for run in waiting if _is_ready(run, out)), None)):
+                while workers.has_room() and (run := next((run for run in waiting if _is_ready(run, out)), None)):
                     waiting.remove(run)
-                    name = run_folder(out, run).name
-                    process = context.Process(target=_child, args=(run, out / name, threads, messages, resume_anyway))
-                    process.start()
-                    running[name] = (process, time.monotonic())
-                    tasks[name] = bars.add_task(f"row {run['row']} seed {run['seed']}", total=None, note="starting")
-                try:
-                    name, message = messages.get(timeout=0.5)
-                    if name in tasks:  # else the last words of a run that has ended
-                        _show(bars, tasks[name], message, console, name)
-                except queue.Empty:
-                    pass
-                for name in [name for name, (process, _) in running.items() if not process.is_alive()]:
-                    process, started = running.pop(name)
-                    bars.remove_task(tasks.pop(name))
-                    bars.advance(tasks[""])
-                    if not _succeeded(out / name, process.exitcode, time.monotonic() - started, console):
-                        failed.append(out / name)
+                    running[run_folder(out, run)] = run
+                    workers.start(run, run_folder(out, run))
+                folder, message = workers.message() or (None, {})
+                if folder in running:  # else the last words of a run that has ended
+                    if folder not in tasks:
+                        named = f"row {running[folder]['row']} seed {running[folder]['seed']}"
+                        tasks[folder] = bars.add_task(named, total=None, note=""), time.monotonic()
+                    _show(bars, tasks[folder][0], message, console, folder.name)
+                for folder, reason in workers.ended():
+                    del running[folder]
+                    task, started = tasks.pop(folder, (None, time.monotonic()))
+                    if task is not None:
+                        bars.remove_task(task)
+                    bars.advance(everything)
+                    if not _succeeded(folder, reason, time.monotonic() - started, console):
+                        failed.append(folder)
                         while run := next((run for run in waiting if set(_origins(out, run)) & set(failed)), None):
                             waiting.remove(run)
                             _give_up(out, run, failed, console)
                             failed.append(run_folder(out, run))
-                            bars.advance(tasks[""])
+                            bars.advance(everything)
                     finished()
     finally:
-        for process, _ in running.values():
-            process.terminate()
+        workers.close()
     return failed
 
 
@@ -296,7 +281,7 @@ def _give_up(out: Path, run: dict[str, Any], failed: list[Path], console: Consol
     console.print(f"[red]{escape(str(folder))} failed[/red]: {escape(reason)}", soft_wrap=True)
 
 
-def _succeeded(folder: Path, exitcode: int, seconds: float, console: Console) -> bool:
+def _succeeded(folder: Path, reason: str, seconds: float, console: Console) -> bool:
     if (folder / "metrics.json").exists():
         record = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
         console.print(escape(_one_line(record, seconds)), soft_wrap=True)
@@ -304,40 +289,10 @@ def _succeeded(folder: Path, exitcode: int, seconds: float, console: Console) ->
     log = folder / "error.log"
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     if not lines:
-        lines = [f"the process ended with exit code {exitcode}"]
+        lines = [reason]
         log.write_text(lines[0] + "\n")
     console.print(f"[red]{escape(str(folder))} failed[/red]: {escape(lines[-1])}", soft_wrap=True)
     return False
-
-
-def _child(run: dict[str, Any], folder: Path, threads: int, messages: Any, resume_anyway: bool) -> None:
-    import datasets
-    import torch
-    import transformers
-
-    from hf_freeze.experiments.run import execute
-
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
-    # The grid shows its own progress, and the Trainer warns of every tensor that a seed regenerates when it reloads the best.
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    (folder / "error.log").unlink(missing_ok=True)
-    try:
-        execute(run, folder, lambda message: messages.put((folder.name, message)), resume_anyway=resume_anyway)
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    except BaseException:
-        (folder / "error.log").write_text(traceback.format_exc(), encoding="utf-8")
-        raise SystemExit(1) from None
-
-
-def _end_with_parent() -> None:
-    """A killed grid must not leave runs behind that nobody watches."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
 
 
 def _show(bars: Progress, task: Any, message: dict[str, Any], console: Console, name: str) -> None:
