@@ -129,7 +129,12 @@ class Group {
         return sign * (isNaN(x) || isNaN(y) ? collator.compare(x, y) : x - y) || a.index - b.index;
       });
     }
-    if (order.some((row, index) => row !== this.order[index])) this.table.tBodies[0].append(...order.map(row => row.tr));
+    if (order.some((row, index) => row !== this.order[index])) {
+      const body = this.table.tBodies[0];
+      body.remove(); // many rows move faster so
+      body.replaceChildren(...order.map(row => row.tr));
+      this.table.append(body);
+    }
     this.order = order;
   }
 
@@ -280,9 +285,10 @@ class Plot {
 
   // Beside its point, where that covers no other name; else the name is left to the table.
   name(x, y, text) {
-    const [cx, cy] = [this.x.at(x), this.y.at(y)], wide = 6.3 * text.length;
+    const [cx, cy] = [this.x.at(x), this.y.at(y)], narrow = matchMedia("(max-width: 40rem)").matches;
+    const wide = (narrow ? 9.2 : 6.3) * text.length, high = narrow ? 13 : 9;
     for (const [dx, dy] of [[8, -5], [8, 13], [-8 - wide, -5], [-8 - wide, 13], [-wide / 2, -10], [-wide / 2, 20]]) {
-      const box = [cx + dx, cy + dy - 9, cx + dx + wide, cy + dy + 2];
+      const box = [cx + dx, cy + dy - high, cx + dx + wide, cy + dy + 2];
       const clash = this.names.some(([l, t, r, b]) => box[0] < r && box[2] > l && box[1] < b && box[3] > t);
       if (clash || box[0] < Plot.margin.left || box[2] > Plot.width || box[1] < 0) continue;
       this.names.push(box);
