@@ -82,6 +82,14 @@ class TrainingMixin(_Model):
             method.rewind(model, self.architecture)
 
     @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """The names that DistributedDataParallel asks for when it wraps a model: what a seed has filled in every process is
+        not sent. What somebody has thawed is trained, so it is."""
+        tied, seeded = self.all_tied_weights_keys, getattr(self, "seeded_tensors", {})
+        named = self.named_parameters(remove_duplicate=False)
+        return [name for name, p in named if tied.get(name, name) in seeded and not p.requires_grad]
+
+    @property
     def finalizable(self) -> bool:
         """Whether a method has something to end training with."""
         return any(method.finalizable for method in self._methods)

@@ -51,11 +51,9 @@ def trainer(model, folder, *, rows_a_batch=2, accumulate=2, sgd=False, made=Trai
         per_device_train_batch_size=rows_a_batch,
         gradient_accumulation_steps=accumulate,
         use_cpu=True,
-        report_to="none",
-        logging_strategy="no",
         disable_tqdm=True,
         seed=5,
-        **({"max_steps": STEPS, "save_strategy": "no"} | arguments),
+        **({"max_steps": STEPS, "save_strategy": "no", "logging_strategy": "no", "report_to": "none"} | arguments),
     )
     rates = {"embeddings": 0.002, "ffn": 0.02}
     groups = parameter_groups(model, rates, lr=0.01, weight_decay=0.1)

@@ -214,10 +214,10 @@ def _connect(ray: Any, address: str | None) -> None:
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address=address, **quiet)
-    except (OSError, RuntimeError) as error:
-        why = _in_short(error)
+    except (OSError, RuntimeError, ray.exceptions.RayError) as error:
         raise ConnectionError(
-            f"no Ray answers at {address!r} ({why}); start one: ray start --head, and its nodes: ray start --address HOST:PORT"
+            f"no Ray answers at {address!r} ({_in_short(error)}); start one with ray start --head, and its nodes with ray start "
+            "--address HOST:PORT. If it was started with a token, set RAY_AUTH_MODE=token"
         ) from error
 
 
