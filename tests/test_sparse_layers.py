@@ -166,7 +166,7 @@ def test_sparse_is_dense(dense, nonzeros):
     with torch.no_grad():
         reference.weight[~kept] = 0
     assert torch.equal(layer.dense_weight(), matrix(reference))
-    assert torch.equal(layer.weight, reference.weight)
+    assert torch.equal(layer.weight, matrix(reference))
     assert torch.equal(layer.values, matrix(reference)[matrix(reference, kept)])  # row by row of (O, I)
     assert torch.equal(layer.positions(), matrix(reference, kept).flatten().nonzero()[:, 0])
     x = torch.randn(2, 3, 80)

@@ -61,7 +61,13 @@ class SparseLinear(DerivedLinear):
 
     def positions(self) -> torch.Tensor:
         """int64 (non-zeros,): place of each value in the dense weight, row by row."""
-        return self.keep("positions", self._positions, self._buffers.values())
+        return self.keep("positions", self._checked_positions, self._buffers.values())
+
+    def _checked_positions(self) -> torch.Tensor:
+        found = self._positions()
+        if len(found) != self.nonzeros:  # of a damaged file
+            raise ValueError(f"a linear of {self.nonzeros} non-zeros holds places for {len(found)}")
+        return found
 
     def _positions(self) -> torch.Tensor:
         if not hasattr(self, "columns"):
