@@ -214,7 +214,7 @@ REFUSED = {
     "layers type": ({"methods": [FREEZE | {"layers": [0]}]}, "must be None or a dict"),
     "method without name": ({"methods": [{"ffn": "random"}]}, "with its name under 'method'"),
     "method name type": ({"methods": [{"method": ["freeze"]}]}, "with its name under 'method'"),
-    "method not a dict": ({"methods": ["freeze"]}, "a method is a dict"),
+    "method not a dict": ({"methods": ["freeze"]}, "methods must be a list of dicts"),
     "methods not a list": ({"methods": FREEZE}, "methods"),
     "methods null": ({"methods": None}, "methods"),
     "methods text": ({"methods": "freeze"}, "methods"),
