@@ -3,6 +3,7 @@
 import argparse
 import functools
 import math
+import re
 import statistics
 import sys
 import time
@@ -115,6 +116,11 @@ def _calls(work: Callable[[], object], at_least: float) -> int:
 def best(work: Callable[[], object], times: int = 5) -> float:
     """Seconds of the fastest of a few calls: noise only adds."""
     return min(seconds(work) for _ in range(times))
+
+
+def resident(field: str) -> int:
+    """Bytes of this process, on Linux: resident now (VmRSS) or at most (VmHWM; getrusage would count the parent's too)."""
+    return int(re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
 
 
 def copy_rate(size: int = 1 << 28) -> float:

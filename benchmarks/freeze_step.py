@@ -29,10 +29,8 @@ softmax, loss, norms, dropout and casts; the smaller the model, the more of a st
 import collections
 import multiprocessing
 import os
-import re
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import _shared
@@ -124,7 +122,7 @@ def _resident(field: str) -> int:
     """Bytes resident now (VmRSS) or at most (VmHWM; getrusage would count the parent's too); on a GPU of its allocator."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated() if field == "VmRSS" else torch.cuda.max_memory_allocated()
-    return int(re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+    return _shared.resident(field)
 
 
 def in_new_process(*arguments: Any) -> dict[str, float]:

@@ -20,7 +20,6 @@ the median over rounds of form, baseline, baseline, form, with quartiles. BLEU i
 import argparse
 import multiprocessing
 import os
-import re
 import statistics
 import tempfile
 import time
@@ -73,7 +72,7 @@ def loaded(form: str, folder: Path, common: dict[str, Any]) -> Translate:
 def alone(form: str, folder: Path, common: dict[str, Any], texts: list[str]) -> tuple[float, float]:
     """Seconds to load, and bytes held at most; in a process of its own."""
     quiet()
-    before, times = _memory("VmRSS"), []
+    before, times = _shared.resident("VmRSS"), []
     for _ in range(3):
         start = time.perf_counter()
         translate = loaded(form, folder, common)
@@ -81,12 +80,7 @@ def alone(form: str, folder: Path, common: dict[str, Any], texts: list[str]) -> 
         if len(times) < 3:
             del translate
     translate(texts, len(texts), 1)
-    return statistics.median(times), _memory("VmHWM") - before
-
-
-def _memory(field: str) -> int:
-    """Bytes, of this process. Linux."""
-    return int(re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+    return statistics.median(times), _shared.resident("VmHWM") - before
 
 
 def quiet() -> None:
@@ -144,7 +138,7 @@ def report(options: argparse.Namespace, root: Path) -> None:
                 "bleu": score,
                 "speed": 1 / pairs[1].ratio,
             }
-            cells = [f"{_name(model)}, {form}", f"{bytes_of(folder) / 1e6:.2f}", f"{score:.2f}"]
+            cells = [f"{_name(model)}, {form}", f"{found[model, form]['bytes'] / 1e6:.2f}", f"{score:.2f}"]
             cells += [f"{load:.2f}", f"{peak / 1e6:.0f}"]
             for size, pair in pairs.items():
                 cells += [f"{1e3 * statistics.median(pair.one) / len(texts[size]):.2f}", str(pair)]

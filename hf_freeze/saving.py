@@ -41,9 +41,8 @@ class SavingMixin(_Model):
                     f"{name!r} is frozen at random values that are not stored, but it was changed, or cast to a lower "
                     "precision and back; merge() stores it, or load the model in the precision that you save in"
                 )
-        if (
-            self._gone_ties
-        ):  # PEFT, merging, takes tables whose weight is computed for untied, and says so in the config
+        # PEFT, merging, takes tables whose weight is computed for untied, and says so in the config.
+        if self._gone_ties:
             self.config.tie_word_embeddings = True
         self.config.hf_freeze_version = __version__
         adapter_alone = getattr(self, "_hf_peft_config_loaded", False)
