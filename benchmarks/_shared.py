@@ -3,6 +3,8 @@
 import argparse
 import functools
 import math
+import multiprocessing
+import os
 import re
 import statistics
 import sys
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -121,6 +124,12 @@ def best(work: Callable[[], object], times: int = 5) -> float:
 def resident(field: str) -> int:
     """Bytes of this process, on Linux: resident now (VmRSS) or at most (VmHWM; getrusage would count the parent's too)."""
     return int(re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+
+
+def in_new_process(work: Callable[..., Any], *arguments: Any, **variables: str) -> Any:
+    """`work(*arguments)` in a process of its own, started with these environment variables."""
+    with patch.dict(os.environ, variables), multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(work, arguments)
 
 
 def copy_rate(size: int = 1 << 28) -> float:

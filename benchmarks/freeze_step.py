@@ -27,8 +27,6 @@ softmax, loss, norms, dropout and casts; the smaller the model, the more of a st
 """
 
 import collections
-import multiprocessing
-import os
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -125,12 +123,6 @@ def _resident(field: str) -> int:
     return _shared.resident(field)
 
 
-def in_new_process(*arguments: Any) -> dict[str, float]:
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # read at the start of a process: not of this one
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(memory, arguments)
-
-
 def product_rate(model: Any, tokens: int, bf16: bool) -> float:
     """Multiply-adds a second of bare products: each linear of the model, forward, each shape as often as it occurs."""
     shapes = collections.Counter(tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
@@ -155,7 +147,8 @@ def main() -> None:
     runs = _shared.rows(options)
     vocabulary = options.vocab or runs["0"]["tokenizer"]["vocab_size"]
     batch = (options.tokens, options.length)
-    measured = {row: [in_new_process(runs[row], vocabulary, hand, *batch) for hand in (False, True)]
+    malloc = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    measured = {row: [_shared.in_new_process(memory, runs[row], vocabulary, hand, *batch, **malloc) for hand in (False, True)]
                 for row in dict.fromkeys(["0", *options.rows])}  # fmt: skip
     everything = make(runs["0"], vocabulary, by_hand=False)
     whole_step = stepper(everything, runs["0"], *batch)

@@ -18,8 +18,6 @@ the median over rounds of form, baseline, baseline, form, with quartiles. BLEU i
 """
 
 import argparse
-import multiprocessing
-import os
 import statistics
 import tempfile
 import time
@@ -43,18 +41,19 @@ FORMS = ("fp32", "native", "bf16", "int8", "nf4", "onnx", "onnx int8", "ctransla
 Translate = Callable[[list[str], int, int], list[str]]
 
 
-def written(source: Path, form: str, folder: Path) -> Path:
-    """`source` in `form`, in `folder` where it is not that already."""
+def written(source: Path, form: str, root: Path) -> Path:
+    """`source` in `form`: a folder in `root`, which is of this source alone, where it is not that already."""
     name, _, quantization = form.partition(" ")
-    if name in ("onnx", "ctranslate2"):
-        return export_model(source, name, quantization=quantization or None, out=folder)
+    folder = root / form
     if form == "fp32":
         return source
+    if folder.exists():
+        return folder
+    if name in ("onnx", "ctranslate2"):
+        return export_model(source, name, quantization=quantization or None, out=folder)
     if form == "native":
         return export_model(source, "dense", out=folder)
-    model = AutoModelForSeq2SeqLM.from_pretrained(
-        export_model(source, "dense", out=folder.with_name(f"{folder.name} of"))
-    )
+    model = AutoModelForSeq2SeqLM.from_pretrained(written(source, "native", root))
     if form == "bf16":
         model = model.bfloat16()
     else:
@@ -119,7 +118,7 @@ def report(options: argparse.Namespace, root: Path) -> None:
     found: dict[tuple[Path, str], dict[str, Any]] = {}
     for model in options.models:
         for form in options.forms:
-            folder = written(model, form, root / f"{options.models.index(model)} {form}")
+            folder = written(model, form, root / str(options.models.index(model)))
             translate = loaded(form, folder, common)
             made = [translate(sources[i : i + TOGETHER], TOGETHER, 1) for i in range(0, len(sources), TOGETHER)]
             score = sacrebleu.corpus_bleu([text for part in made for text in part], [targets]).score
@@ -131,7 +130,7 @@ def report(options: argparse.Namespace, root: Path) -> None:
                 )
                 for size in texts
             }
-            load, peak = in_new_process(form, folder, common, texts[TOGETHER])
+            load, peak = _shared.in_new_process(alone, form, folder, common, texts[TOGETHER], OMP_NUM_THREADS="1")
             found[model, form] = {
                 "translate": translate,
                 "bytes": bytes_of(folder),
@@ -182,12 +181,6 @@ def verdicts(found: dict, dense: Path, model: Path, texts: list[str], rounds: in
 def _name(model: Path) -> str:
     """Of a run's model, the run; it is called `model` in every one."""
     return model.resolve().parent.name if model.resolve().name == "model" else model.resolve().name
-
-
-def in_new_process(*arguments: Any) -> tuple[float, float]:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(alone, arguments)
 
 
 if __name__ == "__main__":
