@@ -19,7 +19,7 @@ What decoding takes goes into `latency.json` in the folder of each run that was 
 rows by it too.
 
 Training: forward, label-smoothed loss, backward and fused AdamW step on what is trainable, in training mode, on one batch of 64
-of these sentences with their targets (`--target`; without it, `--text` is its own).
+of these sentences with their targets (`--target`; without it, `--text` is its own), the teacher's pass of a distilled row too.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from transformers.utils import logging
 
 from hf_freeze import data
 from hf_freeze.experiments.environment import environment
-from hf_freeze.experiments.grid import LATENCY
+from hf_freeze.experiments.grid import LATENCY, teacher_folder
 from hf_freeze.experiments.run import choose_attention
 from hf_freeze.training import label_smoothed_loss
 from hf_freeze.whole_files import write_whole
@@ -80,6 +80,9 @@ def read_text(options: argparse.Namespace, folder: Path) -> tuple[list[str], lis
 def load(folder: Path) -> Any:
     model = AutoModelForSeq2SeqLM.from_pretrained(folder / "model").to(_shared.DEVICE)
     choose_attention(model)
+    if getattr(model, "needs_teacher", False):
+        run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        model.set_teacher(load(teacher_folder(folder.parent, run)))
     return model
 
 

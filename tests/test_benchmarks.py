@@ -49,8 +49,11 @@ def test_rng_speed(run):
 
 def test_freeze_step(run, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(FOLDER)
-    module = importlib.import_module("freeze_step")
-    monkeypatch.setattr(module, "in_new_process", module.memory)  # the peak, which needs a process, is not looked at
+
+    def in_this_process(work, *arguments, **variables):  # the peak, which needs a new one, is not looked at
+        return work(*arguments)
+
+    monkeypatch.setattr(importlib.import_module("_shared"), "in_new_process", in_this_process)
     out = tmp_path / "table.md"
     arguments = ["--preset", "demo", "--vocab", "96", "--tokens", "64", "--rows", "0", "5", "--rounds", "1"]
     printed = run("freeze_step", *arguments, "--out", str(out))
@@ -225,7 +228,11 @@ def test_ship(run, translators, monkeypatch):
     folder, arguments = translators
     monkeypatch.syspath_prepend(FOLDER)
     module = importlib.import_module("ship")
-    monkeypatch.setattr(module, "in_new_process", lambda *of: (0.0, 0.0))  # which takes ten seconds
+
+    def in_no_process(*arguments, **variables):  # which takes ten seconds each
+        return 0.0, 0.0
+
+    monkeypatch.setattr(importlib.import_module("_shared"), "in_new_process", in_no_process)
     models = [str(folder / name) for name in ("model", "small")]
     printed = run("ship", *models, *arguments, "--forms", "fp32", "native", "bf16", "nf4", "ctranslate2 int8")
     sizes = dict(re.findall(r"^\| (\w+, [\w ]+) \| ([\d.]+) \|", printed, re.M))
@@ -250,6 +257,7 @@ def test_run_latency(run, tmp_path):
         "0": [],
         "neurons": [methods.FFNPruning(width=8)],
         "noise": [methods.VariationalDropout(training_size=9)],
+        "taught": [methods.Distillation()],
         "other": [],
     }
     for row, chosen in rows.items():
@@ -257,17 +265,19 @@ def test_run_latency(run, tmp_path):
         model = make_variant(backbone_config(settings, tokenizer), chosen, task="seq2seq-lm", init="marian")
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
+        run_of_it = {"teacher": {"row": "0", "seed": 1}} if row == "taught" else {"data": {}}
+        (folder / "run.json").write_text(json.dumps(run_of_it), encoding="utf-8")
         record = {"label": f"the {row}", "parameters": {"stored_bytes": stored_bytes(model)}}
         (folder / "metrics.json").write_text(json.dumps(record), encoding="utf-8")
     (tmp_path / "row-unfinished-seed-1").mkdir()
     arguments = [str(tmp_path), "--rounds", "1", "--sentences", "3", "--new-tokens", "4"]
-    with pytest.raises(SystemExit, match=r"different sizes, .*'other': 80\}: compare them with --until-end"):
+    with pytest.raises(SystemExit, match=r"different sizes, .*'other': 80, .*\}: compare them with --until-end"):
         run("run_latency", *arguments)
     printed = run("run_latency", *arguments, "--rows", "other", "--until-end")
     assert "3 sentences, each to the end that the model sets" in printed
     shutil.rmtree(tmp_path / "row-other-seed-1")
     printed = run("run_latency", *arguments, "--out", str(tmp_path / "table.md"))
-    assert re.findall(r"^\| (\w+): the \1 \|", printed, re.M) == ["0", "neurons", "noise"]
+    assert re.findall(r"^\| (\w+): the \1 \|", printed, re.M) == ["0", "neurons", "noise", "taught"]
     assert "3 sentences, 4 new tokens each" in printed
     for row, ratio in re.findall(r"^\| (\w+): .*?\| ([\d.]+) \(", printed, re.M):
         kept = json.loads((tmp_path / f"row-{row}-seed-1" / "latency.json").read_text("utf-8"))
@@ -279,7 +289,7 @@ def test_run_latency(run, tmp_path):
     assert "noise" not in printed
     assert "2 sentences" in printed
     with pytest.raises(
-        SystemExit, match=r"no finished run of row 'unfinished'; choose from \['0', 'neurons', 'noise'\]"
+        SystemExit, match=r"no finished run of row 'unfinished'; choose from \['0', 'neurons', 'noise', 'taught'\]"
     ):
         run("run_latency", *arguments, "--rows", "unfinished")
     with pytest.raises(SystemExit, match="holds no finished run of row 0 of seed 2"):
