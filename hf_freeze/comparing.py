@@ -2,12 +2,15 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameters
+from hf_freeze.layers.derived import Computed, dense_class
 from hf_freeze.registry import VARIANT_PREFIX, architecture_for
 
 _OF_THE_FILE = ("transformers_version", "_name_or_path", "architectures", "methods", "digests", "model_type")
@@ -17,8 +20,8 @@ KINDS = (SAME, CHANGED, RESIZED, FIRST, SECOND)
 
 @dataclass(frozen=True, kw_only=True)
 class TensorDifference:
-    """A parameter of one or both models. `kind`: one of `KINDS`; shapes: None in the model that lacks it. For those of equal
-    shape, in fp64: `distance` ||b - a||, `norm` ||a||, `largest` max |b - a|."""
+    """A parameter of one or both models, or the weight that a layer computes of `factors`. `kind`: one of `KINDS`; shapes: None
+    in the model that lacks it. For those of equal shape, in fp64: `distance` ||b - a||, `norm` ||a||, `largest` max |b - a|."""
 
     name: str
     component: str
@@ -27,6 +30,7 @@ class TensorDifference:
     distance: float = 0.0
     norm: float = 0.0
     largest: float = 0.0
+    factor: bool = False
 
     @property
     def relative(self) -> float:
@@ -42,11 +46,13 @@ class Comparison:
     tensors: list[TensorDifference]
 
     def by_component(self) -> dict[str, tuple[dict[str, int], float]]:
-        """component -> numbers of tensors of each kind, and ||b - a|| / ||a|| of all its values of equal shape as one vector."""
+        """component -> numbers of tensors of each kind, and ||b - a|| / ||a|| of all its values of equal shape as one vector,
+        with the weights that factors make and without the factors."""
         found = {}
         for component in TRAINED:
             if tensors := [each for each in self.tensors if each.component == component]:
-                norms = (math.hypot(*(getattr(each, part) for each in tensors)) for part in ("distance", "norm"))
+                whole = [each for each in tensors if not each.factor]
+                norms = (math.hypot(*(getattr(each, part) for each in whole)) for part in ("distance", "norm"))
                 found[component] = (
                     {kind: sum(each.kind == kind for each in tensors) for kind in KINDS},
                     _ratio(*norms),
@@ -61,6 +67,9 @@ def _ratio(distance: float, norm: float) -> float:
 def compare(first: Any, second: Any) -> Comparison:
     """Compare two models of one architecture, variants or native. Tied tensors count once, constants never.
 
+    A linear or table that is quantised, factorised or stored sparse is compared by the weight that it computes, as dense ones are
+    by theirs, and its factors beside it.
+
     Raises ValueError where the architectures differ.
     """
     one, other = architecture_for(first), architecture_for(second)
@@ -68,20 +77,33 @@ def compare(first: Any, second: Any) -> Comparison:
         raise ValueError(
             f"cannot compare {one.model_type!r} with {other.model_type!r}: other architectures, other names"
         )
-    values = [dict(canonical_parameters(model)) for model in (first, second)]
+    computed = [dict(_computed_weights(model)) for model in (first, second)]
+    values = [dict(canonical_parameters(model)) | made for model, made in zip((first, second), computed, strict=True)]
+    layers = {name.removesuffix("weight") for made in computed for name in made}
     tensors = []
     for name in dict.fromkeys([*values[0], *values[1]]):
         model, architecture = (first, one) if name in values[0] else (second, other)
         component = architecture.component(base_name(model, name))
         if component != "constant":
-            tensors.append(_compare_tensor(name, component, values[0].get(name), values[1].get(name)))
+            layer, _, last = name.rpartition(".")
+            factor = last not in ("weight", "bias") and f"{layer}." in layers
+            made = {"name": name, "component": component, "factor": factor}
+            tensors.append(_compare_tensor(values[0].get(name), values[1].get(name), made))
     return Comparison(settings=_compare_settings(first.config, second.config), tensors=tensors)
 
 
+def _computed_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, weight), as the layer that was replaced has it: of a Conv1D (I, O)."""
+    tied = getattr(model, "all_tied_weights_keys", {})
+    for layer, module in model.named_modules():
+        if isinstance(module, Computed) and f"{layer}.weight" not in tied:
+            weight = module.dense_weight().detach()
+            yield f"{layer}.weight", weight.T if dense_class(module) is Conv1D else weight
+
+
 @torch.no_grad()
-def _compare_tensor(name: str, component: str, a: torch.Tensor | None, b: torch.Tensor | None) -> TensorDifference:
-    shapes = tuple(None if value is None else tuple(value.shape) for value in (a, b))
-    made: dict[str, Any] = {"name": name, "component": component, "shapes": shapes}
+def _compare_tensor(a: torch.Tensor | None, b: torch.Tensor | None, made: dict[str, Any]) -> TensorDifference:
+    made["shapes"] = tuple(None if value is None else tuple(value.shape) for value in (a, b))
     if a is None or b is None:
         return TensorDifference(kind=SECOND if a is None else FIRST, **made)
     if a.shape != b.shape:

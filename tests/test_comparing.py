@@ -54,10 +54,69 @@ def test_methods_and_shapes():
     assert settings["low_rank.rank"] == (None, 2)
     assert settings["ffn_pruning.width"] == (None, 4)
     kinds = {each.name: each for each in found.tensors}
-    assert kinds[QUERY].kind == FIRST
-    assert {each.kind for each in found.tensors if each.component == "attention"} >= {FIRST, SECOND}
+    assert {each.kind for each in found.tensors if each.component == "attention"} == {
+        SAME,
+        CHANGED,
+        SECOND,
+    }  # biases, linears
+    assert {each.kind for each in compare(other, one).tensors if each.component == "attention"} == {
+        SAME,
+        CHANGED,
+        FIRST,
+    }
     assert kinds[FC1].kind == RESIZED
     assert {each.kind for each in found.tensors if each.component == "embeddings"} == {SAME}
+
+
+LAYERS = [
+    methods.LowRank(rank=2),
+    methods.TensorTrain(rank=2),
+    methods.Tucker(rank=2),
+    methods.MagnitudePruning(sparsity=0.5),
+    methods.Quantize(scheme="int8", components=["ffn", "attention", "embeddings"]),
+]
+
+
+@pytest.mark.parametrize("method", LAYERS, ids=lambda method: method.name)
+@pytest.mark.parametrize("model_type", ["marian", "gpt2"])  # nn.Linear and Conv1D
+def test_a_weight_that_is_computed_is_compared_with_a_dense_one(method, model_type):
+    if isinstance(method, methods.Quantize):
+        pytest.importorskip("bitsandbytes")
+    one = build(next(case for case in BASELINES if case.architecture.model_type == model_type))
+    other = make_variant(one, [method])
+    if isinstance(method, methods.MagnitudePruning):
+        other.finalize()
+    found = compare(one, other)
+    dense = dict(other.merge().named_parameters())
+    changed = [each for each in found.tensors if each.kind == CHANGED]
+    assert {each.component for each in changed} >= set(method.components)
+    for each in changed:
+        distance = (dense[each.name] - one.get_parameter(each.name)).double().norm().item()
+        assert each.distance == pytest.approx(distance, rel=1e-5)
+    for component in method.components:
+        norms = [
+            one.get_parameter(t.name).double().norm() for t in found.tensors if t.component == component and t.norm
+        ]
+        parts = [each.distance for each in changed if each.component == component]
+        assert found.by_component()[component][1] == pytest.approx(math.hypot(*parts) / math.hypot(*norms), rel=1e-6)
+    again = compare(other, copy.deepcopy(other))
+    assert {each.kind for each in again.tensors} == {SAME}
+    assert {each.name for each in changed} <= {each.name for each in again.tensors if not each.factor}
+
+
+def test_what_factors_make_is_counted_once():
+    one = make_variant(build(MARIAN), [methods.LowRank(rank=2)])
+    other = copy.deepcopy(one)
+    layer = other.get_submodule(FC1.removesuffix(".weight"))
+    with torch.no_grad():
+        next(p for name, p in layer.named_parameters() if name != "bias").mul_(2)
+    found = compare(one, other)
+    weight, factor = sorted((each for each in found.tensors if each.kind == CHANGED), key=lambda each: each.factor)
+    assert (weight.name, weight.factor, factor.factor) == (FC1, False, True)
+    assert weight.relative == pytest.approx(1, rel=1e-6)
+    assert found.by_component()["ffn"][0][CHANGED] == 2
+    ffn = [each.norm for each in found.tensors if each.component == "ffn" and not each.factor]
+    assert found.by_component()["ffn"][1] == pytest.approx(weight.distance / math.hypot(*ffn), rel=1e-6)
 
 
 def test_a_zero_that_is_none_any_more_is_infinitely_far():
