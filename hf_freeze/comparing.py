@@ -67,8 +67,8 @@ def _ratio(distance: float, norm: float) -> float:
 def compare(first: Any, second: Any) -> Comparison:
     """Compare two models of one architecture, variants or native. Tied tensors count once, constants never.
 
-    A linear or table that is quantised, factorised or stored sparse is compared by the weight that it computes, as dense ones are
-    by theirs, and its factors beside it.
+    A linear that is factorised, quantised or stored sparse, and a quantised table, is compared by the weight that it computes; its
+    factors are listed too.
 
     Raises ValueError where the architectures differ.
     """
@@ -79,14 +79,14 @@ def compare(first: Any, second: Any) -> Comparison:
         )
     computed = [dict(_computed_weights(model)) for model in (first, second)]
     values = [dict(canonical_parameters(model)) | made for model, made in zip((first, second), computed, strict=True)]
-    layers = {name.removesuffix("weight") for made in computed for name in made}
+    layers = {name.removesuffix(".weight") for made in computed for name in made}
     tensors = []
     for name in dict.fromkeys([*values[0], *values[1]]):
         model, architecture = (first, one) if name in values[0] else (second, other)
         component = architecture.component(base_name(model, name))
         if component != "constant":
             layer, _, last = name.rpartition(".")
-            factor = last not in ("weight", "bias") and f"{layer}." in layers
+            factor = last not in ("weight", "bias") and layer in layers
             made = {"name": name, "component": component, "factor": factor}
             tensors.append(_compare_tensor(values[0].get(name), values[1].get(name), made))
     return Comparison(settings=_compare_settings(first.config, second.config), tensors=tensors)
