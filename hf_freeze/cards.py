@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_freeze.accounting import count_parameters, stored_bytes
-from hf_freeze.experiments.grid import run_folder
+from hf_freeze.experiments.grid import commands_of, run_folder
 from hf_freeze.making import empty_model
 from hf_freeze.registry import METHODS
 from hf_freeze.variant import TASKS, VariantMixin
@@ -278,16 +278,18 @@ def _training(made: Made) -> list[str]:
     if made.record is None or made.settings is None:
         return []
     record, environment = made.record, made.record["environment"]
-    command = made.grid / "command.txt"
+    commands = [shlex.split(command) for command in commands_of(made.grid)]
     start = made.settings.get("backbone", {}).get("pretrained")
     start = f"the weights of {_without_folder(start)}" if start else "fresh weights"
     if "start" in made.settings:
         start = f"the model of row {made.settings['start']['row']}"
     steps = f"{record['steps']:,} steps, {record['epochs_trained']:g} epochs, seed {record['seed']}, from {start}"
     facts = [f"Data: {_data_name(made).split(' (')[0]}. {steps}."]
-    if command.exists():
-        words = shlex.split(command.read_text(encoding="utf-8"))
-        facts.append(f"Command: `{shlex.join(map(_without_folder, words))}`")
+    if commands:
+        listed = "; ".join(f"`{shlex.join(map(_without_folder, words))}`" for words in commands)
+        facts.append(
+            f"Command: {listed}" if len(commands) == 1 else f"Commands of the grid, of which it is a row: {listed}"
+        )
     minutes = record["seconds"]["train"] / 60
     where = f"{environment['device']}, threads: {environment['threads']}, processes: {record['processes']}"
     resumed = " after the last interruption" if record["resumed"] else ""

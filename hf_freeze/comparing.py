@@ -67,8 +67,8 @@ def _ratio(distance: float, norm: float) -> float:
 def compare(first: Any, second: Any) -> Comparison:
     """Compare two models of one architecture, variants or native. Tied tensors count once, constants never.
 
-    A linear that is factorised, quantised or stored sparse, and a quantised table, is compared by the weight that it computes; its
-    factors are listed too.
+    A linear that is factorised, quantised or stored sparse, and a quantised table, is compared by the weight that it computes;
+    its factors are listed too.
 
     Raises ValueError where the architectures differ.
     """

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from hf_freeze import count_parameters, make_variant
 from hf_freeze.cli import app
 from hf_freeze.data import builtin_corpus
-from hf_freeze.experiments.grid import FailedRuns, run_folder, run_grid
+from hf_freeze.experiments.grid import FailedRuns, commands_of, run_folder, run_grid
 from hf_freeze.experiments.recipe import expand, load_recipe
 from hf_freeze.experiments.report import write_report
 from hf_freeze.experiments.results import read_results
@@ -717,6 +717,21 @@ def test_a_subset_of_a_grid_keeps_the_other_results_and_their_order(grid):
     one = {**recipe, "only": [records[1]["row"]]}
     assert [record["row"] for record in run_grid(one, out)] == [record["row"] for record in records]
     run_grid(recipe, out)
+
+
+def test_a_grid_keeps_the_commands_that_its_runs_were_made_by(grid):
+    recipe, out, _, records = grid
+    one = {**recipe, "only": [records[1]["row"]]}
+    for command, used, kept in [
+        ("all", recipe, ["all"]),
+        ("one", one, ["all", "one"]),
+        ("a\nnother", one, ["all", "one", "a nother"]),
+        ("one", one, ["all", "a nother", "one"]),
+        ("again", recipe, ["again"]),  # it alone makes all of them
+    ]:
+        run_grid(used, out, command=command)
+        assert commands_of(out) == kept
+    (out / "command.txt").unlink()
 
 
 def test_a_refused_grid_changes_nothing(grid):

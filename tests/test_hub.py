@@ -141,6 +141,11 @@ def test_other_seeds_and_folders_of_this_machine(grid, tmp_path):
     assert "multi30k (t)" in text
     assert "`hf-freeze run r.yaml --set backbone.pretrained=mini --set 'seeds=[1, 2]'`" in text
     assert "from the weights of mini" in text
+    (other / "command.txt").write_text(f"{command}\nhf-freeze run {tmp_path}/more.yaml\n")
+    text = str(model_card(read_made(other / "row-2.1-seed-1")))
+    assert re.search(
+        r"^- Commands of the grid, .*: `hf-freeze run r\.yaml .*`; `hf-freeze run more\.yaml`$", text, re.M
+    )
     for name in ("README.md", "results.json"):
         assert str(tmp_path) not in (tmp_path / "out" / name).read_text()
 

@@ -19,6 +19,7 @@ from hf_freeze.experiments.processes import Processes
 from hf_freeze.experiments.recipe import expand
 from hf_freeze.whole_files import write_whole
 
+COMMANDS = "command.txt"  # in the folder of a grid, a line each
 LATENCY = "latency.json"  # in the folder of a run: how long its model decodes, as benchmarks/run_latency.py leaves it
 
 
@@ -33,6 +34,12 @@ def run_folder(out: Path, run: dict[str, Any]) -> Path:
 def start_folder(out: Path, run: dict[str, Any]) -> Path | None:
     """The folder of the run that `run` starts from, in `out` or another grid; None where it starts from fresh weights."""
     return run_folder(Path(run["start"].get("grid", out)), run["start"]) if "start" in run else None
+
+
+def commands_of(out: Path) -> list[str]:
+    """The commands that the runs of a grid were made by."""
+    file = out / COMMANDS
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
 
 
 def teacher_folder(out: Path, run: dict[str, Any]) -> Path | None:
@@ -156,7 +163,11 @@ def _claim_all(runs: list[dict[str, Any]], out: Path, command: str | None) -> li
     for run in runs:
         _claim(run_folder(out, run), run)
     if command is not None:
-        write_whole(out / "command.txt", command + "\n")
+        command = " ".join(command.splitlines())
+        others = {path.parent for path in out.glob("row-*/run.json")} - {run_folder(out, run) for run in runs}
+        # One for all the runs stands alone; of a grid that grew by several, such as a job each, all are kept.
+        before = [each for each in commands_of(out) if each != command] if others else []
+        write_whole(out / COMMANDS, "\n".join([*before, command]) + "\n")
     return [run for run in runs if not (run_folder(out, run) / "metrics.json").exists()]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_freeze.experiments.grid import commands_of
 from hf_freeze.experiments.plots import SIGNS, draw, draw_extra
 from hf_freeze.experiments.results import Run, Source, label_of, read_runs, unlike_settings
 from hf_freeze.experiments.rows import OF_A_ROW
@@ -343,7 +344,6 @@ def report_of(runs: list[Run], sources: Sequence[Source], say: Callable[[str], A
     for note in notes:
         say(note)
     titles = dict.fromkeys(run.record.get("recipe") or run.grid.resolve().name for run in runs)
-    commands = [folder / "command.txt" for source in sources for folder in source.folders]
     return Report(
         title=", ".join(titles),
         task=task,
@@ -352,7 +352,7 @@ def report_of(runs: list[Run], sources: Sequence[Source], say: Callable[[str], A
         differences=compare(items, task.score) if len(items) > 1 else [],
         items=tested,
         notes=notes,
-        commands=[path.read_text(encoding="utf-8").strip() for path in commands if path.exists()],
+        commands=[command for source in sources for folder in source.folders for command in commands_of(folder)],
         sources=sources,
     )
 
