@@ -31,7 +31,8 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        for name, value in on_ray._QUIET.items():
+            patch.setenv(name, value)
         quick = {"health_check_period_ms": 300}  # how often Ray looks whether a node is there: 3 s, without
         made = Cluster(
             initialize_head=True, head_node_args={"include_dashboard": False, "_system_config": quick, **NODE}

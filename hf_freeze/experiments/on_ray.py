@@ -20,12 +20,14 @@ from typing import Any
 
 from hf_freeze.experiments.processes import KEEP_MEMORY, work
 
-# Unless told otherwise, Ray tells its makers of every start, warns of what is to come and waits minutes for what is no Ray.
+# Unless told otherwise, Ray tells its makers of every start, warns of what is to come, waits minutes for what is no Ray, and
+# gives way to whatever else a machine does (niceness 15): on two busy cores, runs did not start for minutes.
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_py_gcs_connect_timeout_s": "10",
     "RAY_NUM_REDIS_GET_RETRIES": "2",
+    "RAY_worker_niceness": "0",
 }
 _PATIENCE = 60  # seconds without a node that has room for a run, after which the grid ends
 _SHARED = 30  # seconds within which a file on shared storage is seen on all nodes
