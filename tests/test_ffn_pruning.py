@@ -201,6 +201,7 @@ def test_a_setting_that_makes_no_sense_is_refused(arguments, message):
     ("arguments", "message"),
     [
         ({"width": 25}, r"FFNPruning: width=25 of 'encoder\.0\.ffn': must be in 1\.\.24"),
+        ({"width": 2**63}, r"FFNPruning: width=9223372036854775808 of 'encoder\.0\.ffn': must be in 1\.\.24"),
         ({"keep": {"encoder.1.ffn": [3, 24]}}, r"FFNPruning: neuron 24 of 'encoder\.1\.ffn': must be in 0\.\.23"),
         (
             {"keep": {"encoder.2.ffn": [0]}},

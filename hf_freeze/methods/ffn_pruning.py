@@ -91,12 +91,13 @@ class FFNPruning(Method):
         for block, linears in self._blocks(architecture, model.config).items():
             modules = [surgery.dense_module(model, name, self.name) for name in linears]
             width = features(modules[0])[1]
-            kept = range(self.width) if self.width is not None else self.keep[block]  # type: ignore[index]
-            if max(kept) >= width:
-                wrong = f"width={self.width}" if self.width is not None else f"neuron {max(kept)}"
+            last = self.width - 1 if self.width is not None else max(self.keep[block])  # type: ignore[index]
+            if last >= width:
+                wrong = f"width={self.width}" if self.width is not None else f"neuron {last}"
                 most = f"1..{width}" if self.width is not None else f"0..{width - 1}"
                 raise ValueError(f"FFNPruning: {wrong} of {block!r}: must be in {most}")
-            self._select(model, linears, model, len(kept))
+            kept = self.width if self.width is not None else len(self.keep[block])  # type: ignore[index]
+            self._select(model, linears, model, kept)
 
     def convert(self, old: Any, new: "VariantMixin") -> None:
         for block, linears in self._blocks(new.architecture, new.config).items():
