@@ -5,6 +5,7 @@ Shapes: V rows of the vocabulary, E rank, H hidden size, N tokens.
 """
 
 from collections.abc import Sequence
+import math
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ class Factors(Derived):
         """
         rank, hidden = projection.shape
         drawn = 0.0 if projection.is_meta else float(projection.std())
-        return hidden**0.5 / rank / drawn if drawn > 0 else 1.0
+        # Where a checkpoint does not fit, which is said later, memory that nothing was drawn into is seen here: any number.
+        return hidden**0.5 / rank / drawn if 0 < drawn < math.inf else 1.0
 
     def dense_weight(self) -> torch.Tensor:
         """(V, H)"""
