@@ -4,8 +4,8 @@ for Self-supervised Learning of Language Representations", https://arxiv.org/abs
 Shapes: V rows of the vocabulary, E rank, H hidden size, N tokens.
 """
 
-from collections.abc import Sequence
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
