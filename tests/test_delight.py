@@ -506,6 +506,12 @@ DEEPER = DeLighT(n_min=3, n_max=3, groups=3)
             [EXAMPLE],
             r"DeLighT\(n_max=2\): .*'decoder' has 3; set decoder_layers=2, or n_max=3",
         ),
+        (
+            "marian",
+            {},
+            [DeLighT(**TINY | {"map_dim": 257})],
+            r"DeLighT\(map_dim=257\): must be at most 16 times the hidden size 16",
+        ),
         ("gpt2", {"n_layer": 1}, [EXAMPLE], r"DeLighT\(n_max=2\): .*'decoder' has 1; set n_layer=2, or n_max=1"),
         ("gpt2", {"n_embd": 24}, [EXAMPLE], "DeLighT: the hidden size 24 must be a multiple of 16"),
         (

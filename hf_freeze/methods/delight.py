@@ -49,8 +49,8 @@ class DeLighT(Method):
     The blocks train from scratch: the backbone is a config; `init="marian"` draws all after Glorot, as the paper does. No native
     model has them, so `merge()` is refused.
 
-    Raises ValueError for a `width` that is not the hidden size, an n_min above n_max, a depth that is not n_max, widths that the
-    groups do not divide, and where another method has changed an attention, FFN or table before.
+    Raises ValueError for a `width` that is not the hidden size, a `map_dim` above 16 H, an n_min above n_max, a depth that is not
+    n_max, widths that the groups do not divide, and where another method has changed an attention, FFN or table before.
     """
 
     n_min: int = 4
@@ -100,6 +100,8 @@ class DeLighT(Method):
                     f"DeLighT(n_max={self.n_max}): each stack has as many blocks, but {stack!r} has {depth}; set "
                     f"{architecture.stacks[stack].depth}={self.n_max}, or n_max={depth}"
                 )
+        if self.map_dim is not None and self.map_dim > _WIDEST * hidden:
+            raise ValueError(f"DeLighT(map_dim={self.map_dim}): must be at most {_WIDEST} times the hidden size {hidden}")
         plans = list(self._plans(hidden))
         step = 2 * math.lcm(STEP, *(groups for sizes in plans for groups in sizes.groups))
         if hidden % step:

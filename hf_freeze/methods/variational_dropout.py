@@ -1,6 +1,5 @@
 """Sparse variational dropout (Molchanov et al., 2017, https://arxiv.org/abs/1701.05369)."""
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,14 @@ if TYPE_CHECKING:
     from hf_freeze.variant import VariantMixin
 
 
-def _check_number(value: Any, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{what}={value!r}: must be a finite number")
+_MOST_LOG_SIGMA = 40  # σ² stays a number of float32, and so of bfloat16
+_MOST_THRESHOLD = 1e9  # beyond any log α: all weights are left, or none
+
+
+def _check_number(value: Any, what: str, most: float) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not -most <= value <= most:
+        raise ValueError(f"{what}={value!r}: must be a number in {-most:g}..{most:g}")
 
 
 @register_method(
@@ -40,8 +44,8 @@ class VariationalDropout(SparseMethod):
     Weight decay on these weights fights the prior: leave it off. In eval mode the dropped weights are zero and there is no
     noise. `finalize()` fixes the mask and stores what is left sparse; then fine-tune, if you like.
 
-    Raises ValueError for a training_size below 1 or missing when training, a warmup outside 0..1, a threshold or log_sigma that
-    is not finite, an unknown component or layer, or a linear that another method has changed.
+    Raises ValueError for a training_size below 1 or missing when training, a warmup outside 0..1, a threshold outside ±1e9, a
+    log_sigma outside ±40, an unknown component or layer, or a linear that another method has changed.
     """
 
     training_size: int | None = None
@@ -53,8 +57,8 @@ class VariationalDropout(SparseMethod):
         super().__post_init__()
         if self.training_size is not None:
             check_positive(self.training_size, "VariationalDropout: training_size")
-        _check_number(self.threshold, "VariationalDropout: threshold")
-        _check_number(self.log_sigma, "VariationalDropout: log_sigma")
+        _check_number(self.threshold, "VariationalDropout: threshold", _MOST_THRESHOLD)
+        _check_number(self.log_sigma, "VariationalDropout: log_sigma", _MOST_LOG_SIGMA)
         check_share(self.warmup, "VariationalDropout: warmup")
 
     @property
