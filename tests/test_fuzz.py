@@ -20,7 +20,6 @@ import torch
 from contract_cases import CASES, build
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
 OWN = ("methods", "init", "hf_freeze_version", "digests", "original_fields")
 ODD = [
@@ -127,21 +126,6 @@ def check_load(case, folder, what):
     assert time.monotonic() - began < SECONDS, (case.id, what)
 
 
-def check_config(case, folder, config, what):
-    """A folder with this config loads what is there, or is refused in one line."""
-    (folder / "config.json").write_text(json.dumps(config))
-    try:
-        AutoConfig.from_pretrained(folder)
-    except REFUSALS as error:
-        refused = str(error)
-    except Exception as error:
-        raise AssertionError(f"{case.id}, {what}: {type(error).__name__}: {error}") from error
-    else:
-        return check_load(case, folder, what)
-    assert refused, (case.id, what)
-    assert len(refused) < 2000, (case.id, what)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_damaged_configs(case, saved, tmp_path):
     original = json.loads((saved(case) / "config.json").read_text())
@@ -150,7 +134,8 @@ def test_damaged_configs(case, saved, tmp_path):
     for number in range(CONFIGS):
         config = copy.deepcopy(original)
         what = damage(config, draw)
-        check_config(case, tmp_path, config, (number, what))
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        check_load(case, tmp_path, (number, what))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -163,7 +148,8 @@ def test_numbers_beyond_all_limits(case, saved, tmp_path):
     for (*parents, last), value in itertools.product(places, [2**40, -(2**70)]):
         config = copy.deepcopy(original)
         functools.reduce(getitem, parents, config)[last] = value
-        check_config(case, tmp_path, config, (*parents, last, value))
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        check_load(case, tmp_path, (*parents, last, value))
 
 
 def damaged_header(content, draw):

@@ -101,7 +101,9 @@ class DeLighT(Method):
                     f"{architecture.stacks[stack].depth}={self.n_max}, or n_max={depth}"
                 )
         if self.map_dim is not None and self.map_dim > _WIDEST * hidden:
-            raise ValueError(f"DeLighT(map_dim={self.map_dim}): must be at most {_WIDEST} times the hidden size {hidden}")
+            raise ValueError(
+                f"DeLighT(map_dim={self.map_dim}): must be at most {_WIDEST} times the hidden size {hidden}"
+            )
         plans = list(self._plans(hidden))
         step = 2 * math.lcm(STEP, *(groups for sizes in plans for groups in sizes.groups))
         if hidden % step:
