@@ -87,8 +87,8 @@ def compare(first: Any, second: Any) -> Comparison:
         if component != "constant":
             layer, _, last = name.rpartition(".")
             factor = last not in ("weight", "bias") and layer in layers
-            made = {"name": name, "component": component, "factor": factor}
-            tensors.append(_compare_tensor(values[0].get(name), values[1].get(name), made))
+            compared = _compare_tensors(values[0].get(name), values[1].get(name))
+            tensors.append(TensorDifference(name=name, component=component, factor=factor, **compared))
     return Comparison(settings=_compare_settings(first.config, second.config), tensors=tensors)
 
 
@@ -102,20 +102,21 @@ def _computed_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def _compare_tensor(a: torch.Tensor | None, b: torch.Tensor | None, made: dict[str, Any]) -> TensorDifference:
-    made["shapes"] = tuple(None if value is None else tuple(value.shape) for value in (a, b))
+def _compare_tensors(a: torch.Tensor | None, b: torch.Tensor | None) -> dict[str, Any]:
+    """The fields of a `TensorDifference` that the values decide."""
+    shapes = tuple(None if value is None else tuple(value.shape) for value in (a, b))
     if a is None or b is None:
-        return TensorDifference(kind=SECOND if a is None else FIRST, **made)
+        return {"kind": SECOND if a is None else FIRST, "shapes": shapes}
     if a.shape != b.shape:
-        return TensorDifference(kind=RESIZED, **made)
+        return {"kind": RESIZED, "shapes": shapes}
     x, y = a.double(), b.to(a.device).double()
-    return TensorDifference(
-        kind=SAME if a.dtype == b.dtype and torch.equal(x, y) else CHANGED,
-        distance=(y - x).norm().item(),
-        norm=x.norm().item(),
-        largest=(y - x).abs().max().item() if x.numel() else 0.0,
-        **made,
-    )
+    return {
+        "kind": SAME if a.dtype == b.dtype and torch.equal(x, y) else CHANGED,
+        "shapes": shapes,
+        "distance": (y - x).norm().item(),
+        "norm": x.norm().item(),
+        "largest": (y - x).abs().max().item() if x.numel() else 0.0,
+    }
 
 
 def _compare_settings(first: Any, second: Any) -> list[tuple[str, Any, Any]]:

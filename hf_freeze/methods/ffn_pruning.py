@@ -90,14 +90,12 @@ class FFNPruning(Method):
     def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
         for block, linears in self._blocks(architecture, model.config).items():
             modules = [surgery.dense_module(model, name, self.name) for name in linears]
-            width = features(modules[0])[1]
-            last = self.width - 1 if self.width is not None else max(self.keep[block])  # type: ignore[index]
-            if last >= width:
-                wrong = f"width={self.width}" if self.width is not None else f"neuron {last}"
-                most = f"1..{width}" if self.width is not None else f"0..{width - 1}"
-                raise ValueError(f"FFNPruning: {wrong} of {block!r}: must be in {most}")
-            kept = self.width if self.width is not None else len(self.keep[block])  # type: ignore[index]
-            self._select(model, linears, model, kept)
+            width, neurons = features(modules[0])[1], (self.keep or {}).get(block, [])
+            if self.width is not None and self.width > width:
+                raise ValueError(f"FFNPruning: width={self.width} of {block!r}: must be in 1..{width}")
+            if neurons and neurons[-1] >= width:
+                raise ValueError(f"FFNPruning: neuron {neurons[-1]} of {block!r}: must be in 0..{width - 1}")
+            self._select(model, linears, model, self.width or len(neurons))
 
     def convert(self, old: Any, new: "VariantMixin") -> None:
         for block, linears in self._blocks(new.architecture, new.config).items():
