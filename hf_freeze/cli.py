@@ -82,7 +82,7 @@ def run(
 
     Example: hf-freeze run recipes/freeze_ablation/recipe.yaml --on ray --address auto --gpus 0.5 --out /shared/runs
     """
-    from hf_freeze.experiments.grid import FailedRuns, is_launched, run_grid
+    from hf_freeze.experiments.grid import FailedRuns, is_launched, leave_processes, run_grid
     from hf_freeze.experiments.recipe import load_recipe
 
     settings = settings or []
@@ -123,8 +123,10 @@ def run(
             run_grid(loaded, folder, jobs=jobs, console=console, command=command, resume_anyway=resume_anyway, ray=ray)
         except FailedRuns as error:  # what is finished is reported all the same
             failed = error
-    if is_launched() and os.environ.get("RANK") != "0":  # the first process reports
-        return
+    if is_launched():
+        leave_processes()
+        if os.environ.get("RANK") != "0":  # the first process reports
+            return
     if failed is None or (folder / "results.jsonl").stat().st_size:
         report([folder])
     if failed is not None:

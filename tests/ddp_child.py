@@ -15,6 +15,7 @@ from contract_cases import (
     build,
     differences,
     is_scheduled,
+    left_processes,
     plain_update,
     reload,
     sgd_step_of_trainer,
@@ -25,15 +26,9 @@ from contract_cases import (
 
 from hf_freeze.rng import digest
 
-result, rank = Path(sys.argv[1]), int(sys.argv[2])
-torch.manual_seed(1000 + rank)
-problems, trained = [], 0
-for case in CASES:
-    if not case.trained_by_trainer:
-        continue
-    print(case.id, file=sys.stderr, flush=True)  # the last one named is the one that hung
+
+def problems_of(case, folder, rank):
     rows = training_rows(case)
-    folder = result.parent / case.id
     with without_noise(case):
         expected = plain_update(build(case), rows)
     model, _ = reload(case, folder)
@@ -55,7 +50,17 @@ for case in CASES:
     dist.all_gather_object(digests, {name: digest(p) for name, p in after.items()})
     if digests[0] != digests[1]:
         found.append("the ranks disagree")
-    problems += [f"{case.id}: {problem}" for problem in found]
+    return found
+
+
+result, rank = Path(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(1000 + rank)
+problems, trained = [], 0
+for case in CASES:
+    if not case.trained_by_trainer:
+        continue
+    print(case.id, file=sys.stderr, flush=True)  # the last one named is the one that hung
+    problems += [f"{case.id}: {problem}" for problem in problems_of(case, result.parent / case.id, rank)]
     trained += 1
+problems += left_processes()
 result.write_text(json.dumps({"trained": trained, "problems": problems}))
-dist.destroy_process_group()

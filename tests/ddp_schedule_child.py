@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from contract_cases import differences
+from contract_cases import differences, left_processes
 from safetensors.torch import load_file
 from transformers import MarianConfig, Trainer, TrainingArguments
 
@@ -62,14 +62,14 @@ def trainer(model, folder, *, rows_a_batch=2, accumulate=2, sgd=False, made=Trai
     return made(model, settings, train_dataset=rows(), optimizers=(optimizer, None), callbacks=callbacks)
 
 
-def main(result, rank):
+def found_in(folder):
     model = scheduled_model()
-    running = trainer(model, result.parent, accumulate=1, sgd=True, ddp_find_unused_parameters=True)
+    running = trainer(model, folder, accumulate=1, sgd=True, ddp_find_unused_parameters=True)
     assert running.args.world_size == 2, f"{running.args.world_size} process: nothing distributed was tested"
     running.train()
     assert running.state.global_step == STEPS
     after = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    problems = differences(after, load_file(result.parent / "expected.safetensors"), 1e-5)
+    problems = differences(after, load_file(folder / "expected.safetensors"), 1e-5)
     digests = [None, None]
     dist.all_gather_object(digests, {name: digest(parameter) for name, parameter in after.items()})
     if digests[0] != digests[1]:
@@ -80,14 +80,15 @@ def main(result, rank):
     checkpointing = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
     for arguments in ({"ddp_find_unused_parameters": False}, {f"{checkpointing}_checkpointing": True}):
         with pytest.raises(ValueError, match=message):
-            trainer(scheduled_model(), result.parent, accumulate=1, **arguments).train()
+            trainer(scheduled_model(), folder, accumulate=1, **arguments).train()
         refused += 1
     # Nothing is frozen for a while: nothing is to be refused.
     permanent = scheduled_model(phases=[Freeze(norm="frozen")])
-    trainer(permanent, result.parent, max_steps=1, accumulate=1, ddp_find_unused_parameters=False).train()
-    result.write_text(json.dumps({"problems": problems, "refused": refused}))
-    dist.destroy_process_group()
+    trainer(permanent, folder, max_steps=1, accumulate=1, ddp_find_unused_parameters=False).train()
+    return problems, refused
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    result = Path(sys.argv[1])
+    problems, refused = found_in(result.parent)
+    result.write_text(json.dumps({"problems": problems + left_processes(), "refused": refused}))

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from hf_freeze.experiments.grid import leave_processes
 from hf_freeze.methods import Freeze, HeadPruning, LayerDrop, LayerSharing, MagnitudePruning, Theseus
 from hf_freeze.registry import ARCHITECTURES
 from hf_freeze.rng import digest
@@ -172,7 +173,7 @@ def main(result, rank):
         problems += [f"FSDP2, {name}, {whole}: {problem}" for problem in found]
         checked.append(f"FSDP2, {name}, {whole}")
     result.write_text(json.dumps({"problems": problems, "checked": checked}))
-    dist.destroy_process_group()
+    leave_processes()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Run all rows and seeds of a recipe, each in a process and a folder of its own; finished runs are skipped, killed ones
 resume from their last checkpoint."""
 
+import gc
 import json
 import os
 import shutil
@@ -189,6 +190,19 @@ def _first_difference(old: Any, new: Any, where: str = "") -> str | None:
 def is_launched() -> bool:
     """Whether this is one of several processes that torchrun or accelerate started."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def leave_processes() -> None:
+    """Leave the group that `is_launched` speaks of, as the last act of a program.
+
+    What still wraps a model for the group goes first: were it the last to hold the group, it would wait for the group's threads
+    with Python locked, and for ever where one of them has a tensor to free (https://github.com/pytorch/pytorch/issues/56297).
+    """
+    import torch.distributed as dist
+
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _execute_launched(
