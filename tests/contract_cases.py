@@ -203,10 +203,6 @@ _BUILT: dict[str, Any] = {}
 
 def build(case: Case) -> Any:
     """The variant of a case, in eval mode, with non-degenerate weights whatever its source; made once, then copied."""
-    if (
-        len(case.methods) > 1
-    ):  # asked for once: thousands of models that are kept make each collection of garbage take seconds
-        return _build(case)
     key = f"{case.id} {json.dumps([method_to_dict(method) for method in case.methods])}"
     if key not in _BUILT:
         _BUILT[key] = _build(case)
