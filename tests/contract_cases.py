@@ -462,7 +462,7 @@ def two_processes(script: Path, folder: Path) -> list[Any]:
             with logs[-1].open("w") as log:
                 command = [sys.executable, script, folder / f"result-{rank}", str(rank)]
                 children.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
-        deadline = time.monotonic() + 600
+        deadline = time.monotonic() + 300
         while any(child.poll() is None for child in children) and time.monotonic() < deadline:
             if any(child.poll() for child in children):
                 break
