@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, Trainer, TrainingArguments
 
 from hf_freeze import VariantCallback, make_variant
@@ -27,6 +28,7 @@ from hf_freeze.architectures.base import TRAINED, Architecture, base_name, canon
 from hf_freeze.config import INITS
 from hf_freeze.experiments.grid import leave_processes
 from hf_freeze.registry import ARCHITECTURES, METHODS, Method, method_to_dict
+from hf_freeze.rng import digest
 from hf_freeze.variant import TASKS
 
 MODEL = "trained"  # the source that is a native model with weights; the others are a config, with that init
@@ -437,6 +439,21 @@ def plain_update(model: Any, rows: list[dict[str, torch.Tensor]]) -> dict[str, t
     before = snapshot(model)
     _, grads = gradients(model, stack(rows))
     return {name: before[name] - grads[name] if name in grads else before[name] for name, _ in model.named_parameters()}
+
+
+def ranks_disagree(tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Of the two processes of a group: the problem that their tensors are not bit-equal, if they are not."""
+    digests: list[Any] = [None, None]
+    dist.all_gather_object(digests, {name: digest(tensor) for name, tensor in tensors.items()})
+    return ["the ranks disagree"] if digests[0] != digests[1] else []
+
+
+def changed_though_frozen(model: Any, before: dict[str, torch.Tensor]) -> list[str]:
+    return [
+        f"{name} is frozen but changed"
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and (parameter != before[name]).any()
+    ]
 
 
 def left_processes() -> list[str]:
