@@ -87,6 +87,10 @@ def in_one_thread(command, **kwargs):
 # -- killed --------------------------------------------------------------------------------------------------------------------
 
 
+def whole_checkpoints(out):
+    return {last_whole_checkpoint(folder) for folder in out.glob("row-*/checkpoints")} - {None}
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 @pytest.mark.parametrize(("task", "kills"), [(task, 2 if task == "translation" else 1) for task in EACH])
 def test_a_killed_grid_ends_as_an_undisturbed_one(task, kills, tmp_path):
@@ -106,10 +110,10 @@ def test_a_killed_grid_ends_as_an_undisturbed_one(task, kills, tmp_path):
     reached = []
     for _ in range(kills):
         grid = in_one_thread(command)
-        # From the first sign of a run: the seconds before it are imports.
-        before = set((tmp_path / "killed").rglob("*"))
+        # From the first checkpoint that a run can go on from: where a kill comes while it is written, none does.
+        before = whole_checkpoints(tmp_path / "killed")
         deadline = time.monotonic() + 400
-        while grid.poll() is None and not set((tmp_path / "killed").rglob("checkpoint-*")) - before:
+        while grid.poll() is None and not whole_checkpoints(tmp_path / "killed") - before:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         time.sleep(draw.uniform(0, 1.5))
