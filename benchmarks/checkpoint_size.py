@@ -30,8 +30,9 @@ import torch
 import transformers
 from transformers import AutoModelForSeq2SeqLM
 
-from hf_freeze import make_variant, rng, stored_bytes
-from hf_freeze.registry import method_from_dict
+from hf_freeze import make_variant, stored_bytes
+from hf_freeze.methods.registry import method_from_dict
+from hf_freeze.seeded import tensor as rng
 
 BYTES_A_SECOND = 100e6 / 8  # of a download
 

@@ -28,7 +28,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
 from hf_freeze import data
-from hf_freeze.export import CTranslate2Translator, OnnxTranslator, export_model
+from hf_freeze.publish.export import CTranslate2Translator, OnnxTranslator, export_model
 
 BATCH, TOGETHER, ALONE = 25, 100, 20
 BARS = {"ratio": 0.5, "int8": 0.5}

@@ -40,8 +40,8 @@ from hf_freeze import data
 from hf_freeze.experiments.environment import environment
 from hf_freeze.experiments.grid import LATENCY, teacher_folder
 from hf_freeze.experiments.run import choose_attention
+from hf_freeze.io import write_whole
 from hf_freeze.training import label_smoothed_loss
-from hf_freeze.whole_files import write_whole
 
 BAR = 1.05
 BATCH = 64

@@ -33,7 +33,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
 from hf_freeze import data, make_variant, methods
-from hf_freeze.export import export_model
+from hf_freeze.publish.export import export_model
 
 TOGETHER, ALONE = 64, 20
 BARS = {"bleu": 1.0, "bytes": 2_000_000, "speed": 10.0}

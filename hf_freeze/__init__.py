@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from hf_freeze import methods as methods
 from hf_freeze._version import __version__ as __version__
-from hf_freeze.accounting import ParameterCount as ParameterCount
-from hf_freeze.accounting import count_parameters as count_parameters
-from hf_freeze.accounting import multiply_adds as multiply_adds
-from hf_freeze.accounting import stored_bytes as stored_bytes
-from hf_freeze.making import make_variant as make_variant
-from hf_freeze.pipelines import register_pipelines
+from hf_freeze.analysis.accounting import ParameterCount as ParameterCount
+from hf_freeze.analysis.accounting import count_parameters as count_parameters
+from hf_freeze.analysis.accounting import multiply_adds as multiply_adds
+from hf_freeze.analysis.accounting import stored_bytes as stored_bytes
+from hf_freeze.compat.pipelines import register_pipelines
+from hf_freeze.model.make import make_variant as make_variant
 
 if TYPE_CHECKING:
     from hf_freeze import analysis as analysis

@@ -191,9 +191,9 @@ def inspect(
 
     Example: hf-freeze inspect runs/freeze-ablation/row-3-seed-1/model --latency --tokens 1 64
     """
-    from hf_freeze.accounting import count_parameters, multiply_adds, stored_bytes
-    from hf_freeze.cards import shortened
-    from hf_freeze.making import empty_model
+    from hf_freeze.analysis.accounting import count_parameters, multiply_adds, stored_bytes
+    from hf_freeze.model.make import empty_model
+    from hf_freeze.publish.cards import shortened
 
     with _one_line_errors():
         built = empty_model(model)
@@ -248,9 +248,9 @@ def diff(
 
     Example: hf-freeze diff runs/freeze-ablation/row-0-seed-1/model runs/freeze-ablation/row-3-seed-1/model
     """
-    from hf_freeze.cards import shortened
-    from hf_freeze.comparing import CHANGED, KINDS, SAME, compare
-    from hf_freeze.making import load_model
+    from hf_freeze.analysis.diff import CHANGED, KINDS, SAME, compare
+    from hf_freeze.model.make import load_model
+    from hf_freeze.publish.cards import shortened
 
     with _one_line_errors():
         found = compare(load_model(first), load_model(second))
@@ -306,8 +306,8 @@ def card(
 
     Example: hf-freeze card runs/freeze-ablation/row-3-seed-1 --license mit
     """
-    from hf_freeze.cards import model_card, read_made
-    from hf_freeze.hub import write_record
+    from hf_freeze.publish.cards import model_card, read_made
+    from hf_freeze.publish.hub import write_record
 
     with _one_line_errors():
         made = read_made(folder)
@@ -337,7 +337,7 @@ def push(
 
     Example: hf-freeze push runs/freeze-ablation/row-3-seed-1 me/frozen-ffn --private
     """
-    from hf_freeze import hub
+    from hf_freeze.publish import hub
 
     with _one_line_errors():
         done = hub.push(
@@ -366,7 +366,7 @@ def export(
 
     Example: hf-freeze export runs/small-translator/row-tt-seed-1/model --format ctranslate2 --quantization int8
     """
-    from hf_freeze.export import export_model
+    from hf_freeze.publish.export import export_model
 
     with _one_line_errors():
         folder = export_model(
@@ -392,7 +392,8 @@ def methods(
     """
     from dataclasses import fields
 
-    from hf_freeze.registry import ARCHITECTURES, METHODS
+    from hf_freeze.architectures.registry import ARCHITECTURES
+    from hf_freeze.methods.registry import METHODS
 
     if markdown:
         typer.echo(methods_by_architectures())
@@ -406,7 +407,8 @@ def methods(
 
 def methods_by_architectures() -> str:
     """The Markdown table of which method works on which architecture, from the registries."""
-    from hf_freeze.registry import ARCHITECTURES, METHODS
+    from hf_freeze.architectures.registry import ARCHITECTURES
+    from hf_freeze.methods.registry import METHODS
 
     lines = ["| method | " + " | ".join(ARCHITECTURES) + " |", "| --- |" + " :-: |" * len(ARCHITECTURES)]
     for method in METHODS.values():
@@ -421,7 +423,7 @@ def architectures() -> None:
 
     Example: hf-freeze architectures
     """
-    from hf_freeze.registry import ARCHITECTURES
+    from hf_freeze.architectures.registry import ARCHITECTURES
 
     table = Table("architecture", "tasks", "stacks")
     for name, architecture in ARCHITECTURES.items():

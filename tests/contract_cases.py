@@ -25,11 +25,13 @@ from transformers import AutoConfig, Trainer, TrainingArguments
 
 from hf_freeze import VariantCallback, make_variant
 from hf_freeze.architectures.base import TRAINED, Architecture, base_name, canonical_parameters
-from hf_freeze.config import INITS
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.experiments.grid import leave_processes
-from hf_freeze.registry import ARCHITECTURES, METHODS, Method, method_to_dict
-from hf_freeze.rng import digest
-from hf_freeze.variant import TASKS
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import METHODS, method_to_dict
+from hf_freeze.model.config import INITS
+from hf_freeze.seeded.tensor import digest
 
 MODEL = "trained"  # the source that is a native model with weights; the others are a config, with that init
 SOURCES = (MODEL, *(f"init_{init}" for init in INITS))
@@ -90,7 +92,7 @@ class Case:
 
     @property
     def auto_class(self) -> Any:
-        return TASKS[self.task]
+        return AUTO_CLASSES[self.task]
 
     @property
     def native_class(self) -> Any:
@@ -169,7 +171,7 @@ def native_config(architecture: Architecture) -> Any:
 def _native(model_type: str, task: str) -> Any:
     torch.manual_seed(1)
     architecture = ARCHITECTURES[model_type]
-    return add_noise(TASKS[task].from_config(native_config(architecture)), architecture).eval()
+    return add_noise(AUTO_CLASSES[task].from_config(native_config(architecture)), architecture).eval()
 
 
 @torch.no_grad()

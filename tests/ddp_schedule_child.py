@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import MarianConfig, Trainer, TrainingArguments
 
 from hf_freeze import VariantCallback, make_variant
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.methods import Freeze
-from hf_freeze.registry import ARCHITECTURES
 from hf_freeze.training import parameter_groups
 
 STEPS, ROWS_A_STEP, EPOCH = 8, 4, 4

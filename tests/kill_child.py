@@ -21,11 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_freeze import make_variant, methods
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.experiments.grid import run_grid
 from hf_freeze.experiments.recipe import expand, load_recipe
 from hf_freeze.experiments.report import write_report
 from hf_freeze.experiments.run import execute
-from hf_freeze.registry import ARCHITECTURES
 
 
 def lives(work, seconds=None):

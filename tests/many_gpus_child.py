@@ -28,10 +28,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.experiments.grid import leave_processes
 from hf_freeze.methods import Freeze, HeadPruning, LayerDrop, LayerSharing, MagnitudePruning, Theseus
-from hf_freeze.registry import ARCHITECTURES
-from hf_freeze.variant import TASKS
 
 STEPS = 3
 TASK = "seq2seq-lm"
@@ -151,7 +151,7 @@ def fully_sharded(name, rank, folder, whole):
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
         model.save_pretrained(folder, state_dict=state)
-        again, info = TASKS[TASK].from_pretrained(folder, output_loading_info=True)
+        again, info = AUTO_CLASSES[TASK].from_pretrained(folder, output_loading_info=True)
         problems += [f"{kind}: {names}" for kind, names in info.items() if names]
         after = {n: p.detach() for n, p in again.named_parameters()}
         problems += differences(after, expected, 1e-5)

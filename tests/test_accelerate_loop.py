@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from transformers import AutoConfig
 
 from hf_freeze import make_variant, methods
-from hf_freeze.registry import ARCHITECTURES
+from hf_freeze.architectures.registry import ARCHITECTURES
 
 CELLS = [(a, task) for a in ARCHITECTURES.values() for task in a.tasks if "labels" in a.tiny_inputs(task)]
 

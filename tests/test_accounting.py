@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from hf_freeze import count_parameters, make_variant, methods, multiply_adds, stored_bytes
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.experiments.recipe import load_recipe
-from hf_freeze.registry import ARCHITECTURES, method_from_dict
+from hf_freeze.methods.registry import method_from_dict
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "freeze_ablation" / "recipe.yaml"
 VOCABULARY = 36_000

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel, BertForMaskedLM
 
 from hf_freeze import count_parameters, make_variant, methods, stored_bytes
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers import AdaptiveEmbedding, AdaptiveSoftmax
-from hf_freeze.registry import ARCHITECTURES
-from hf_freeze.variant import TASKS
 
 V, H, CUTOFFS = 40, 16, [7, 20]
 WIDTHS = [16, 8, 4]
@@ -474,13 +474,13 @@ def test_random_bands_are_made_again_from_the_seed(tmp_path):
     assert rows.std().item() == pytest.approx(H**-0.5, rel=0.15)
     variant.save_pretrained(tmp_path)
     assert not set(load_file(tmp_path / "model.safetensors")) & set(factors)
-    again = TASKS["seq2seq-lm"].from_pretrained(tmp_path)
+    again = AUTO_CLASSES["seq2seq-lm"].from_pretrained(tmp_path)
     assert torch.equal(logits(again, wide_batch("marian")), logits(variant, wide_batch("marian")))
     again.resize_token_embeddings(50)
     assert torch.equal(again.model.shared.dense_weight()[:V], rows)
     training_step(again, wide_batch("marian"))
     again.save_pretrained(tmp_path / "resized")
-    twice = TASKS["seq2seq-lm"].from_pretrained(tmp_path / "resized")
+    twice = AUTO_CLASSES["seq2seq-lm"].from_pretrained(tmp_path / "resized")
     assert torch.equal(logits(twice, wide_batch("marian")), logits(again, wide_batch("marian")))
 
 
@@ -519,7 +519,7 @@ def test_resizing_is_of_the_last_band(name, rows, output, tmp_path):
     if output == "adaptive":
         torch.testing.assert_close(found["logits"].exp().sum(-1), torch.ones(shape))
     variant.save_pretrained(tmp_path)
-    again, info = TASKS[variant.architecture.tasks[0]].from_pretrained(tmp_path, output_loading_info=True)
+    again, info = AUTO_CLASSES[variant.architecture.tasks[0]].from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert torch.equal(outputs(again, batch)["logits"], found["logits"])

@@ -13,13 +13,13 @@ from transformers import AutoConfig, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 from hf_freeze import analysis, make_variant, methods
 from hf_freeze.analysis import ranks as ranks_module
 from hf_freeze.analysis.latency import median_ms
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.shapes import modes_of
 from hf_freeze.layers.tensor_train import tt_svd
 from hf_freeze.layers.tucker import tucker
-from hf_freeze.registry import ARCHITECTURES
 from hf_freeze.surgery import effective_weight, linear_names
-from hf_freeze.variant import TASKS
 
 every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=lambda a: a.model_type)
 FACTORIZED = {methods.LowRank: "rank", methods.TensorTrain: "ranks", methods.Tucker: "ranks"}
@@ -29,7 +29,7 @@ every_method = pytest.mark.parametrize("method", FACTORIZED, ids=lambda m: m.__n
 def native(architecture, task=None):
     """As if trained: the weights of attention and FFN have spectra that fall, each at a speed of its own."""
     config = AutoConfig.for_model(architecture.model_type, **architecture.tiny)
-    model = TASKS[task or architecture.tasks[0]].from_config(config)
+    model = AUTO_CLASSES[task or architecture.tasks[0]].from_config(config)
     for number, (_, linear) in enumerate(linears(model, architecture)):
         u, s, v = torch.linalg.svd(linear.weight.data, full_matrices=False)
         linear.weight.data = u * torch.arange(1.0, len(s) + 1) ** (-1 - 0.3 * number) @ v

@@ -12,8 +12,8 @@ import torch
 from transformers import MarianConfig
 
 from hf_freeze import data, make_variant, methods, stored_bytes
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.experiments.run import backbone_config
-from hf_freeze.registry import ARCHITECTURES
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if not file.name.startswith("_"))

@@ -9,8 +9,8 @@ from contract_cases import BASELINES, CASES, build
 from typer.testing import CliRunner
 
 from hf_freeze import make_variant, methods
+from hf_freeze.analysis.diff import CHANGED, FIRST, RESIZED, SAME, SECOND, compare
 from hf_freeze.cli import app
-from hf_freeze.comparing import CHANGED, FIRST, RESIZED, SAME, SECOND, compare
 
 (MARIAN,) = (case for case in BASELINES if case.architecture.model_type == "marian")
 FC1, QUERY = "model.encoder.layers.0.fc1.weight", "model.decoder.layers.0.self_attn.q_proj.weight"

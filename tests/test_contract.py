@@ -53,12 +53,13 @@ from torch import nn
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_freeze import make_variant
-from hf_freeze.accounting import count_parameters, multiply_adds, stored_bytes
+from hf_freeze.analysis.accounting import count_parameters, multiply_adds, stored_bytes
 from hf_freeze.architectures.base import base_name, canonical_parameters
-from hf_freeze.registry import ARCHITECTURES, METHODS, method_from_dict, method_to_dict
-from hf_freeze.rng import digest
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.methods.registry import METHODS, method_from_dict, method_to_dict
+from hf_freeze.seeded.tensor import digest
 from hf_freeze.training import label_smoothed_loss
-from hf_freeze.variant import TASKS
 
 TESTS = Path(__file__).parent
 
@@ -190,7 +191,7 @@ def test_the_base_model_of_a_task_model_holds_the_same_weights(case, tmp_path):
     model = build(case)
     model.save_pretrained(tmp_path)
     torch.manual_seed(99)
-    base = TASKS["feature-extraction"].from_pretrained(tmp_path)
+    base = AUTO_CLASSES["feature-extraction"].from_pretrained(tmp_path)
     expected = {base_name(model, name): p for name, p in model.named_parameters()}
     shared = [name for name, _ in base.named_parameters() if name in expected]
     assert len(shared) > len(expected) / 2
@@ -416,7 +417,7 @@ def test_a_checkpoint_without_a_stored_tensor_is_refused(case, tmp_path):
 
 @functools.cache
 def native_multiply_adds(model_type, task):
-    return multiply_adds(TASKS[task].from_config(native_config(ARCHITECTURES[model_type])), length=8)
+    return multiply_adds(AUTO_CLASSES[task].from_config(native_config(ARCHITECTURES[model_type])), length=8)
 
 
 @every_thorough
@@ -511,7 +512,7 @@ def test_a_decoder_does_not_see_the_future(attention, case):
     tokens = inputs[fed].shape[:2]
     aligned = [n for n, v in expected.items() if v.shape[:2] == tokens and not n.startswith("encoder_")]
     if not aligned:
-        assert not TASKS[case.task].__name__.endswith("LM")
+        assert not AUTO_CLASSES[case.task].__name__.endswith("LM")
         pytest.skip("this task has one output a sentence")
     for position in range(1, tokens[1]):
         perturbed = inputs | {fed: inputs[fed].clone()}

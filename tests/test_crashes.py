@@ -23,12 +23,12 @@ from transformers import GPT2Config
 from typer.testing import CliRunner
 
 from hf_freeze import make_variant, methods
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.cli import app
 from hf_freeze.experiments import run as runs
 from hf_freeze.experiments.grid import FailedRuns, run_folder, run_grid
 from hf_freeze.experiments.recipe import expand, load_recipe
 from hf_freeze.experiments.run import execute, last_whole_checkpoint
-from hf_freeze.registry import ARCHITECTURES
 
 LM = {
     "task": "language-modelling",

@@ -10,11 +10,11 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, MarianConfig, MarianMTModel
 
 from hf_freeze import count_parameters, make_variant, methods
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers import DeFINEEmbedding, LowRankOutput, made_embedding
 from hf_freeze.layers import define as layer_file
 from hf_freeze.layers.define import group_counts, output_widths
-from hf_freeze.registry import ARCHITECTURES
-from hf_freeze.variant import TASKS
 
 V, H, N = 40, 16, 8
 SETTINGS = {"depth": 3, "width": 12, "groups": 4, "map_dim": N, "dropout": 0.0}
@@ -454,7 +454,7 @@ def test_random_embeddings_are_a_working_unit_that_is_not_stored(name, tmp_path)
     assert len(seeded) == 15
     expected = logits(variant, batch_of(name))
     variant.save_pretrained(tmp_path)
-    again, info = TASKS[task_of(name)].from_pretrained(tmp_path, output_loading_info=True)
+    again, info = AUTO_CLASSES[task_of(name)].from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert torch.equal(logits(again, batch_of(name)), expected)
     before = made.clone()
@@ -494,7 +494,7 @@ def test_resizing_adds_and_removes_rows_of_the_table(name, rows, tmp_path):
     assert found.shape[-1] == rows
     assert variant.get_output_embeddings().weight.shape[0] == rows
     variant.save_pretrained(tmp_path)
-    again, info = TASKS[task_of(name)].from_pretrained(tmp_path, output_loading_info=True)
+    again, info = AUTO_CLASSES[task_of(name)].from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert torch.equal(logits(again, batch), found)

@@ -12,11 +12,11 @@ from transformers import AutoConfig
 
 from hf_freeze import count_parameters, make_variant, methods, multiply_adds
 from hf_freeze.architectures.base import base_name, canonical_parameters
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers import LowRankOutput
 from hf_freeze.layers.dextra import DExTraAttention, DExTraEmbedding, DExTraUnit, plan
 from hf_freeze.methods import DeLighT, Freeze, LayerSharing, LiteTransformer, LowRank, TensorTrain
-from hf_freeze.registry import ARCHITECTURES
-from hf_freeze.variant import TASKS
 
 TASK = {"marian": "seq2seq-lm", "gpt2": "causal-lm"}
 every_backbone = pytest.mark.parametrize("name", TASK)
@@ -296,7 +296,7 @@ def test_one_head_attends_to_what_a_unit_makes(name):
 def test_swish_stays(tmp_path):
     model = made("marian", fields={"activation_function": "relu"})
     model.save_pretrained(tmp_path)
-    reloaded = TASKS["seq2seq-lm"].from_pretrained(tmp_path)
+    reloaded = AUTO_CLASSES["seq2seq-lm"].from_pretrained(tmp_path)
     activations = [m for n, m in reloaded.named_modules() if n.endswith("activation_fn")]
     assert [type(each) for each in activations] == [nn.SiLU] * 4
     assert differences(outputs(reloaded, batch_of("marian")), outputs(model, batch_of("marian"))) == []
@@ -395,7 +395,7 @@ def test_nothing_is_left_without_a_gradient(name, fields, tmp_path):
     assert table.shape == ((40, 4) if tied else (40, 16))
     training_step(model, batch_of(name))
     model.save_pretrained(tmp_path)
-    reloaded = TASKS[TASK[name]].from_pretrained(tmp_path)
+    reloaded = AUTO_CLASSES[TASK[name]].from_pretrained(tmp_path)
     assert differences(outputs(reloaded, batch_of(name)), outputs(model, batch_of(name))) == []
 
 
@@ -545,7 +545,7 @@ def test_what_does_not_fit_is_refused(name, fields, applied, message):
 
 
 def test_refusals_of_backbones(tmp_path):
-    trained = TASKS["causal-lm"].from_config(config_of("gpt2"))
+    trained = AUTO_CLASSES["causal-lm"].from_config(config_of("gpt2"))
     trained.save_pretrained(tmp_path)
     for backbone in (trained, tmp_path):
         with pytest.raises(ValueError, match=r"\Amethod 'delight': its blocks train from scratch.*pass the config.*\Z"):

@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from hf_freeze import make_variant
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.methods import Distillation, LayerSelection, LowRank, Theseus
-from hf_freeze.registry import ARCHITECTURES, method_from_dict
+from hf_freeze.methods.registry import method_from_dict
 from hf_freeze.training import label_smoothed_loss
-from hf_freeze.variant import TASKS
 
 CLASSES, MASKED, TOKENS, TRANSLATION, CAUSAL = WITH_LABELS = [
     ("bert", "sequence-classification"),
@@ -39,7 +40,7 @@ def model_of(of, depth=2, seed=1, **changes):
     depths = depth if isinstance(depth, tuple) else (depth,) * len(DEPTH[kind])
     tiny = ARCHITECTURES[kind].tiny | dict(zip(DEPTH[kind], depths, strict=True)) | changes
     torch.manual_seed(seed)
-    model = TASKS[task].from_config(native_config(replace(ARCHITECTURES[kind], tiny=tiny))).eval()
+    model = AUTO_CLASSES[task].from_config(native_config(replace(ARCHITECTURES[kind], tiny=tiny))).eval()
     for parameter in (p for p in model.parameters() if p.requires_grad):  # not constant positions
         parameter.add_(0.3 * torch.randn_like(parameter))
     return model
@@ -323,7 +324,7 @@ def test_an_opened_variant_infers_without_the_teacher_and_asks_for_it_in_trainin
     model, _, teacher = taught(of, 2, 4, hidden="skip")
     batch = batch_of(of)
     model.save_pretrained(tmp_path)
-    loaded = TASKS[of[1]].from_pretrained(tmp_path)
+    loaded = AUTO_CLASSES[of[1]].from_pretrained(tmp_path)
     assert not differences(outputs(loaded, batch), outputs(model, batch))
     assert loaded.needs_teacher
     with refused(r"training needs the teacher, .*: call model\.set_teacher\(\.\.\.\)"):

@@ -24,6 +24,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from hf_freeze import count_parameters, make_variant
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.cli import app
 from hf_freeze.data import builtin_corpus
 from hf_freeze.experiments.grid import FailedRuns, commands_of, run_folder, run_grid
@@ -32,8 +33,8 @@ from hf_freeze.experiments.report import write_report
 from hf_freeze.experiments.results import read_results
 from hf_freeze.experiments.run import training_arguments
 from hf_freeze.methods import Freeze, LowRank
+from hf_freeze.methods.registry import METHODS
 from hf_freeze.metrics import load as load_metric
-from hf_freeze.registry import ARCHITECTURES, METHODS
 
 ABLATION = Path(__file__).parent.parent / "recipes" / "freeze_ablation"
 

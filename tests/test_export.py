@@ -23,11 +23,11 @@ from transformers import (
 from typer.testing import CliRunner
 
 from hf_freeze import make_variant, methods
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.cli import app
-from hf_freeze.export import CTranslate2Translator, export_model
-from hf_freeze.export import ctranslate2 as ctranslate2_format
-from hf_freeze.export.folders import MARK
-from hf_freeze.registry import ARCHITECTURES
+from hf_freeze.publish.export import CTranslate2Translator, export_model
+from hf_freeze.publish.export import ctranslate2 as ctranslate2_format
+from hf_freeze.publish.export.folders import MARK
 
 TEXTS = [SOURCE[0], "katze", "das haus am see ist heute schön und der hund trinkt milch", "wir"]
 ENGINE = {"intra_threads": 1, "inter_threads": 1}
@@ -83,11 +83,11 @@ def generated(model, tokenizer, texts, **settings) -> list[str]:
 GENERATING = [
     case
     for case in CASES
-    if case.task in ctranslate2_format.TASKS.get(case.architecture.model_type, ())
+    if case.task in ctranslate2_format.SUPPORTED_TASKS.get(case.architecture.model_type, ())
     and case.of_first_source
     and (case.architecture is MARIAN or not case.methods)
 ]
-assert {case.architecture.model_type for case in GENERATING} == set(ctranslate2_format.TASKS)
+assert {case.architecture.model_type for case in GENERATING} == set(ctranslate2_format.SUPPORTED_TASKS)
 
 
 @pytest.mark.parametrize("case", GENERATING, ids=lambda case: case.id)

@@ -11,8 +11,8 @@ from text_fixtures import marian_tokenizer
 from transformers import AutoTokenizer, pipeline
 
 from hf_freeze import make_variant, methods
-from hf_freeze.export import OnnxTranslator, export_model
-from hf_freeze.export import onnx as onnx_format
+from hf_freeze.publish.export import OnnxTranslator, export_model
+from hf_freeze.publish.export import onnx as onnx_format
 
 ENGINE = {"intra_op_num_threads": 1}
 BERT = [
@@ -22,7 +22,7 @@ BASELINES = {case.task: case for case in BERT if not case.methods}
 # Tracing takes seconds: one task here and one in int8, and each method that leaves other modules than the native ones.
 TRACED = [BASELINES["feature-extraction"]]
 TRACED += [case for case in BERT if case.thorough and case.methods and merge_or_none(build(case)) is None]
-assert {*BASELINES} == {*onnx_format.TASKS["bert"]}
+assert {*BASELINES} == {*onnx_format.SUPPORTED_TASKS["bert"]}
 
 
 @pytest.mark.parametrize("case", TRACED, ids=lambda case: case.id)

@@ -28,10 +28,10 @@ from transformers import (
 )
 
 from hf_freeze import count_parameters, make_variant, methods, stored_bytes
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers import LowRankEmbedding, LowRankOutput
 from hf_freeze.layers.factorized_embedding import centred_axes, nearest_factors
-from hf_freeze.registry import ARCHITECTURES
-from hf_freeze.variant import TASKS
 
 V, H, E = 40, 16, 5
 TWO_TABLES = {"share_encoder_decoder_embeddings": False}
@@ -258,7 +258,7 @@ def test_sharing_holds_where_the_config_ties_nothing(tmp_path):
     assert variant.model.encoder.embed_tokens.weight is variant.model.decoder.embed_tokens.weight
     assert variant.lm_head.weight is not variant.model.decoder.embed_tokens.weight
     variant.save_pretrained(tmp_path)
-    again = TASKS["seq2seq-lm"].from_pretrained(tmp_path)
+    again = AUTO_CLASSES["seq2seq-lm"].from_pretrained(tmp_path)
     assert again.model.encoder.embed_tokens.weight is again.model.decoder.embed_tokens.weight
     assert torch.equal(logits(again, batch_of("marian")), logits(variant, batch_of("marian")))
 
@@ -298,7 +298,7 @@ def test_a_new_process_opens_what_is_not_in_the_contract(tmp_path):
             save_file(batch, folder / "batch.safetensors")
             save_file({k: v.contiguous() for k, v in outputs(model, batch).items()}, folder / "expected.safetensors")
             entry = {"id": folder.name, "folder": str(folder), "requires_grad": trainability(model)}
-            manifest["saved"].append(entry | {"auto_class": TASKS[architecture.tasks[0]].__name__})
+            manifest["saved"].append(entry | {"auto_class": AUTO_CLASSES[architecture.tasks[0]].__name__})
             training_step(model, batch)
     path = tmp_path / "manifest.json"
     path.write_text(json.dumps(manifest))
@@ -313,7 +313,7 @@ def test_a_new_process_opens_what_is_not_in_the_contract(tmp_path):
 def test_what_is_opened_trains_and_generates(name, tmp_path):
     variant = factorized(backbone(name))
     variant.save_pretrained(tmp_path)
-    again = TASKS[variant.architecture.tasks[0]].from_pretrained(tmp_path)
+    again = AUTO_CLASSES[variant.architecture.tasks[0]].from_pretrained(tmp_path)
     before = {n: p.detach().clone() for n, p in again.named_parameters()}
     training_step(again, batch_of(name))
     for own in BACKBONES[name][2]:
@@ -566,7 +566,7 @@ def works_after_resizing(variant, name, rows, tmp_path):
     assert found.shape[-1] == rows
     assert found.isfinite().all()
     variant.save_pretrained(tmp_path)
-    again, info = TASKS[variant.architecture.tasks[0]].from_pretrained(tmp_path, output_loading_info=True)
+    again, info = AUTO_CLASSES[variant.architecture.tasks[0]].from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert torch.equal(logits(again, batch), found)
@@ -624,7 +624,7 @@ def test_resizing_random_factors(tmp_path):
     assert torch.equal(variant.model.shared.weight[:V], table)
     assert torch.equal(variant.model.shared.projection, projection)
     variant.save_pretrained(tmp_path)
-    again = TASKS["seq2seq-lm"].from_pretrained(tmp_path)
+    again = AUTO_CLASSES["seq2seq-lm"].from_pretrained(tmp_path)
     assert torch.equal(logits(again, batch_of("marian")), logits(variant, batch_of("marian")))
 
 
@@ -636,7 +636,7 @@ def test_resizing_bert(tmp_path):
     found = outputs(variant, batch)["logits"]
     assert found.shape[-1] == 48
     variant.save_pretrained(tmp_path)
-    assert torch.equal(outputs(TASKS["masked-lm"].from_pretrained(tmp_path), batch)["logits"], found)
+    assert torch.equal(outputs(AUTO_CLASSES["masked-lm"].from_pretrained(tmp_path), batch)["logits"], found)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------------

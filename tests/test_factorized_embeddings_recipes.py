@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from hf_freeze import count_parameters, make_variant
 from hf_freeze.experiments.recipe import expand, load_recipe
 from hf_freeze.experiments.tasks import task_of
-from hf_freeze.registry import method_from_dict
+from hf_freeze.methods.registry import method_from_dict
 
 RECIPES = Path(__file__).parent.parent / "recipes" / "factorized_embeddings"
 PRESETS = {"bert": ("demo", "small"), "marian": ("demo", "tiny", "base")}

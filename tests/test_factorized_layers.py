@@ -17,11 +17,12 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, MarianConfig, Marian
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze import count_parameters, make_variant, methods
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers import LowRankLinear, TensorTrainLinear, TuckerLinear, factorized
 from hf_freeze.layers.shapes import balanced_modes, mode_count, modes_of
 from hf_freeze.layers.tensor_train import Plan, best_plan, full_ranks, tt_svd
 from hf_freeze.layers.tucker import TuckerPlan, best_tucker_plan, tucker
-from hf_freeze.registry import ARCHITECTURES, method_from_dict
+from hf_freeze.methods.registry import method_from_dict
 
 N512, M2048 = (2, 4, 8, 4, 2), (4, 4, 8, 4, 4)  # the factors of Khakhulin et al.
 CLASSES = (LowRankLinear, TensorTrainLinear, TuckerLinear)

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_freeze import count_parameters, make_variant, multiply_adds
 from hf_freeze.methods import FFNPruning, Freeze, LowRank, MagnitudePruning, VariationalDropout
-from hf_freeze.registry import method_from_dict, method_to_dict
+from hf_freeze.methods.registry import method_from_dict, method_to_dict
 
 every_backbone = pytest.mark.parametrize("case", BASELINES, ids=[case.architecture.model_type for case in BASELINES])
 MARIAN = next(case for case in BASELINES if case.architecture.model_type == "marian")

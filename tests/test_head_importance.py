@@ -12,8 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_freeze import make_variant
 from hf_freeze.analysis import head_importance, select_heads
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.methods import Freeze, HeadPruning
-from hf_freeze.registry import ARCHITECTURES
 
 CASES = [
     Case(case.architecture, task, MODEL, ())

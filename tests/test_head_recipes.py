@@ -264,7 +264,9 @@ def test_a_pretrained_backbone_comes_with_its_tokenizer(tmp_path):
     changes = {"presets/small/tokenizer": ..., "presets/small/backbone": {"pretrained": str(weights)}}
     recipe = load_recipe(write_recipe(tmp_path / "c.yaml", **{**CLASSIFICATION, "rows": rows} | changes))
     quiet(recipe, tmp_path / "runs")
-    found = hf_freeze.variant.TASKS["sequence-classification"].from_pretrained(tmp_path / "runs/row-0-seed-1/model")
+    found = hf_freeze.architectures.tasks.AUTO_CLASSES["sequence-classification"].from_pretrained(
+        tmp_path / "runs/row-0-seed-1/model"
+    )
     body = AutoModelForMaskedLM.from_pretrained(weights).base_model.state_dict()
     shared = body.keys() & found.base_model.state_dict().keys()
     assert len(shared) > 10

@@ -21,13 +21,13 @@ from transformers import AutoModelForSequenceClassification, BertConfig, PreTrai
 from typer.testing import CliRunner
 
 from hf_freeze import make_variant, methods
-from hf_freeze.cards import model_card, read_made
 from hf_freeze.cli import app
 from hf_freeze.experiments.grid import run_grid
 from hf_freeze.experiments.recipe import load_recipe
-from hf_freeze.hub import assemble, check_whole, push, push_model
-from hf_freeze.making import empty_model
-from hf_freeze.variant import VariantMixin
+from hf_freeze.model.build import VariantMixin
+from hf_freeze.model.make import empty_model
+from hf_freeze.publish.cards import model_card, read_made
+from hf_freeze.publish.hub import assemble, check_whole, push, push_model
 
 TOKEN = "hf_loopback"
 

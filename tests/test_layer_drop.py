@@ -24,9 +24,9 @@ from test_theseus import (
 from transformers import AutoConfig, TrainerControl, TrainerState, TrainingArguments
 
 from hf_freeze import VariantCallback, analysis, make_variant
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers.layer_forward import Replaced, Skipped
 from hf_freeze.methods import Freeze, LayerDrop, Theseus
-from hf_freeze.variant import TASKS
 
 ALL = 1 - 1e-9  # a probability with which every layer is left out
 
@@ -129,7 +129,7 @@ def test_a_draw_is_a_function_of_the_seed_and_the_step(tmp_path):
     variant = make_variant(deep_model(MARIAN)[0], [LayerDrop(p=0.5, seed=7)])
     expected = draws_of(variant, range(64))
     variant.save_pretrained(tmp_path)
-    for other in (TASKS["seq2seq-lm"].from_pretrained(tmp_path), on_meta(LayerDrop(p=0.5, seed=7))):
+    for other in (AUTO_CLASSES["seq2seq-lm"].from_pretrained(tmp_path), on_meta(LayerDrop(p=0.5, seed=7))):
         assert torch.equal(draws_of(other, range(64)), expected)
     assert torch.equal(draws_of(variant, reversed(range(64)), total=64).flip(0), expected)
 

@@ -8,8 +8,8 @@ from contract_cases import perturbed
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, MarianConfig, MarianMTModel
 
 from hf_freeze import count_parameters, make_variant, methods
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.methods._layers import evenly_spaced
-from hf_freeze.registry import ARCHITECTURES
 
 MARIAN = ARCHITECTURES["marian"]
 CONFIG = MarianConfig(**MARIAN.tiny | {"encoder_layers": 6, "decoder_layers": 4})

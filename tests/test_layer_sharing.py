@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hf_freeze import count_parameters, make_variant, methods, stored_bytes
-from hf_freeze.registry import ARCHITECTURES
+from hf_freeze.architectures.registry import ARCHITECTURES
 
 MARIAN = ARCHITECTURES["marian"]
 CONFIG = MarianConfig(**MARIAN.tiny | {"encoder_layers": 6, "decoder_layers": 3})

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from hf_freeze import count_parameters, make_variant, multiply_adds
 from hf_freeze.experiments.recipe import expand, load_recipe
-from hf_freeze.registry import method_from_dict
+from hf_freeze.methods.registry import method_from_dict
 
 FOLDER = Path(__file__).parents[1] / "recipes" / "light_blocks"
 

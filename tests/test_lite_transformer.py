@@ -9,11 +9,11 @@ from test_convolution import by_formulas
 from transformers import AutoConfig, DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_freeze import count_parameters, make_variant, methods
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers import long_short
 from hf_freeze.layers.long_short import LongShortAttention
 from hf_freeze.methods import FixedAttention, Freeze, HeadPruning, LiteTransformer, LowRank
-from hf_freeze.registry import ARCHITECTURES
-from hf_freeze.variant import TASKS
 
 TASK = {"marian": "seq2seq-lm", "gpt2": "causal-lm"}
 FIELDS = {"marian": {"d_model": 24, "forced_eos_token_id": None}, "gpt2": {"n_embd": 24}}
@@ -358,7 +358,7 @@ def test_random_attention_is_a_random_convolution(name, tmp_path):
     assert convolutions <= set(model.seeded_tensors)
     training_step(model, batch_of(name))
     model.save_pretrained(tmp_path)
-    reloaded = TASKS[TASK[name]].from_pretrained(tmp_path)
+    reloaded = AUTO_CLASSES[TASK[name]].from_pretrained(tmp_path)
     assert differences(outputs(reloaded, batch_of(name)), outputs(model, batch_of(name))) == []
     assert trainability(reloaded) == trainability(model)
     with pytest.raises(
@@ -417,7 +417,7 @@ def test_refusals_of_backbones(tmp_path):
     config = config_of("gpt2", add_cross_attention=True)
     with pytest.raises(ValueError, match=r"LiteTransformer: this gpt2 has cross-attentions beside; set add_cross_att"):
         make_variant(config, [LITE], task="causal-lm")
-    trained = TASKS["causal-lm"].from_config(config_of("gpt2"))
+    trained = AUTO_CLASSES["causal-lm"].from_config(config_of("gpt2"))
     trained.save_pretrained(tmp_path)
     for backbone in (trained, tmp_path):
         with pytest.raises(

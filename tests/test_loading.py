@@ -6,7 +6,7 @@ import pytest
 import torch
 from contract_cases import CASES, build, differences, outputs, reload, reload_problems, trainability
 
-from hf_freeze.registry import ARCHITECTURES
+from hf_freeze.architectures.registry import ARCHITECTURES
 
 BY_METHODS: dict = {}
 for each in CASES:

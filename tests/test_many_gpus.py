@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import MarianMTModel
 
 from hf_freeze import VariantCallback, make_variant
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.methods import Freeze
-from hf_freeze.registry import ARCHITECTURES
 
 TESTS = Path(__file__).parent
 CONFIGS = sorted((TESTS.parent / "recipes" / "accelerate").glob("*.yaml"))

@@ -22,8 +22,8 @@ from contract_cases import (
 )
 
 from hf_freeze import make_variant
-from hf_freeze.accounting import stored_bytes
-from hf_freeze.registry import ARCHITECTURES
+from hf_freeze.analysis.accounting import stored_bytes
+from hf_freeze.architectures.registry import ARCHITECTURES
 
 PAIRS = [pair for architecture in ARCHITECTURES.values() for pair in pairs(architecture)]
 assert PAIRS

@@ -9,7 +9,7 @@ import torch
 from contract_cases import CASES, MODEL, Case, build, differences, outputs, reload
 
 from hf_freeze import methods
-from hf_freeze.registry import ARCHITECTURES
+from hf_freeze.architectures.registry import ARCHITECTURES
 
 peft = pytest.importorskip("peft")
 

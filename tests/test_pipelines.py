@@ -29,7 +29,7 @@ from transformers import (
 from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.pt_utils import KeyDataset
 
-from hf_freeze.pipelines import Text2TextGenerationPipeline, TranslationPipeline, register_pipelines
+from hf_freeze.compat.pipelines import Text2TextGenerationPipeline, TranslationPipeline, register_pipelines
 
 register_pipelines()
 
@@ -211,7 +211,10 @@ def test_a_model_that_sets_no_length_gets_room_for_a_sentence(marian_tokenizer_d
 
 def test_a_text_longer_than_the_positions_is_warned_about_and_can_be_cut(pipe, caplog):
     long = " ".join(TEXTS * 4)
-    with caplog.at_level(logging.WARNING, logger="hf_freeze.pipelines"), pytest.raises((IndexError, RuntimeError)):
+    with (
+        caplog.at_level(logging.WARNING, logger="hf_freeze.compat.pipelines"),
+        pytest.raises((IndexError, RuntimeError)),
+    ):
         pipe(long)
     length = len(pipe.tokenizer(long)["input_ids"])
     assert f"a text of {length} tokens is longer than the 64 positions of MarianMTModel" in caplog.text
@@ -438,7 +441,7 @@ def test_the_target_language_of_a_marian_model_with_several(tmp_path):
 
 
 def test_languages_for_a_model_without_are_ignored_aloud(pipe, caplog):
-    with caplog.at_level(logging.WARNING, logger="hf_freeze.pipelines"):
+    with caplog.at_level(logging.WARNING, logger="hf_freeze.compat.pipelines"):
         assert pipe("hund", tgt_lang="fr") == pipe("hund")
     assert "knows no languages: {'tgt_lang': 'fr'} ignored" in caplog.text
 

@@ -11,11 +11,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze import make_variant, methods
-from hf_freeze.accounting import count_parameters, stored_bytes
+from hf_freeze.analysis.accounting import count_parameters, stored_bytes
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers import QuantizedEmbedding, QuantizedLinear
 from hf_freeze.layers import quantized as quantized_file
 from hf_freeze.layers.quantized import SCHEMES
-from hf_freeze.registry import ARCHITECTURES
 
 ALL = ["ffn", "attention", "embeddings"]
 MARIAN = ARCHITECTURES["marian"]

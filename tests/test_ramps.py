@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from hf_freeze.ramps import RAMPS, in_stages, ramp
+from hf_freeze.methods._ramps import RAMPS, in_stages, ramp
 
 each_shape = pytest.mark.parametrize("shape", RAMPS)
 

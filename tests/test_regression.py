@@ -7,9 +7,12 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-from hf_freeze import config, make_variant, methods, migrations, variant
-from hf_freeze.registry import ARCHITECTURES, METHODS
-from hf_freeze.variant import TASKS
+from hf_freeze import make_variant, methods
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.methods.registry import METHODS
+from hf_freeze.model import build as variant
+from hf_freeze.model import config, migrations
 
 FOLDERS = sorted(path.parent for path in (Path(__file__).parent / "regression").glob("*/*/config.json"))
 
@@ -24,7 +27,7 @@ def test_every_method_is_there():
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
 def test_a_model_of_an_earlier_version_computes_what_it_did(folder):
     saved = json.loads((folder / "outputs.json").read_text())
-    model, info = TASKS[saved["task"]].from_pretrained(folder, output_loading_info=True)
+    model, info = AUTO_CLASSES[saved["task"]].from_pretrained(folder, output_loading_info=True)
     assert type(model) is getattr(variant, saved["class"])
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert sorted(name for name, p in model.named_parameters() if p.requires_grad) == saved["trainable"]
@@ -59,10 +62,10 @@ def test_a_config_is_migrated_version_by_version(tmp_path, monkeypatch):
         damaged = json.loads(json.dumps(saved)) | {"hf_freeze_version": version}
         damaged["methods"][0][name] = damaged["methods"][0].pop("ffn")
         (tmp_path / "config.json").write_text(json.dumps(damaged))
-        model = TASKS["causal-lm"].from_pretrained(tmp_path)
+        model = AUTO_CLASSES["causal-lm"].from_pretrained(tmp_path)
         assert model.config.methods == saved["methods"], version
         assert model.config.hf_freeze_version == "0.3.0"
         assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
     (tmp_path / "config.json").write_text(json.dumps(damaged | {"hf_freeze_version": "0.2.0", "methods": [{"mlp": 1}]}))
     with pytest.raises(ValueError, match="method"):
-        TASKS["causal-lm"].from_pretrained(tmp_path)
+        AUTO_CLASSES["causal-lm"].from_pretrained(tmp_path)

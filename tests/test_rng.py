@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_freeze import rng
-from hf_freeze.rng import SeededTensor, digest, philox, uniform
+from hf_freeze.seeded import tensor as rng
+from hf_freeze.seeded.tensor import SeededTensor, digest, philox, uniform
 
 # kat_vectors of Random123: philox4x32, 10 rounds; counter, key, result.
 KNOWN_ANSWERS = [

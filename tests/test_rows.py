@@ -21,8 +21,9 @@ from hf_freeze.experiments.grid import FailedRuns, run_folder, run_grid
 from hf_freeze.experiments.recipe import expand, load_recipe
 from hf_freeze.experiments.report import table_cells, write_report
 from hf_freeze.experiments.run import execute
-from hf_freeze.registry import METHODS, Method, register_method
-from hf_freeze.variant import VariantMixin
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import METHODS, register_method
+from hf_freeze.model.build import VariantMixin
 
 FREEZE = {"method": "freeze", "ffn": "frozen"}
 ROWS = {

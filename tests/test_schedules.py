@@ -26,8 +26,10 @@ from transformers import AutoModelForSeq2SeqLM, Trainer, get_scheduler
 
 from hf_freeze import make_variant, multiply_adds
 from hf_freeze.architectures.base import base_name, canonical_parameters
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.methods import Freeze
-from hf_freeze.registry import ARCHITECTURES, METHODS, Method, method_from_dict, method_to_dict, register_method
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import METHODS, method_from_dict, method_to_dict, register_method
 from hf_freeze.training import VariantCallback, parameter_groups
 
 every_backbone = pytest.mark.parametrize("case", BASELINES, ids=[case.architecture.model_type for case in BASELINES])

@@ -16,7 +16,7 @@ from hf_freeze.experiments.grid import run_grid
 from hf_freeze.experiments.recipe import expand, load_recipe
 from hf_freeze.experiments.translation import load_data
 from hf_freeze.methods import AdaptiveEmbedding, FactorizedEmbedding, LayerSharing
-from hf_freeze.registry import method_from_dict
+from hf_freeze.methods.registry import method_from_dict
 
 RECIPES = Path(__file__).parent.parent / "recipes" / "small_translator"
 BIG = {"vocab_size": 40000, "d_model": 1024, "encoder_ffn_dim": 4096, "decoder_ffn_dim": 4096, "encoder_layers": 6,

@@ -20,11 +20,11 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze import make_variant, methods, stored_bytes
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers import MaskedConv1D, MaskedLinear, SparseLinear, VariationalConv1D, VariationalLinear
 from hf_freeze.layers.bits import pack, packed_size, unpack
 from hf_freeze.layers.masked import Masked, prune_smallest
 from hf_freeze.layers.variational import Variational, negative_kl
-from hf_freeze.registry import ARCHITECTURES
 
 both_kinds = pytest.mark.parametrize("dense", [nn.Linear, Conv1D], ids=["linear", "conv1d"])
 

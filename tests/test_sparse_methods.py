@@ -12,11 +12,11 @@ from torch.nn import functional
 from transformers import AutoModelForSeq2SeqLM, TrainerCallback
 
 from hf_freeze import count_parameters, make_variant, multiply_adds, stored_bytes
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers.masked import Masked, prune_smallest
 from hf_freeze.layers.sparse import SparseLinear
 from hf_freeze.layers.variational import Variational
 from hf_freeze.methods import Freeze, MagnitudePruning, VariationalDropout
-from hf_freeze.registry import ARCHITECTURES
 from hf_freeze.surgery import effective_weight
 from hf_freeze.training import label_smoothed_loss
 

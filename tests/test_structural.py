@@ -9,8 +9,10 @@ from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze import count_parameters, make_variant, methods, stored_bytes
-from hf_freeze.registry import ARCHITECTURES, METHODS, Method, register_method
-from hf_freeze.variant import TASKS
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import METHODS, register_method
 
 CELLS = [(a, task) for a in ARCHITECTURES.values() for task in a.tasks[:1]]
 every_architecture = pytest.mark.parametrize(("architecture", "task"), CELLS, ids=[a.model_type for a, _ in CELLS])
@@ -92,7 +94,7 @@ def logits(model, architecture, task):
 
 def native(architecture, task):
     config = AutoConfig.for_model(architecture.model_type, **architecture.tiny)
-    model = TASKS[task].from_config(config)
+    model = AUTO_CLASSES[task].from_config(config)
     for parameter in model.parameters():  # zero biases would hide a lost one
         parameter.data += 0.1 * torch.randn_like(parameter) * parameter.requires_grad
     return model.eval()
@@ -121,7 +123,7 @@ def test_freezing_comes_after_structure_and_all_of_it_reloads(low_rank, architec
     assert ffn.trainable == 0
     variant.save_pretrained(tmp_path)
     torch.manual_seed(7)
-    reloaded, info = TASKS[task].from_pretrained(tmp_path, output_loading_info=True)
+    reloaded, info = AUTO_CLASSES[task].from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert torch.equal(logits(reloaded, architecture, task), logits(variant, architecture, task))

@@ -13,12 +13,12 @@ from test_experiments import write_recipe
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Trainer, TrainingArguments
 
 from hf_freeze import VariantCallback, make_variant, methods
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.experiments.grid import FailedRuns, run_grid
 from hf_freeze.experiments.recipe import expand, load_recipe
 from hf_freeze.experiments.report import write_report
 from hf_freeze.experiments.run import execute
 from hf_freeze.experiments.translation import load_data, translate
-from hf_freeze.registry import ARCHITECTURES
 from hf_freeze.training import teacher_translations
 
 RECIPES = Path(__file__).parent.parent / "recipes"

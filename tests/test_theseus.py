@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_freeze import VariantCallback, make_variant
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers.layer_forward import Replaced
 from hf_freeze.methods import Freeze, LayerSelection, LowRank, Theseus
-from hf_freeze.registry import ARCHITECTURES
-from hf_freeze.variant import TASKS
 
 MARIAN = ARCHITECTURES["marian"]
 NEVER = 1e-9  # a rate at which every module stays its predecessor
@@ -48,7 +48,7 @@ def deep_config(architecture, depth=4):
 def deep_model(architecture, depth=4):
     """A native model as if trained, of so many layers in each stack; with its batch."""
     task, config = architecture.tasks[0], deep_config(architecture, depth)
-    return add_noise(TASKS[task].from_config(config), architecture).eval(), architecture.tiny_inputs(task)
+    return add_noise(AUTO_CLASSES[task].from_config(config), architecture).eval(), architecture.tiny_inputs(task)
 
 
 def layers_of(model, architecture, stack):
@@ -204,7 +204,7 @@ def test_a_draw_is_a_function_of_the_seed_and_the_step(tmp_path):
     variant = make_variant(deep_model(MARIAN)[0], [Theseus(seed=7)])
     expected = draws_of(variant, range(64))
     variant.save_pretrained(tmp_path)
-    reloaded = TASKS["seq2seq-lm"].from_pretrained(tmp_path)
+    reloaded = AUTO_CLASSES["seq2seq-lm"].from_pretrained(tmp_path)
     for other in (copy.deepcopy(variant), reloaded, on_meta(Theseus(seed=7, init="alternate"))):
         assert torch.equal(draws_of(other, range(64)), expected)
     assert torch.equal(draws_of(variant, reversed(range(64)), total=64).flip(0), expected)
@@ -359,7 +359,7 @@ def test_what_is_trained_stays_so_when_it_is_saved_and_finalized(architecture, t
         if state == "finalized":
             variant.finalize()
         variant.save_pretrained(tmp_path / state)
-        for model in (variant, TASKS[architecture.tasks[0]].from_pretrained(tmp_path / state)):
+        for model in (variant, AUTO_CLASSES[architecture.tasks[0]].from_pretrained(tmp_path / state)):
             assert trainable(model) == expected
 
 
@@ -382,7 +382,7 @@ def test_finalized_it_is_a_model_of_the_new_depth(architecture, tmp_path):
         config = json.loads((tmp_path / state / "config.json").read_text())
         assert {config[stack.depth] for stack in architecture.stacks.values()} == {2}
         assert (type(model) is type(native)) == (state != "finalized")
-        for opened in (model, TASKS[architecture.tasks[0]].from_pretrained(tmp_path / state)):
+        for opened in (model, AUTO_CLASSES[architecture.tasks[0]].from_pretrained(tmp_path / state)):
             assert differences(outputs(opened, batch), expected) == []
     objective(variant.train(), batch).backward()  # it needs no schedule any more, and a last draw is forgotten
     assert differences(in_training(variant, batch), expected) == []

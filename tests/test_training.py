@@ -11,8 +11,8 @@ from transformers import DataCollatorForSeq2Seq, MarianConfig, Seq2SeqTrainingAr
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_freeze import make_variant
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.methods import Freeze
-from hf_freeze.registry import ARCHITECTURES
 from hf_freeze.training import TokenBatchTrainer, label_smoothed_loss
 
 

@@ -30,9 +30,10 @@ from transformers import (
 from transformers.models.marian.modeling_marian import MarianForCausalLM
 
 from hf_freeze import count_parameters, make_variant
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.methods import Freeze
-from hf_freeze.registry import ARCHITECTURES, method_from_dict, method_to_dict
-from hf_freeze.rng import SeededTensor, digest
+from hf_freeze.methods.registry import method_from_dict, method_to_dict
+from hf_freeze.seeded.tensor import SeededTensor, digest
 
 MARIAN, BERT = ARCHITECTURES["marian"], ARCHITECTURES["bert"]
 TABLE, FC1, QUERY = (

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from hf_freeze import count_parameters, make_variant, methods
 from hf_freeze.architectures.base import canonical_parameters
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.cli import app
-from hf_freeze.registry import ARCHITECTURES
-from hf_freeze.variant import TASKS
 
 KEEP = [0, 1, *range(2, 20, 2), 21, 25, 33, 39]  # 0 pads and 1 ends, in the tiny configs
 NUMBERS = {old: new for new, old in enumerate(KEEP)}
@@ -30,7 +30,7 @@ def config_of(model_type, **changes):
 
 def native(model_type, task, **changes):
     torch.manual_seed(0)
-    model = TASKS[task].from_config(config_of(model_type, **changes)).eval()
+    model = AUTO_CLASSES[task].from_config(config_of(model_type, **changes)).eval()
     with torch.no_grad():
         for name, parameter in canonical_parameters(model):
             if ARCHITECTURES[model_type].component(name.removeprefix(f"{model.base_model_prefix}.")) != "constant":
@@ -82,7 +82,7 @@ def test_logits_of_kept_tokens_are_those_of_the_whole_model(model_type, task, ti
     assert (output.weight is variant.get_input_embeddings().weight) == tied
     assert output.out_features == variant.get_input_embeddings().num_embeddings == len(KEEP)
     variant.save_pretrained(tmp_path)
-    loaded, info = TASKS[task].from_pretrained(tmp_path, output_loading_info=True)
+    loaded, info = AUTO_CLASSES[task].from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert torch.equal(logits(loaded, after), logits(variant, after))
@@ -184,7 +184,7 @@ def test_token_ids_of_both_configs_are_numbered_anew(tmp_path):
             assert table.padding_idx == pad
     assert (backbone.config.to_dict(), backbone.generation_config.to_dict()) == before
     variant.save_pretrained(tmp_path)
-    loaded = TASKS["seq2seq-lm"].from_pretrained(tmp_path)
+    loaded = AUTO_CLASSES["seq2seq-lm"].from_pretrained(tmp_path)
     assert loaded.model.shared.padding_idx == pad
     assert loaded.generation_config.to_dict() == variant.generation_config.to_dict()
     again = make_variant(loaded, [methods.Freeze(ffn="frozen")])
@@ -204,7 +204,7 @@ def test_token_ids_may_be_changed_later(tmp_path):
     variant = trim(native("gpt2", "causal-lm"))
     variant.config.pad_token_id, variant.config.eos_token_id = 3, [4, 5]
     variant.save_pretrained(tmp_path)
-    loaded = TASKS["causal-lm"].from_pretrained(tmp_path)
+    loaded = AUTO_CLASSES["causal-lm"].from_pretrained(tmp_path)
     assert (loaded.config.pad_token_id, loaded.config.eos_token_id) == (3, [4, 5])
     assert make_variant(loaded, [methods.Freeze(norm="frozen")]).config.pad_token_id == 3
 
@@ -222,7 +222,7 @@ def test_twice_is_one_after_the_other(tmp_path):
     assert torch.equal(twice.model.shared.weight, backbone.model.shared.weight[[KEEP[token] for token in second]])
     assert twice.config.original_fields == {"vocab_size": 40, "decoder_vocab_size": 40}
     twice.save_pretrained(tmp_path)
-    assert TASKS["seq2seq-lm"].from_pretrained(tmp_path).config.to_dict()["methods"] == twice.config.methods
+    assert AUTO_CLASSES["seq2seq-lm"].from_pretrained(tmp_path).config.to_dict()["methods"] == twice.config.methods
     with pytest.raises(ValueError, match=r"keep has the id 15; the vocabulary has 0\.\.14"):
         trim(trim(backbone), [0, 1, 15])
 
@@ -257,7 +257,7 @@ def test_resizing_afterwards(model_type, task, times, sizes, tmp_path):
     found = logits(variant, batch)
     assert found.shape[-1] == sizes[-1]
     variant.save_pretrained(tmp_path)
-    loaded = TASKS[task].from_pretrained(tmp_path)
+    loaded = AUTO_CLASSES[task].from_pretrained(tmp_path)
     assert torch.equal(logits(loaded, batch), found)
     assert torch.equal(logits(make_variant(loaded, [methods.Freeze(norm="frozen")]), batch), found)
     assert torch.equal(logits(loaded.merge(), batch), found)
@@ -270,7 +270,7 @@ def test_resizing_a_random_table_that_was_trimmed_before(tmp_path):
     variant.resize_token_embeddings(20)
     assert torch.equal(variant.model.shared.weight[:15], table)
     variant.save_pretrained(tmp_path)
-    loaded = TASKS["seq2seq-lm"].from_pretrained(tmp_path)
+    loaded = AUTO_CLASSES["seq2seq-lm"].from_pretrained(tmp_path)
     assert torch.equal(loaded.model.shared.weight, variant.model.shared.weight)
 
 
@@ -342,7 +342,7 @@ def test_small_tables_are_trimmed(model_type, task, tied, method, tmp_path):
     less = count_parameters(small).total - count_parameters(trimmed).total
     assert less >= 4 * (small.config.vocab_size - len(KEEP))
     trimmed.save_pretrained(tmp_path)
-    assert torch.equal(logits(TASKS[task].from_pretrained(tmp_path), after), found)
+    assert torch.equal(logits(AUTO_CLASSES[task].from_pretrained(tmp_path), after), found)
 
 
 def test_bands_must_come_after():

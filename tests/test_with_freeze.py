@@ -26,8 +26,9 @@ from safetensors.torch import load_file
 
 from hf_freeze import make_variant
 from hf_freeze.architectures.base import base_name, canonical_parameters, is_of_predecessor
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.methods import Freeze
-from hf_freeze.registry import ARCHITECTURES, METHODS
+from hf_freeze.methods.registry import METHODS
 
 CELLS = [(method.example, a) for a in ARCHITECTURES.values() for method in METHODS.values() if supports(method, a)]
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.registry import architecture_for
+from hf_freeze.architectures.registry import architecture_for
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ import torch
 from hf_freeze.analysis._shared import batches_on, check_model, in_eval_mode, inputs_seen, loss_of, track
 from hf_freeze.analysis.heads import count_heads, count_labels, output_projections
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.rng import fingerprint
-from hf_freeze.whole_files import whole_lines, write_whole
+from hf_freeze.io import whole_lines, write_whole
+from hf_freeze.seeded import fingerprint
 
 
 def head_ablation(

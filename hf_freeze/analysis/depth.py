@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_freeze.architectures.base import check_layers_type
+from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.methods import LayerSelection
 from hf_freeze.methods._layers import evenly_spaced
-from hf_freeze.registry import architecture_of
 
 
 def extract_depth(model: Any, layers: Mapping[str, int]) -> LayerSelection:

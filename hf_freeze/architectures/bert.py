@@ -3,7 +3,7 @@
 import torch
 
 from hf_freeze.architectures.base import Architecture, Attention, NormedEmbeddings, Stack
-from hf_freeze.registry import register_architecture
+from hf_freeze.architectures.registry import register_architecture
 
 _LABELS = {
     "masked-lm": {"labels": [[-100, 9, -100, 7, -100], [-100, 4, -100, -100, -100]]},

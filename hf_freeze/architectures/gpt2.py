@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al., 2019). Its linears are `Conv1D`: weights of (inputs, outputs), queries, keys and values in one."""
 
 from hf_freeze.architectures.base import Architecture, Attention, Stack, decoder_inputs
-from hf_freeze.registry import register_architecture
+from hf_freeze.architectures.registry import register_architecture
 
 GPT2 = register_architecture(
     Architecture(

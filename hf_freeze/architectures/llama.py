@@ -1,7 +1,7 @@
 """Llama (Touvron et al., 2023): grouped key and value heads, gated FFN, rotary positions, no biases."""
 
 from hf_freeze.architectures.base import Architecture, Attention, Stack, decoder_inputs
-from hf_freeze.registry import register_architecture
+from hf_freeze.architectures.registry import register_architecture
 
 LLAMA = register_architecture(
     Architecture(

@@ -3,7 +3,7 @@
 import torch
 
 from hf_freeze.architectures.base import Architecture, Attention, Stack
-from hf_freeze.registry import register_architecture
+from hf_freeze.architectures.registry import register_architecture
 
 
 def _attention(name: str, stack: str) -> Attention:

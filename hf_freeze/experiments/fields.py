@@ -17,7 +17,8 @@ from hf_freeze.experiments.rows import (
     check_start,
     check_teacher,
 )
-from hf_freeze.registry import METHODS, Method, method_from_dict
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import METHODS, method_from_dict
 
 TASKS = {  # name in a recipe -> module of this package that defines TASK, imported when it is used: they import much
     "translation": "translation",

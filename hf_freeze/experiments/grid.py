@@ -18,7 +18,7 @@ from hf_freeze.experiments.fields import SPLITS, data_form
 from hf_freeze.experiments.on_ray import RayOptions, RayTasks
 from hf_freeze.experiments.processes import Processes
 from hf_freeze.experiments.recipe import expand
-from hf_freeze.whole_files import write_whole
+from hf_freeze.io import write_whole
 
 COMMANDS = "command.txt"  # in the folder of a grid, a line each
 LATENCY = "latency.json"  # in the folder of a run: how long its model decodes, as benchmarks/run_latency.py leaves it

@@ -10,10 +10,10 @@ import torch
 
 from hf_freeze import analysis, methods
 from hf_freeze.analysis.heads import count_heads, output_projections
+from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.experiments.results import HEAD_SCORES, read_head_scores
 from hf_freeze.experiments.tasks import Task
-from hf_freeze.registry import architecture_for
-from hf_freeze.whole_files import write_whole
+from hf_freeze.io import write_whole
 
 
 def measure(

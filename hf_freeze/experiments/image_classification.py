@@ -17,8 +17,8 @@ from hf_freeze.data import read_images
 from hf_freeze.experiments.fields import SPLITS
 from hf_freeze.experiments.perceptron import Perceptron, make_perceptron
 from hf_freeze.experiments.tasks import Outcome, OwnTask, Report, Trained
-from hf_freeze.registry import method_from_dict
-from hf_freeze.whole_files import write_whole
+from hf_freeze.io import write_whole
+from hf_freeze.methods.registry import method_from_dict
 
 _EVALUATED = 1000  # images of a batch that only tests
 

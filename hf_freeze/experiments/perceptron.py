@@ -18,7 +18,8 @@ from torch.nn import functional
 
 from hf_freeze.architectures.base import Architecture, Stack
 from hf_freeze.methods._linear import LinearMethod
-from hf_freeze.registry import METHODS, Method, method_from_dict, method_to_dict
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import METHODS, method_from_dict, method_to_dict
 
 ARCHITECTURE = Architecture(
     model_type="perceptron",

@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
 from hf_freeze.experiments.results import Source
-from hf_freeze.whole_files import write_whole
+from hf_freeze.io import write_whole
 
 if TYPE_CHECKING:
     from hf_freeze.experiments.report import Report

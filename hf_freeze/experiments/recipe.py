@@ -11,7 +11,7 @@ from hf_freeze.experiments.rows import (
     OF_A_ROW,
     needed_rows,
 )
-from hf_freeze.registry import METHODS
+from hf_freeze.methods.registry import METHODS
 
 
 def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: bool = False) -> dict[str, Any]:

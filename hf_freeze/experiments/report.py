@@ -16,7 +16,7 @@ from hf_freeze.experiments.plots import SIGNS, draw, draw_extra
 from hf_freeze.experiments.results import Run, Source, label_of, read_runs, unlike_settings
 from hf_freeze.experiments.rows import OF_A_ROW
 from hf_freeze.experiments.statistics import MANY, Difference, accuracy, bleu, compare, log_perplexity
-from hf_freeze.whole_files import write_whole
+from hf_freeze.io import write_whole
 
 Columns = dict[str, tuple[str, tuple[str, ...], str]]  # name -> (heading, where it is in a record, format)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from hf_freeze.experiments.fields import method_of
 from hf_freeze.experiments.grid import LATENCY, run_folder
-from hf_freeze.whole_files import write_whole
+from hf_freeze.io import write_whole
 
 HEAD_SCORES = "head_scores.json"  # in the folder of a run: name of a score -> attention -> a number for each head
 

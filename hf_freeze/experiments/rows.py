@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hf_freeze.registry import METHODS
+from hf_freeze.methods.registry import METHODS
 
 OF_A_ROW = ("training", "backbone", "tokenizer")  # sections that a row may change
 ROW_FIELDS = (

@@ -17,16 +17,16 @@ from transformers import EarlyStoppingCallback, Seq2SeqTrainingArguments, Traine
 
 from hf_freeze import data as hf_data
 from hf_freeze import make_variant
-from hf_freeze.accounting import count_parameters, multiply_adds, stored_bytes
+from hf_freeze.analysis.accounting import count_parameters, multiply_adds, stored_bytes
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.experiments import heads, translation
 from hf_freeze.experiments.environment import environment, peak_memory
 from hf_freeze.experiments.fields import method_of
 from hf_freeze.experiments.grid import start_folder, teacher_folder
 from hf_freeze.experiments.statistics import digest_of_test_set
 from hf_freeze.experiments.tasks import OwnTask, Report, Task, Trained, task_of
+from hf_freeze.io import write_whole
 from hf_freeze.training import VariantCallback, label_smoothed_loss, parameter_groups
-from hf_freeze.variant import TASKS
-from hf_freeze.whole_files import write_whole
 
 _ADAM: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-9}
 
@@ -210,7 +210,7 @@ def _loaded(weights: str | Path, task: Task, fields: dict[str, Any], seed: int) 
     `seed`. `fields`: of the config, which the data decide."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
-        return TASKS[task.head].from_pretrained(weights, **fields)
+        return AUTO_CLASSES[task.head].from_pretrained(weights, **fields)
 
 
 def training_arguments(run: dict[str, Any], folder: Path, *, best: bool = True) -> Seq2SeqTrainingArguments:

@@ -9,9 +9,9 @@ from hf_freeze import data as hf_data
 from hf_freeze.experiments.fields import data_form
 from hf_freeze.experiments.statistics import bleu_items
 from hf_freeze.experiments.tasks import Outcome, Task, read_splits, take
+from hf_freeze.io import write_whole
 from hf_freeze.metrics import load as load_metric
 from hf_freeze.training.decoding import teacher_translations, translate
-from hf_freeze.whole_files import write_whole
 
 
 def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:

@@ -18,7 +18,7 @@ from transformers import initialization
 
 from hf_freeze.layers.group_linear import GroupLinear, mix
 from hf_freeze.layers.made_embedding import SLICE, MadeEmbedding
-from hf_freeze.rng import uniform
+from hf_freeze.seeded import uniform
 
 _GELU = 1 / 3 + 1 / (2 * math.pi * math.sqrt(3))  # the mean square of gelu(z), z ~ N(0, 1)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_freeze.architectures.base import Architecture, Attention
-from hf_freeze.registry import methods_before
+from hf_freeze.methods.registry import methods_before
 
 
 def check_blocks(architecture: Architecture, config: Any, what: str) -> None:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from hf_freeze.registry import Method, methods_before
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import methods_before
 
 _IN_LAYERS = ("attention", "ffn", "norm")
 

@@ -10,10 +10,10 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.factorized import EXECUTIONS
-from hf_freeze.registry import Method
+from hf_freeze.methods.base import Method
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 _MOST_MODES = 32  # a dimension has no more prime factors
 

@@ -11,7 +11,7 @@ from hf_freeze.layers.sparse import SparseLinear
 from hf_freeze.methods._linear import LinearMethod
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 M = TypeVar("M", bound="SparseMethod")
 

@@ -14,10 +14,11 @@ from hf_freeze.architectures.base import Architecture, base_name
 from hf_freeze.layers.define import DeFINEEmbedding, group_counts, output_widths
 from hf_freeze.layers.factorized_embedding import LowRankOutput, nearest_factors
 from hf_freeze.methods._linear import check_positive, check_share
-from hf_freeze.registry import Method, register_method
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import register_method
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 _DEEPEST = 64
 _WIDEST = 16  # times the hidden size

@@ -13,10 +13,11 @@ from hf_freeze.layers.dextra import SPECS, STEP, DExTraAttention, DExTraEmbeddin
 from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.methods._blocks import check_blocks, with_blocks
 from hf_freeze.methods._linear import check_positive, check_share
-from hf_freeze.registry import Method, register_method
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import register_method
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 _DEEPEST = 64
 _WIDEST = 16  # times the hidden size

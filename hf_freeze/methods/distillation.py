@@ -13,12 +13,15 @@ import torch
 from torch.nn import functional
 
 from hf_freeze.architectures.base import Architecture
+from hf_freeze.architectures.registry import VARIANT_PREFIX
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers.watching import outputs_of
 from hf_freeze.methods._linear import check_share
-from hf_freeze.registry import VARIANT_PREFIX, Method, Step, register_method
+from hf_freeze.methods.base import Method, Step
+from hf_freeze.methods.registry import register_method
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 _HIDDEN = ("none", "skip", "last")
 _ONE_CLASS = "single_label_classification"  # transformers' problem_type
@@ -181,10 +184,8 @@ class Distillation(Method):
 
 def tasks_of(model: Any) -> set[str]:
     """Those of `make_variant` that the class of `model` is for; empty where it is none of its classes."""
-    from hf_freeze.variant import TASKS  # here: it imports the methods
-
     found = {}
-    for task, auto in TASKS.items():
+    for task, auto in AUTO_CLASSES.items():
         mapping: Any = auto._model_mapping
         if type(model.config) in mapping:
             found[task] = mapping[type(model.config)]

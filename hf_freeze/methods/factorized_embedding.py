@@ -18,10 +18,11 @@ from hf_freeze.layers.factorized_embedding import (
     nearest_factors,
 )
 from hf_freeze.methods._linear import check_positive
-from hf_freeze.registry import Method, register_method
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import register_method
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 
 @register_method("factorized_embedding", example={"rank": 4}, shrinks=True)

@@ -9,10 +9,11 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type, in_layers
 from hf_freeze.layers.derived import features
 from hf_freeze.methods._linear import check_positive
-from hf_freeze.registry import Method, methods_before, register_method
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import methods_before, register_method
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 
 @register_method("ffn_pruning", example={"width": 13}, shrinks=True)

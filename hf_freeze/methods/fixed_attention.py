@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers.fixed_heads import EMPTY_ROWS, PATTERNS, UNITS, Words
 from hf_freeze.methods._heads import chosen_attentions
-from hf_freeze.registry import ARCHITECTURES, Method, methods_before, register_method
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import methods_before, register_method
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 
 @register_method("fixed_attention", example={"patterns": [5]}, shrinks=True)

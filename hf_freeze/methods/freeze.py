@@ -16,12 +16,13 @@ from hf_freeze.architectures.base import (
     is_of_predecessor,
 )
 from hf_freeze.methods._linear import check_seed
-from hf_freeze.registry import Method, register_method
-from hf_freeze.rng import SeededTensor
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import register_method
+from hf_freeze.seeded import SeededTensor
 from hf_freeze.surgery import DENSE
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 _KEEP = ("trainable", "frozen")
 _MODES = {

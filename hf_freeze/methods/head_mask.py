@@ -12,11 +12,12 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type, full_name
 from hf_freeze.layers.gated import Gated
 from hf_freeze.methods._heads import check_attentions, check_heads_type, check_number, chosen_attentions
-from hf_freeze.registry import Method, register_method
-from hf_freeze.rng import SeededTensor
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import register_method
+from hf_freeze.seeded import SeededTensor
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 
 @register_method("head_mask", example={}, exact=True)

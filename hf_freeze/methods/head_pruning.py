@@ -9,10 +9,11 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
 from hf_freeze.methods._heads import check_attentions, check_heads_type, check_number, chosen_attentions
 from hf_freeze.methods._linear import check_share
-from hf_freeze.registry import Method, methods_before, register_method
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import methods_before, register_method
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 
 @register_method("head_pruning", example={"share": 0.5}, shrinks=True)

@@ -7,11 +7,12 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.layer_forward import Skipped
 from hf_freeze.methods._linear import check_seed, check_share
-from hf_freeze.registry import Method, methods_before, register_method
-from hf_freeze.rng import draws
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import methods_before, register_method
+from hf_freeze.seeded import draws
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 
 @register_method("layer_drop", example={"p": 0.5, "seed": 8}, exact=True)

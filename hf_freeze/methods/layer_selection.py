@@ -7,10 +7,11 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type
 from hf_freeze.methods._layers import check_renumbering, evenly_spaced
 from hf_freeze.methods._linear import check_share
-from hf_freeze.registry import Method, register_method
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import register_method
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 
 @register_method("layer_selection", example={"share": 0.5}, shrinks=True)

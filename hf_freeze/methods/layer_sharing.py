@@ -13,10 +13,11 @@ from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.quantized import STORED, Quantized
 from hf_freeze.methods._linear import check_positive
 from hf_freeze.methods._sparse import SparseMethod
-from hf_freeze.registry import Method, method_from_dict, register_method
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import method_from_dict, register_method
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 NORMS = ("shared", "separate")
 STARTS = ("mean", "middle")

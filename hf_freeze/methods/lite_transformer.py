@@ -11,10 +11,11 @@ from hf_freeze.layers.convolution import KINDS, KernelConvolution
 from hf_freeze.layers.long_short import LongShortAttention
 from hf_freeze.methods._blocks import check_blocks, with_blocks
 from hf_freeze.methods._linear import check_positive, check_ranks_list, check_share, set_field
-from hf_freeze.registry import Method, register_method
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import register_method
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 _WIDEST = 1 << 10
 

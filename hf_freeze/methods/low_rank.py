@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.layers import LowRankLinear
 from hf_freeze.layers.derived import features
 from hf_freeze.methods._linear import FactorizedMethod, check_positive, glorot_std
-from hf_freeze.registry import architecture_for, register_method
+from hf_freeze.methods.registry import register_method
 
 
 @register_method("low_rank", example={"rank": 4}, shrinks=True)

@@ -8,12 +8,12 @@ from torch import nn
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.masked import Masked, prune_smallest
 from hf_freeze.methods._linear import check_share
+from hf_freeze.methods._ramps import in_stages, ramp
 from hf_freeze.methods._sparse import SparseMethod
-from hf_freeze.ramps import in_stages, ramp
-from hf_freeze.registry import register_method
+from hf_freeze.methods.registry import register_method
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 _SCOPES = ("global", "layer")
 

@@ -11,10 +11,10 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, full_name
 from hf_freeze.layers.quantized import SCHEMES, STORED, QuantizedEmbedding, QuantizedLinear, check_installed
 from hf_freeze.methods._linear import LinearMethod
-from hf_freeze.registry import register_method
+from hf_freeze.methods.registry import register_method
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 
 @register_method("quantize", example={"scheme": "nf4", "components": ["ffn", "embeddings"]}, shrinks=True)

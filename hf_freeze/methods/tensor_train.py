@@ -10,7 +10,7 @@ from hf_freeze.layers.derived import features
 from hf_freeze.layers.shapes import modes_of
 from hf_freeze.layers.tensor_train import check_ranks, full_ranks
 from hf_freeze.methods._linear import ShapedMethod, glorot_std
-from hf_freeze.registry import register_method
+from hf_freeze.methods.registry import register_method
 
 
 @register_method("tensor_train", example={"rank": 4}, shrinks=True)

@@ -15,13 +15,14 @@ from hf_freeze.architectures.base import (
 from hf_freeze.layers.layer_forward import Replaced
 from hf_freeze.methods._layers import check_renumbering
 from hf_freeze.methods._linear import check_seed, set_field
-from hf_freeze.ramps import RAMPS, ramp
-from hf_freeze.registry import Method, methods_before, register_method
-from hf_freeze.rng import draws
+from hf_freeze.methods._ramps import RAMPS, ramp
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import methods_before, register_method
+from hf_freeze.seeded import draws
 
 if TYPE_CHECKING:
-    from hf_freeze.rng import SeededTensor
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
+    from hf_freeze.seeded import SeededTensor
 
 _INITS = ("first", "alternate")
 _TRAIN = ("successor", "all")

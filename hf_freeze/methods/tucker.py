@@ -9,7 +9,7 @@ from hf_freeze.layers import TuckerLinear
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.shapes import modes_of
 from hf_freeze.methods._linear import ShapedMethod, glorot_std
-from hf_freeze.registry import register_method
+from hf_freeze.methods.registry import register_method
 
 
 @register_method("tucker", example={"rank": 2}, shrinks=True)

@@ -9,12 +9,13 @@ from torch import nn
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.variational import Variational
 from hf_freeze.methods._linear import check_positive, check_share
+from hf_freeze.methods._ramps import ramp
 from hf_freeze.methods._sparse import SparseMethod
-from hf_freeze.ramps import ramp
-from hf_freeze.registry import Step, register_method
+from hf_freeze.methods.base import Step
+from hf_freeze.methods.registry import register_method
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 
 _MOST_LOG_SIGMA = 40  # σ² stays a number of float32, and so of bfloat16

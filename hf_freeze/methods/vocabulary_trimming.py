@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.registry import Method, methods_before, register_method
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import methods_before, register_method
 
 if TYPE_CHECKING:
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
 
 
 @register_method("vocabulary_trimming", example={"keep": [*range(26), 31, 39]}, shrinks=True)

@@ -6,7 +6,7 @@ from transformers import TrainerCallback
 from transformers.modeling_utils import unwrap_model
 from transformers.trainer_callback import ExportableState
 
-from hf_freeze.registry import method_to_dict
+from hf_freeze.methods.registry import method_to_dict
 
 
 class VariantCallback(TrainerCallback, ExportableState):

@@ -12,8 +12,8 @@ import transformers
 from rich.progress import track
 
 from hf_freeze.data.tokenization import check_ids
-from hf_freeze.rng import fingerprint
-from hf_freeze.whole_files import whole_lines, write_whole
+from hf_freeze.io import whole_lines, write_whole
+from hf_freeze.seeded import fingerprint
 
 _AT_A_TIME = 1024  # sentences between two writings of the file
 

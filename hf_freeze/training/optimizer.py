@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hf_freeze.making import make_variant
-from hf_freeze.registry import method_from_dict
+from hf_freeze.methods.registry import method_from_dict
+from hf_freeze.model.make import make_variant
 
 
 def carried_optimizer(optimizer: Any, old: Any, new: Any) -> torch.optim.Optimizer:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameters
+from hf_freeze.architectures.registry import architecture_for, architecture_of
 from hf_freeze.methods import Freeze
-from hf_freeze.registry import architecture_for, architecture_of
 
 
 def gradual_unfreezing(backbone: Any, *, until: float = 0.5) -> list[Freeze]:

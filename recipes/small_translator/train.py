@@ -22,7 +22,7 @@ from transformers import (
 
 from hf_freeze import VariantCallback, analysis, count_parameters, make_variant, stored_bytes
 from hf_freeze.data import builtin_corpus, read_parallel, trim_tokenizer
-from hf_freeze.registry import method_from_dict
+from hf_freeze.methods.registry import method_from_dict
 
 EXAMPLE = [{"method": "factorized_embedding", "rank": 24}]
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_freeze.export.folders import Export, require
-from hf_freeze.export.translator import Translator, set_or, token_ids
+from hf_freeze.publish.export.folders import Export, require
+from hf_freeze.publish.export.translator import Translator, set_or, token_ids
 
 PACKAGES = ("ctranslate2",)
 QUANTIZATIONS = ("int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16", "float32")
-TASKS = {"marian": ("seq2seq-lm",), "gpt2": ("causal-lm",), "llama": ("causal-lm",)}
+SUPPORTED_TASKS = {"marian": ("seq2seq-lm",), "gpt2": ("causal-lm",), "llama": ("causal-lm",)}
 NEEDS_TOKENIZER = True
 HOLDS_VARIANTS: tuple[str, ...] = ()
 _TOLERANCE = 1e-3  # of log-probabilities, absolute and relative

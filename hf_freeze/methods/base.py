@@ -1,17 +1,16 @@
-"""METHODS and ARCHITECTURES, the decorators that fill them, and methods as plain data."""
+"""`Method`: what a technique is, and what it may do to a model."""
 
-import copy
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
     from hf_freeze.architectures.base import Architecture
-    from hf_freeze.rng import SeededTensor
-    from hf_freeze.variant import VariantMixin
+    from hf_freeze.model.build import VariantMixin
+    from hf_freeze.seeded import SeededTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,92 +183,3 @@ class Step:
     inputs: dict[str, Any]
     outputs: Any
     seen: "dict[str, torch.Tensor]" = field(default_factory=dict)
-
-
-METHODS: dict[str, type[Method]] = {}
-ARCHITECTURES: "dict[str, Architecture]" = {}
-
-M = TypeVar("M", bound=type[Method])
-
-
-def register_method(
-    name: str,
-    *,
-    example: dict[str, Any],
-    shrinks: bool = False,
-    exact: bool = False,
-    stochastic: bool = False,
-    from_scratch: bool = False,
-    architectures: Iterable[str] | None = None,
-) -> Callable[[M], M]:
-    """Class decorator: enter a method under `name`, with the facts that the contract tests read."""
-
-    def register(cls: M) -> M:
-        if name in METHODS:
-            raise ValueError(f"method {name!r} is registered already, by {METHODS[name].__qualname__}")
-        cls.name, cls.shrinks, cls.exact, cls.stochastic = name, shrinks, exact, stochastic
-        cls.from_scratch = from_scratch
-        cls.architectures = None if architectures is None else frozenset(architectures)
-        setattr(cls, "example", cls(**example))  # noqa: B010 (a subclass where Method is declared)
-        METHODS[name] = cls
-        return cls
-
-    return register
-
-
-def register_architecture(architecture: "Architecture") -> "Architecture":
-    """Enter an architecture under its native model type."""
-    if architecture.model_type in ARCHITECTURES:
-        raise ValueError(f"architecture {architecture.model_type!r} is registered already")
-    ARCHITECTURES[architecture.model_type] = architecture
-    return architecture
-
-
-def architecture_of(model_type: str) -> "Architecture":
-    """The architecture of a native or variant `model_type`. Raises ValueError with the choices."""
-    native = model_type.removeprefix(VARIANT_PREFIX)
-    if native not in ARCHITECTURES:
-        raise ValueError(f"no architecture {native!r}; choose from {sorted(ARCHITECTURES)}")
-    return ARCHITECTURES[native]
-
-
-def architecture_for(model: Any) -> "Architecture":
-    """That of a native model, or of a variant, as its methods have left it. Raises ValueError with the choices."""
-    return getattr(model, "architecture", None) or architecture_of(model.config.model_type)
-
-
-VARIANT_PREFIX = "hf_freeze_"
-
-
-def methods_before(config: Any) -> list[Method]:
-    """Those that are applied before the method that is validated with `config`."""
-    return [method_from_dict(data) for data in config.methods_before]
-
-
-def method_to_dict(method: Method) -> dict[str, Any]:
-    """Plain JSON data: the registered name under `method`, then every field."""
-    return {"method": method.name} | {
-        name: copy.deepcopy(getattr(method, name)) for name in stored_fields(type(method))
-    }
-
-
-def stored_fields(method: type[Method]) -> list[str]:
-    """Names of the fields of a method that its config holds: all but what only a process has, such as a teacher."""
-    return [each.name for each in fields(method) if not each.metadata.get("runtime")]
-
-
-def method_from_dict(data: Any) -> Method:
-    """The method that `method_to_dict` wrote. Raises ValueError for anything else."""
-    if not isinstance(data, dict) or not isinstance(data.get("method"), str):
-        raise ValueError(f"a method is a dict with its name under 'method', not {data!r}")
-    arguments = dict(data)
-    name = arguments.pop("method")
-    if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}; choose from {sorted(METHODS)} (or update hf_freeze)")
-    known = stored_fields(METHODS[name])
-    if unknown := sorted(set(arguments) - set(known)):
-        raise ValueError(f"unknown field {unknown[0]!r} of method {name!r}; choose from {known} (or update hf_freeze)")
-    try:
-        return METHODS[name](**arguments)
-    except TypeError as error:  # a required field is missing
-        raise ValueError(f"method {name!r}: {error}") from error

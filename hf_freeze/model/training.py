@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.adaptive_embedding import AdaptiveSoftmax
 from hf_freeze.layers.watching import outputs_of
-from hf_freeze.registry import Method, Step, method_to_dict
+from hf_freeze.methods.base import Method, Step
+from hf_freeze.methods.registry import method_to_dict
 
 if TYPE_CHECKING:  # what the mixin is always combined with
     _Model = PreTrainedModel

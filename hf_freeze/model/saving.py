@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_freeze._version import __version__
-from hf_freeze.rng import SeededTensor, digest
+from hf_freeze.seeded import SeededTensor, digest
 
 if TYPE_CHECKING:  # what the mixin is always combined with
     from transformers import PreTrainedModel as _Model
@@ -86,6 +86,6 @@ class SavingMixin(_Model):
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """As the native one, with a card of the methods and sizes where the repository has none."""
-        from hf_freeze.hub import push_model  # here: it imports this file
+        from hf_freeze.publish.hub import push_model  # here: it imports this file
 
         return push_model(self, repo_id, **kwargs)

@@ -10,11 +10,14 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 
 from hf_freeze._version import __version__
-from hf_freeze.config import INITS
-from hf_freeze.registry import Method, architecture_of, method_to_dict
-from hf_freeze.resizing import vocabulary_size
-from hf_freeze.token_ids import renumber_token_ids
-from hf_freeze.variant import TASKS, VARIANT_CLASSES, VariantMixin, copy_runtime, is_structural, no_draws
+from hf_freeze.architectures.registry import architecture_of
+from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import method_to_dict
+from hf_freeze.model.build import VARIANT_CLASSES, VariantMixin, copy_runtime, is_structural, no_draws
+from hf_freeze.model.config import INITS
+from hf_freeze.model.resizing import vocabulary_size
+from hf_freeze.model.token_ids import renumber_token_ids
 
 
 def make_variant(
@@ -28,8 +31,8 @@ def make_variant(
     """Apply `methods`, in order, to a backbone; returns a variant, which is an instance of the backbone's class.
 
     `backbone`: a model (its weights are kept), a config (fresh weights; also under `torch.device("meta")`), or a Hub id or
-    directory. It is never modified; where it is a variant, its own methods come first. `task`: one of `TASKS`; needed where
-    the backbone is a config or a name. `init`: how trainable fresh weights are drawn, natively or `"marian"` (Glorot
+    directory. It is never modified; where it is a variant, its own methods come first. `task`: one of `AUTO_CLASSES`;
+    needed where the backbone is a config or a name. `init`: how trainable fresh weights are drawn, natively or `"marian"` (Glorot
     matrices, tables U(±sqrt(3/d)), and a trained output bias where the native class has a constant one). `seed`: of the
     fresh weights.
 
@@ -53,8 +56,8 @@ def _made(backbone: Any, methods: Sequence[Method], task: str | None, init: str,
     is_model = isinstance(backbone, PreTrainedModel)
     if not is_model and not isinstance(backbone, (transformers.PreTrainedConfig, str, os.PathLike)):
         raise ValueError(f"backbone must be a model, a config or a name, not {type(backbone).__name__}")
-    if task not in TASKS and not (is_model and task is None):
-        raise ValueError(f"task={task!r}: a config or name needs one of {list(TASKS)}")
+    if task not in AUTO_CLASSES and not (is_model and task is None):
+        raise ValueError(f"task={task!r}: a config or name needs one of {list(AUTO_CLASSES)}")
     for method in methods:
         if method.from_scratch and not isinstance(backbone, transformers.PreTrainedConfig):
             raise ValueError(
@@ -71,7 +74,7 @@ def _made(backbone: Any, methods: Sequence[Method], task: str | None, init: str,
         return _from_config(backbone, methods, task, init, seed)
     if init != "backbone":
         raise ValueError(f"init={init!r} draws fresh weights, but {backbone!r} names trained ones: pass a config")
-    auto_class = TASKS[str(task)]
+    auto_class = AUTO_CLASSES[str(task)]
     return _from_model(auto_class.from_pretrained(backbone), methods)
 
 
@@ -96,7 +99,7 @@ def _native_class(config: Any, task: Any) -> type[PreTrainedModel]:
     architecture = architecture_of(config.model_type)
     if task not in architecture.tasks:
         raise ValueError(f"no task {task!r} for {architecture.model_type}; choose from {list(architecture.tasks)}")
-    return TASKS[task]._model_mapping[type(AutoConfig.for_model(architecture.model_type))]
+    return AUTO_CLASSES[task]._model_mapping[type(AutoConfig.for_model(architecture.model_type))]
 
 
 def _variant_class(model_class: type[PreTrainedModel]) -> Any:
@@ -189,5 +192,5 @@ def _saved_class(name: str | os.PathLike[str]) -> tuple[Any, Any]:
 
 
 def _classes(config: Any) -> dict[str, Any]:
-    found = (TASKS[task]._model_mapping[type(config)] for task in architecture_of(config.model_type).tasks)
+    found = (AUTO_CLASSES[task]._model_mapping[type(config)] for task in architecture_of(config.model_type).tasks)
     return {each.__name__: each for each in found}

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hf_freeze.registry import Method
+from hf_freeze.methods.base import Method
 
 
 def renumber_token_ids(settings: Any, methods: Iterable[Method], vocabulary: int) -> None:

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hf_freeze import surgery
+from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.layers.adaptive_embedding import AdaptiveEmbedding, BandedOutput
 from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.layers.quantized import Quantized
-from hf_freeze.registry import architecture_of, method_to_dict
-from hf_freeze.token_ids import resize_kept_tokens
+from hf_freeze.methods.registry import method_to_dict
+from hf_freeze.model.token_ids import resize_kept_tokens
 
 if TYPE_CHECKING:  # what the mixin is always combined with
     from transformers import PreTrainedModel as _Model

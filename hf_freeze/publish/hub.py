@@ -13,9 +13,9 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
 from hf_freeze.architectures.base import canonical_parameters
-from hf_freeze.cards import Made, model_card, published_record, read_made, task_of
-from hf_freeze.making import empty_model
-from hf_freeze.remote_code import write_loader
+from hf_freeze.model.make import empty_model
+from hf_freeze.publish.cards import Made, model_card, published_record, read_made, task_of
+from hf_freeze.publish.remote_code import write_loader
 
 _HTTPError: Any = HfHubHTTPError.__bases__[0]  # of httpx, or of httpx2 from huggingface_hub 2 on
 _LEFT = (

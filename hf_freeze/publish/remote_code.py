@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from hf_freeze import rng
-from hf_freeze.variant import TASKS, VariantMixin, native_config_of, no_draws
+from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.model.build import VariantMixin, native_config_of, no_draws
+from hf_freeze.seeded import tensor as rng
 
 TEMPLATE = Path(__file__).parent / "templates" / "modeling_hf_freeze.txt"
 _MODULE, _RNG = "modeling_hf_freeze", "hf_freeze_rng"
@@ -43,7 +44,7 @@ def write_loader(folder: Path, model: VariantMixin, task: str) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     config["auto_map"] = {
         "AutoConfig": f"{_MODULE}.NativeConfig",
-        TASKS[task].__name__: f"{_MODULE}.NativeModel",
+        AUTO_CLASSES[task].__name__: f"{_MODULE}.NativeModel",
     }
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from hf_freeze.export.folders import Export, require
-from hf_freeze.export.translator import Translator, set_or, token_ids
+from hf_freeze.publish.export.folders import Export, require
+from hf_freeze.publish.export.translator import Translator, set_or, token_ids
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 QUANTIZATIONS = ("int8",)
-TASKS = {
+SUPPORTED_TASKS = {
     "bert": (
         "masked-lm",
         "sequence-classification",

@@ -10,13 +10,13 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from hf_freeze._version import __version__
-from hf_freeze.cards import task_of
-from hf_freeze.export import ctranslate2, dense, onnx
-from hf_freeze.export.folders import MARK, Export, require
-from hf_freeze.making import load_model
-from hf_freeze.pipelines import max_positions
-from hf_freeze.registry import architecture_of
-from hf_freeze.variant import VariantMixin
+from hf_freeze.architectures.registry import architecture_of
+from hf_freeze.compat.pipelines import max_positions
+from hf_freeze.model.build import VariantMixin
+from hf_freeze.model.make import load_model
+from hf_freeze.publish.cards import task_of
+from hf_freeze.publish.export import ctranslate2, dense, onnx
+from hf_freeze.publish.export.folders import MARK, Export, require
 
 FORMATS: dict[str, Any] = {"ctranslate2": ctranslate2, "onnx": onnx, "dense": dense}
 
@@ -54,9 +54,9 @@ def export_model(
     _check_replaceable(folder, source, force)
     say(f"reading {source}")
     model, task = _open(source)
-    tasks = chosen.TASKS.get(architecture_of(model.config.model_type).model_type, ())
+    tasks = chosen.SUPPORTED_TASKS.get(architecture_of(model.config.model_type).model_type, ())
     if task not in tasks:
-        choices = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in chosen.TASKS.items())
+        choices = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in chosen.SUPPORTED_TASKS.items())
         raise ValueError(f"{format} takes no {type(model).__name__} ({task}); choose from {choices}")
     tokenizer = _tokenizer(source)
     if tokenizer is None and chosen.NEEDS_TOKENIZER:

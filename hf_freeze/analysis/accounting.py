@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameters
+from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.quantized import Quantized
-from hf_freeze.registry import architecture_for
 
 
 @dataclass(frozen=True, kw_only=True)

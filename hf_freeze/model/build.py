@@ -21,31 +21,20 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 import hf_freeze.architectures
 import hf_freeze.methods  # noqa: F401 (both fill the registries)
-from hf_freeze.adapting import AdaptingMixin
 from hf_freeze.architectures.base import base_name, canonical_parameters
-from hf_freeze.config import VariantConfigMixin, parse_methods, set_fields
+from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers.derived import Fresh
 from hf_freeze.layers.factorized_embedding import Factors
 from hf_freeze.layers.quantized import STORED
-from hf_freeze.registry import (
-    ARCHITECTURES,
-    VARIANT_PREFIX,
-    Method,
-)
-from hf_freeze.resizing import ResizingMixin
-from hf_freeze.rng import SeededTensor, digest
-from hf_freeze.saving import SavingMixin
-from hf_freeze.training_mixin import TrainingMixin, trained_forward
+from hf_freeze.methods.base import Method
+from hf_freeze.model.adapters import AdaptingMixin
+from hf_freeze.model.config import VariantConfigMixin, parse_methods, set_fields
+from hf_freeze.model.resizing import ResizingMixin
+from hf_freeze.model.saving import SavingMixin
+from hf_freeze.model.training import TrainingMixin, trained_forward
+from hf_freeze.seeded import SeededTensor, digest
 
-TASKS = {
-    "seq2seq-lm": transformers.AutoModelForSeq2SeqLM,
-    "causal-lm": transformers.AutoModelForCausalLM,
-    "masked-lm": transformers.AutoModelForMaskedLM,
-    "sequence-classification": transformers.AutoModelForSequenceClassification,
-    "token-classification": transformers.AutoModelForTokenClassification,
-    "question-answering": transformers.AutoModelForQuestionAnswering,
-    "feature-extraction": transformers.AutoModel,
-}
 _OWN_FIELDS = ("methods", "init", "hf_freeze_version", "digests", "original_fields")
 
 
@@ -355,7 +344,7 @@ def _make_classes() -> dict[type[PreTrainedModel], type[PreTrainedModel]]:
         if native_config in TOKENIZER_MAPPING:
             AutoTokenizer.register(config_class, TOKENIZER_MAPPING[native_config], exist_ok=True)
         for task in architecture.tasks:
-            native = TASKS[task]._model_mapping[native_config]
+            native = AUTO_CLASSES[task]._model_mapping[native_config]
             variant = _define(
                 f"Variant{native.__name__}",
                 (VariantMixin, native),
@@ -368,7 +357,7 @@ def _make_classes() -> dict[type[PreTrainedModel], type[PreTrainedModel]]:
                     "shifts_labels": task == "causal-lm",
                 },
             )
-            TASKS[task].register(config_class, variant, exist_ok=True)
+            AUTO_CLASSES[task].register(config_class, variant, exist_ok=True)
             made[native] = variant
     return made
 

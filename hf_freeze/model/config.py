@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import InvalidVersion, Version
 
 from hf_freeze._version import __version__
-from hf_freeze.migrations import migrate
-from hf_freeze.registry import VARIANT_PREFIX, Method, architecture_of, method_from_dict
+from hf_freeze.architectures.registry import VARIANT_PREFIX, architecture_of
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import method_from_dict
+from hf_freeze.model.migrations import migrate
 
 if TYPE_CHECKING:  # what the mixin is always combined with
     from transformers import PreTrainedConfig as _Config

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from transformers import AutoTokenizer, GenerationConfig
 
-from hf_freeze.export.folders import read_mark
-from hf_freeze.pipelines import NEW_TOKENS
+from hf_freeze.compat.pipelines import NEW_TOKENS
+from hf_freeze.publish.export.folders import read_mark
 
 logger = logging.getLogger(__name__)
 

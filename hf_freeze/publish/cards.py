@@ -12,11 +12,12 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from hf_freeze.accounting import count_parameters, stored_bytes
+from hf_freeze.analysis.accounting import count_parameters, stored_bytes
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.experiments.grid import commands_of, run_folder
-from hf_freeze.making import empty_model
-from hf_freeze.registry import METHODS
-from hf_freeze.variant import TASKS, VariantMixin
+from hf_freeze.methods.registry import METHODS
+from hf_freeze.model.build import VariantMixin
+from hf_freeze.model.make import empty_model
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 PICTURES = ("report.png",)  # of the grid that a run belongs to
@@ -154,11 +155,11 @@ def model_card(
 
 
 def task_of(model: Any) -> str:
-    """The task of `TASKS` that the class of `model` serves. Raises ValueError for any other."""
-    for task, auto in TASKS.items():
+    """The task of `AUTO_CLASSES` that the class of `model` serves. Raises ValueError for any other."""
+    for task, auto in AUTO_CLASSES.items():
         if auto._model_mapping.get(type(model.config), None) is type(model):
             return task
-    raise ValueError(f"{type(model).__name__} is of no task of {list(TASKS)}")
+    raise ValueError(f"{type(model).__name__} is of no task of {list(AUTO_CLASSES)}")
 
 
 def shortened(value: Any) -> Any:
@@ -204,7 +205,7 @@ def _example(name: str, task: str, needs_us: bool, remote_code: bool) -> str:
         )
     first = ["import hf_freeze  # pip install hf-freeze"] if needs_us or task == "seq2seq-lm" else []
     if task == "question-answering":  # transformers 5 has no pipeline for it
-        auto = TASKS[task].__name__
+        auto = AUTO_CLASSES[task].__name__
         return "\n".join([*first, f"from transformers import {auto}", f'{auto}.from_pretrained("{name}"{option})'])
     text = {"fill-mask": 'f"A {pipe.tokenizer.mask_token} word"'}.get(_TAGS[task], '"A sentence"')
     lines = ["from transformers import pipeline", f'pipe = pipeline("{_TAGS[task]}", model="{name}"{option})']

@@ -10,8 +10,8 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameters
+from hf_freeze.architectures.registry import VARIANT_PREFIX, architecture_for
 from hf_freeze.layers.derived import Computed, dense_class
-from hf_freeze.registry import VARIANT_PREFIX, architecture_for
 
 _OF_THE_FILE = ("transformers_version", "_name_or_path", "architectures", "methods", "digests", "model_type")
 SAME, CHANGED, RESIZED, FIRST, SECOND = "same", "changed", "of another shape", "of the first", "of the second"

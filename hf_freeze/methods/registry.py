@@ -1,0 +1,71 @@
+"""METHODS, the decorator that fills it, and methods as plain data."""
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from hf_freeze.methods.base import Method
+
+METHODS: dict[str, type[Method]] = {}
+
+M = TypeVar("M", bound=type[Method])
+
+
+def register_method(
+    name: str,
+    *,
+    example: dict[str, Any],
+    shrinks: bool = False,
+    exact: bool = False,
+    stochastic: bool = False,
+    from_scratch: bool = False,
+    architectures: Iterable[str] | None = None,
+) -> Callable[[M], M]:
+    """Class decorator: enter a method under `name`, with the facts that the contract tests read."""
+
+    def register(cls: M) -> M:
+        if name in METHODS:
+            raise ValueError(f"method {name!r} is registered already, by {METHODS[name].__qualname__}")
+        cls.name, cls.shrinks, cls.exact, cls.stochastic = name, shrinks, exact, stochastic
+        cls.from_scratch = from_scratch
+        cls.architectures = None if architectures is None else frozenset(architectures)
+        setattr(cls, "example", cls(**example))  # noqa: B010 (a subclass where Method is declared)
+        METHODS[name] = cls
+        return cls
+
+    return register
+
+
+def methods_before(config: Any) -> list[Method]:
+    """Those that are applied before the method that is validated with `config`."""
+    return [method_from_dict(data) for data in config.methods_before]
+
+
+def method_to_dict(method: Method) -> dict[str, Any]:
+    """Plain JSON data: the registered name under `method`, then every field."""
+    return {"method": method.name} | {
+        name: copy.deepcopy(getattr(method, name)) for name in stored_fields(type(method))
+    }
+
+
+def stored_fields(method: type[Method]) -> list[str]:
+    """Names of the fields of a method that its config holds: all but what only a process has, such as a teacher."""
+    return [each.name for each in fields(method) if not each.metadata.get("runtime")]
+
+
+def method_from_dict(data: Any) -> Method:
+    """The method that `method_to_dict` wrote. Raises ValueError for anything else."""
+    if not isinstance(data, dict) or not isinstance(data.get("method"), str):
+        raise ValueError(f"a method is a dict with its name under 'method', not {data!r}")
+    arguments = dict(data)
+    name = arguments.pop("method")
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}; choose from {sorted(METHODS)} (or update hf_freeze)")
+    known = stored_fields(METHODS[name])
+    if unknown := sorted(set(arguments) - set(known)):
+        raise ValueError(f"unknown field {unknown[0]!r} of method {name!r}; choose from {known} (or update hf_freeze)")
+    try:
+        return METHODS[name](**arguments)
+    except TypeError as error:  # a required field is missing
+        raise ValueError(f"method {name!r}: {error}") from error

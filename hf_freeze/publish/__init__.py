@@ -1,0 +1,1 @@
+"""Cards, the Hub, code for repositories, and exports for other engines."""
