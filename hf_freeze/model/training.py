@@ -261,25 +261,25 @@ def _add_auxiliary_loss(model: Any, outputs: Any, inputs: dict[str, Any], seen: 
         outputs["label_weight"] = added.new_tensor(weight)
 
 
-def _needs_no_logits(model: Any, kwargs: dict[str, Any]) -> bool:
+def _needs_no_logits(model: Any, inputs: dict[str, Any]) -> bool:
     """Whether the output computes the loss of plain labels without the logits of every token."""
     if model.needs_teacher:
         return False
-    plain = kwargs.get("shift_labels") is None and not torch.is_tensor(kwargs.get("logits_to_keep", 0))
-    return plain and not kwargs.get("logits_to_keep") and isinstance(model.get_output_embeddings(), AdaptiveSoftmax)
+    plain = inputs.get("shift_labels") is None and not torch.is_tensor(inputs.get("logits_to_keep", 0))
+    return plain and not inputs.get("logits_to_keep") and isinstance(model.get_output_embeddings(), AdaptiveSoftmax)
 
 
-def _forward_without_logits(model: Any, native_forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _forward_without_logits(model: Any, native_forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
     """What the native forward returns with labels, but for the logits: None, or left out of a tuple."""
-    labels = kwargs["labels"]
-    kwargs = {name: value for name, value in kwargs.items() if name != "labels"}
+    labels = inputs["labels"]
+    inputs = {name: value for name, value in inputs.items() if name != "labels"}
     if model.config.is_encoder_decoder:  # as these do where they are given labels
-        kwargs["use_cache"] = False
-        if len(args) < 3 and kwargs.get("decoder_input_ids") is None and kwargs.get("decoder_inputs_embeds") is None:
-            kwargs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+        inputs["use_cache"] = False
+        if inputs.get("decoder_input_ids") is None and inputs.get("decoder_inputs_embeds") is None:
+            inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
     output = model.get_output_embeddings()
     with output.recording() as recorded:
-        outputs = native_forward(model, *args, **kwargs)
+        outputs = native_forward(model, **inputs)
     hidden = recorded[0]
     labels = labels.to(hidden.device)
     if model.shifts_labels:
@@ -299,7 +299,8 @@ def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
     computed without all the logits, which are then None. To train a scheduled variant that nobody advances is a ValueError.
     """
 
-    names = list(inspect.signature(native_forward).parameters)[1:]
+    signature = inspect.signature(native_forward)
+    names = list(signature.parameters)[1:]
 
     @functools.wraps(native_forward)
     def forward(self: Any, *args: Any, num_items_in_batch: torch.Tensor | int | None = None, **kwargs: Any) -> Any:
@@ -311,18 +312,21 @@ def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
                 "training: pass Trainer(callbacks=[VariantCallback()]), or call model.advance(step, total_steps) before "
                 "each step"
             )
-        labels = kwargs.get("labels")
+        inputs = kwargs
+        if args:  # by name from here on, so that labels given by position are labels too
+            signature.bind(self, *args, **kwargs)  # raises TypeError for wrong arguments, as any call does
+            inputs = kwargs | dict(zip(names, args, strict=False))
+        labels = inputs.get("labels")
         trained = self.training and torch.is_grad_enabled()
         watched = {name for m in self._methods for name in m.watched(self, self.architecture)} if trained else ()
         with outputs_of(self.base_model, watched) as seen:
-            if trained and labels is not None and _needs_no_logits(self, kwargs):
-                outputs = _forward_without_logits(self, native_forward, args, kwargs)
+            if trained and labels is not None and _needs_no_logits(self, inputs):
+                outputs = _forward_without_logits(self, native_forward, inputs)
             else:
-                outputs = native_forward(self, *args, **kwargs)
+                outputs = native_forward(self, **inputs)
         if trained and self.device.type != "meta":
             if self.skips:
                 outputs = _reach_a_parameter(self, outputs)
-            inputs = kwargs | dict(zip(names, args, strict=False))
             _add_auxiliary_loss(self, outputs, inputs, seen)
         if num_items_in_batch is None or labels is None:
             return outputs
