@@ -8,7 +8,7 @@ from contract_cases import BASELINES, build
 from transformers import AutoConfig
 
 from hf_freeze import make_variant, methods
-from hf_freeze.registry import ARCHITECTURES
+from hf_freeze.architectures.registry import ARCHITECTURES
 
 with_labels = pytest.mark.parametrize(
     "case", [case for case in BASELINES if "labels" in case.batch()], ids=lambda case: case.id

@@ -133,7 +133,7 @@ class BandedOutput(_Banded, LowRankOutput):
             self.bias = nn.Parameter(torch.zeros_like(linear.bias))
 
     @property
-    def out_features(self) -> int:
+    def out_features(self) -> int:  # type: ignore[override]
         return sum(band.weight.shape[0] for band in self.bands)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -73,8 +73,10 @@ class LowRankEmbedding(Factors, nn.Embedding):
         return f"{super().extra_repr()}, hidden={self.projection.shape[1]}"
 
 
-class LowRankOutput(Factors):
+class LowRankOutput(Factors, nn.Linear):
     """Takes the place of `linear` (H -> V): hidden states are projected to E, without bias, and multiplied with the table.
+
+    It is an nn.Linear, as transformers expects of output embeddings.
 
     `std`: of an entry of the dense matrix when it is fresh; None where both factors will be tied to a LowRankEmbedding's. The
     V x H matrix is never made, in inference neither: E (H + V) multiply-adds of a token are fewer than its H V unless E is
@@ -82,7 +84,7 @@ class LowRankOutput(Factors):
     """
 
     def __init__(self, linear: nn.Linear, rank: int, std: float | None) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # that of nn.Linear would draw a weight
         rows, self.in_features = linear.weight.shape
         self.std = std
         new: dict[str, Any] = {"device": linear.weight.device, "dtype": linear.weight.dtype}
@@ -97,7 +99,7 @@ class LowRankOutput(Factors):
             self.initialize_projection()
 
     @property
-    def out_features(self) -> int:
+    def out_features(self) -> int:  # type: ignore[override]
         return self.weight.shape[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

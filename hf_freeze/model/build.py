@@ -21,11 +21,11 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 import hf_freeze.architectures
 import hf_freeze.methods  # noqa: F401 (both fill the registries)
-from hf_freeze.architectures.base import base_name, canonical_parameters
+from hf_freeze.architectures.base import base_name, canonical_parameters, full_name
 from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers.derived import Fresh
-from hf_freeze.layers.factorized_embedding import Factors
+from hf_freeze.layers.factorized_embedding import Factors, LowRankOutput
 from hf_freeze.layers.quantized import STORED
 from hf_freeze.methods.base import Method
 from hf_freeze.model.adapters import AdaptingMixin
@@ -93,13 +93,23 @@ class VariantMixin(AdaptingMixin, SavingMixin, ResizingMixin, TrainingMixin):
         self.all_tied_weights_keys = {
             t: source for t, source in self.all_tied_weights_keys.items() if t not in self._gone_ties
         }
-        if self._gone_ties:  # whoever asks the native model to find its ties anew
-            ties = self._tied_weights_keys or {}
-            self._tied_weights_keys = {t: source for t, source in ties.items() if t not in self._gone_ties}
         ties = self.all_tied_weights_keys | own
         # With what is tied to a parameter that is now tied itself.
         self._own_ties = {t: _end_of(ties, source) for t, source in ties.items() if t in own or source in own}
         self.all_tied_weights_keys |= self._own_ties
+        self._declare_ties()
+
+    def _declare_ties(self) -> None:
+        """Enter all ties where transformers, PEFT and accelerate look them up, also in the base model: it can be saved alone."""
+        for module, prefix in {self: "", self.base_model: full_name(self, "")}.items():
+            inside = {
+                target.removeprefix(prefix): source.removeprefix(prefix)
+                for target, source in self._own_ties.items()
+                if target.startswith(prefix) and source.startswith(prefix)
+            }
+            gone = {target.removeprefix(prefix) for target in self._gone_ties if target.startswith(prefix)}
+            native = {t: source for t, source in (module._tied_weights_keys or {}).items() if t not in gone}
+            module._tied_weights_keys = native | inside
 
     def _promote_output_bias(self) -> None:
         """Marian trains the bias of its softmax; the native class holds it as a buffer. Same key, now a parameter."""
@@ -143,7 +153,8 @@ class VariantMixin(AdaptingMixin, SavingMixin, ResizingMixin, TrainingMixin):
     # -- values ----------------------------------------------------------------------------------------------------------
 
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
+        if not isinstance(module, LowRankOutput):  # as an nn.Linear, it would be drawn natively too
+            super()._init_weights(module)
         if isinstance(module, Fresh):
             module.initialize_parameters()
 
@@ -239,7 +250,9 @@ class VariantMixin(AdaptingMixin, SavingMixin, ResizingMixin, TrainingMixin):
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         ties = super().get_expanded_tied_weights_keys(all_submodels)
-        return {target: source for target, source in ties.items() if target not in self._gone_ties}
+        # Those of methods are made by `tie_weights` of this class.
+        left_out = self._gone_ties | self._own_ties.keys()
+        return {target: source for target, source in ties.items() if target not in left_out}
 
     # -- merging -----------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_freeze._version import __version__
+from hf_freeze.architectures.base import base_name
 from hf_freeze.seeded import SeededTensor, digest
 
 if TYPE_CHECKING:  # what the mixin is always combined with
@@ -16,11 +17,16 @@ else:
     _Model = object
 
 
+class SizeMismatchError(ValueError, RuntimeError):
+    """A RuntimeError too, which is what transformers raises here."""
+
+
 class SavingMixin(_Model):
     """Of a variant: everything that reads or writes its folder."""
 
     config: Any
     seeded_tensors: dict[str, SeededTensor]
+    _declared_digests: frozenset[str]
     _gone_ties: set[str]
 
     def save_pretrained(
@@ -53,10 +59,11 @@ class SavingMixin(_Model):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the native one. A damaged file, a tensor that is missing, too much or of another size, or a seeded one without
-        digest is a ValueError."""
+        """As the native one. A damaged file, a tensor that is missing, too much or of another size, or a seeded one that has no
+        digest and is not in the `state_dict` given, or is another there, is a ValueError."""
         with_info = kwargs.pop("output_loading_info", False)
         resizes = kwargs.pop("ignore_mismatched_sizes", False)
+        given = dict(kwargs.get("state_dict") or {})
         try:
             loaded: Any = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
@@ -69,7 +76,7 @@ class SavingMixin(_Model):
         where = f"the checkpoint {pretrained_model_name_or_path}"
         if info["mismatched_keys"] and not resizes:
             name, found, wanted = sorted(info["mismatched_keys"])[0]
-            raise ValueError(f"size mismatch: {where} holds {name!r} of {list(found)}, the model has {list(wanted)}")
+            raise SizeMismatchError(f"size mismatch: {where} holds {name!r} of {list(found)}, the model has {list(wanted)}")
         if model.config.architectures == [cls.__name__]:  # another class has other heads
             if info["missing_keys"]:
                 raise ValueError(f"{where} lacks trained tensors: {sorted(info['missing_keys'])[:5]}")
@@ -77,12 +84,20 @@ class SavingMixin(_Model):
                 raise ValueError(
                     f"{where} holds tensors that its config knows nothing of: {sorted(info['unexpected_keys'])[:5]}"
                 )
-        undigested = {d.name for d in model.seeded_tensors.values()} - model._declared_digests
-        if undigested:
-            raise ValueError(
-                f"the config of {pretrained_model_name_or_path} has no digest of {sorted(undigested)[0]!r}, which is not stored"
-            )
+        model._check_seeded(given, pretrained_model_name_or_path)
         return (model, info) if with_info else model
+
+    def _check_seeded(self, given: dict[str, torch.Tensor], path: Any) -> None:
+        """Compare the seeded tensors just regenerated with those of the state dict `given`; any other needs a digest."""
+        values = {base_name(self, name): value for name, value in given.items()}
+        for name, definition in self.seeded_tensors.items():
+            regenerated, value = self.get_parameter(name), values.get(base_name(self, name))
+            if value is not None and not torch.equal(value.to(regenerated), regenerated):
+                raise ValueError(
+                    f"{name!r} of the state dict is not what its seed regenerates: it was changed; merge() stores it"
+                )
+            if value is None and definition.name not in self._declared_digests:
+                raise ValueError(f"the config of {path} has no digest of {definition.name!r}, which is not stored")
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """As the native one, with a card of the methods and sizes where the repository has none."""
