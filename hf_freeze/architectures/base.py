@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 TRAINED = ("embeddings", "attention", "ffn", "norm", "head")
 COMPONENTS = (*TRAINED, "constant")
+LINEAR_COMPONENTS = ("ffn", "attention")
 
 # Far above any published model: a config from the Hub must not make us allocate without bound.
 _LARGEST = {"hidden size": 1 << 16, "layers": 1 << 12, "vocabulary": 1 << 24, "positions": 1 << 24}
@@ -34,6 +35,7 @@ class Attention:
     fused one, q, k and v have the same name; it holds them side by side along its outputs.
 
     Where a method has put in an attention of other sizes, `heads` and `size` are its numbers of heads and of a head's numbers.
+    `switch`: a config field; where it is false, the layers do not have this block.
     """
 
     q: str
@@ -45,6 +47,7 @@ class Attention:
     bidirectional: bool = False  # whether each token sees all of its own sentence
     size: int | None = None
     others: tuple[str, ...] = ()  # patterns of what else in the layer is of it, such as a convolution
+    switch: str | None = None
 
     @property
     def linears(self) -> dict[str, int]:
@@ -97,6 +100,14 @@ class Stack:
     def layer_pattern(self) -> str:
         """A regular expression for the name of a layer, its number in a group."""
         return re.escape(self.layers).replace(r"\{\}", r"(\d+)")
+
+    def attentions_in(self, config: Any) -> dict[str, Attention]:
+        """Those that the layers of a model with this config have."""
+        return {
+            kind: attention
+            for kind, attention in self.attentions.items()
+            if attention.switch is None or getattr(config, attention.switch)
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,17 +192,22 @@ class Architecture:
         """Layers of each stack."""
         return {name: getattr(config, stack.depth) for name, stack in self.stacks.items()}
 
-    def linears(self, config: Any, component: str) -> Iterator[tuple[str, int, str]]:
-        """(stack, layer, module name) of each attention or FFN linear."""
-        for stack_name, stack in self.stacks.items():
-            for layer in range(getattr(config, stack.depth)):
-                prefix = stack.layers.format(layer)
-                if component == "ffn":
-                    names = stack.ffn
-                else:
-                    names = [linear for attention in stack.attentions.values() for linear in attention.linears]
-                for name in names:
-                    yield stack_name, layer, f"{prefix}.{name}"
+    def linears(self, config: Any, component: str) -> list[tuple[str, int, str]]:
+        """(stack, layer, module name) of each linear of `component`, "ffn" or "attention". Raises ValueError for others."""
+        if component not in LINEAR_COMPONENTS:
+            raise ValueError(f"component={component!r} has no linears in layers: choose from {list(LINEAR_COMPONENTS)}")
+        names = {
+            stack_name: stack.ffn
+            if component == "ffn"
+            else [linear for attention in stack.attentions_in(config).values() for linear in attention.linears]
+            for stack_name, stack in self.stacks.items()
+        }
+        return [
+            (stack_name, layer, f"{stack.layers.format(layer)}.{name}")
+            for stack_name, stack in self.stacks.items()
+            for layer in range(getattr(config, stack.depth))
+            for name in names[stack_name]
+        ]
 
     def ffns(self, config: Any) -> dict[str, list[str]]:
         """FFN block, such as "encoder.0.ffn" -> names of its linears, in the order of the forward."""
@@ -207,7 +223,7 @@ class Architecture:
             f"{name}.{layer}.{kind}": attention.within(stack.layers.format(layer))
             for name, stack in self.stacks.items()
             for layer in range(getattr(config, stack.depth))
-            for kind, attention in stack.attentions.items()
+            for kind, attention in stack.attentions_in(config).items()
         }
 
     def layer_of(self, name: str) -> tuple[str, int] | None:

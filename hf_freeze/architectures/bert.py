@@ -39,7 +39,15 @@ BERT = register_architecture(
                         o="attention.output.dense",
                         heads="num_attention_heads",
                         bidirectional=True,
-                    )
+                    ),
+                    "cross": Attention(
+                        q="crossattention.self.query",
+                        k="crossattention.self.key",
+                        v="crossattention.self.value",
+                        o="crossattention.output.dense",
+                        heads="num_attention_heads",
+                        switch="add_cross_attention",
+                    ),
                 },
                 ffn=("intermediate.dense", "output.dense"),
                 width="intermediate_size",
