@@ -57,6 +57,10 @@ BERT = register_architecture(
         # The dropout is the last module of the embeddings: a factorised table is projected there.
         embeddings=("embeddings.*_embeddings.*", "embeddings.dropout.projection.*"),
         token_tables={"embeddings.word_embeddings": "vocab_size"},
+        other_tables={
+            "embeddings.position_embeddings": "max_position_embeddings",
+            "embeddings.token_type_embeddings": "type_vocab_size",
+        },
         output_bias="cls.predictions.bias",
         output="cls.predictions.decoder",
         normed_embeddings=NormedEmbeddings(
@@ -68,10 +72,12 @@ BERT = register_architecture(
         ),
         norms=("embeddings.LayerNorm.*", "encoder.layer.*.LayerNorm.*"),
         sizes={
-            "hidden size": ("hidden_size", "intermediate_size"),
+            "hidden size": ("hidden_size",),
+            "FFN width": ("intermediate_size",),
+            "heads": ("num_attention_heads",),
             "layers": ("num_hidden_layers",),
             "vocabulary": ("vocab_size", "type_vocab_size"),
-            "positions": ("max_position_embeddings",),
+            "rows of positions": ("max_position_embeddings",),
         },
         tiny={
             "vocab_size": 40,

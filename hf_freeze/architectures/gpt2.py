@@ -31,13 +31,16 @@ GPT2 = register_architecture(
         },
         embeddings=("wte.*", "wpe.*"),
         token_tables={"wte": "vocab_size"},
+        other_tables={"wpe": "n_positions"},
         output="lm_head",
         norms=("h.*.ln_*.*", "ln_f.*"),
         sizes={
-            "hidden size": ("n_embd", "n_inner"),
+            "hidden size": ("n_embd",),
+            "FFN width": ("n_inner",),
+            "heads": ("n_head",),
             "layers": ("n_layer",),
             "vocabulary": ("vocab_size",),
-            "positions": ("n_positions",),
+            "rows of positions": ("n_positions",),
         },
         tiny={
             "vocab_size": 40,
