@@ -106,6 +106,8 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
     twin = _on_meta(model)
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    if getattr(model.config, "add_cross_attention", False):  # a decoder alone, with as many states of an encoder
+        inputs["encoder_hidden_states"] = torch.zeros(1, length, model.config.hidden_size, device="meta")
     calls: dict[nn.Module, list[torch.Tensor]] = defaultdict(list)
 
     def note_input(module: nn.Module, arguments: Any) -> None:
@@ -164,7 +166,8 @@ def _on_meta(model: Any) -> Any:
     config._attn_implementation = "eager"  # plain matrix products: each is counted, on every device
     with torch.device("meta"):
         twin = type(model)(config)
-    twin.config.pad_token_id = None  # some forwards look for padding among the ids, which on meta have no values
+    # On meta there are no values to look at: some forwards look for padding among the ids, or without a cache at the positions.
+    twin.config.pad_token_id, twin.config.use_cache = None, True
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     twin.tie_weights()
     for name, parameter in twin.named_parameters(remove_duplicate=False):

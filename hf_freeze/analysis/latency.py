@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_freeze import surgery
 from hf_freeze.analysis._shared import check_model, track
+from hf_freeze.architectures.base import LINEAR_COMPONENTS
 from hf_freeze.layers.derived import Derived, DerivedLinear, features
 from hf_freeze.layers.factorized import FactorizedLinear
 from hf_freeze.layers.no_attention import NoHeads
@@ -72,7 +73,7 @@ def linear_latencies(model: Any, tokens: Iterable[int] = (1, 64)) -> list[Linear
     """
     architecture = check_model(model)
     numbers = [check_tokens(number) for number in tokens]
-    names = surgery.linear_names(architecture, model.config, surgery.LINEAR_COMPONENTS, None)
+    names = surgery.linear_names(architecture, model.config, LINEAR_COMPONENTS, None)
     present = dict(model.base_model.named_modules(remove_duplicate=False))
     alike: dict[Any, list[nn.Module]] = {}
     for module in (present[name] for name in names if name in present):  # those of heads that are gone are not

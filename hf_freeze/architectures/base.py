@@ -7,7 +7,7 @@ serves every task class. `{}` stands for the layer number.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from functools import cached_property
 from typing import Any, TypeVar
@@ -19,13 +19,23 @@ T = TypeVar("T")
 
 TRAINED = ("embeddings", "attention", "ffn", "norm", "head")
 COMPONENTS = (*TRAINED, "constant")
+LINEAR_COMPONENTS = ("ffn", "attention")
 
-# Far above any published model: a config from the Hub must not make us allocate without bound.
-_LARGEST = {"hidden size": 1 << 16, "layers": 1 << 12, "vocabulary": 1 << 24, "positions": 1 << 24}
+# Above any published dense model: a config from the Hub must not make us allocate without bound. Llama 3.1 405B has 16,384
+# channels, 53,248 FFN neurons and 126 layers; DeepNet has 1,000 layers.
+_LARGEST = {
+    "hidden size": 1 << 16,
+    "FFN width": 1 << 18,
+    "heads": 1 << 12,
+    "head size": 1 << 12,
+    "layers": 1 << 10,
+    "vocabulary": 1 << 24,
+    "positions": 1 << 24,
+    "rows of positions": 1 << 16,
+}
+_LARGEST_MODEL = 1 << 40  # numbers in matrices: tensors that are not stored are made without a file that holds them
+LARGEST_LABELS = 1 << 20
 _OF_PREDECESSOR = re.compile(r"\.predecessor\.\d+(?=\.)")  # within the layer that is to replace it
-_LARGEST_MODEL = (
-    1 << 38
-)  # by a generous estimate; tensors that are not stored would be made without a file that holds them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +44,7 @@ class Attention:
     fused one, q, k and v have the same name; it holds them side by side along its outputs.
 
     Where a method has put in an attention of other sizes, `heads` and `size` are its numbers of heads and of a head's numbers.
+    `switch`: a config field; where it is false, the layers do not have this block.
     """
 
     q: str
@@ -45,6 +56,7 @@ class Attention:
     bidirectional: bool = False  # whether each token sees all of its own sentence
     size: int | None = None
     others: tuple[str, ...] = ()  # patterns of what else in the layer is of it, such as a convolution
+    switch: str | None = None
 
     @property
     def linears(self) -> dict[str, int]:
@@ -64,9 +76,13 @@ class Attention:
         """Numbers in a query, key or value of one head."""
         return self.size or getattr(config, "head_dim", None) or config.hidden_size // self.head_count(config)
 
+    def key_head_count(self, config: Any) -> int:
+        """Heads of keys and values."""
+        return getattr(config, self.groups) if self.groups else self.head_count(config)
+
     def group_size(self, config: Any) -> int:
         """Queries that share a head of keys and values."""
-        return self.head_count(config) // getattr(config, self.groups) if self.groups else 1
+        return self.head_count(config) // self.key_head_count(config)
 
     def inside(self, name: str, **changes: Any) -> "Attention":
         """The same where another module has taken the place of the one that computes the heads, and holds it as `name`."""
@@ -97,6 +113,14 @@ class Stack:
     def layer_pattern(self) -> str:
         """A regular expression for the name of a layer, its number in a group."""
         return re.escape(self.layers).replace(r"\{\}", r"(\d+)")
+
+    def attentions_in(self, config: Any) -> dict[str, Attention]:
+        """Those that the layers of a model with this config have."""
+        return {
+            kind: attention
+            for kind, attention in self.attentions.items()
+            if attention.switch is None or getattr(config, attention.switch)
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +156,7 @@ class Architecture:
     token_tables: dict[
         str, str
     ]  # module, of which a model may have a part, some tied to others -> config field of its rows
+    other_tables: dict[str, str] = field(default_factory=dict)  # of positions and types: module -> field of its rows
     normed_embeddings: NormedEmbeddings | None = None
     output: str | None = None
     constants: tuple[str, ...] = ()
@@ -181,17 +206,22 @@ class Architecture:
         """Layers of each stack."""
         return {name: getattr(config, stack.depth) for name, stack in self.stacks.items()}
 
-    def linears(self, config: Any, component: str) -> Iterator[tuple[str, int, str]]:
-        """(stack, layer, module name) of each attention or FFN linear."""
-        for stack_name, stack in self.stacks.items():
-            for layer in range(getattr(config, stack.depth)):
-                prefix = stack.layers.format(layer)
-                if component == "ffn":
-                    names = stack.ffn
-                else:
-                    names = [linear for attention in stack.attentions.values() for linear in attention.linears]
-                for name in names:
-                    yield stack_name, layer, f"{prefix}.{name}"
+    def linears(self, config: Any, component: str) -> list[tuple[str, int, str]]:
+        """(stack, layer, module name) of each linear of `component`, "ffn" or "attention". Raises ValueError for others."""
+        if component not in LINEAR_COMPONENTS:
+            raise ValueError(f"component={component!r} has no linears in layers: choose from {list(LINEAR_COMPONENTS)}")
+        names = {
+            stack_name: stack.ffn
+            if component == "ffn"
+            else [linear for attention in stack.attentions_in(config).values() for linear in attention.linears]
+            for stack_name, stack in self.stacks.items()
+        }
+        return [
+            (stack_name, layer, f"{stack.layers.format(layer)}.{name}")
+            for stack_name, stack in self.stacks.items()
+            for layer in range(getattr(config, stack.depth))
+            for name in names[stack_name]
+        ]
 
     def ffns(self, config: Any) -> dict[str, list[str]]:
         """FFN block, such as "encoder.0.ffn" -> names of its linears, in the order of the forward."""
@@ -207,7 +237,7 @@ class Architecture:
             f"{name}.{layer}.{kind}": attention.within(stack.layers.format(layer))
             for name, stack in self.stacks.items()
             for layer in range(getattr(config, stack.depth))
-            for kind, attention in stack.attentions.items()
+            for kind, attention in stack.attentions_in(config).items()
         }
 
     def layer_of(self, name: str) -> tuple[str, int] | None:
@@ -231,21 +261,30 @@ class Architecture:
 
     def check_sizes(self, config: Any) -> None:
         """Raise ValueError for a size that no real model has, before anything is allocated."""
-        largest = {}
         for kind, names in self.sizes.items():
-            values = {name: value for name in names if (value := getattr(config, name, None)) is not None}
-            for name, value in values.items():
-                if not 0 < value <= _LARGEST[kind]:
+            for name in names:
+                value = getattr(config, name, None)
+                if value is not None and not 0 < value <= _LARGEST[kind]:
                     raise ValueError(
                         f"{self.model_type} config: {name}={value} is outside 1..{_LARGEST[kind]} ({kind})"
                     )
-            largest[kind] = max(values.values(), default=0)
-        width = largest["hidden size"]
-        about = width * (largest["vocabulary"] + largest["positions"] + 16 * width * largest["layers"])
-        if about > _LARGEST_MODEL:
-            raise ValueError(
-                f"{self.model_type} config: about {about:.1e} parameters; the limit is {_LARGEST_MODEL:.1e}"
+        if (count := self.matrix_sizes(config)) > _LARGEST_MODEL:
+            raise ValueError(f"{self.model_type} config: {count:.1e} parameters; the limit is {_LARGEST_MODEL:.1e}")
+
+    def matrix_sizes(self, config: Any) -> int:
+        """Numbers in all tables and matrices of the backbone, and in an output matrix: what a model of this config allocates but
+        for biases, norms and task heads, if nothing is tied."""
+        tokens = list(self.token_tables.values())
+        rows = sum(getattr(config, field) for field in (*tokens, tokens[0], *self.other_tables.values()))
+        columns = 0  # of all linears within layers, each (hidden size, columns) or the other way round
+        for stack in self.stacks.values():
+            neurons = getattr(config, stack.width) or 4 * config.hidden_size  # GPT-2 may leave it out
+            heads = sum(
+                2 * attention.head_size(config) * (attention.head_count(config) + attention.key_head_count(config))
+                for attention in stack.attentions_in(config).values()
             )
+            columns += getattr(config, stack.depth) * (heads + len(stack.ffn) * neurons)
+        return config.hidden_size * (rows + columns)
 
 
 def is_of_predecessor(name: str) -> bool:

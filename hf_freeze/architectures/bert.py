@@ -39,7 +39,15 @@ BERT = register_architecture(
                         o="attention.output.dense",
                         heads="num_attention_heads",
                         bidirectional=True,
-                    )
+                    ),
+                    "cross": Attention(
+                        q="crossattention.self.query",
+                        k="crossattention.self.key",
+                        v="crossattention.self.value",
+                        o="crossattention.output.dense",
+                        heads="num_attention_heads",
+                        switch="add_cross_attention",
+                    ),
                 },
                 ffn=("intermediate.dense", "output.dense"),
                 width="intermediate_size",
@@ -49,6 +57,10 @@ BERT = register_architecture(
         # The dropout is the last module of the embeddings: a factorised table is projected there.
         embeddings=("embeddings.*_embeddings.*", "embeddings.dropout.projection.*"),
         token_tables={"embeddings.word_embeddings": "vocab_size"},
+        other_tables={
+            "embeddings.position_embeddings": "max_position_embeddings",
+            "embeddings.token_type_embeddings": "type_vocab_size",
+        },
         output_bias="cls.predictions.bias",
         output="cls.predictions.decoder",
         normed_embeddings=NormedEmbeddings(
@@ -60,10 +72,12 @@ BERT = register_architecture(
         ),
         norms=("embeddings.LayerNorm.*", "encoder.layer.*.LayerNorm.*"),
         sizes={
-            "hidden size": ("hidden_size", "intermediate_size"),
+            "hidden size": ("hidden_size",),
+            "FFN width": ("intermediate_size",),
+            "heads": ("num_attention_heads",),
             "layers": ("num_hidden_layers",),
             "vocabulary": ("vocab_size", "type_vocab_size"),
-            "positions": ("max_position_embeddings",),
+            "rows of positions": ("max_position_embeddings",),
         },
         tiny={
             "vocab_size": 40,

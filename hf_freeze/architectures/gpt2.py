@@ -14,7 +14,15 @@ GPT2 = register_architecture(
                 attentions={
                     "self": Attention(
                         q="attn.c_attn", k="attn.c_attn", v="attn.c_attn", o="attn.c_proj", heads="n_head"
-                    )
+                    ),
+                    "cross": Attention(
+                        q="crossattention.q_attn",
+                        k="crossattention.c_attn",
+                        v="crossattention.c_attn",
+                        o="crossattention.c_proj",
+                        heads="n_head",
+                        switch="add_cross_attention",
+                    ),
                 },
                 ffn=("mlp.c_fc", "mlp.c_proj"),
                 width="n_inner",
@@ -23,13 +31,16 @@ GPT2 = register_architecture(
         },
         embeddings=("wte.*", "wpe.*"),
         token_tables={"wte": "vocab_size"},
+        other_tables={"wpe": "n_positions"},
         output="lm_head",
-        norms=("h.*.ln_?.*", "ln_f.*"),
+        norms=("h.*.ln_*.*", "ln_f.*"),
         sizes={
-            "hidden size": ("n_embd", "n_inner"),
+            "hidden size": ("n_embd",),
+            "FFN width": ("n_inner",),
+            "heads": ("n_head",),
             "layers": ("n_layer",),
             "vocabulary": ("vocab_size",),
-            "positions": ("n_positions",),
+            "rows of positions": ("n_positions",),
         },
         tiny={
             "vocab_size": 40,

@@ -31,7 +31,10 @@ LLAMA = register_architecture(
         output="lm_head",
         norms=("layers.*layernorm.weight", "norm.weight"),
         sizes={
-            "hidden size": ("hidden_size", "intermediate_size"),
+            "hidden size": ("hidden_size",),
+            "FFN width": ("intermediate_size",),
+            "heads": ("num_attention_heads", "num_key_value_heads"),
+            "head size": ("head_dim",),
             "layers": ("num_hidden_layers",),
             "vocabulary": ("vocab_size",),
             "positions": ("max_position_embeddings",),

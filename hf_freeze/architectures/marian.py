@@ -64,15 +64,21 @@ MARIAN = register_architecture(
             "encoder.embed_tokens": "vocab_size",
             "decoder.embed_tokens": "decoder_vocab_size",
         },
+        other_tables={
+            "encoder.embed_positions": "max_position_embeddings",
+            "decoder.embed_positions": "max_position_embeddings",
+        },
         output="lm_head",
         norms=("*_layer_norm.*",),
         constants=("*.embed_positions.weight",),
         output_bias="final_logits_bias",
         sizes={
-            "hidden size": ("d_model", "encoder_ffn_dim", "decoder_ffn_dim"),
+            "hidden size": ("d_model",),
+            "FFN width": ("encoder_ffn_dim", "decoder_ffn_dim"),
+            "heads": ("encoder_attention_heads", "decoder_attention_heads"),
             "layers": ("encoder_layers", "decoder_layers"),
             "vocabulary": ("vocab_size", "decoder_vocab_size"),
-            "positions": ("max_position_embeddings",),
+            "rows of positions": ("max_position_embeddings",),
         },
         tiny={
             "vocab_size": 40,

@@ -42,7 +42,8 @@ class NoAttention(nn.Module):
         self, hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
         """(..., tokens, H) -> (..., tokens, O), or (..., tokens, 0) where the output projection lies outside; no attentions."""
-        if past_key_values is not None and kwargs.get("key_value_states") is None:
+        crosses = any(kwargs.get(name) is not None for name in ("key_value_states", "encoder_hidden_states"))
+        if past_key_values is not None and not crosses:
             encoder_decoder = isinstance(past_key_values, EncoderDecoderCache)
             cache = past_key_values.self_attention_cache if encoder_decoder else past_key_values
             token = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import Architecture, check_layers_type
+from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, check_layers_type
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.factorized import EXECUTIONS
 from hf_freeze.methods.base import Method
@@ -25,7 +25,7 @@ class LinearMethod(Method):
 
     components: list[str] = field(default_factory=lambda: ["ffn"])
     layers: dict[str, list[int]] | None = None
-    choices: ClassVar[tuple[str, ...]] = surgery.LINEAR_COMPONENTS
+    choices: ClassVar[tuple[str, ...]] = LINEAR_COMPONENTS
 
     def __post_init__(self) -> None:
         name = type(self).__name__

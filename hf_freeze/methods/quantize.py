@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import Architecture, full_name
+from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, full_name
 from hf_freeze.layers.quantized import SCHEMES, STORED, QuantizedEmbedding, QuantizedLinear, check_installed
 from hf_freeze.methods._linear import LinearMethod
 from hf_freeze.methods.registry import register_method
@@ -36,7 +36,7 @@ class Quantize(LinearMethod):
     """
 
     of_values: ClassVar[bool] = True
-    choices: ClassVar[tuple[str, ...]] = (*surgery.LINEAR_COMPONENTS, "embeddings")
+    choices: ClassVar[tuple[str, ...]] = (*LINEAR_COMPONENTS, "embeddings")
 
     scheme: str
     components: list[str] = field(default_factory=lambda: ["ffn", "attention"])

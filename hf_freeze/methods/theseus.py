@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hf_freeze import surgery
 from hf_freeze.architectures.base import (
     Architecture,
+    Attention,
     base_name,
     canonical_parameters,
     is_of_predecessor,
@@ -167,7 +168,7 @@ class Theseus(Method):
             successor = surgery.layers_of(new, new.architecture, stack)
             former = [layer for module in successor for layer in module.predecessor]
             for layer, source in zip(former, surgery.layers_of(old, new.architecture, stack), strict=True):
-                surgery.copy_layer(source, layer)
+                surgery.copy_layer(source, layer, _attentions(new, stack))
 
     def prepare(self, model: "VariantMixin", architecture: Architecture) -> None:
         if self.finalized:
@@ -178,7 +179,13 @@ class Theseus(Method):
             successor = surgery.layers_of(model, architecture, stack)
             former = [layer for module in successor for layer in module.predecessor]
             for number, layer in enumerate(successor):
-                surgery.copy_layer(former[number] if self.init == "first" else layer.predecessor[0], layer)
+                source = former[number] if self.init == "first" else layer.predecessor[0]
+                try:
+                    surgery.copy_layer(source, layer, _attentions(model, stack))
+                except ValueError as error:
+                    raise ValueError(
+                        f"Theseus(init={self.init!r}): {error}; put Theseus first, or use init='first'"
+                    ) from None
 
     def freeze(self, model: "VariantMixin", architecture: Architecture) -> "Iterable[tuple[str, SeededTensor | None]]":
         replaced = self.successor or architecture.stacks
@@ -243,3 +250,8 @@ class Theseus(Method):
     def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
         if not self.finalized:
             surgery.drop_predecessors(self._modules(model, architecture))
+
+
+def _attentions(model: Any, stack: str) -> Iterable[Attention]:
+    """Of each layer of the stack."""
+    return model.architecture.stacks[stack].attentions_in(model.config).values()

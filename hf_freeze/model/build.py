@@ -21,6 +21,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 import hf_freeze.architectures
 import hf_freeze.methods  # noqa: F401 (both fill the registries)
+from hf_freeze import surgery
 from hf_freeze.architectures.base import base_name, canonical_parameters, full_name
 from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX
 from hf_freeze.architectures.tasks import AUTO_CLASSES
@@ -272,6 +273,8 @@ class VariantMixin(AdaptingMixin, SavingMixin, ResizingMixin, TrainingMixin):
         native: Any = _native_model(self.native_class, source.config)
         native.to(device=self.device, dtype=self.dtype)
         native.load_state_dict(source.state_dict())
+        attentions = self.architecture.attentions(native.config).values()
+        surgery.match_scales(source.base_model, native.base_model, attentions)
         copy_runtime(source, native)
         return native
 

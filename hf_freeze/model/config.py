@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import InvalidVersion, Version
 
 from hf_freeze._version import __version__
-from hf_freeze.architectures.registry import VARIANT_PREFIX, architecture_of
+from hf_freeze.architectures.base import LARGEST_LABELS
+from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX, architecture_of
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.registry import method_from_dict
 from hf_freeze.model.migrations import migrate
@@ -39,8 +40,9 @@ class VariantConfigMixin(_Config):
     original_fields: dict | None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
         try:
+            _check_labels(kwargs.get("num_labels"), type(self).model_type)
+            super().__post_init__(**kwargs)
             self._check()
         except ValueError as error:
             message = str(error)
@@ -68,11 +70,12 @@ class VariantConfigMixin(_Config):
             if not method.supports(architecture.model_type):
                 raise ValueError(
                     f"method {method.name!r} does not support {architecture.model_type!r}; "
-                    f"it supports {sorted(method.architectures or ())}"
+                    f"it supports {[name for name in sorted(ARCHITECTURES) if method.supports(name)]}"
                 )
             method.validate(architecture, before)
             changed |= (new := method.config_changes(architecture, before))
             set_fields(before, new)
+            architecture.check_sizes(before)
             architecture = method.described(architecture, before)
         self._follow(changed)
 
@@ -121,6 +124,13 @@ def set_fields(config: Any, values: dict[str, Any]) -> None:
 def parse_methods(config: Any) -> list[Method]:
     """The methods of a variant's config. Raises ValueError for an unknown method, field or value."""
     return [method_from_dict(data) for data in config.methods]
+
+
+def _check_labels(count: Any, model_type: str) -> None:
+    """transformers names each label, one by one, before all other checks."""
+    if isinstance(count, int) and count > LARGEST_LABELS:
+        native = model_type.removeprefix(VARIANT_PREFIX)
+        raise ValueError(f"{native} config: num_labels={count} is outside 1..{LARGEST_LABELS}")
 
 
 def _check_version(version: Any) -> None:

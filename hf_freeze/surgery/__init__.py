@@ -4,6 +4,7 @@ from hf_freeze.surgery.heads import copy_heads as copy_heads
 from hf_freeze.surgery.heads import count_heads as count_heads
 from hf_freeze.surgery.heads import fix_heads as fix_heads
 from hf_freeze.surgery.heads import head_magnitudes as head_magnitudes
+from hf_freeze.surgery.heads import match_scales as match_scales
 from hf_freeze.surgery.heads import pad_heads as pad_heads
 from hf_freeze.surgery.heads import resize_attention as resize_attention
 from hf_freeze.surgery.heads import take_heads as take_heads
@@ -13,7 +14,6 @@ from hf_freeze.surgery.layers import drop_predecessors as drop_predecessors
 from hf_freeze.surgery.layers import layers_of as layers_of
 from hf_freeze.surgery.layers import take_layers as take_layers
 from hf_freeze.surgery.replacing import DENSE as DENSE
-from hf_freeze.surgery.replacing import LINEAR_COMPONENTS as LINEAR_COMPONENTS
 from hf_freeze.surgery.replacing import copy_into_corner as copy_into_corner
 from hf_freeze.surgery.replacing import dense_linear as dense_linear
 from hf_freeze.surgery.replacing import dense_module as dense_module

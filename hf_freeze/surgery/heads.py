@@ -1,7 +1,7 @@
 """Attention heads: count them, take some, give them another size or fixed patterns."""
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from hf_freeze.architectures.base import Attention
 from hf_freeze.layers.derived import features, linear_like
 from hf_freeze.layers.fixed_heads import FixedHeads, Words
 from hf_freeze.layers.no_attention import NoAttention, NoHeads
-from hf_freeze.surgery.replacing import dense_module, effective_weight, modules, replace, select_features
+from hf_freeze.surgery.replacing import DENSE, dense_module, effective_weight, modules, replace, select_features
 
 
 def count_heads(model: Any, attention: Attention, method: str) -> int:
@@ -132,6 +132,30 @@ def copy_heads(
             )
         elif not outputs and linear.bias is not None:
             new.base_model.get_submodule(name).bias.copy_(linear.bias)
+
+
+@torch.no_grad()
+def match_scales(old: Any, new: Any, attentions: Iterable[Attention]) -> None:
+    """Have the `attentions` of `new`, with the weights of those of `old`, give the same scores, though a native class may scale
+    them by the number of their layer (GPT-2's `scale_attn_by_inverse_layer_idx`): the queries take over the difference.
+
+    `old`, `new`: base models or layers, whichever the names of the attentions are below. Raises ValueError where a method has
+    replaced the queries' linear in `new`.
+    """
+    for attention in attentions:
+        before, after = (getattr(model.get_submodule(attention.module), "scaling", None) for model in (old, new))
+        if None in (before, after) or before == after:
+            continue
+        linear = new.get_submodule(attention.q)
+        if type(linear) not in DENSE:
+            raise ValueError(
+                f"{attention.q!r} is a {type(linear).__name__} and cannot take over the scale of another layer's scores"
+            )
+        queries = features(linear)[1] // attention.linears[attention.q]
+        weight = linear.weight[:, :queries] if isinstance(linear, Conv1D) else linear.weight[:queries]
+        weight *= before / after
+        if linear.bias is not None:
+            linear.bias[:queries] *= before / after
 
 
 @torch.no_grad()

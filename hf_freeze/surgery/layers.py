@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_freeze.architectures.base import Architecture
+from hf_freeze.architectures.base import Architecture, Attention
 from hf_freeze.layers.layer_forward import Replaced
+from hf_freeze.surgery.heads import match_scales
 from hf_freeze.surgery.replacing import replace
 
 
@@ -53,8 +54,12 @@ def drop_predecessors(layers: Iterable[Any]) -> None:
 
 
 @torch.no_grad()
-def copy_layer(old: Any, new: Any) -> None:
-    """The values of one layer into another of the same shapes, whatever either is to replace."""
+def copy_layer(old: Any, new: Any, attentions: Iterable[Attention]) -> None:
+    """The values of one layer into another of the same shapes, which then computes the same, whatever either is to replace.
+
+    Raises ValueError where `new` cannot take over the scale of the scores of one of the layer's `attentions`.
+    """
     new.load_state_dict(
         {name: value for name, value in old.state_dict().items() if not name.startswith("predecessor.")}, strict=False
     )
+    match_scales(old, new, attentions)

@@ -10,7 +10,6 @@ from transformers.pytorch_utils import Conv1D
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.derived import linear_like
 
-LINEAR_COMPONENTS = ("ffn", "attention")
 DENSE = (nn.Linear, Conv1D)
 
 T = TypeVar("T", bound=nn.Module)

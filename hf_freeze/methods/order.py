@@ -1,0 +1,51 @@
+"""Which methods may follow which: the only place that refuses an order, from the facts that methods declare."""
+
+from collections.abc import Sequence
+
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.parts import SeededValues
+
+_IN_LAYERS = ("attention", "ffn", "norm")
+_PARTS = {"attention": "heads", "ffn": "neurons", "embeddings": "rows"}  # of a component
+
+
+def check_order(method: Method, earlier: Sequence[Method]) -> None:
+    """Raise ValueError, in one line that names a way out, if `method` cannot be applied after the methods in `earlier`."""
+    for before in earlier:
+        reason = _conflict(method, before)
+        if reason is not None:
+            raise ValueError(f"{type(method).__name__} after {before.name!r}{reason}")
+
+
+def _conflict(method: Method, before: Method) -> str | None:
+    """The rest of the refusal; None if `method` may follow `before`."""
+    own = type(method).__name__
+    first = f"put {own} first"
+    if type(method) is type(before) and not method.repeatable:
+        return ": it acts once; give one setting, or finalize() and merge() before the second"
+    if method.renumbers is not None and method.renumbers in before.refers_to:
+        return f", which names {method.renumbers} by number: the {method.renumbers} get new numbers; {first}"
+    if method.replaces_blocks and before.finalizable:
+        return f", which training ends with dropping or fixing parts of the old blocks; {first}"
+    if method.replaces_blocks and before.replaces_blocks:
+        return ", which has put in other blocks; leave one of the two out"
+    if (method.shares_layers and before.keeps_masks) or (method.keeps_masks and before.shares_layers):
+        return ": layers that share their parameters cannot keep a mask each; merge() the first, or leave one of the two out"
+    seeded = _seeded_in_the_way(method, before)
+    if seeded is not None:
+        return (
+            f" with random weights of {seeded!r}: what a seed regenerates is not stored, so {_picked(method)} cannot be picked; "
+            f"{first}, or merge() before"
+        )
+    return None
+
+
+def _seeded_in_the_way(method: Method, before: Method) -> str | None:
+    """The component whose weights `before` has made random and `method` wants to pick from."""
+    part = before.part(SeededValues)
+    wanted = _IN_LAYERS if method.renumbers == "layers" else (method.picks_from,)
+    return next((component for component in wanted if part is not None and component in part.components), None)
+
+
+def _picked(method: Method) -> str:
+    return _PARTS.get(method.picks_from or "", "layers")
