@@ -19,6 +19,7 @@ from hf_freeze.experiments.on_ray import RayOptions, RayTasks
 from hf_freeze.experiments.processes import Processes
 from hf_freeze.experiments.recipe import expand
 from hf_freeze.io import write_whole
+from hf_freeze.model.make import check_exists
 
 COMMANDS = "command.txt"  # in the folder of a grid, a line each
 LATENCY = "latency.json"  # in the folder of a run: how long its model decodes, as benchmarks/run_latency.py leaves it
@@ -86,6 +87,8 @@ def run_grid(
     runs = expand(recipe)
     every = expand({key: value for key, value in recipe.items() if key != "only"})  # the order of a report
     _check_files(recipe["data"])
+    for name in {run["backbone"].get("pretrained") for run in runs if "backbone" in run} - {None}:
+        check_exists(name)
     for run in runs:
         _check_folder(run_folder(out, run), run)
         _check_other_grid(out, run)
