@@ -19,6 +19,7 @@ from hf_freeze.experiments.rows import (
 )
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.registry import METHODS, method_from_dict
+from hf_freeze.training.precision import AUTO
 
 TASKS = {  # name in a recipe -> module of this package that defines TASK, imported when it is used: they import much
     "translation": "translation",
@@ -51,6 +52,12 @@ _FIELDS = {
 }
 
 
+def _precision(value: Any) -> Any:
+    if not isinstance(value, bool) and value != AUTO:
+        raise ValueError
+    return value
+
+
 # YAML reads 1e-3 as text: numbers are converted, not only checked.
 _TRAINING: dict[str, Callable[[Any], Any]] = {
     "epochs": float,
@@ -64,7 +71,7 @@ _TRAINING: dict[str, Callable[[Any], Any]] = {
     "weight_decay": float,
     "max_grad_norm": float,
     "label_smoothing": float,
-    "bf16": bool,
+    "bf16": _precision,
     "accumulation": int,
     "patience": int,
     "block_size": int,
@@ -250,6 +257,8 @@ def check(recipe: dict[str, Any], path: Any) -> None:
     _check_data(recipe["data"], task, path)
     if task in ("language-modelling", "masked-lm"):
         recipe["training"].setdefault("block_size", 128)
+    if "bf16" in _LANGUAGES[task].sections["training"]:
+        recipe["training"].setdefault("bf16", AUTO)
     if "axis" in recipe:
         _check_axis(recipe["axis"], path)
     seeds = recipe["seeds"]
