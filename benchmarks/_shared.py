@@ -20,6 +20,7 @@ import transformers
 
 from hf_freeze.experiments.environment import environment
 from hf_freeze.experiments.recipe import expand, load_recipe
+from hf_freeze.training.precision import uses_bf16
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "freeze_ablation" / "recipe.yaml"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,6 +41,8 @@ def parser(docstring: str | None, *, presets: bool = True) -> argparse.ArgumentP
 def rows(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """row -> its run, as the recipe says with `--preset` and `--set`."""
     runs = expand(load_recipe(RECIPE, [f"preset={options.preset}", *options.set]))
+    for run in runs:
+        run["training"]["bf16"] = uses_bf16(run["training"]["bf16"])
     return {run["row"]: run for run in runs}
 
 

@@ -1,6 +1,5 @@
 """The command line: hf-freeze run | report | inspect | diff | card | push | export | methods | architectures."""
 
-import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,7 +81,7 @@ def run(
 
     Example: hf-freeze run recipes/freeze_ablation/recipe.yaml --on ray --address auto --gpus 0.5 --out /shared/runs
     """
-    from hf_freeze.experiments.grid import FailedRuns, is_launched, leave_processes, run_grid
+    from hf_freeze.experiments.grid import FailedRuns, is_first_process, is_launched, leave_processes, run_grid
     from hf_freeze.experiments.recipe import load_recipe
 
     settings = settings or []
@@ -116,7 +115,7 @@ def run(
             # Nor is where the nodes are.
             options += ["--on ray", *(f"--{name} {value}" for name, value in of_ray.items() if name != "address")]
         command = " ".join(["hf-freeze run", str(recipe), *options])
-        if not is_launched() or os.environ.get("RANK") == "0":
+        if is_first_process():
             console.print(escape(f"{loaded['name']}: preset {loaded['preset']}, runs in {folder}"))
         failed: Exception | None = None
         try:
@@ -125,7 +124,7 @@ def run(
             failed = error
     if is_launched():
         leave_processes()
-        if os.environ.get("RANK") != "0":  # the first process reports
+        if not is_first_process():  # the first process reports
             return
     if failed is None or (folder / "results.jsonl").stat().st_size:
         report([folder])

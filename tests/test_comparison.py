@@ -7,10 +7,10 @@ import itertools
 import json
 import re
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
+from browser import dump_page, needs_browser
 from test_report import ENVIRONMENT, EVIL, Page, make_runs, write_lines
 
 from hf_freeze.experiments.fronts import Measure, default_axes, front, measures
@@ -21,10 +21,6 @@ from hf_freeze.experiments.report import make_report, write_reports
 from hf_freeze.experiments.results import read_results
 from hf_freeze.experiments.statistics import bleu, compare, digest_of_test_set
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-in_a_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium, chromium-browser, google-chrome or chrome here"
-)
 TWO = {"0": ("plain", 0.8), "1": ("random", 0.5)}
 
 
@@ -230,7 +226,7 @@ def test_the_page_of_several_grids_holds_all_it_shows(compared):
     (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in html.unescape(policy)
-    assert "default-src 'none'" in policy
+    assert "default-src 'none'; img-src data:;" in policy
     assert not re.search(r"https?:", policy)
     assert not re.search(r"\b(fetch|XMLHttpRequest|WebSocket|import)\b *\(", script)
     assert not re.search(r"url\((?!#)|@import", text)
@@ -288,23 +284,14 @@ def browse(tmp_path_factory):
     profile = tmp_path_factory.mktemp("profile")
 
     def browsed(path, fragment=""):
-        assert CHROMIUM is not None
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
-        options += [
-            "--disable-component-update",
-            "--no-first-run",
-            f"--user-data-dir={profile}",
-            "--enable-logging=stderr",
-        ]
-        command = [CHROMIUM, *options, "--dump-dom", f"{path.as_uri()}#{fragment}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        assert "CONSOLE" not in done.stderr, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-        return done.stdout
+        dumped, log = dump_page(f"{path.as_uri()}#{fragment}", profile)
+        assert "CONSOLE" not in log, [line for line in log.splitlines() if "CONSOLE" in line]
+        return dumped
 
     return browsed
 
 
-@in_a_browser
+@needs_browser
 def test_the_script_finds_the_fronts_of_the_page(compared, browse):
     """Two implementations: the page as written, and the page as the script leaves it."""
     path = compared[1] / "report.html"
@@ -316,7 +303,7 @@ def test_the_script_finds_the_fronts_of_the_page(compared, browse):
     assert page.count("alert") == before.count("alert") + page.count("<title>B 0: &lt;script&gt;alert")
 
 
-@in_a_browser
+@needs_browser
 def test_sorting_filtering_and_columns_are_in_the_address(compared, browse):
     reports, out = compared
     page = browse(out / "report.html", "sort1=-bleu&find=NUMBER+row&hide=chrf.stored&with1=none&group=1")
@@ -330,7 +317,7 @@ def test_sorting_filtering_and_columns_are_in_the_address(compared, browse):
     assert re.search(r'<section[^>]*data-group="2"[^>]*hidden', page)
 
 
-@in_a_browser
+@needs_browser
 def test_what_is_missing_is_last_either_way(compared, browse):
     for sign, first in (("", "A 4"), ("-", "A 0")):
         shown = rows_of(browse(compared[1] / "report.html", f"sort1={sign}work&from=A&method=nonsense"))
@@ -340,7 +327,7 @@ def test_what_is_missing_is_last_either_way(compared, browse):
     assert list(shown) == ["B 0"]
 
 
-@in_a_browser
+@needs_browser
 def test_times_of_unlike_machines_are_not_drawn_together(compared, browse):
     page = browse(compared[1] / "report.html", "x1=minutes&with1=none")
     (drawing,) = re.findall(r'<div class="drawing">(.*?)</div>', page.split('id="group-2"')[0], re.DOTALL)

@@ -93,7 +93,10 @@ BAD_ROWS = {
     "unmeasured": (cut("ablation", 0.5), r"heads.by='ablation' is not in the head_scores of row '0'"),
     "scores": ({"head_scores": ["size"]}, r"head_scores=\['size'\] must be a list; choose from \['importance', 'abl"),
     "scores type": ({"head_scores": "importance"}, r"head_scores='importance' must be a list"),
-    "pretrained": ({"backbone": {"pretrained": "x"}}, r"has both 'backbone.pretrained' and 'backbone.config'"),
+    "pretrained": (
+        {"backbone": {"pretrained": "x", "config": {}}},
+        r"both 'backbone.pretrained' and 'backbone.config'",
+    ),
     "continuations": (
         {"methods": [{"method": "fixed_attention", "patterns": [1], "unit": "word", "continuations": "words"}]},
         "continuations must be a list",

@@ -257,7 +257,7 @@ def test_rows_and_seeds_are_tested_on_the_same_masked_tokens(tmp_path):
         ),
         (
             {"rows/0/tokenizer": {"vocab_size": 90}},
-            "row '0': a perplexity is that of a piece: rows of other tokenizers",
+            "row '0': perplexity is per token, so all rows of task",
         ),
         ({"decoding": {"num_beams": 2}}, "task 'masked-lm' takes no decoding"),
     ],

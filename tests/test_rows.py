@@ -81,7 +81,7 @@ BAD_ROWS = {
 
 def test_perplexities_of_other_pieces_are_not_compared(tmp_path):
     rows = {"0": ROWS["0"], "1": ROWS["0"] | {"tokenizer": {"vocab_size": 90}}}
-    with pytest.raises(ValueError, match="row '1': a perplexity is that of a piece: rows of other tokenizers"):
+    with pytest.raises(ValueError, match="row '1': perplexity is per token, so all rows of task"):
         load_recipe(write_recipe(tmp_path / "r.yaml", rows=rows, **LM))
 
 

@@ -19,6 +19,7 @@ from hf_freeze.experiments.rows import (
 )
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.registry import METHODS, method_from_dict
+from hf_freeze.training.precision import AUTO
 
 TASKS = {  # name in a recipe -> module of this package that defines TASK, imported when it is used: they import much
     "translation": "translation",
@@ -51,6 +52,12 @@ _FIELDS = {
 }
 
 
+def _precision(value: Any) -> Any:
+    if not isinstance(value, bool) and value != AUTO:
+        raise ValueError
+    return value
+
+
 # YAML reads 1e-3 as text: numbers are converted, not only checked.
 _TRAINING: dict[str, Callable[[Any], Any]] = {
     "epochs": float,
@@ -64,7 +71,7 @@ _TRAINING: dict[str, Callable[[Any], Any]] = {
     "weight_decay": float,
     "max_grad_norm": float,
     "label_smoothing": float,
-    "bf16": bool,
+    "bf16": _precision,
     "accumulation": int,
     "patience": int,
     "block_size": int,
@@ -158,13 +165,31 @@ _LANGUAGES = {
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` wins; mappings are merged, except `data` of another form, which replaces what was there."""
+    """`over` wins. Mappings are merged, except where they exclude each other: `data` of another form, and a pretrained instead of
+    a fresh `backbone` or the reverse, replace what was there. A pretrained backbone brings its tokenizer, so it removes the
+    `tokenizer` of `base` too."""
     merged = dict(base)
+    if _is_pretrained(over.get("backbone")) and not _is_pretrained(base.get("backbone")):
+        merged.pop("tokenizer", None)
     for key, value in over.items():
-        mappings = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        replaces = mappings and key == "data" and _is_other_form(merged[key], value)
-        merged[key] = merge(merged[key], value) if mappings and not replaces else copy.deepcopy(value)
+        old = merged.get(key)
+        if isinstance(value, dict) and isinstance(old, dict) and not _replaces(key, old, value):
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = copy.deepcopy(value)
     return merged
+
+
+def _replaces(section: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    if section == "data":
+        return _is_other_form(old, new)
+    if section == "backbone":
+        return _is_pretrained(new) != _is_pretrained(old) and bool({"pretrained", "model_type"} & set(new))
+    return False
+
+
+def _is_pretrained(backbone: Any) -> bool:
+    return isinstance(backbone, dict) and "pretrained" in backbone
 
 
 def _is_other_form(old: dict[str, Any], new: dict[str, Any]) -> bool:
@@ -232,6 +257,8 @@ def check(recipe: dict[str, Any], path: Any) -> None:
     _check_data(recipe["data"], task, path)
     if task in ("language-modelling", "masked-lm"):
         recipe["training"].setdefault("block_size", 128)
+    if "bf16" in _LANGUAGES[task].sections["training"]:
+        recipe["training"].setdefault("bf16", AUTO)
     if "axis" in recipe:
         _check_axis(recipe["axis"], path)
     seeds = recipe["seeds"]
@@ -260,17 +287,16 @@ def check(recipe: dict[str, Any], path: Any) -> None:
         check_types(changed, where)
         _check_sections(changed, task, where)
         _check_training(row.get("training", {}), task, where)
-        if "tokenizer" in row and _LANGUAGES[task].counts_pieces:
+        merged = merge({key: recipe[key] for key in OF_A_ROW if key in recipe}, changed)
+        if merged.get("tokenizer") != recipe.get("tokenizer") and _LANGUAGES[task].counts_pieces:
             raise ValueError(
-                f"{where}: a perplexity is that of a piece: rows of other tokenizers cannot be compared in it"
+                f"{where}: perplexity is per token, so all rows of task {task!r} must use the same tokenizer"
             )
         check_start(name, recipe["rows"], where)
         check_teacher(row, task, where)
         check_heads(row, recipe["rows"], task, "start" in recipe, where)
-        backbone = merge(recipe.get("backbone", {}), row.get("backbone", {}))
-        check_pretrained(
-            backbone, where, **{key: each[key] for each in (recipe, row) for key in ("tokenizer",) if key in each}
-        )
+        backbone = merged.get("backbone", {})
+        check_pretrained(backbone, where, has_tokenizer="tokenizer" in merged)
         check_from_scratch(row, "start" in recipe or "start" in row or "pretrained" in backbone, where)
     if "start" in recipe:
         for section in ("backbone", "tokenizer"):

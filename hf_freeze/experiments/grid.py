@@ -19,8 +19,11 @@ from hf_freeze.experiments.on_ray import RayOptions, RayTasks
 from hf_freeze.experiments.processes import Processes
 from hf_freeze.experiments.recipe import expand
 from hf_freeze.io import write_whole
+from hf_freeze.model.make import check_exists
+from hf_freeze.training.precision import AUTO, uses_bf16
 
 COMMANDS = "command.txt"  # in the folder of a grid, a line each
+PRECISION = "precision.txt"  # in the folder of a grid: what `training.bf16: auto` means in all of its runs
 LATENCY = "latency.json"  # in the folder of a run: how long its model decodes, as benchmarks/run_latency.py leaves it
 
 
@@ -80,15 +83,21 @@ def run_grid(
         raise ValueError("under a launcher all processes work on one run at a time; leave --on ray out")
     if ray is not None and jobs > 1:
         raise ValueError(f"jobs={jobs}: Ray has as many runs at a time as it has room for; leave --jobs out")
-    if launched and os.environ.get("RANK") != "0":
+    if launched and not is_first_process():
         console = Console(quiet=True)
     console = console or Console()
     runs = expand(recipe)
     every = expand({key: value for key, value in recipe.items() if key != "only"})  # the order of a report
     _check_files(recipe["data"])
+    for name in {run["backbone"].get("pretrained") for run in runs if "backbone" in run} - {None}:
+        check_exists(name)
     for run in runs:
         _check_folder(run_folder(out, run), run)
         _check_other_grid(out, run)
+    if ray is None:  # else the nodes decide, not this machine
+        for run in runs:
+            if not (run_folder(out, run) / "metrics.json").exists():
+                precision_of(out, run, resume_anyway=resume_anyway)
     if launched:
         return _execute_launched(runs, every, out, console, command, resume_anyway)
     waiting = _claim_all(runs, out, command)
@@ -140,9 +149,13 @@ def _check_folder(folder: Path, run: dict[str, Any]) -> None:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is damaged ({error}); remove {folder}") from error
     wanted = json.loads(json.dumps(run))
+    noted = _noted_precision(folder.parent)
+    auto = uses_bf16(AUTO) if noted is None else noted == "bf16"
     for settings in (found, wanted):
         settings["data"].pop("root", None)
         settings.pop("axis", None)  # of the report only
+        if "bf16" in run["training"]:
+            _resolve_precision(settings, auto)
     if difference := _first_difference(found, wanted):
         raise ValueError(f"{folder} holds a run of other settings ({difference}); choose another --out, or remove it")
 
@@ -178,6 +191,42 @@ def _claim(folder: Path, run: dict[str, Any]) -> None:
         write_whole(folder / "run.json", json.dumps(run, indent=1, ensure_ascii=False) + "\n")
 
 
+def _resolve_precision(settings: dict[str, Any], auto: bool) -> None:
+    """Replace `auto` by what it means in this grid. A run.json of earlier releases may lack the setting: its default was true."""
+    for part in (settings, settings.get("start"), settings.get("teacher")):
+        if part is not None and "training" in part:
+            setting = part["training"].get("bf16", True)
+            part["training"]["bf16"] = auto if setting == AUTO else setting
+
+
+def _noted_precision(out: Path) -> str | None:
+    """What `auto` means in the grid in `out`; None where no run has used it yet."""
+    path = out / PRECISION
+    return path.read_text(encoding="utf-8").strip() or None if path.exists() else None
+
+
+def precision_of(out: Path, run: dict[str, Any], *, resume_anyway: bool = False) -> str:
+    """`"bf16"` or `"fp32"`, in which `run` of the grid in `out` is trained on this machine.
+
+    Raises ValueError where `auto` meant the other one in earlier runs of this grid, unless `resume_anyway`.
+    """
+    setting = run["training"].get("bf16", False)  # a task without the setting trains in fp32
+    name = "bf16" if uses_bf16(setting) else "fp32"
+    noted = _noted_precision(out) if setting == AUTO else None
+    if noted not in (None, name) and not resume_anyway:
+        raise ValueError(
+            f"the runs in {out} use {noted}, but this machine would use {name}, and rows must differ in their methods only: add "
+            f"--set training.bf16={str(noted == 'bf16').lower()}, choose another --out, or add --resume-anyway"
+        )
+    return name
+
+
+def note_precision(out: Path, run: dict[str, Any], name: str) -> None:
+    """Keep what `auto` means for the other runs of the grid in `out`, unless an earlier run did."""
+    if run["training"].get("bf16") == AUTO and _noted_precision(out) is None:
+        write_whole(out / PRECISION, name + "\n")
+
+
 def _first_difference(old: Any, new: Any, where: str = "") -> str | None:
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*old, *new]):
@@ -190,6 +239,11 @@ def _first_difference(old: Any, new: Any, where: str = "") -> str | None:
 def is_launched() -> bool:
     """Whether this is one of several processes that torchrun or accelerate started."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that writes files."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def leave_processes() -> None:

@@ -269,6 +269,7 @@ def _details(run: Run) -> dict[str, Any]:
         settings["data"].pop("root", None)  # where the data lies is nobody's business
     facts: dict[str, Any] = {name: f"{value:.4g}" for name, value in record["metrics"].items()}
     facts |= {f"{name} (s)": f"{value:.1f}" for name, value in record.get("seconds", {}).items()}
+    facts |= {"precision": run.precision} if run.precision else {}
     facts |= {name: record[name] for name in ("steps", "epochs_trained", "epochs_to_convergence") if name in record}
     if "peak_memory_bytes" in record:
         facts["peak memory (MB)"] = f"{record['peak_memory_bytes'] / 1e6:,.0f}"

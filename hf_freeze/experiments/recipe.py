@@ -112,7 +112,7 @@ def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
             row = rows[name]
             run = copy.deepcopy(shared) | {"row": name, "label": row["label"], "seed": seed}
             run["methods"] = [_seeded(method, seed) for method in row["methods"]]
-            run |= {key: merge(run[key], row[key]) for key in OF_A_ROW if key in row}
+            run = merge(run, {key: row[key] for key in OF_A_ROW if key in row})
             run |= {key: copy.deepcopy(row[key]) for key in ("targets", "heads", "head_scores") if key in row}
             if "start" in recipe:
                 run["start"] = {"grid": recipe["start"], "row": name, "seed": seed}

@@ -233,7 +233,9 @@ class Report:
 
     @property
     def environments(self) -> list[dict[str, Any]]:
-        found = [run.record["environment"] for run in self.runs if "environment" in run.record]
+        found = [
+            run.record["environment"] | {"precision": run.precision} for run in self.runs if "environment" in run.record
+        ]
         return list({json.dumps(environment, sort_keys=True): environment for environment in found}.values())
 
     def picture(self, name: str) -> str:

@@ -76,6 +76,14 @@ class Run:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else self.record.get("latency") or {}
 
     @property
+    def precision(self) -> str:
+        """`"bf16"` or `"fp32"`, in which it was trained; empty where it is not known."""
+        training = self.settings.get("training", {})
+        # Records of earlier releases do not say. Their default was bf16, except for images, which have no `max_tokens`.
+        guessed = "bf16" if training.get("bf16", "max_tokens" in training) is True else "fp32"
+        return self.record.get("precision") or (guessed if training else "")
+
+    @property
     def machine(self) -> str:
         """On which it was trained and tested; empty where it is not known."""
         found = self.record.get("environment")
@@ -207,6 +215,8 @@ def _without_seed(run: Run) -> dict[str, Any]:
     settings = {key: value for key, value in run.settings.items() if key not in ("name", "preset")}
     if isinstance(settings.get("data"), dict):
         settings["data"] = {key: value for key, value in settings["data"].items() if key != "root"}
+    if isinstance(settings.get("training"), dict):  # "auto" may stand for what another seed's run names
+        settings["training"] = settings["training"] | {"bf16": run.precision}
     return _unseeded(settings, run.record["seed"]) | {"label": run.record["label"]}
 
 

@@ -48,7 +48,7 @@ def check_heads(row: dict[str, Any], rows: dict[str, Any], task: str, elsewhere:
         raise ValueError(f"{path}: heads.by={heads['by']!r} is not in the head_scores of row {row['start']!r}")
 
 
-def check_pretrained(backbone: Any, path: Any, **others: Any) -> None:
+def check_pretrained(backbone: Any, path: Any, *, has_tokenizer: bool) -> None:
     """A backbone with weights has its own config and tokenizer."""
     if not isinstance(backbone, dict) or "pretrained" not in backbone:
         return
@@ -56,7 +56,7 @@ def check_pretrained(backbone: Any, path: Any, **others: Any) -> None:
         raise ValueError(
             f"{path}: backbone.pretrained={backbone['pretrained']!r} must be a folder or a name on the Hub"
         )
-    for field in [*(f"backbone.{name}" for name in backbone if name != "pretrained"), *others]:
+    for field in [*(f"backbone.{name}" for name in backbone if name != "pretrained"), *["tokenizer"] * has_tokenizer]:
         raise ValueError(f"{path} has both 'backbone.pretrained' and {field!r}: pretrained weights come with their own")
 
 

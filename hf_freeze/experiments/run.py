@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from torch import distributed
 from transformers import EarlyStoppingCallback, Seq2SeqTrainingArguments, TrainerCallback
 
@@ -22,11 +24,19 @@ from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.experiments import heads, translation
 from hf_freeze.experiments.environment import environment, peak_memory
 from hf_freeze.experiments.fields import method_of
-from hf_freeze.experiments.grid import start_folder, teacher_folder
+from hf_freeze.experiments.grid import (
+    is_first_process,
+    is_launched,
+    note_precision,
+    precision_of,
+    start_folder,
+    teacher_folder,
+)
 from hf_freeze.experiments.statistics import digest_of_test_set
 from hf_freeze.experiments.tasks import OwnTask, Report, Task, Trained, task_of
 from hf_freeze.io import write_whole
 from hf_freeze.training import VariantCallback, label_smoothed_loss, parameter_groups
+from hf_freeze.training.precision import AUTO, uses_bf16
 
 _ADAM: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-9}
 
@@ -64,7 +74,9 @@ def execute(
         raise ValueError(
             f"{folder} learns from {teacher}, which is not finished: run row {run['teacher']['row']} first"
         )
-    _check_origin(folder, checkpoint if not resume_anyway else None, start=start, teacher=teacher)
+    precision = _agreed_precision(folder.parent, run, resume_anyway)
+    run = run | {"training": run["training"] | {"bf16": precision == "bf16"}}
+    _check_origin(folder, checkpoint if not resume_anyway else None, precision, start=start, teacher=teacher)
     transformers.set_seed(run["seed"])
     task = task_of(run["task"])
     train = task.execute if isinstance(task, OwnTask) else functools.partial(_execute_text, task)
@@ -100,6 +112,7 @@ def execute(
         },
         "resumed": trained.resumed,
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "precision": precision,
         "peak_memory_bytes": peak_memory(),
         "environment": environment(),
         # What rows must have in common to be compared, so that a record says it without its folder.
@@ -107,7 +120,7 @@ def execute(
         "tokenizer": run.get("tokenizer") or run.get("backbone", {}).get("pretrained"),
         "test_set": digest_of_test_set(trained.outcome.items),
     } | ({"start": run["start"]["row"]} if "start" in run and "grid" not in run["start"] else {})
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_first_process():
         np.save(folder / "items.npy", trained.outcome.items)
         write_whole(folder / "log.jsonl", "".join(json.dumps(entry) + "\n" for entry in trained.log))
         # Written last: a run with metrics.json is a finished one.
@@ -236,7 +249,7 @@ def training_arguments(run: dict[str, Any], folder: Path, *, best: bool = True) 
         weight_decay=settings.get("weight_decay", 0.0),
         max_grad_norm=settings.get("max_grad_norm", 1.0),
         gradient_accumulation_steps=settings.get("accumulation", 1),
-        bf16=settings.get("bf16", True),
+        bf16=uses_bf16(settings.get("bf16", AUTO)),
         use_cpu=not torch.cuda.is_available(),
         eval_strategy=interval,
         save_strategy=interval,
@@ -281,10 +294,22 @@ def last_whole_checkpoint(folder: Path) -> str | None:
     return None
 
 
-def _check_origin(folder: Path, checkpoint: str | None, **origins: Path | None) -> None:
+def _agreed_precision(out: Path, run: dict[str, Any], resume_anyway: bool) -> str:
+    """As `precision_of`, and noted for the other runs of the grid; several processes take that of the first."""
+    precision: list[Any] = [None]
+    if is_first_process():
+        precision = [precision_of(out, run, resume_anyway=resume_anyway)]
+        note_precision(out, run, precision[0])
+    if is_launched():
+        PartialState(cpu=not torch.cuda.is_available())
+        broadcast_object_list(precision)
+    return precision[0]
+
+
+def _check_origin(folder: Path, checkpoint: str | None, precision: str, **origins: Path | None) -> None:
     """Raise ValueError where a resumed run would not end with the figures of an undisturbed one; else note who runs it."""
     path = folder / "environment.json"
-    now = environment() | {"processes": int(os.environ.get("WORLD_SIZE", "1"))}
+    now = environment() | {"processes": int(os.environ.get("WORLD_SIZE", "1")), "precision": precision}
     for name, origin in origins.items():
         if origin is not None:  # the weights: run again under other code, the same row has others
             files = (origin / "model").glob("*.safetensors")
@@ -296,7 +321,7 @@ def _check_origin(folder: Path, checkpoint: str | None, **origins: Path | None) 
                 f"{checkpoint} was made with {'; '.join(differs)}: going on would not give the figures of one undisturbed run. "
                 f"Run it as it was, remove {folder}, or add --resume-anyway"
             )
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_first_process():
         write_whole(path, json.dumps(now, indent=1) + "\n")
 
 

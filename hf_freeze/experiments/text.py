@@ -172,7 +172,7 @@ def signatures(report: "Report") -> list[str]:
 def machines(report: "Report") -> list[str]:
     return [
         f"Code {e['commit'] or 'version ' + e['hf_freeze']}, torch {e['torch']}, transformers {e['transformers']}; "
-        f"{e['device']}, {e['threads']} of {e['cores']} cores for each run."
+        f"{e['device']}, {e['threads']} of {e['cores']} cores for each run{'; ' * bool(e['precision'])}{e['precision']}."
         for e in report.environments
     ]
 

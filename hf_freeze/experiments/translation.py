@@ -12,6 +12,7 @@ from hf_freeze.experiments.tasks import Outcome, Task, read_splits, take
 from hf_freeze.io import write_whole
 from hf_freeze.metrics import load as load_metric
 from hf_freeze.training.decoding import teacher_translations, translate
+from hf_freeze.training.precision import AUTO, uses_bf16
 
 
 def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
@@ -45,7 +46,7 @@ def taught(split: datasets.Dataset, teacher: Path, run: dict[str, Any]) -> datas
         teacher / "model",
         list(split["source"]),
         teacher / "translations-train.jsonl",
-        bf16=run["training"].get("bf16", True),
+        bf16=uses_bf16(run["training"].get("bf16", AUTO)),
         **run["decoding"],
     )
     return split.remove_columns("target").add_column("target", translations)

@@ -3,10 +3,12 @@
 import copy
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import AutoConfig, PreTrainedModel
 
 from hf_freeze._version import __version__
@@ -36,7 +38,7 @@ def make_variant(
     matrices, tables U(±sqrt(3/d)), and a trained output bias where the native class has a constant one). `seed`: of the
     fresh weights.
 
-    Raises ValueError for an unsupported backbone, task, init or method setting.
+    Raises ValueError for an unsupported backbone, task, init or method setting, FileNotFoundError for a missing directory.
     """
     model = _made(backbone, methods, task, init, seed)
     for method in methods:
@@ -74,6 +76,7 @@ def _made(backbone: Any, methods: Sequence[Method], task: str | None, init: str,
         return _from_config(backbone, methods, task, init, seed)
     if init != "backbone":
         raise ValueError(f"init={init!r} draws fresh weights, but {backbone!r} names trained ones: pass a config")
+    check_exists(backbone)
     auto_class = AUTO_CLASSES[str(task)]
     return _from_model(auto_class.from_pretrained(backbone), methods)
 
@@ -162,10 +165,23 @@ def _load_matching(new: Any, old: Any, *, strict: bool) -> None:
     new.load_state_dict(state, strict=strict)
 
 
+def check_exists(name: str | os.PathLike[str]) -> None:
+    """Raise FileNotFoundError where `name` is no folder here and cannot be a Hub id either, such as `./missing` or `a/b/c`."""
+    if Path(name).exists():
+        return
+    try:
+        validate_repo_id(os.fspath(name))
+    except HFValidationError:
+        message = (
+            f"{name} does not exist: neither a folder here nor a Hub id such as 'bert-base-uncased' or 'user/model'"
+        )
+        raise FileNotFoundError(message) from None
+
+
 def empty_model(name: str | os.PathLike[str]) -> Any:
     """The model of a directory or Hub id on `meta`, of the class that it was saved from: its structure without its weights.
 
-    Raises ValueError for an architecture that is not registered.
+    Raises ValueError for an architecture that is not registered, FileNotFoundError for a missing directory.
     """
     config, model_class = _saved_class(name)
     with torch.device("meta"):
@@ -174,7 +190,10 @@ def empty_model(name: str | os.PathLike[str]) -> Any:
 
 
 def load_model(name: str | os.PathLike[str]) -> Any:
-    """The model of a directory or Hub id, of the class that it was saved from. Raises ValueError where that is none of ours."""
+    """The model of a directory or Hub id, of the class that it was saved from.
+
+    Raises ValueError where that class is not supported, FileNotFoundError for a missing directory.
+    """
     config, model_class = _saved_class(name)
     if model_class.__name__ not in (config.architectures or ()):
         raise ValueError(
@@ -185,6 +204,7 @@ def load_model(name: str | os.PathLike[str]) -> Any:
 
 def _saved_class(name: str | os.PathLike[str]) -> tuple[Any, Any]:
     """The config of a saved model, and the class that wrote it; where that is unknown, that of the first task."""
+    check_exists(name)
     config = AutoConfig.from_pretrained(name)
     classes = _classes(config)
     named = [c for name, c in classes.items() if name in (config.architectures or ())]
