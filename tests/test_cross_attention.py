@@ -8,9 +8,9 @@ from transformers import AutoConfig, DynamicCache, EncoderDecoderCache
 from hf_freeze import count_parameters, make_variant, multiply_adds
 from hf_freeze.analysis import head_importance, select_heads
 from hf_freeze.architectures.base import base_name, canonical_parameters
+from hf_freeze.architectures.registry import architecture_of
+from hf_freeze.architectures.tasks import TASKS
 from hf_freeze.methods import Freeze, HeadMask, HeadPruning, LayerSelection, LayerSharing, LowRank, Theseus
-from hf_freeze.registry import architecture_of
-from hf_freeze.variant import TASKS
 
 WITH_CROSS = {
     "gpt2": ("causal-lm", {"add_cross_attention": True}),

@@ -7,6 +7,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel
 
 from hf_freeze import make_variant
+from hf_freeze.architectures.registry import ARCHITECTURES, architecture_of
+from hf_freeze.architectures.tasks import TASKS
 from hf_freeze.methods import (
     FFNPruning,
     Freeze,
@@ -18,8 +20,6 @@ from hf_freeze.methods import (
     LowRank,
     Theseus,
 )
-from hf_freeze.registry import ARCHITECTURES, architecture_of
-from hf_freeze.variant import TASKS
 
 GPT2 = architecture_of("gpt2")
 BATCH = GPT2.tiny_inputs("feature-extraction")
