@@ -19,6 +19,7 @@ from torch.nn import functional
 from hf_freeze.architectures.base import Architecture, Stack
 from hf_freeze.methods._linear import LinearMethod
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.parts import Objective, Schedule, parts_of
 from hf_freeze.methods.registry import METHODS, method_from_dict, method_to_dict
 
 ARCHITECTURE = Architecture(
@@ -83,7 +84,7 @@ class Perceptron(nn.Module):
             if not isinstance(method, LinearMethod):
                 choices = sorted(name for name, known in METHODS.items() if issubclass(known, LinearMethod))
                 raise ValueError(f"method {method.name!r} does not work on a perceptron; choose from {choices}")
-            method.validate(ARCHITECTURE, config)
+            method.check(ARCHITECTURE, config)
         last = config.depth - 1
         self.layers = nn.ModuleList(
             _Layer(config.sizes[i], config.sizes[i + 1], last=i == last) for i in range(config.depth)
@@ -110,17 +111,16 @@ class Perceptron(nn.Module):
 
     @property
     def scheduled(self) -> bool:
-        return any(method.scheduled for method in self.methods)
+        return any(True for _ in parts_of(self.methods, Schedule))
 
     def advance(self, step: int, total_steps: int) -> None:
         """Say before an optimiser step that `step` of `total_steps` are done."""
-        for method in self.methods:
-            if method.scheduled:
-                method.advance(self._hooked, ARCHITECTURE, step, total_steps)
+        for _, schedule in parts_of(self.methods, Schedule):
+            schedule.advance(self._hooked, ARCHITECTURE, step, total_steps)
 
     def auxiliary_loss(self) -> torch.Tensor | None:
         """What the methods add to the mean loss of a batch, or None."""
-        losses = [method.auxiliary_loss(self._hooked, ARCHITECTURE) for method in self.methods]
+        losses = [part.loss(self._hooked, ARCHITECTURE) for _, part in parts_of(self.methods, Objective)]
         found = [loss for loss in losses if loss is not None]
         return torch.stack(found).sum() if found else None
 

@@ -12,6 +12,7 @@ import numpy as np
 from hf_freeze.experiments.fields import method_of
 from hf_freeze.experiments.grid import LATENCY, run_folder
 from hf_freeze.io import write_whole
+from hf_freeze.methods.parts import Schedule, parts_of
 
 HEAD_SCORES = "head_scores.json"  # in the folder of a run: name of a score -> attention -> a number for each head
 
@@ -43,9 +44,9 @@ class Run:
             applied = [method_of(data) for data in self.settings.get("methods", [])]
         except ValueError:  # of another version
             return {}
-        for method in applied:
+        for _, schedule in parts_of(applied, Schedule):
             for step in sorted({round(steps * point / points) for point in range(points + 1)}) if steps else ():
-                for name, value in (method.scheduled_values(step, steps) if method.scheduled else {}).items():
+                for name, value in schedule.values(step, steps).items():
                     found.setdefault(name, []).append((step / steps, value))
         return found
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from hf_freeze.architectures.base import Architecture, Attention
-from hf_freeze.methods.registry import methods_before
 
 
 def check_blocks(architecture: Architecture, config: Any, what: str) -> None:
@@ -15,15 +14,6 @@ def check_blocks(architecture: Architecture, config: Any, what: str) -> None:
         raise ValueError(
             f"{what}: this {architecture.model_type} has cross-attentions beside; set add_cross_attention=False"
         )
-    for method in methods_before(config):
-        if method.finalizable:
-            raise ValueError(
-                f"{what} after {method.name!r}, which training ends with dropping or fixing parts of the old blocks; put {what} "
-                "first"
-            )
-    for stack in architecture.stacks.values():
-        if any(attention.size is not None for attention in stack.attentions.values()):
-            raise ValueError(f"{what}: an earlier method has put in other blocks; leave one of the two out")
 
 
 def with_blocks(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -10,10 +10,7 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, check_layers_type
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.factorized import EXECUTIONS
-from hf_freeze.methods.base import Method
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
+from hf_freeze.methods.base import Method, Model
 
 _MOST_MODES = 32  # a dimension has no more prime factors
 
@@ -37,7 +34,7 @@ class LinearMethod(Method):
         set_field(self, "components", sorted(set(self.components), key=self.choices.index))
         check_layers_type(self.layers)
 
-    def validate(self, architecture: Architecture, config: Any) -> None:
+    def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
         if not self.linear_names(architecture, config):
             raise ValueError(f"{type(self).__name__}(layers={self.layers!r}) names no layer: leave it out for all")
@@ -55,7 +52,7 @@ class LinearMethod(Method):
         Raises ValueError where the setting does not fit."""
         raise NotImplementedError
 
-    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def restructure(self, model: Model, architecture: Architecture) -> None:
         for name in self.linear_names(architecture, model.config):
             linear = surgery.dense_module(model, name, self.name)
             try:
@@ -64,7 +61,7 @@ class LinearMethod(Method):
                 raise ValueError(f"method {self.name!r}, {name!r}: {error}") from None
             surgery.replace(model, name, made)
 
-    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def merge(self, model: Model, architecture: Architecture) -> None:
         for name, module in self.modules(model, architecture):
             surgery.replace(model, name, surgery.dense_linear(module))
 
@@ -80,19 +77,19 @@ class FactorizedMethod(LinearMethod):
         if self.execution not in EXECUTIONS:
             raise ValueError(f"{type(self).__name__}(execution={self.execution!r}): choose from {list(EXECUTIONS)}")
 
-    def convert(self, old: Any, new: "VariantMixin") -> None:
+    def convert(self, old: Any, new: Model) -> None:
         for name, module in self.modules(new, new.architecture):
             module.fill(surgery.effective_weight(old.base_model.get_submodule(name)))
 
     @property
-    def names_layers(self) -> bool:
-        return super().names_layers or self.per_linear() is not None
+    def refers_to(self) -> frozenset[str]:
+        return super().refers_to if self.per_linear() is None else frozenset({"layers"})
 
     def per_linear(self) -> "Iterable[str] | None":
         """The linears that a setting names one by one; None where it is the same for all."""
         return None
 
-    def validate(self, architecture: Architecture, config: Any) -> None:
+    def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
         choices = surgery.linear_names(architecture, config, self.components, self.layers)
         for name in self.per_linear() or ():
@@ -100,7 +97,7 @@ class FactorizedMethod(LinearMethod):
                 raise ValueError(
                     f"{type(self).__name__}: no linear {name!r} in these components and layers; choose from {choices}"
                 )
-        super().validate(architecture, config)
+        super().check(architecture, config)
 
     def linear_names(self, architecture: Architecture, config: Any) -> list[str]:
         named = self.per_linear()

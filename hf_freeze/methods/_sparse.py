@@ -1,7 +1,7 @@
 """What the methods share whose training ends with a fixed mask."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -9,9 +9,7 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.sparse import SparseLinear
 from hf_freeze.methods._linear import LinearMethod
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
+from hf_freeze.methods.base import Model
 
 M = TypeVar("M", bound="SparseMethod")
 
@@ -20,6 +18,7 @@ M = TypeVar("M", bound="SparseMethod")
 class SparseMethod(LinearMethod):
     """`nonzeros`: weights left in each linear, by its name; None before `finalize()`, which fills it in."""
 
+    keeps_masks: ClassVar[bool] = True
     nonzeros: dict[str, int] | None = None
 
     def __post_init__(self) -> None:
@@ -31,8 +30,8 @@ class SparseMethod(LinearMethod):
                 "finalize() fills it in"
             )
 
-    def validate(self, architecture: Architecture, config: Any) -> None:
-        super().validate(architecture, config)
+    def check(self, architecture: Architecture, config: Any) -> None:
+        super().check(architecture, config)
         if self.nonzeros is not None:
             names = self.linear_names(architecture, config)
             if differ := sorted(set(names) ^ set(self.nonzeros)):
@@ -41,14 +40,14 @@ class SparseMethod(LinearMethod):
                 )
 
     @property
-    def names_layers(self) -> bool:
-        return True  # `nonzeros`, at the latest when it is finalized
+    def refers_to(self) -> frozenset[str]:
+        return frozenset({"layers"})  # `nonzeros` names linears, at the latest after `finalize`
 
     @property
     def finalizable(self) -> bool:
         return self.nonzeros is None
 
-    def prepare(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def prepare(self, model: Model, architecture: Architecture) -> None:
         if self.nonzeros is not None:
             raise ValueError(
                 f"{type(self).__name__}: which weights are left stands in the checkpoint that finalize() leads to, neither in "
@@ -62,7 +61,7 @@ class SparseMethod(LinearMethod):
     def make(self, linear: Any, name: str, model: Any) -> nn.Module:
         return self.unfinished(linear, name) if self.nonzeros is None else SparseLinear(linear, self.nonzeros[name])
 
-    def finalize(self: M, model: "VariantMixin", architecture: Architecture) -> M:
+    def finalize(self: M, model: Model, architecture: Architecture) -> M:
         nonzeros = {}
         for name, module in self.modules(model, architecture):
             sparse = module.sparse()

@@ -5,7 +5,7 @@ approximation for GPUs", https://arxiv.org/abs/1609.04309).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,11 +16,9 @@ from hf_freeze.layers.adaptive_embedding import AdaptiveEmbedding as AdaptiveTab
 from hf_freeze.layers.adaptive_embedding import AdaptiveSoftmax, BandedOutput, band_edges
 from hf_freeze.layers.factorized_embedding import nearest_factors
 from hf_freeze.methods._linear import check_positive, set_field
-from hf_freeze.methods.base import Method
+from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.parts import Part, ResizedTables
 from hf_freeze.methods.registry import register_method
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
 
 OUTPUTS = ("adaptive", "dense")
 
@@ -80,7 +78,7 @@ class AdaptiveEmbedding(Method):
         widest = hidden if self.width is None else self.width
         return [widest // self.factor**band for band in range(len(self.cutoffs) + 1)]
 
-    def validate(self, architecture: Architecture, config: Any) -> None:
+    def check(self, architecture: Architecture, config: Any) -> None:
         hidden = config.hidden_size
         if self.width is not None and self.width > hidden:
             raise ValueError(
@@ -103,7 +101,7 @@ class AdaptiveEmbedding(Method):
 
     # -- shapes ----------------------------------------------------------------------------------------------------------
 
-    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def restructure(self, model: Model, architecture: Architecture) -> None:
         widths = self.widths(model.config.hidden_size)
         for name in surgery.token_tables(model, architecture):
             table = surgery.native_table(model, name, self.name)
@@ -120,7 +118,7 @@ class AdaptiveEmbedding(Method):
             made = AdaptiveSoftmax(linear, self.cutoffs, widths, std, outside)
         surgery.replace_by_full_name(model, output, made)
 
-    def ties(self, model: "VariantMixin", architecture: Architecture) -> dict[str, str]:
+    def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
         """The factors of all bands go with the first table, which is the weight that the backbone ties."""
         found: dict[str, str] = {}
         tied: Any = model.all_tied_weights_keys
@@ -142,7 +140,7 @@ class AdaptiveEmbedding(Method):
     # -- values ----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def convert(self, old: Any, new: "VariantMixin") -> None:
+    def convert(self, old: Any, new: Model) -> None:
         for name, module in surgery.vocabulary_modules(new, new.architecture).items():
             dense = old.get_submodule(name).weight
             edges = band_edges(self.cutoffs, dense.shape[0])
@@ -155,15 +153,11 @@ class AdaptiveEmbedding(Method):
                 band.weight.copy_(table)
                 band.projection.copy_(projection)
 
-    def resized(self, model: Any, architecture: Architecture) -> None:
-        """Native models take the rows of the first band for all."""
-        tables = surgery.token_tables(model, architecture)
-        for name, field in architecture.token_tables.items():
-            if (table := tables.get(full_name(model, name))) is not None:
-                setattr(model.config, field, table.num_embeddings)
-        model.vocab_size = model.get_input_embeddings().num_embeddings
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (_ResizedTables(self),)
 
-    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def merge(self, model: Model, architecture: Architecture) -> None:
         output = surgery.output_name(model, architecture)
         if output is not None and self.output == "adaptive":
             raise ValueError(
@@ -173,3 +167,16 @@ class AdaptiveEmbedding(Method):
             surgery.replace_by_full_name(model, name, surgery.dense_table(table))
         if output is not None:
             surgery.replace_by_full_name(model, output, surgery.dense_linear(model.get_submodule(output)))
+
+
+class _ResizedTables(ResizedTables):
+    def __init__(self, method: AdaptiveEmbedding) -> None:
+        self.method = method
+
+    def follow_resize(self, model: Any, architecture: Architecture) -> None:
+        """Native models take the rows of the first band for all."""
+        tables = surgery.token_tables(model, architecture)
+        for name, field in architecture.token_tables.items():
+            if (table := tables.get(full_name(model, name))) is not None:
+                setattr(model.config, field, table.num_embeddings)
+        model.vocab_size = model.get_input_embeddings().num_embeddings

@@ -1,24 +1,43 @@
 """`Method`: what a technique is, and what it may do to a model."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from torch import nn
+
+from hf_freeze.architectures.base import Architecture
+from hf_freeze.methods.parts import P, Part
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
-
-    from hf_freeze.architectures.base import Architecture
-    from hf_freeze.model.build import VariantMixin
     from hf_freeze.seeded import SeededTensor
+
+
+class Model(Protocol):
+    """What methods use of a variant."""
+
+    config: Any
+    base_model_prefix: str
+    all_tied_weights_keys: dict[str, str]
+
+    @property
+    def architecture(self) -> Architecture: ...
+    @property
+    def base_model(self) -> Any: ...
+    def get_submodule(self, target: str) -> nn.Module: ...
+    def get_parameter(self, target: str) -> nn.Parameter: ...
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterable[tuple[str, nn.Parameter]]: ...
+    def get_output_embeddings(self) -> Any: ...
+    def get_teacher(self) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One technique: a validated, JSON-round-tripping config and what it does to a model.
+    """One technique: a validated config that round-trips through JSON, and what it does to a model.
 
     A subclass is a frozen, keyword-only dataclass that validates its fields in `__post_init__` (ValueError with the value,
-    the limit and the choices) and overrides those hooks that it needs. The facts below are read by the contract tests.
+    the limit and the choices) and overrides the hooks that it needs. Rarer abilities are `parts`. The facts below are read by
+    the model, by `order.py` and by the contract tests.
     """
 
     name: ClassVar[str]
@@ -26,160 +45,88 @@ class Method:
     shrinks: ClassVar[bool] = False  # stored bytes fall with the example, after `finalize()` where there is one
     exact: ClassVar[bool] = False  # the example leaves the forward unchanged
     stochastic: ClassVar[bool] = False  # the example's forward in training mode is random
-    from_scratch: ClassVar[bool] = False  # trained weights cannot be taken over: the backbone is a config
-    of_values: ClassVar[bool] = False  # its modules cannot draw values of their own: fresh ones too come by `convert`
-    architectures: ClassVar[frozenset[str] | None] = None  # supported model types; None is all
+    from_scratch: ClassVar[bool] = False  # it cannot take over trained weights: the backbone must be a config
+    architectures: ClassVar[frozenset[str] | None] = None  # supported model types; None means all
+
+    structural: ClassVar[bool] = True  # `restructure` or `convert` do something
+    converts_fresh: ClassVar[bool] = False  # its modules cannot draw values: fresh weights too come by `convert`
+    freezes: ClassVar[bool] = False  # `freeze` names parameters, of its `layers` where it has these
+    replaces_blocks: ClassVar[bool] = False  # puts blocks of another design in the place of all attentions or FFNs
+    repeatable: ClassVar[bool] = True  # may be applied to the same model twice
+    shares_layers: ClassVar[bool] = False  # several layers use one set of parameters
+    keeps_masks: ClassVar[bool] = False  # keeps a mask for each layer until `finalize`
+    renumbers: ClassVar[str | None] = None  # "layers" or "tokens": those that it keeps get new numbers
+    picks_from: ClassVar[str | None] = None  # the component of which it keeps some rows and columns
+
+    @property
+    def refers_to(self) -> frozenset[str]:
+        """What its setting refers to by number or name, "layers" or "tokens"; renumbering these would change its meaning."""
+        return frozenset() if getattr(self, "layers", None) is None else frozenset({"layers"})
+
+    @property
+    def selects(self) -> bool:
+        """Whether `convert` keeps weights by position, not by value, so that an optimiser's state can be carried over."""
+        return False
+
+    @property
+    def finalizable(self) -> bool:
+        """Whether training ends with `finalize`, which has not been called yet."""
+        return False
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Its schedule, objective, kept tokens ...; see `hf_freeze.methods.parts`."""
+        return ()
+
+    def part(self, kind: type[P]) -> P | None:
+        """Its part of this kind, or None."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @classmethod
     def supports(cls, model_type: str) -> bool:
         """Whether the method works on the architecture of this native model type."""
         return cls.architectures is None or model_type in cls.architectures
 
-    def validate(self, architecture: "Architecture", config: Any) -> None:
-        """Raise ValueError where the setting does not fit this backbone config, which `methods_before(config)` have changed.
-        Allocates nothing."""
+    # -- the hooks, in the order of their calls -----------------------------------------------------------------------------
 
-    def config_changes(self, architecture: "Architecture", config: Any) -> dict[str, Any]:
-        """The native config fields that it changes, such as the depth, with their new values. Called after `validate`; the
-        backbone is built with the values before, and `model.config` has the new ones after `restructure`."""
+    def check(self, architecture: Architecture, config: Any) -> None:
+        """Raise ValueError if the setting does not fit this backbone config, as earlier methods left it. Allocates nothing."""
+
+    def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
+        """The native config fields that it changes, such as the depth, with their new values. The backbone is built with the
+        old values; `model.config` has the new ones after `restructure`."""
         return {}
 
-    @property
-    def kept_tokens(self) -> "Sequence[int] | None":
-        """The token ids, of those that it finds, that it leaves, in the order of their new numbers; None: all, as they are.
+    def restructure(self, model: Model, architecture: Architecture) -> None:
+        """Change modules and shapes, from the config alone: runs at every construction and load, also on `meta`."""
 
-        Token ids in the configs of the model and of its generation are numbered anew accordingly.
-        """
-        return None
-
-    def keeping_tokens(self, kept: "Sequence[int]") -> "Method":
-        """The same with other `kept_tokens`, after `resize_token_embeddings`."""
-        raise NotImplementedError
-
-    @property
-    def names_layers(self) -> bool:
-        """Whether this setting holds numbers or names of layers, which would be others once layers are removed."""
-        return getattr(self, "layers", None) is not None
-
-    @property
-    def names_tokens(self) -> bool:
-        """Whether this setting holds token ids, which would be others once tokens are removed."""
-        return False
-
-    @property
-    def selects(self) -> bool:
-        """Whether `convert` keeps some of the values and leaves others out, by their places and not by what they are."""
-        return False
-
-    def restructure(self, model: "VariantMixin", architecture: "Architecture") -> None:
-        """Change modules and shapes, from the config alone: runs on `meta`, at every construction and load."""
-
-    def described(self, architecture: "Architecture", config: Any) -> "Architecture":
-        """What `architecture` is once `restructure` has put in other blocks."""
+    def describe(self, architecture: Architecture, config: Any) -> Architecture:
+        """The architecture after `restructure`, if it put in other blocks."""
         return architecture
 
-    def convert(self, old: "PreTrainedModel", new: "VariantMixin") -> None:
-        """Fill the modules that `restructure` made in `new` from the weights of `old`, which may be a native model.
+    def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
+        """Parameter -> the parameter whose values it shares, full names, beyond the native ties. Called after every
+        `restructure`. Raises ValueError if two cannot share."""
+        return {}
 
-        Called once, by `make_variant`; what has the same name and shape in both is copied already.
+    def convert(self, old: Any, new: Model) -> None:
+        """Fill the modules that `restructure` put into `new` from the weights of `old`, which may be a native model.
+
+        Called once, by `make_variant`, after everything of the same name and shape has been copied.
         """
 
-    def prepare(self, model: "VariantMixin", architecture: "Architecture") -> None:
+    def prepare(self, model: Model, architecture: Architecture) -> None:
         """Set what depends on the values of the new modules, converted or fresh. Called once, by `make_variant`."""
 
-    def ties(self, model: "VariantMixin", architecture: "Architecture") -> dict[str, str]:
-        """Parameter -> the parameter that it is one with, full names, beyond the native ties. Called after every `restructure`.
-
-        Raises ValueError where the two cannot be one.
-        """
-        return {}
-
-    def freeze(
-        self, model: "VariantMixin", architecture: "Architecture"
-    ) -> "Iterable[tuple[str, SeededTensor | None]]":
-        """(full parameter name, definition or None to keep its value) of all it freezes, after every `restructure`."""
+    def freeze(self, model: Model, architecture: Architecture) -> "Iterable[tuple[str, SeededTensor | None]]":
+        """(full parameter name, definition) of everything that it freezes. A definition regenerates the values, which are then
+        not stored; None keeps the present ones."""
         return ()
 
-    def frozen_at(self, progress: float | None) -> bool:
-        """Whether what `freeze` names is frozen when this share of training is done; None is before training.
-
-        What is frozen for a while only is not at None: an optimizer made before training must hold it. What a seed defines
-        is always frozen.
-        """
-        return True
-
-    @property
-    def scheduled(self) -> bool:
-        """Whether this setting depends on the progress of training, which a callback or `model.advance` must then tell."""
-        return False
-
-    def scheduled_values(self, step: int, total_steps: int) -> dict[str, float]:
-        """What it schedules, in words, with the value when `step` of `total_steps` are done: what reports draw."""
-        return {}
-
-    def advance(self, model: "VariantMixin", architecture: "Architecture", step: int, total_steps: int) -> None:
-        """Set what the step decides (a rate, a mask, a draw), and nothing else: training may resume at any step.
-
-        Called before every optimiser step where `scheduled`, after `frozen_at` was followed; so it must be cheap.
-        """
-
-    def rewind(self, model: "VariantMixin", architecture: "Architecture") -> None:
-        """Undo what `advance` has set for a step alone, such as a draw."""
-
-    @property
-    def skips(self) -> bool:
-        """Whether a step of training may leave without a gradient what is trainable."""
-        return False
-
-    def auxiliary_loss(
-        self, model: "VariantMixin", architecture: "Architecture", step: "Step | None" = None
-    ) -> "torch.Tensor | None":
-        """A scalar that training adds to the mean loss of a label; it counts once in an optimiser step. `step`: the forward that
-        it is for; None outside of one."""
-        return None
-
-    @property
-    def label_weight(self) -> float:
-        """What training multiplies the loss of the labels by."""
-        return 1.0
-
-    def watched(self, model: "VariantMixin", architecture: "Architecture") -> Iterable[str]:
-        """Names below the base model of the modules whose outputs `auxiliary_loss` finds in its step."""
-        return ()
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether training needs `model.set_teacher`."""
-        return False
-
-    def check_teacher(self, model: "VariantMixin", architecture: "Architecture", teacher: "PreTrainedModel") -> None:
-        """Raise ValueError where it is none for this model."""
-
-    @property
-    def finalizable(self) -> bool:
-        """Whether training ends with `finalize`, and has not yet."""
-        return False
-
-    def finalize(self, model: "VariantMixin", architecture: "Architecture") -> "Method":
-        """End training, in place, whatever its progress: drop what only training needs. Returns the method that the config
-        names from then on, not `finalizable`."""
+    def finalize(self, model: Model, architecture: Architecture) -> "Method":
+        """End training, in place, at any step: drop what only training needs. Returns the method, no longer `finalizable`,
+        that the config names from then on."""
         raise NotImplementedError
 
-    def resized(self, model: "VariantMixin", architecture: "Architecture") -> None:
-        """Bring into line what `resize_token_embeddings` of the backbone, which has just resized, knows nothing of."""
-
-    def is_seeded(self, component: str) -> bool:
-        """Whether it has a seed regenerate weights of this component, which are then not stored."""
-        return False
-
-    def merge(self, model: "VariantMixin", architecture: "Architecture") -> None:
-        """Undo `restructure` in place, densely. Raises ValueError that names the method where the maths forbids it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """A forward in training: its `inputs` by name, its `outputs`, and what the modules returned that methods watch."""
-
-    inputs: dict[str, Any]
-    outputs: Any
-    seen: "dict[str, torch.Tensor]" = field(default_factory=dict)
+    def merge(self, model: Model, architecture: Architecture) -> None:
+        """Undo `restructure` in place, densely. Raises ValueError that names the method if the maths forbids it."""

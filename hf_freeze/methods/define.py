@@ -4,7 +4,7 @@ Token Embeddings for Neural Sequence Modeling", https://arxiv.org/abs/1911.12385
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,11 +14,8 @@ from hf_freeze.architectures.base import Architecture, base_name
 from hf_freeze.layers.define import DeFINEEmbedding, group_counts, output_widths
 from hf_freeze.layers.factorized_embedding import LowRankOutput, nearest_factors
 from hf_freeze.methods._linear import check_positive, check_share
-from hf_freeze.methods.base import Method
+from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.registry import register_method
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
 
 _DEEPEST = 64
 _WIDEST = 16  # times the hidden size
@@ -74,7 +71,7 @@ class DeFINE(Method):
     def _counts(self) -> list[int]:
         return group_counts(self.depth, self.groups)
 
-    def validate(self, architecture: Architecture, config: Any) -> None:
+    def check(self, architecture: Architecture, config: Any) -> None:
         hidden = config.hidden_size
         for name, limit, what in (("map_dim", hidden, ""), ("width", _WIDEST * hidden, f"{_WIDEST} times ")):
             if getattr(self, name) > limit:
@@ -83,7 +80,7 @@ class DeFINE(Method):
                     f"{architecture.model_type}"
                 )
 
-    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def restructure(self, model: Model, architecture: Architecture) -> None:
         tied = model.all_tied_weights_keys
         widths, made = output_widths(self.map_dim, self.width, self._counts), {}
         for name in surgery.token_tables(model, architecture):
@@ -99,7 +96,7 @@ class DeFINE(Method):
             linear = surgery.native_module(model, output, nn.Linear, self.name)
             surgery.replace_by_full_name(model, output, LowRankOutput(linear, self.map_dim, surgery.drawn_std(linear)))
 
-    def ties(self, model: "VariantMixin", architecture: Architecture) -> dict[str, str]:
+    def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
         """All parameters of a unit whose table is tied to another's."""
         tied, found = model.all_tied_weights_keys, {}
         for name, unit in surgery.token_tables(model, architecture).items():
@@ -109,7 +106,7 @@ class DeFINE(Method):
         return found
 
     @torch.no_grad()
-    def convert(self, old: Any, new: "VariantMixin") -> None:
+    def convert(self, old: Any, new: Model) -> None:
         tied, projections = new.all_tied_weights_keys, {}
         for name, unit in surgery.token_tables(new, new.architecture).items():
             if f"{name}.weight" not in tied:
@@ -122,7 +119,7 @@ class DeFINE(Method):
             matrix: Any = new.get_submodule(output)
             matrix.projection.copy_(projections[tied[f"{output}.weight"]])
 
-    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def merge(self, model: Model, architecture: Architecture) -> None:
         for name, unit in surgery.token_tables(model, architecture).items():
             surgery.replace_by_full_name(model, name, surgery.dense_table(unit))
         output = surgery.output_name(model, architecture)

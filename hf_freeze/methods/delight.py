@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -13,11 +13,8 @@ from hf_freeze.layers.dextra import SPECS, STEP, DExTraAttention, DExTraEmbeddin
 from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.methods._blocks import check_blocks, with_blocks
 from hf_freeze.methods._linear import check_positive, check_share
-from hf_freeze.methods.base import Method
+from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.registry import register_method
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
 
 _DEEPEST = 64
 _WIDEST = 16  # times the hidden size
@@ -54,6 +51,7 @@ class DeLighT(Method):
     n_max, widths that the groups do not divide, and where another method has changed an attention, FFN or table before.
     """
 
+    replaces_blocks: ClassVar[bool] = True
     n_min: int = 4
     n_max: int = 8
     m_w: float = 2.0
@@ -88,7 +86,7 @@ class DeLighT(Method):
         steps, deeper, wider = max(self.n_max - 1, 1), self.n_max - self.n_min, self.n_max / self.n_min - 1
         return [(self.n_min + deeper * block // steps, self.m_w + wider * block / steps) for block in range(self.n_max)]
 
-    def validate(self, architecture: Architecture, config: Any) -> None:
+    def check(self, architecture: Architecture, config: Any) -> None:
         check_blocks(architecture, config, "DeLighT")
         hidden = config.hidden_size
         if self.width not in (None, hidden):
@@ -146,7 +144,7 @@ class DeLighT(Method):
                         f"{sizes.outputs}: the groups must divide them; choose another hidden size, map_dim or groups"
                     )
 
-    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def restructure(self, model: Model, architecture: Architecture) -> None:
         hidden = model.config.hidden_size
         for name, attention in architecture.attentions(model.config).items():
             if not name.endswith(".self"):
@@ -164,7 +162,7 @@ class DeLighT(Method):
         if self.map_dim is not None:
             self._restructure_tables(model, architecture, hidden)
 
-    def _restructure_tables(self, model: "VariantMixin", architecture: Architecture, hidden: int) -> None:
+    def _restructure_tables(self, model: Model, architecture: Architecture, hidden: int) -> None:
         scale = hidden**0.5 if getattr(model.config, "scale_embedding", False) else 1.0
         sizes = self._plan(self.map_dim or 0, hidden, hidden, self.n_min, self.m_w)
         for name in surgery.token_tables(model, architecture):
@@ -176,7 +174,7 @@ class DeLighT(Method):
             made = LowRankOutput(linear, self.map_dim or 0, surgery.drawn_std(linear))
             surgery.replace_by_full_name(model, output, made)
 
-    def ties(self, model: "VariantMixin", architecture: Architecture) -> dict[str, str]:
+    def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
         """The unit of a table that only others are tied to is that of the first of these."""
         if self.map_dim is None:
             return {}
@@ -190,7 +188,7 @@ class DeLighT(Method):
                 found |= {f"{name}.{other}": f"{source.removesuffix('weight')}{other}" for other in others}
         return found
 
-    def described(self, architecture: Architecture, config: Any) -> Architecture:
+    def describe(self, architecture: Architecture, config: Any) -> Architecture:
         sizes: dict[str, Any] = {"heads": 1, "size": config.hidden_size // 2}
 
         def attention(kind: str, former: Attention) -> Attention:
@@ -201,5 +199,5 @@ class DeLighT(Method):
         norms = (*architecture.norms, "*.dextra.layers.*.norm.*")
         return with_blocks(architecture, attention, norms=norms)
 
-    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def merge(self, model: Model, architecture: Architecture) -> None:
         raise ValueError("delight: no native model has DExTra units; it cannot be merged")

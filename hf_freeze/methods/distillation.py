@@ -7,7 +7,7 @@ Shapes: B batch, T tokens, N labels that count, D hidden size, V classes or voca
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
@@ -17,11 +17,9 @@ from hf_freeze.architectures.registry import VARIANT_PREFIX
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers.watching import outputs_of
 from hf_freeze.methods._linear import check_share
-from hf_freeze.methods.base import Method, Step
+from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.parts import Objective, Part, Step
 from hf_freeze.methods.registry import register_method
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
 
 _HIDDEN = ("none", "skip", "last")
 _ONE_CLASS = "single_label_classification"  # transformers' problem_type
@@ -46,6 +44,7 @@ class Distillation(Method):
     layers, another hidden size or architecture; and in training without a teacher.
     """
 
+    structural: ClassVar[bool] = False
     teacher: Any = field(default=None, compare=False, repr=False, metadata={"runtime": True})
     temperature: float = 2.0
     alpha: float = 0.5
@@ -64,21 +63,30 @@ class Distillation(Method):
             raise ValueError("Distillation(alpha=0, hidden='none') learns nothing from the teacher; give one of them")
 
     @property
-    def label_weight(self) -> float:
-        return 1 - self.alpha
+    def parts(self) -> tuple[Part, ...]:
+        return (_Imitation(self),)
 
-    @property
-    def needs_teacher(self) -> bool:
-        return True
 
-    def check_teacher(self, model: "VariantMixin", architecture: Architecture, teacher: Any) -> None:
+class _Imitation(Objective):
+    """The terms by which the student learns from the teacher."""
+
+    needs_teacher = True
+
+    def __init__(self, method: Distillation) -> None:
+        self.method, self.label_weight = method, 1 - method.alpha
+
+    def check_teacher(self, model: Model, architecture: Architecture, teacher: Any) -> None:
         own, tasks = tasks_of(model), tasks_of(teacher)
         if own and tasks and not own & tasks:
             raise ValueError(
                 f"Distillation: the teacher, a {type(teacher).__name__}, is for {sorted(tasks)}, the student for {sorted(own)}"
             )
         kind = getattr(model.config, "problem_type", None) or _ONE_CLASS
-        if own == {"sequence-classification"} and (model.config.num_labels == 1 or kind != _ONE_CLASS) and self.alpha:
+        if (
+            own == {"sequence-classification"}
+            and (model.config.num_labels == 1 or kind != _ONE_CLASS)
+            and self.method.alpha
+        ):
             raise ValueError(
                 f"Distillation: num_labels={model.config.num_labels}, problem_type={kind!r}: of a classifier's outputs "
                 "only one class of several can be learnt; give alpha=0 and hidden='skip' or 'last'"
@@ -89,15 +97,15 @@ class Distillation(Method):
                 raise ValueError(
                     f"Distillation: the teacher has {name}={other}, the student {one}: outputs must mean the same in both"
                 )
-        compared = f"hidden={self.hidden!r}" if self.hidden != "none" else "a model without a head"
-        if (self.hidden != "none" or own == {"feature-extraction"}) and (
+        compared = f"hidden={self.method.hidden!r}" if self.method.hidden != "none" else "a model without a head"
+        if (self.method.hidden != "none" or own == {"feature-extraction"}) and (
             teacher.config.hidden_size != model.config.hidden_size
         ):
             raise ValueError(
                 f"Distillation, {compared}: the teacher's hidden size is {teacher.config.hidden_size}, the student's "
                 f"{model.config.hidden_size}; only outputs can be learnt from another size"
             )
-        if self.hidden == "none":
+        if self.method.hidden == "none":
             return
         if teacher.config.model_type.removeprefix(VARIANT_PREFIX) != architecture.model_type:
             raise ValueError(
@@ -120,20 +128,18 @@ class Distillation(Method):
             stack: [
                 tuple(map(architecture.stacks[stack].layers.format, (j - 1, taught - 1)))
                 for j in range(1, depth)
-                for taught in [j * above[stack] // depth if self.hidden == "skip" else above[stack] - depth + j]
+                for taught in [j * above[stack] // depth if self.method.hidden == "skip" else above[stack] - depth + j]
             ]
             for stack, depth in depths.items()
         }
 
-    def watched(self, model: "VariantMixin", architecture: Architecture) -> Iterable[str]:
-        if self.hidden == "none":
+    def watched(self, model: Model, architecture: Architecture) -> Iterable[str]:
+        if self.method.hidden == "none":
             return []
         depths = architecture.depths(model.config)
         return [layer for pairs in self._taught(architecture, depths, depths).values() for layer, _ in pairs]
 
-    def auxiliary_loss(
-        self, model: "VariantMixin", architecture: Architecture, step: Step | None = None
-    ) -> torch.Tensor | None:
+    def loss(self, model: Model, architecture: Architecture, step: Step | None = None) -> torch.Tensor | None:
         if step is None:
             return None
         teacher = model.get_teacher()
@@ -152,34 +158,34 @@ class Distillation(Method):
                 student: Any = model
                 inputs["decoder_input_ids"] = student.prepare_decoder_input_ids_from_labels(labels)
         taught: dict[str, list[Any]] = {}
-        if self.hidden != "none":
+        if self.method.hidden != "none":
             taught = self._taught(architecture, architecture.depths(model.config), architecture.depths(teacher.config))
         layers = [name for pairs in taught.values() for _, name in pairs]
         with torch.no_grad(), outputs_of(teacher.base_model, layers) as seen:
             wanted = teacher(**inputs, return_dict=True)
         found = [name for name in step.outputs if name.endswith("logits") and step.outputs[name] is not None]
         counts = _counted(model, step.outputs[found[0]], labels, inputs) if found else None
-        terms = [self.alpha * self._of_outputs(step.outputs[name], wanted[name], counts) for name in found]
+        terms = [self.method.alpha * self._of_outputs(step.outputs[name], wanted[name], counts) for name in found]
         if not found:  # a model without a head: its output are the last hidden states
             states = step.outputs[0]
             tokens = _tokens(list(architecture.stacks)[-1], None, inputs, states)
-            terms.append(self.alpha * _distance(states, wanted[0], tokens))
+            terms.append(self.method.alpha * _distance(states, wanted[0], tokens))
         for stack, pairs in taught.items():
             for own, name in pairs:
                 if own not in step.seen or name not in seen:  # left out in this step, by a native LayerDrop
                     continue
                 first = counts is None and stack == "encoder" and found
                 tokens = None if first else _tokens(stack, counts, inputs, step.seen[own])
-                terms.append(self.beta * _distance(step.seen[own], seen[name], tokens))
+                terms.append(self.method.beta * _distance(step.seen[own], seen[name], tokens))
         return torch.stack(terms).sum()
 
     def _of_outputs(self, logits: torch.Tensor, wanted: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
         """(B, V) or (B, T, V), both -> scalar: a mean over the examples, or over the positions (B, T) that count."""
         if counts is not None:
             logits, wanted = logits[counts], wanted[counts]
-        student, teacher = ((x.float() / self.temperature).log_softmax(-1) for x in (logits, wanted))
+        student, teacher = ((x.float() / self.method.temperature).log_softmax(-1) for x in (logits, wanted))
         divergence = functional.kl_div(student, teacher, reduction="sum", log_target=True)
-        return self.temperature**2 * divergence / max(len(logits), 1)
+        return self.method.temperature**2 * divergence / max(len(logits), 1)
 
 
 def tasks_of(model: Any) -> set[str]:

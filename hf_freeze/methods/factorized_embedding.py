@@ -3,7 +3,7 @@ Language Representations", https://arxiv.org/abs/1909.11942).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,11 +18,9 @@ from hf_freeze.layers.factorized_embedding import (
     nearest_factors,
 )
 from hf_freeze.methods._linear import check_positive
-from hf_freeze.methods.base import Method
+from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.parts import Part, ResizedTables
 from hf_freeze.methods.registry import register_method
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
 
 
 @register_method("factorized_embedding", example={"rank": 4}, shrinks=True)
@@ -53,7 +51,7 @@ class FactorizedEmbedding(Method):
         if not isinstance(self.share, bool):
             raise ValueError(f"FactorizedEmbedding(share={self.share!r}): must be True or False")
 
-    def validate(self, architecture: Architecture, config: Any) -> None:
+    def check(self, architecture: Architecture, config: Any) -> None:
         least = 1 if architecture.normed_embeddings is None else 2
         if not least <= self.rank <= config.hidden_size:
             raise ValueError(
@@ -67,7 +65,7 @@ class FactorizedEmbedding(Method):
 
     # -- shapes ----------------------------------------------------------------------------------------------------------
 
-    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def restructure(self, model: Model, architecture: Architecture) -> None:
         if architecture.normed_embeddings is not None:
             self._restructure_normed(model, architecture, architecture.normed_embeddings)
             return
@@ -79,14 +77,14 @@ class FactorizedEmbedding(Method):
             std = None if f"{output}.weight" in model.all_tied_weights_keys else surgery.drawn_std(linear)
             surgery.replace_by_full_name(model, output, LowRankOutput(linear, self.rank, std))
 
-    def ties(self, model: "VariantMixin", architecture: Architecture) -> dict[str, str]:
+    def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
         if architecture.normed_embeddings is not None:
             return {}
         names = surgery.vocabulary_modules(model, architecture)
         ties = {target: source for name in names for target, source in _tie_projection(model, name).items()}
         return ties | (self._share(model, architecture, ties) if self.share else {})
 
-    def _share(self, model: "VariantMixin", architecture: Architecture, ties: dict[str, str]) -> dict[str, str]:
+    def _share(self, model: Model, architecture: Architecture, ties: dict[str, str]) -> dict[str, str]:
         """The ties that make one of the tables that `ties` leaves apart. Raises ValueError where it leaves one."""
         tables = _apart(surgery.token_tables(model, architecture), ties)
         if len(tables) < 2:
@@ -102,7 +100,7 @@ class FactorizedEmbedding(Method):
         first, *others = tables
         return {f"{name}.weight": f"{first}.weight" for name in others}
 
-    def _restructure_normed(self, model: "VariantMixin", architecture: Architecture, normed: NormedEmbeddings) -> None:
+    def _restructure_normed(self, model: Model, architecture: Architecture, normed: NormedEmbeddings) -> None:
         hidden = model.config.hidden_size
         last = surgery.native_module(model, full_name(model, normed.last), nn.Dropout, self.name)
         for name in (*architecture.token_tables, *normed.others):
@@ -127,7 +125,7 @@ class FactorizedEmbedding(Method):
     # -- values ----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def convert(self, old: Any, new: "VariantMixin") -> None:
+    def convert(self, old: Any, new: Model) -> None:
         architecture = new.architecture
         if architecture.normed_embeddings is not None:
             self._convert_normed(old, new, architecture.normed_embeddings)
@@ -161,11 +159,11 @@ class FactorizedEmbedding(Method):
             _fill_norm(new.get_submodule(normed.output_norm), 1 / scale)
             new.get_submodule(output).weight.copy_(scale * old.get_submodule(output).weight.double() @ axes)
 
-    def resized(self, model: Any, architecture: Architecture) -> None:
-        if self.share:  # what holds the target's vocabulary, its bias and its size, is to follow the table
-            model.resize_decoder_token_embeddings(model.get_input_embeddings().weight.shape[0])
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (_ResizedTables(self),)
 
-    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def merge(self, model: Model, architecture: Architecture) -> None:
         if architecture.normed_embeddings is not None:
             raise ValueError(
                 f"method {self.name!r} cannot be merged on {architecture.model_type}: its norm over rank={self.rank} numbers is "
@@ -175,6 +173,15 @@ class FactorizedEmbedding(Method):
             surgery.replace_by_full_name(model, name, surgery.dense_table(table))
         if (output := surgery.output_name(model, architecture)) is not None:
             surgery.replace_by_full_name(model, output, surgery.dense_linear(model.get_submodule(output)))
+
+
+class _ResizedTables(ResizedTables):
+    def __init__(self, method: FactorizedEmbedding) -> None:
+        self.method = method
+
+    def follow_resize(self, model: Any, architecture: Architecture) -> None:
+        if self.method.share:  # what holds the target's vocabulary, its bias and its size, is to follow the table
+            model.resize_decoder_token_embeddings(model.get_input_embeddings().weight.shape[0])
 
 
 def _tie_projection(model: Any, name: str) -> dict[str, str]:

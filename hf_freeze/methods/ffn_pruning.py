@@ -3,17 +3,14 @@ Molchanov et al., 2017, https://arxiv.org/abs/1611.06440).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type, in_layers
 from hf_freeze.layers.derived import features
 from hf_freeze.methods._linear import check_positive
-from hf_freeze.methods.base import Method
-from hf_freeze.methods.registry import methods_before, register_method
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
+from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.registry import register_method
 
 
 @register_method("ffn_pruning", example={"width": 13}, shrinks=True)
@@ -29,6 +26,7 @@ class FFNPruning(Method):
     one that an earlier Freeze has made random: its weights are not stored.
     """
 
+    picks_from: ClassVar[str | None] = "ffn"
     width: int | None = None
     keep: dict[str, list[int]] | None = None
     layers: dict[str, list[int]] | None = None
@@ -51,7 +49,7 @@ class FFNPruning(Method):
                     f"FFNPruning(keep={{{block!r}: {neurons!r}}}): must be a list of different neurons, in ascending order"
                 )
 
-    def validate(self, architecture: Architecture, config: Any) -> None:
+    def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
         blocks = architecture.ffns(config)
         for block in self.keep or ():
@@ -61,16 +59,10 @@ class FFNPruning(Method):
                 )
         if not self._blocks(architecture, config):
             raise ValueError(f"FFNPruning(layers={self.layers!r}) names no layer: leave it out for all")
-        for method in methods_before(config):
-            if method.is_seeded("ffn"):
-                raise ValueError(
-                    f"FFNPruning after {method.name!r} with a random FFN: what a seed regenerates is not stored, so its neurons "
-                    "cannot be picked; put FFNPruning first, or merge() before"
-                )
 
     @property
-    def names_layers(self) -> bool:
-        return super().names_layers or self.keep is not None
+    def refers_to(self) -> frozenset[str]:
+        return super().refers_to if self.keep is None else frozenset({"layers"})
 
     def _blocks(self, architecture: Architecture, config: Any) -> dict[str, list[str]]:
         """FFN -> its linears, of those that it changes."""
@@ -88,7 +80,7 @@ class FFNPruning(Method):
     def selects(self) -> bool:
         return self.keep is not None
 
-    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def restructure(self, model: Model, architecture: Architecture) -> None:
         for block, linears in self._blocks(architecture, model.config).items():
             modules = [surgery.dense_module(model, name, self.name) for name in linears]
             width, neurons = features(modules[0])[1], (self.keep or {}).get(block, [])
@@ -98,7 +90,7 @@ class FFNPruning(Method):
                 raise ValueError(f"FFNPruning: neuron {neurons[-1]} of {block!r}: must be in 0..{width - 1}")
             self._select(model, linears, model, self.width or len(neurons))
 
-    def convert(self, old: Any, new: "VariantMixin") -> None:
+    def convert(self, old: Any, new: Model) -> None:
         for block, linears in self._blocks(new.architecture, new.config).items():
             kept = self._largest(old, linears) if self.keep is None else self.keep[block]
             self._select(new, linears, old, kept)
@@ -107,7 +99,7 @@ class FFNPruning(Method):
         score = surgery.neuron_magnitudes(model, linears)
         return score.argsort(descending=True, stable=True)[: self.width].sort().values.tolist()
 
-    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def merge(self, model: Model, architecture: Architecture) -> None:
         widths: dict[str, set[int]] = {}  # config field -> the widths of the FFNs that it is for
         for block, linears in architecture.ffns(model.config).items():
             field = architecture.stacks[block.split(".")[0]].width

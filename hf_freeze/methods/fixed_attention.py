@@ -1,18 +1,15 @@
 """Self-attention by fixed patterns of positions (Raganato et al., 2020, https://arxiv.org/abs/2002.10260)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers.fixed_heads import EMPTY_ROWS, PATTERNS, UNITS, Words
 from hf_freeze.methods._heads import chosen_attentions
-from hf_freeze.methods.base import Method
-from hf_freeze.methods.registry import methods_before, register_method
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
+from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.registry import register_method
 
 
 @register_method("fixed_attention", example={"patterns": [5]}, shrinks=True)
@@ -33,6 +30,7 @@ class FixedAttention(Method):
     has made random. `merge()` refuses: no native model has such heads.
     """
 
+    picks_from: ClassVar[str | None] = "attention"
     patterns: int | list[int] = 7
     unit: str = "token"
     continuations: list[int] | None = None
@@ -63,8 +61,8 @@ class FixedAttention(Method):
             raise ValueError(f"FixedAttention(empty_rows={self.empty_rows!r}): choose from {list(EMPTY_ROWS)}")
 
     @property
-    def names_tokens(self) -> bool:
-        return bool(self.continuations)
+    def refers_to(self) -> frozenset[str]:
+        return super().refers_to | ({"tokens"} if bool(self.continuations) else set())
 
     @classmethod
     def supports(cls, model_type: str) -> bool:
@@ -79,7 +77,7 @@ class FixedAttention(Method):
         found = chosen_attentions(None, self.layers, architecture, config)
         return {name: attention for name, attention in found.items() if attention.bidirectional}
 
-    def validate(self, architecture: Architecture, config: Any) -> None:
+    def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
         possible = [name for name, stack in architecture.stacks.items() if _is_bidirectional(stack)]
         for stack in self.layers or ():
@@ -93,14 +91,8 @@ class FixedAttention(Method):
             )
         if not self._attentions(architecture, config):
             raise ValueError(f"FixedAttention(layers={self.layers!r}) names no layer: leave it out for all")
-        for method in methods_before(config):
-            if method.is_seeded("attention"):
-                raise ValueError(
-                    f"FixedAttention after {method.name!r} with a random attention: what a seed regenerates is not stored, so "
-                    "its heads cannot be picked; put FixedAttention first, or merge() before"
-                )
 
-    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def restructure(self, model: Model, architecture: Architecture) -> None:
         words = None if self.continuations is None else Words(self.continuations)
         for stack in architecture.stacks.values():
             if words is not None and _is_bidirectional(stack):
@@ -114,14 +106,14 @@ class FixedAttention(Method):
                 )
             surgery.fix_heads(model, attention, self._numbers, self.empty_rows, words, heads)
 
-    def convert(self, old: Any, new: "VariantMixin") -> None:
+    def convert(self, old: Any, new: Model) -> None:
         for attention in self._attentions(new.architecture, new.config).values():
             heads = surgery.count_heads(old, attention, self.name)
             surgery.copy_heads(
                 old, new, attention, range(len(self._numbers), heads), heads, only=(attention.q, attention.k)
             )
 
-    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def merge(self, model: Model, architecture: Architecture) -> None:
         raise ValueError("fixed_attention: no native model has heads without queries and keys; it cannot be merged")
 
 

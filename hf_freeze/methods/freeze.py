@@ -4,7 +4,7 @@ parameters are born equal: Attention is mostly what you need", https://arxiv.org
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -16,13 +16,11 @@ from hf_freeze.architectures.base import (
     is_of_predecessor,
 )
 from hf_freeze.methods._linear import check_seed
-from hf_freeze.methods.base import Method
+from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.parts import FreezePhase, Part, SeededValues
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import SeededTensor
 from hf_freeze.surgery import DENSE
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
 
 _KEEP = ("trainable", "frozen")
 _MODES = {
@@ -59,6 +57,8 @@ class Freeze(Method):
     a component that is not stored, or a stack or layer that the backbone does not have.
     """
 
+    structural: ClassVar[bool] = False
+    freezes: ClassVar[bool] = True
     embeddings: str = "trainable"
     attention: str = "trainable"
     ffn: str = "trainable"
@@ -84,42 +84,32 @@ class Freeze(Method):
             number = isinstance(share, int | float) and not isinstance(share, bool)
             if share is not None and not (number and 0 <= share <= 1):
                 raise ValueError(f"Freeze({name}={share!r}): must be None or a share of training in 0..1")
-        begin, end = self._phase
+        begin, end = self.phase
         if begin >= end:
             raise ValueError(f"Freeze(begin={self.begin!r}, end={self.end!r}): begin must be below end (None: 0 and 1)")
         for component in _MODES:
-            if self.scheduled and getattr(self, component) not in _KEEP:
+            if self.phase != (0, 1) and getattr(self, component) not in _KEEP:
                 raise ValueError(
                     f"Freeze({component}={getattr(self, component)!r}, begin={self.begin!r}, end={self.end!r}): what a seed "
                     "regenerates is not stored, so it cannot thaw; use 'frozen' (fresh weights of a config are random as well)"
                 )
 
     @property
-    def _phase(self) -> tuple[float, float]:
+    def phase(self) -> tuple[float, float]:
+        """(begin, end) as shares of training; (0, 1) is always."""
         return self.begin or 0, 1 if self.end is None else self.end
 
     @property
-    def scheduled(self) -> bool:
-        return self._phase != (0, 1)
+    def parts(self) -> tuple[Part, ...]:
+        if self.phase != (0, 1):
+            return (_Phase(self),)
+        seeded = frozenset(component for component in _MODES if getattr(self, component) not in _KEEP)
+        return (SeededValues(seeded),) if seeded else ()
 
-    def scheduled_values(self, step: int, total_steps: int) -> dict[str, float]:
-        parts = [component for component in _MODES if getattr(self, component) != "trainable"]
-        where = "" if self.layers is None else f" of {self.layers}"
-        return {f"{', '.join(parts)}{where} frozen": float(self.frozen_at(step / total_steps))}
-
-    def frozen_at(self, progress: float | None) -> bool:
-        if not self.scheduled:
-            return True
-        begin, end = self._phase
-        return progress is not None and begin <= progress and (progress < end or end == 1)
-
-    def validate(self, architecture: Architecture, config: Any) -> None:
+    def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
 
-    def is_seeded(self, component: str) -> bool:
-        return getattr(self, component) not in _KEEP
-
-    def freeze(self, model: "VariantMixin", architecture: Architecture) -> Iterable[tuple[str, SeededTensor | None]]:
+    def freeze(self, model: Model, architecture: Architecture) -> Iterable[tuple[str, SeededTensor | None]]:
         for full_name, parameter in canonical_parameters(model):
             name = base_name(model, full_name)
             component = architecture.component(name)
@@ -144,6 +134,22 @@ class Freeze(Method):
         if self.layers is None or component in ("embeddings", "head"):
             return True
         return layer is not None and layer[1] in self.layers.get(layer[0], ())
+
+
+class _Phase(FreezePhase):
+    """Frozen from `begin` to `end` of training."""
+
+    def __init__(self, method: Freeze) -> None:
+        self.method = method
+
+    def values(self, step: int, total_steps: int) -> dict[str, float]:
+        frozen = [component for component in _MODES if getattr(self.method, component) != "trainable"]
+        where = "" if self.method.layers is None else f" of {self.method.layers}"
+        return {f"{', '.join(frozen)}{where} frozen": float(self.frozen_at(step / total_steps))}
+
+    def frozen_at(self, progress: float | None) -> bool:
+        begin, end = self.method.phase
+        return progress is not None and begin <= progress and (progress < end or end == 1)
 
 
 def _is_scale_of_norm(model: Any, parameter_name: str) -> bool:

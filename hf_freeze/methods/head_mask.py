@@ -4,7 +4,7 @@ https://arxiv.org/abs/1905.10650; Voita et al., 2019, https://arxiv.org/abs/1905
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,12 +12,9 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type, full_name
 from hf_freeze.layers.gated import Gated
 from hf_freeze.methods._heads import check_attentions, check_heads_type, check_number, chosen_attentions
-from hf_freeze.methods.base import Method
+from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import SeededTensor
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
 
 
 @register_method("head_mask", example={}, exact=True)
@@ -31,6 +28,7 @@ class HeadMask(Method):
     Raises ValueError for an unknown layer, attention or head, and for an attention that another method has changed.
     """
 
+    freezes: ClassVar[bool] = True
     heads: dict[str, list[int]] | None = None
     trainable: bool = True
     layers: dict[str, list[int]] | None = None
@@ -43,10 +41,10 @@ class HeadMask(Method):
             raise ValueError(f"HeadMask(trainable={self.trainable!r}): must be True or False")
 
     @property
-    def names_layers(self) -> bool:
-        return super().names_layers or self.heads is not None
+    def refers_to(self) -> frozenset[str]:
+        return super().refers_to if self.heads is None else frozenset({"layers"})
 
-    def validate(self, architecture: Architecture, config: Any) -> None:
+    def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
         check_attentions(self.heads, "HeadMask", architecture, config)
         gated = self._attentions(architecture, config)
@@ -64,7 +62,7 @@ class HeadMask(Method):
         found = self._attentions(architecture, model.config)
         return {name: model.base_model.get_submodule(attention.o) for name, attention in found.items()}
 
-    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def restructure(self, model: Model, architecture: Architecture) -> None:
         for name, attention in self._attentions(architecture, model.config).items():
             heads = surgery.count_heads(model, attention, self.name)
             check_number(name, max((self.heads or {}).get(name, [0])), heads, "HeadMask")
@@ -72,17 +70,17 @@ class HeadMask(Method):
             surgery.replace(model, attention.o, Gated.take_place_of(linear, heads))
 
     @torch.no_grad()
-    def prepare(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def prepare(self, model: Model, architecture: Architecture) -> None:
         for name, module in self._gates(model, architecture).items():
             module.gates.fill_(1)
             module.gates[(self.heads or {}).get(name, [])] = 0
 
-    def freeze(self, model: "VariantMixin", architecture: Architecture) -> Iterable[tuple[str, SeededTensor | None]]:
+    def freeze(self, model: Model, architecture: Architecture) -> Iterable[tuple[str, SeededTensor | None]]:
         if not self.trainable:
             for attention in self._attentions(architecture, model.config).values():
                 yield full_name(model, f"{attention.o}.gates"), None
 
-    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def merge(self, model: Model, architecture: Architecture) -> None:
         for attention in self._attentions(architecture, model.config).values():
             gated = model.base_model.get_submodule(attention.o)
             surgery.replace(model, attention.o, surgery.dense_linear(gated))

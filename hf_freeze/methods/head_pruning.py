@@ -3,17 +3,14 @@ https://arxiv.org/abs/1905.10650).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
 from hf_freeze.methods._heads import check_attentions, check_heads_type, check_number, chosen_attentions
 from hf_freeze.methods._linear import check_share
-from hf_freeze.methods.base import Method
-from hf_freeze.methods.registry import methods_before, register_method
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
+from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.registry import register_method
 
 
 @register_method("head_pruning", example={"share": 0.5}, shrinks=True)
@@ -31,6 +28,7 @@ class HeadPruning(Method):
     another method has changed, or that an earlier Freeze has made random: its weights are not stored.
     """
 
+    picks_from: ClassVar[str | None] = "attention"
     heads: dict[str, list[int]] | None = None
     share: float | None = None
     layers: dict[str, list[int]] | None = None
@@ -46,21 +44,15 @@ class HeadPruning(Method):
             raise ValueError("HeadPruning(heads=..., layers=...): heads names the attentions itself")
         check_heads_type(self.heads, "HeadPruning")
 
-    def validate(self, architecture: Architecture, config: Any) -> None:
+    def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
         check_attentions(self.heads, "HeadPruning", architecture, config)
         if not self._attentions(architecture, config):
             raise ValueError(f"HeadPruning(layers={self.layers!r}) names no layer: leave it out for all")
-        for method in methods_before(config):
-            if method.is_seeded("attention"):
-                raise ValueError(
-                    f"HeadPruning after {method.name!r} with a random attention: what a seed regenerates is not stored, so its "
-                    "heads cannot be picked; put HeadPruning first, or merge() before"
-                )
 
     @property
-    def names_layers(self) -> bool:
-        return super().names_layers or self.heads is not None
+    def refers_to(self) -> frozenset[str]:
+        return super().refers_to if self.heads is None else frozenset({"layers"})
 
     def _attentions(self, architecture: Architecture, config: Any) -> dict[str, Attention]:
         """Of those that it changes."""
@@ -70,7 +62,7 @@ class HeadPruning(Method):
     def selects(self) -> bool:
         return self.heads is not None
 
-    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def restructure(self, model: Model, architecture: Architecture) -> None:
         for name, attention in self._attentions(architecture, model.config).items():
             heads = surgery.count_heads(model, attention, self.name)
             group = attention.group_size(model.config)
@@ -95,7 +87,7 @@ class HeadPruning(Method):
                 f"HeadPruning(heads={{{name!r}: {removed!r}}}): heads that share keys and values go together: {whole}"
             )
 
-    def convert(self, old: Any, new: "VariantMixin") -> None:
+    def convert(self, old: Any, new: Model) -> None:
         for name, attention in self._attentions(new.architecture, new.config).items():
             heads = surgery.count_heads(old, attention, self.name)
             if self.heads is None:
@@ -107,6 +99,6 @@ class HeadPruning(Method):
                 kept = [head for head in range(heads) if head not in self.heads[name]]
             surgery.copy_heads(old, new, attention, kept, heads)
 
-    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def merge(self, model: Model, architecture: Architecture) -> None:
         for attention in self._attentions(architecture, model.config).values():
             surgery.pad_heads(model, attention)

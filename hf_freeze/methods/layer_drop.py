@@ -1,18 +1,16 @@
 """Leave layers out at random in training (Fan et al., 2020, https://arxiv.org/abs/1909.11556)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.layer_forward import Skipped
 from hf_freeze.methods._linear import check_seed, check_share
-from hf_freeze.methods.base import Method
-from hf_freeze.methods.registry import methods_before, register_method
+from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.parts import Part, Schedule
+from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import draws
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
 
 
 @register_method("layer_drop", example={"p": 0.5, "seed": 8}, exact=True)
@@ -31,6 +29,7 @@ class LayerDrop(Method):
     Raises ValueError for p outside [0, 1), an unknown stack, a second LayerDrop, and a native one.
     """
 
+    repeatable: ClassVar[bool] = False
     p: float = 0.2
     stacks: list[str] | None = None
     seed: int = 0
@@ -45,21 +44,19 @@ class LayerDrop(Method):
             )
         check_seed(self.seed, "LayerDrop")
 
-    def validate(self, architecture: Architecture, config: Any) -> None:
+    def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers({stack: [] for stack in self.stacks or ()}, config)
-        if any(isinstance(method, LayerDrop) for method in methods_before(config)):
-            raise ValueError("LayerDrop after LayerDrop: one of them leaves layers out already; give one p")
         for field in ("encoder_layerdrop", "decoder_layerdrop"):
             if getattr(config, field, 0):
                 raise ValueError(
                     f"LayerDrop: the backbone leaves layers out itself, {field}={getattr(config, field)}; set that to 0"
                 )
 
-    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
-        for layer in self._layers(model, architecture):
+    def restructure(self, model: Model, architecture: Architecture) -> None:
+        for layer in self.dropped_layers(model, architecture):
             Skipped(layer)
 
-    def _layers(self, model: Any, architecture: Architecture) -> list[Any]:
+    def dropped_layers(self, model: Any, architecture: Architecture) -> list[Any]:
         return [
             layer
             for stack in architecture.stacks
@@ -68,21 +65,26 @@ class LayerDrop(Method):
         ]
 
     @property
-    def scheduled(self) -> bool:
-        return self.p > 0
+    def parts(self) -> tuple[Part, ...]:
+        return (_Draws(self),) if self.p > 0 else ()
 
-    @property
-    def skips(self) -> bool:
-        return self.p > 0
 
-    def scheduled_values(self, step: int, total_steps: int) -> dict[str, float]:
-        return {"share of layers left out": self.p}
+class _Draws(Schedule):
+    """Which layers are left out of a step."""
 
-    def advance(self, model: "VariantMixin", architecture: Architecture, step: int, total_steps: int) -> None:
-        layers = self._layers(model, architecture)
-        for layer, draw in zip(layers, draws(self.seed, f"layer_drop/{step}", len(layers)), strict=True):
-            Skipped.of(layer).active = draw < self.p
+    skips = True
 
-    def rewind(self, model: "VariantMixin", architecture: Architecture) -> None:
-        for layer in self._layers(model, architecture):
+    def __init__(self, method: LayerDrop) -> None:
+        self.method = method
+
+    def values(self, step: int, total_steps: int) -> dict[str, float]:
+        return {"share of layers left out": self.method.p}
+
+    def advance(self, model: Model, architecture: Architecture, step: int, total_steps: int) -> None:
+        layers = self.method.dropped_layers(model, architecture)
+        for layer, draw in zip(layers, draws(self.method.seed, f"layer_drop/{step}", len(layers)), strict=True):
+            Skipped.of(layer).active = draw < self.method.p
+
+    def rewind(self, model: Model, architecture: Architecture) -> None:
+        for layer in self.method.dropped_layers(model, architecture):
             Skipped.of(layer).active = False

@@ -1,17 +1,14 @@
 """Remove whole layers (Sajjad et al., 2020, https://arxiv.org/abs/2004.03844)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type
-from hf_freeze.methods._layers import check_renumbering, evenly_spaced
+from hf_freeze.methods._layers import evenly_spaced
 from hf_freeze.methods._linear import check_share
-from hf_freeze.methods.base import Method
+from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.registry import register_method
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
 
 
 @register_method("layer_selection", example={"share": 0.5}, shrinks=True)
@@ -28,6 +25,7 @@ class LayerSelection(Method):
     names layers or has made parts of them random: they would be other ones.
     """
 
+    renumbers: ClassVar[str | None] = "layers"
     keep: dict[str, list[int]] | None = None
     share: float | None = None
 
@@ -47,9 +45,8 @@ class LayerSelection(Method):
                     "ascending order"
                 )
 
-    def validate(self, architecture: Architecture, config: Any) -> None:
+    def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.keep, config)
-        check_renumbering(self, config)
 
     def _kept(self, architecture: Architecture, config: Any) -> dict[str, list[int]]:
         """Stack -> the numbers of its layers to keep, of those that it has in `config`."""
@@ -69,11 +66,11 @@ class LayerSelection(Method):
     def selects(self) -> bool:
         return True
 
-    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def restructure(self, model: Model, architecture: Architecture) -> None:
         for stack, numbers in self._kept(architecture, model.config).items():
             surgery.take_layers(model, architecture.stacks[stack].layers, numbers)
 
-    def convert(self, old: Any, new: "VariantMixin") -> None:
+    def convert(self, old: Any, new: Model) -> None:
         for stack, numbers in self._kept(new.architecture, old.config).items():
             layers = new.architecture.stacks[stack].layers
             for number, former in enumerate(numbers):

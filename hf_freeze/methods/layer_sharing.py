@@ -3,7 +3,7 @@ https://arxiv.org/abs/1909.11942)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,12 +12,8 @@ from hf_freeze.architectures.base import Architecture, full_name, is_of_predeces
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.quantized import STORED, Quantized
 from hf_freeze.methods._linear import check_positive
-from hf_freeze.methods._sparse import SparseMethod
-from hf_freeze.methods.base import Method
-from hf_freeze.methods.registry import method_from_dict, register_method
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
+from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.registry import register_method
 
 NORMS = ("shared", "separate")
 STARTS = ("mean", "middle")
@@ -38,6 +34,7 @@ class LayerSharing(Method):
     layer any more.
     """
 
+    shares_layers: ClassVar[bool] = True
     stacks: list[str] | None = None
     groups: int = 1
     norms: str = "shared"
@@ -63,10 +60,10 @@ class LayerSharing(Method):
                 check_positive(depth, f"LayerSharing: depth[{stack!r}]")
 
     @property
-    def names_layers(self) -> bool:
-        return self.groups > 1  # which layers are in which group
+    def refers_to(self) -> frozenset[str]:
+        return frozenset({"layers"} if self.groups > 1 else ())  # which layers are in which group
 
-    def validate(self, architecture: Architecture, config: Any) -> None:
+    def check(self, architecture: Architecture, config: Any) -> None:
         shared = self._shared(architecture, config)
         for stack in self.stacks or ():
             if stack not in shared:
@@ -85,12 +82,6 @@ class LayerSharing(Method):
                 raise ValueError(
                     f"LayerSharing(groups={self.groups}): must be in 1..{limit}, the layers of stack {stack!r}"
                 )
-        for method in map(method_from_dict, config.methods):
-            if isinstance(method, SparseMethod):
-                raise ValueError(
-                    f"LayerSharing with {method.name!r}, which keeps a mask for each layer: layers that share their parameters "
-                    "cannot have other zeros each; merge() first, or leave one of them out"
-                )
 
     def _shared(self, architecture: Architecture, config: Any) -> dict[str, int]:
         """Stack -> its number of layers in `config`, of those that it shares."""
@@ -100,18 +91,17 @@ class LayerSharing(Method):
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
         return {architecture.stacks[stack].depth: depth for stack, depth in (self.depth or {}).items()}
 
-    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def restructure(self, model: Model, architecture: Architecture) -> None:
         for stack, before in self._shared(architecture, model.config).items():
             depth = (self.depth or {}).get(stack, before)
             if depth != before:
                 surgery.take_layers(model, architecture.stacks[stack].layers, _stretched(before, depth))
 
-    def ties(self, model: "VariantMixin", architecture: Architecture) -> dict[str, str]:
+    def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
         found = {}
         for stack, depth in self._shared(architecture, model.config).items():
             layers = architecture.stacks[stack].layers
             for first, *others in _parts(depth, self.groups):
-                self._check_freezing(model, stack, [first, *others])
                 for other in others:
                     for name in self._alike(model, stack, layers.format(first), layers.format(other)):
                         if self._is_shared(architecture, f"{layers.format(other)}.{name}"):
@@ -139,22 +129,8 @@ class LayerSharing(Method):
                 )
         return list(two)
 
-    @staticmethod
-    def _check_freezing(model: Any, stack: str, group: list[int]) -> None:
-        for method in model._methods:
-            named = (getattr(method, "layers", None) or {}).get(stack)
-            if (
-                named is not None
-                and type(method).freeze is not Method.freeze
-                and 0 < len(set(named) & set(group)) < len(group)
-            ):
-                raise ValueError(
-                    f"LayerSharing with {method.name!r} of layers {named} of stack {stack!r}: layers {group} share their "
-                    "parameters; name all of them or none"
-                )
-
     @torch.no_grad()
-    def convert(self, old: Any, new: "VariantMixin") -> None:
+    def convert(self, old: Any, new: Model) -> None:
         architecture = new.architecture
         after = self._shared(architecture, new.config)
         for stack, before in self._shared(architecture, old.config).items():
@@ -181,7 +157,7 @@ class LayerSharing(Method):
         states = [layer.state_dict() for layer in group]
         return {name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]}
 
-    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def merge(self, model: Model, architecture: Architecture) -> None:
         """Nothing to undo: the native model gets a copy of the parameters for each layer."""
 
 

@@ -3,7 +3,7 @@ https://arxiv.org/abs/2004.11886).
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention
@@ -11,11 +11,8 @@ from hf_freeze.layers.convolution import KINDS, KernelConvolution
 from hf_freeze.layers.long_short import LongShortAttention
 from hf_freeze.methods._blocks import check_blocks, with_blocks
 from hf_freeze.methods._linear import check_positive, check_ranks_list, check_share, set_field
-from hf_freeze.methods.base import Method
+from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.registry import register_method
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
 
 _WIDEST = 1 << 10
 
@@ -44,6 +41,7 @@ class LiteTransformer(Method):
     size, and where another method has changed an attention or FFN before.
     """
 
+    replaces_blocks: ClassVar[bool] = True
     kernels: list[int] = field(default_factory=lambda: [3, 7, 15, 31, 31, 31])
     conv: str = "dynamic"
     heads: int = 4
@@ -61,7 +59,7 @@ class LiteTransformer(Method):
             check_positive(getattr(self, name), f"LiteTransformer: {name}")
         check_share(self.conv_dropout, "LiteTransformer: conv_dropout", below_one=True)
 
-    def validate(self, architecture: Architecture, config: Any) -> None:
+    def check(self, architecture: Architecture, config: Any) -> None:
         check_blocks(architecture, config, "LiteTransformer")
         for stack, depth in architecture.depths(config).items():
             if len(self.kernels) < depth:
@@ -79,7 +77,7 @@ class LiteTransformer(Method):
     def _size(self, config: Any) -> int:
         return config.hidden_size // 2 // self.heads
 
-    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def restructure(self, model: Model, architecture: Architecture) -> None:
         half, size = model.config.hidden_size // 2, self._size(model.config)
         for name, attention in architecture.attentions(model.config).items():
             if name.endswith(".self"):
@@ -97,7 +95,7 @@ class LiteTransformer(Method):
                 surgery.replace(model, attention.module, branches)
         surgery.resize_ffns(model, architecture, model.config.hidden_size, self.name)
 
-    def described(self, architecture: Architecture, config: Any) -> Architecture:
+    def describe(self, architecture: Architecture, config: Any) -> Architecture:
         def attention(kind: str, former: Attention) -> Attention:
             if kind != "self":
                 return former
@@ -106,7 +104,7 @@ class LiteTransformer(Method):
 
         return with_blocks(architecture, attention)
 
-    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def merge(self, model: Model, architecture: Architecture) -> None:
         raise ValueError(
             "lite_transformer: no native model has convolutions beside its attentions; it cannot be merged"
         )

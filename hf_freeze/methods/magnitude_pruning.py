@@ -1,7 +1,7 @@
 """Set the smallest weights to zero, at once or little by little (Zhu & Gupta, 2017, https://arxiv.org/abs/1710.01878)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -10,10 +10,9 @@ from hf_freeze.layers.masked import Masked, prune_smallest
 from hf_freeze.methods._linear import check_share
 from hf_freeze.methods._ramps import in_stages, ramp
 from hf_freeze.methods._sparse import SparseMethod
+from hf_freeze.methods.base import Model
+from hf_freeze.methods.parts import Part, Schedule
 from hf_freeze.methods.registry import register_method
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
 
 _SCOPES = ("global", "layer")
 
@@ -45,38 +44,49 @@ class MagnitudePruning(SparseMethod):
         for name in ("begin", "end"):
             if getattr(self, name) is not None:
                 check_share(getattr(self, name), f"MagnitudePruning: {name}")
-        begin, end = self._ramp
+        begin, end = self.span
         if begin >= end:
             raise ValueError(
                 f"MagnitudePruning(begin={self.begin!r}, end={self.end!r}): begin must be below end (None: 0 and 1)"
             )
 
     @property
-    def _ramp(self) -> tuple[float, float]:
+    def span(self) -> tuple[float, float]:
+        """(begin, end) as shares of training."""
         return self.begin or 0.0, 1.0 if self.end is None else self.end
 
     @property
-    def scheduled(self) -> bool:
-        return self.finalizable and (self.begin, self.end) != (None, None)
+    def parts(self) -> tuple[Part, ...]:
+        gradual = self.finalizable and (self.begin, self.end) != (None, None)
+        return (_RisingSparsity(self),) if gradual else ()
 
     def unfinished(self, linear: Any, name: str) -> nn.Module:
         return Masked.take_place_of(linear)
 
-    def prepare(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def prepare(self, model: Model, architecture: Architecture) -> None:
         super().prepare(model, architecture)
-        if not self.scheduled:
-            self._prune(model, architecture, self.sparsity)
+        if not self.parts:
+            self.prune(model, architecture, self.sparsity)
 
-    def scheduled_values(self, step: int, total_steps: int) -> dict[str, float]:
-        begin, end = self._ramp
-        return {"sparsity": self.sparsity * ramp("cubic", in_stages((step / total_steps - begin) / (end - begin)))}
-
-    def advance(self, model: "VariantMixin", architecture: Architecture, step: int, total_steps: int) -> None:
-        self._prune(model, architecture, self.scheduled_values(step, total_steps)["sparsity"])
-
-    def finalize(self, model: "VariantMixin", architecture: Architecture) -> "MagnitudePruning":
-        self._prune(model, architecture, self.sparsity)
+    def finalize(self, model: Model, architecture: Architecture) -> "MagnitudePruning":
+        self.prune(model, architecture, self.sparsity)
         return super().finalize(model, architecture)
 
-    def _prune(self, model: "VariantMixin", architecture: Architecture, sparsity: float) -> None:
+    def prune(self, model: Model, architecture: Architecture, sparsity: float) -> None:
+        """Mask the smallest weights, so that this share of them is zero."""
         prune_smallest([module for _, module in self.modules(model, architecture)], sparsity, self.scope)
+
+
+class _RisingSparsity(Schedule):
+    """Zhu & Gupta (2017), equation 1, in a hundred stages."""
+
+    def __init__(self, method: MagnitudePruning) -> None:
+        self.method = method
+
+    def values(self, step: int, total_steps: int) -> dict[str, float]:
+        begin, end = self.method.span
+        share = ramp("cubic", in_stages((step / total_steps - begin) / (end - begin)))
+        return {"sparsity": self.method.sparsity * share}
+
+    def advance(self, model: Model, architecture: Architecture, step: int, total_steps: int) -> None:
+        self.method.prune(model, architecture, self.values(step, total_steps)["sparsity"])

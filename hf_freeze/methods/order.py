@@ -1,6 +1,6 @@
 """Which methods may follow which: the only place that refuses an order, from the facts that methods declare."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.parts import SeededValues
@@ -15,6 +15,26 @@ def check_order(method: Method, earlier: Sequence[Method]) -> None:
         reason = _conflict(method, before)
         if reason is not None:
             raise ValueError(f"{type(method).__name__} after {before.name!r}{reason}")
+
+
+def check_shared_layers(
+    methods: Sequence[Method], ties: Mapping[str, str], layer_of: Callable[[str], tuple[str, int] | None]
+) -> None:
+    """Raise ValueError if a method freezes one of two layers that share their parameters, and not the other.
+
+    `ties`: parameter -> the parameter whose values it shares; `layer_of`: parameter -> (stack, layer).
+    """
+    pairs = {(layer_of(target), layer_of(source)) for target, source in ties.items()}
+    shared = [(one, other) for one, other in pairs if one is not None and other is not None and one[0] == other[0]]
+    for method in methods:
+        layers = getattr(method, "layers", None) if method.freezes else None
+        for (stack, one), (_, other) in shared:
+            named = (layers or {}).get(stack)
+            if named is not None and (one in named) != (other in named):
+                raise ValueError(
+                    f"{method.name!r} of layers {named} of stack {stack!r}: layers {sorted((one, other))} share their "
+                    "parameters; name all of them or none"
+                )
 
 
 def _conflict(method: Method, before: Method) -> str | None:

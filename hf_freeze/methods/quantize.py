@@ -2,7 +2,7 @@
 https://arxiv.org/abs/2305.14314), by bitsandbytes."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -11,10 +11,8 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, full_name
 from hf_freeze.layers.quantized import SCHEMES, STORED, QuantizedEmbedding, QuantizedLinear, check_installed
 from hf_freeze.methods._linear import LinearMethod
+from hf_freeze.methods.base import Model
 from hf_freeze.methods.registry import register_method
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
 
 
 @register_method("quantize", example={"scheme": "nf4", "components": ["ffn", "embeddings"]}, shrinks=True)
@@ -35,7 +33,7 @@ class Quantize(LinearMethod):
     weights that are not finite, and where bitsandbytes is missing.
     """
 
-    of_values: ClassVar[bool] = True
+    converts_fresh: ClassVar[bool] = True
     choices: ClassVar[tuple[str, ...]] = (*LINEAR_COMPONENTS, "embeddings")
 
     scheme: str
@@ -50,10 +48,10 @@ class Quantize(LinearMethod):
     def _linears(self) -> list[str]:
         return [component for component in self.components if component != "embeddings"]
 
-    def validate(self, architecture: Architecture, config: Any) -> None:
+    def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
         if self._linears:
-            super().validate(architecture, config)
+            super().check(architecture, config)
         elif self.layers is not None:
             raise ValueError(f"Quantize(layers={self.layers!r}): embeddings lie in no layer; leave it out")
 
@@ -63,11 +61,11 @@ class Quantize(LinearMethod):
     def make(self, linear: Any, name: str, model: Any) -> nn.Module:
         return QuantizedLinear(linear, self.scheme)
 
-    def _tables(self, model: "VariantMixin", architecture: Architecture) -> dict[str, Any]:
+    def _tables(self, model: Model, architecture: Architecture) -> dict[str, Any]:
         """Full name -> module, of all that has a row for each token."""
         return surgery.vocabulary_modules(model, architecture) if "embeddings" in self.components else {}
 
-    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def restructure(self, model: Model, architecture: Architecture) -> None:
         check_installed()
         self._check_stored(model, architecture)
         super().restructure(model, architecture)
@@ -77,7 +75,7 @@ class Quantize(LinearMethod):
             made = QuantizedEmbedding(found, self.scheme) if table else QuantizedLinear(found, self.scheme)
             surgery.replace_by_full_name(model, name, made)
 
-    def _check_stored(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def _check_stored(self, model: Model, architecture: Architecture) -> None:
         named = [full_name(model, name) for name in self.linear_names(architecture, model.config)]
         named += self._tables(model, architecture)
         for method in model._methods:
@@ -88,7 +86,7 @@ class Quantize(LinearMethod):
                         "leave it out by components= or layers="
                     )
 
-    def ties(self, model: "VariantMixin", architecture: Architecture) -> dict[str, str]:
+    def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
         """The tables that the backbone ties."""
         sources = {
             name: model.all_tied_weights_keys.get(f"{name}.weight") for name in self._tables(model, architecture)
@@ -101,7 +99,7 @@ class Quantize(LinearMethod):
         }
 
     @torch.no_grad()
-    def convert(self, old: Any, new: "VariantMixin") -> None:
+    def convert(self, old: Any, new: Model) -> None:
         architecture = new.architecture
         for name, module in self.modules(new, architecture):
             module.fill(surgery.effective_weight(old.base_model.get_submodule(name)))
@@ -109,7 +107,7 @@ class Quantize(LinearMethod):
             if f"{name}.packed" not in new.all_tied_weights_keys:
                 module.fill(old.get_submodule(name).weight)
 
-    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def merge(self, model: Model, architecture: Architecture) -> None:
         super().merge(model, architecture)
         for name, module in self._tables(model, architecture).items():
             table = isinstance(module, nn.Embedding)

@@ -37,11 +37,6 @@ def register_method(
     return register
 
 
-def methods_before(config: Any) -> list[Method]:
-    """Those that are applied before the method that is validated with `config`."""
-    return [method_from_dict(data) for data in config.methods_before]
-
-
 def method_to_dict(method: Method) -> dict[str, Any]:
     """Plain JSON data: the registered name under `method`, then every field."""
     return {"method": method.name} | {

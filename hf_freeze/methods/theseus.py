@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import (
@@ -14,16 +14,12 @@ from hf_freeze.architectures.base import (
     is_of_predecessor,
 )
 from hf_freeze.layers.layer_forward import Replaced
-from hf_freeze.methods._layers import check_renumbering
 from hf_freeze.methods._linear import check_seed, set_field
 from hf_freeze.methods._ramps import RAMPS, ramp
-from hf_freeze.methods.base import Method
-from hf_freeze.methods.registry import methods_before, register_method
-from hf_freeze.seeded import draws
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
-    from hf_freeze.seeded import SeededTensor
+from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.parts import Part, Schedule
+from hf_freeze.methods.registry import register_method
+from hf_freeze.seeded import SeededTensor, draws
 
 _INITS = ("first", "alternate")
 _TRAIN = ("successor", "all")
@@ -65,6 +61,8 @@ class Theseus(Method):
     parts of them random.
     """
 
+    renumbers: ClassVar[str | None] = "layers"
+    repeatable: ClassVar[bool] = False
     successor: dict[str, int] | None = None
     rate: float | None = None
     schedule: Sequence[Any] | None = None
@@ -117,10 +115,7 @@ class Theseus(Method):
         if len(schedule) == 3 and self.steps is not None:
             raise ValueError(f"{what}: with k, the steps follow from it; leave them out")
 
-    def validate(self, architecture: Architecture, config: Any) -> None:
-        if any(isinstance(method, Theseus) for method in methods_before(config)):
-            raise ValueError("Theseus after Theseus: finalize() the first, merge() it, and replace the layers of that")
-        check_renumbering(self, config)
+    def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers({stack: [] for stack in self.successor or {}}, config)
         for stack, depth in self._depths(architecture, config).items():
             before = architecture.depths(config)[stack]
@@ -141,12 +136,12 @@ class Theseus(Method):
         return {architecture.stacks[stack].depth: depth for stack, depth in self._depths(architecture, config).items()}
 
     @property
-    def names_layers(self) -> bool:
-        return True  # a layer of the predecessor has its place by the number of the successor's
+    def refers_to(self) -> frozenset[str]:
+        return frozenset({"layers"})  # a predecessor layer is found by the number of its successor
 
     # -- the modules -----------------------------------------------------------------------------------------------------
 
-    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def restructure(self, model: Model, architecture: Architecture) -> None:
         for stack, depth in self._depths(architecture, model.config).items():
             layers = architecture.stacks[stack].layers
             if self.finalized:
@@ -154,7 +149,7 @@ class Theseus(Method):
             else:
                 surgery.add_predecessors(model, layers, depth)
 
-    def _modules(self, model: Any, architecture: Architecture) -> list[Any]:
+    def successor_layers(self, model: Any, architecture: Architecture) -> list[Any]:
         """The layers of the successor, before `finalize()`."""
         return [
             layer
@@ -163,14 +158,14 @@ class Theseus(Method):
             for layer in surgery.layers_of(model, architecture, stack)
         ]
 
-    def convert(self, old: Any, new: "VariantMixin") -> None:
+    def convert(self, old: Any, new: Model) -> None:
         for stack in self.successor or new.architecture.stacks:
             successor = surgery.layers_of(new, new.architecture, stack)
             former = [layer for module in successor for layer in module.predecessor]
             for layer, source in zip(former, surgery.layers_of(old, new.architecture, stack), strict=True):
                 surgery.copy_layer(source, layer, _attentions(new, stack))
 
-    def prepare(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def prepare(self, model: Model, architecture: Architecture) -> None:
         if self.finalized:
             raise ValueError(
                 "Theseus(finalized=True): only finalize() leads there; LayerSelection(keep=...) takes layers away"
@@ -187,7 +182,7 @@ class Theseus(Method):
                         f"Theseus(init={self.init!r}): {error}; put Theseus first, or use init='first'"
                     ) from None
 
-    def freeze(self, model: "VariantMixin", architecture: Architecture) -> "Iterable[tuple[str, SeededTensor | None]]":
+    def freeze(self, model: Model, architecture: Architecture) -> Iterable[tuple[str, SeededTensor | None]]:
         replaced = self.successor or architecture.stacks
         for full_name, _ in canonical_parameters(model):
             name = base_name(model, full_name)
@@ -199,17 +194,10 @@ class Theseus(Method):
     # -- training --------------------------------------------------------------------------------------------------------
 
     @property
-    def scheduled(self) -> bool:
-        return not self.finalized
+    def parts(self) -> tuple[Part, ...]:
+        return () if self.finalized else (_Replacing(self),)
 
-    @property
-    def skips(self) -> bool:
-        return not self.finalized
-
-    def scheduled_values(self, step: int, total_steps: int) -> dict[str, float]:
-        return {"replacing rate": self._rate_at(step, total_steps)}
-
-    def _rate_at(self, step: int, total_steps: int) -> float:
+    def rate_at(self, step: int, total_steps: int) -> float:
         if self.schedule is not None and len(self.schedule) == 3:
             _, slope, start = self.schedule
             self._check_end(_upwards((1 - start) / slope), total_steps)
@@ -229,27 +217,39 @@ class Theseus(Method):
                 f"training has {total_steps}; give fewer, or a share of training such as steps=0.5"
             )
 
-    def advance(self, model: "VariantMixin", architecture: Architecture, step: int, total_steps: int) -> None:
-        rate = self._rate_at(step, total_steps)
-        modules = self._modules(model, architecture)
-        for layer, draw in zip(modules, draws(self.seed, f"theseus/{step}", len(modules)), strict=True):
-            Replaced.of(layer).active = draw >= rate
-
-    def rewind(self, model: "VariantMixin", architecture: Architecture) -> None:
-        for layer in () if self.finalized else self._modules(model, architecture):
-            Replaced.of(layer).active = False
-
     @property
     def finalizable(self) -> bool:
         return not self.finalized
 
-    def finalize(self, model: "VariantMixin", architecture: Architecture) -> "Theseus":
+    def finalize(self, model: Model, architecture: Architecture) -> "Theseus":
         self.merge(model, architecture)
         return replace(self, finalized=True)
 
-    def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def merge(self, model: Model, architecture: Architecture) -> None:
         if not self.finalized:
-            surgery.drop_predecessors(self._modules(model, architecture))
+            surgery.drop_predecessors(self.successor_layers(model, architecture))
+
+
+class _Replacing(Schedule):
+    """Which layers of the successor run in a step, the others being replaced by their predecessors."""
+
+    skips = True
+
+    def __init__(self, method: Theseus) -> None:
+        self.method = method
+
+    def values(self, step: int, total_steps: int) -> dict[str, float]:
+        return {"replacing rate": self.method.rate_at(step, total_steps)}
+
+    def advance(self, model: Model, architecture: Architecture, step: int, total_steps: int) -> None:
+        rate = self.method.rate_at(step, total_steps)
+        layers = self.method.successor_layers(model, architecture)
+        for layer, draw in zip(layers, draws(self.method.seed, f"theseus/{step}", len(layers)), strict=True):
+            Replaced.of(layer).active = draw >= rate
+
+    def rewind(self, model: Model, architecture: Architecture) -> None:
+        for layer in self.method.successor_layers(model, architecture):
+            Replaced.of(layer).active = False
 
 
 def _attentions(model: Any, stack: str) -> Iterable[Attention]:

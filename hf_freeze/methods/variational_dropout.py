@@ -1,7 +1,7 @@
 """Sparse variational dropout (Molchanov et al., 2017, https://arxiv.org/abs/1701.05369)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,12 +11,9 @@ from hf_freeze.layers.variational import Variational
 from hf_freeze.methods._linear import check_positive, check_share
 from hf_freeze.methods._ramps import ramp
 from hf_freeze.methods._sparse import SparseMethod
-from hf_freeze.methods.base import Step
+from hf_freeze.methods.base import Model
+from hf_freeze.methods.parts import Objective, Part, Schedule, Step
 from hf_freeze.methods.registry import register_method
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
-
 
 _MOST_LOG_SIGMA = 40  # σ² stays a number of float32, and so of bfloat16
 _MOST_THRESHOLD = 1e9  # beyond any log α: all weights are left, or none
@@ -63,27 +60,39 @@ class VariationalDropout(SparseMethod):
         check_share(self.warmup, "VariationalDropout: warmup")
 
     @property
-    def scheduled(self) -> bool:
-        return self.finalizable and self.warmup > 0
+    def parts(self) -> tuple[Part, ...]:
+        if not self.finalizable:
+            return ()
+        return (_Divergence(self), _WarmUp(self)) if self.warmup > 0 else (_Divergence(self),)
 
     def unfinished(self, linear: Any, name: str) -> nn.Module:
         return Variational.take_place_of(linear, threshold=self.threshold, log_sigma=self.log_sigma)
 
-    def scheduled_values(self, step: int, total_steps: int) -> dict[str, float]:
-        return {"weight of the KL term": ramp("linear", step / total_steps / self.warmup)}
 
-    def advance(self, model: "VariantMixin", architecture: Architecture, step: int, total_steps: int) -> None:
-        (weight,) = self.scheduled_values(step, total_steps).values()
-        for _, module in self.modules(model, architecture):
-            module.kl_weight = weight
+class _Divergence(Objective):
+    """The KL term of Molchanov et al. (2017), equation 14, per label."""
 
-    def auxiliary_loss(
-        self, model: "VariantMixin", architecture: Architecture, step: Step | None = None
-    ) -> torch.Tensor | None:
-        if not self.finalizable:
-            return None
-        if self.training_size is None:
+    def __init__(self, method: VariationalDropout) -> None:
+        self.method = method
+
+    def loss(self, model: Model, architecture: Architecture, step: Step | None = None) -> torch.Tensor | None:
+        if self.method.training_size is None:
             raise ValueError(
                 "VariationalDropout(training_size=None): training needs the number of labels of one epoch, to weigh the KL term"
             )
-        return sum(module.kl() for _, module in self.modules(model, architecture)) / self.training_size  # type: ignore[return-value]
+        return sum(module.kl() for _, module in self.method.modules(model, architecture)) / self.method.training_size  # type: ignore[return-value]
+
+
+class _WarmUp(Schedule):
+    """The factor β of the KL term, which rises from 0 to 1."""
+
+    def __init__(self, method: VariationalDropout) -> None:
+        self.method = method
+
+    def values(self, step: int, total_steps: int) -> dict[str, float]:
+        return {"weight of the KL term": ramp("linear", step / total_steps / self.method.warmup)}
+
+    def advance(self, model: Model, architecture: Architecture, step: int, total_steps: int) -> None:
+        (weight,) = self.values(step, total_steps).values()
+        for _, module in self.method.modules(model, architecture):
+            module.kl_weight = weight

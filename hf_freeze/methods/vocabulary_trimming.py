@@ -2,17 +2,14 @@
 https://arxiv.org/abs/2010.05609).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.methods.base import Method
-from hf_freeze.methods.registry import methods_before, register_method
-
-if TYPE_CHECKING:
-    from hf_freeze.model.build import VariantMixin
+from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.parts import KeptTokens, Part
+from hf_freeze.methods.registry import register_method
 
 
 @register_method("vocabulary_trimming", example={"keep": [*range(26), 31, 39]}, shrinks=True)
@@ -37,6 +34,8 @@ class VocabularyTrimming(Method):
     or replaced them.
     """
 
+    renumbers: ClassVar[str | None] = "tokens"
+    picks_from: ClassVar[str | None] = "embeddings"
     keep: list[int]
 
     def __post_init__(self) -> None:
@@ -54,13 +53,10 @@ class VocabularyTrimming(Method):
                 )
 
     @property
-    def kept_tokens(self) -> Sequence[int]:
-        return self.keep
+    def parts(self) -> tuple[Part, ...]:
+        return (_KeptTokens(self),)
 
-    def keeping_tokens(self, kept: Sequence[int]) -> "VocabularyTrimming":
-        return replace(self, keep=list(kept))
-
-    def validate(self, architecture: Architecture, config: Any) -> None:
+    def check(self, architecture: Architecture, config: Any) -> None:
         sizes = {field: getattr(config, field) for field in architecture.token_tables.values()}
         if len(set(sizes.values())) > 1:
             raise ValueError(
@@ -70,17 +66,6 @@ class VocabularyTrimming(Method):
             if self.keep[-1] >= size:
                 unknown = next(token for token in self.keep if token >= size)
                 raise ValueError(f"VocabularyTrimming: keep has the id {unknown}; the vocabulary has 0..{size - 1}")
-        for method in methods_before(config):
-            if method.names_tokens:
-                raise ValueError(
-                    f"VocabularyTrimming after {method.name!r}, which names tokens by number: they get new numbers; put "
-                    "VocabularyTrimming first"
-                )
-            if method.is_seeded("embeddings"):
-                raise ValueError(
-                    f"VocabularyTrimming after {method.name!r} with random embeddings: what a seed regenerates is not stored, so "
-                    "its rows cannot be picked; put VocabularyTrimming first, or merge() before"
-                )
 
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
         return dict.fromkeys(architecture.token_tables.values(), len(self.keep))
@@ -89,11 +74,19 @@ class VocabularyTrimming(Method):
     def selects(self) -> bool:
         return True
 
-    def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
+    def restructure(self, model: Model, architecture: Architecture) -> None:
         surgery.cut_vocabulary(model, architecture, len(self.keep), self.name)
 
-    def convert(self, old: Any, new: "VariantMixin") -> None:
+    def convert(self, old: Any, new: Model) -> None:
         surgery.copy_tokens(old, new, new.architecture, self.keep)
+
+
+class _KeptTokens(KeptTokens):
+    def __init__(self, method: VocabularyTrimming) -> None:
+        self.method, self.kept = method, method.keep
+
+    def with_kept(self, kept: list[int]) -> VocabularyTrimming:
+        return replace(self.method, keep=kept)
 
 
 def _short(value: Any) -> str:

@@ -29,6 +29,8 @@ from hf_freeze.layers.derived import Fresh
 from hf_freeze.layers.factorized_embedding import Factors, LowRankOutput
 from hf_freeze.layers.quantized import STORED
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.order import check_shared_layers
+from hf_freeze.methods.parts import frozen_at
 from hf_freeze.model.adapters import AdaptingMixin
 from hf_freeze.model.config import VariantConfigMixin, parse_methods, set_fields
 from hf_freeze.model.resizing import ResizingMixin
@@ -77,17 +79,15 @@ class VariantMixin(AdaptingMixin, SavingMixin, ResizingMixin, TrainingMixin):
 
     def _restructure(self, methods: list[Method]) -> None:
         self._methods = methods
-        self.scheduled = any(method.scheduled for method in methods)
         for method in methods:
             changes = method.config_changes(self.architecture, self.config)
             method.restructure(self, self.architecture)
-            described = method.described(self.architecture, self.config)
-            if described is not self.architecture:
-                self.architecture = described
+            self.architecture = method.describe(self.architecture, self.config)
             for module in self.modules():  # encoder and decoder have a copy of the config each
                 if changes and hasattr(module, "config"):
                     set_fields(module.config, changes)
         own = {target: source for method in methods for target, source in method.ties(self, self.architecture).items()}
+        check_shared_layers(methods, own, lambda name: self.architecture.layer_of(base_name(self, name)))
         held = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         # Natively tied, where a method has put in something without that parameter.
         self._gone_ties = {t for t, source in self.all_tied_weights_keys.items() if not {t, source} <= held}
@@ -133,7 +133,7 @@ class VariantMixin(AdaptingMixin, SavingMixin, ResizingMixin, TrainingMixin):
         frozen: set[str] = {n for n, _ in canonical_parameters(self) if self._component(n) == "constant"}
         self.seeded_tensors: dict[str, SeededTensor] = {}
         for method in self._methods:
-            always = method.frozen_at(None)
+            always = frozen_at(method, None)
             for name, definition in method.freeze(self, self.architecture):
                 if definition is not None:
                     self.seeded_tensors[name] = definition
@@ -265,7 +265,7 @@ class VariantMixin(AdaptingMixin, SavingMixin, ResizingMixin, TrainingMixin):
         if hasattr(self, "peft_config"):
             raise ValueError("merge() with adapters of PEFT in the model: merge_and_unload() or unload() them first")
         source = self
-        structural = [method for method in self._methods if is_structural(method)]
+        structural = [method for method in self._methods if method.structural]
         if structural:
             source = copy.deepcopy(self)
             for method in reversed(structural):
@@ -328,10 +328,6 @@ def copy_runtime(old: Any, new: Any) -> None:
     if getattr(old, "generation_config", None) is not None:
         new.generation_config = copy.deepcopy(old.generation_config)
     new.train(old.training)
-
-
-def is_structural(method: Method) -> bool:
-    return type(method).restructure is not Method.restructure
 
 
 # -- the factory -------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from hf_freeze._version import __version__
 from hf_freeze.architectures.base import LARGEST_LABELS
 from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX, architecture_of
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.order import check_order
 from hf_freeze.methods.registry import method_from_dict
 from hf_freeze.model.migrations import migrate
 
@@ -65,18 +66,19 @@ class VariantConfigMixin(_Config):
         architecture.check_sizes(self)
         before, changed = self.before_methods(), {}
         architecture.check_sizes(before)
-        for number, method in enumerate(parse_methods(self)):
-            before.methods_before = self.methods[:number]
+        methods = parse_methods(self)
+        for number, method in enumerate(methods):
             if not method.supports(architecture.model_type):
                 raise ValueError(
                     f"method {method.name!r} does not support {architecture.model_type!r}; "
                     f"it supports {[name for name in sorted(ARCHITECTURES) if method.supports(name)]}"
                 )
-            method.validate(architecture, before)
+            check_order(method, methods[:number])
+            method.check(architecture, before)
             changed |= (new := method.config_changes(architecture, before))
             set_fields(before, new)
             architecture.check_sizes(before)
-            architecture = method.described(architecture, before)
+            architecture = method.describe(architecture, before)
         self._follow(changed)
 
     def before_methods(self) -> Any:

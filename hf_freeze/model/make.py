@@ -16,7 +16,7 @@ from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.registry import method_to_dict
-from hf_freeze.model.build import VARIANT_CLASSES, VariantMixin, copy_runtime, is_structural, no_draws
+from hf_freeze.model.build import VARIANT_CLASSES, VariantMixin, copy_runtime, no_draws
 from hf_freeze.model.config import INITS
 from hf_freeze.model.resizing import vocabulary_size
 from hf_freeze.model.token_ids import renumber_token_ids
@@ -82,7 +82,7 @@ def _made(backbone: Any, methods: Sequence[Method], task: str | None, init: str,
 
 
 def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, seed: int) -> Any:
-    drawn = next((number for number, method in enumerate(methods) if method.of_values), len(methods))
+    drawn = next((number for number, method in enumerate(methods) if method.converts_fresh), len(methods))
     for method in methods[drawn:]:
         if method.from_scratch:
             raise ValueError(
@@ -131,7 +131,7 @@ def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], in
 def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
     """Up to each structural method in turn, so that its `convert` sees what its predecessors left; freezing comes last."""
     variant_class = _variant_class(type(model))
-    steps = [i for i, method in enumerate(added, 1) if is_structural(method)]
+    steps = [i for i, method in enumerate(added, 1) if method.structural]
     current: Any = model
     for step in dict.fromkeys([*steps, len(added)]):
         config = _variant_config(variant_class, model.config, added[:step], "backbone")

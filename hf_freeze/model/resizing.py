@@ -9,6 +9,7 @@ from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.layers.adaptive_embedding import AdaptiveEmbedding, BandedOutput
 from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.layers.quantized import Quantized
+from hf_freeze.methods.parts import KeptTokens, ResizedTables, parts_of
 from hf_freeze.methods.registry import method_to_dict
 from hf_freeze.model.token_ids import resize_kept_tokens
 
@@ -67,8 +68,8 @@ class ResizingMixin(_Model):
             table.rows_of_last(new_num_tokens)  # before anything has changed
         self._demote_output_bias()
         embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        for method in self._methods:
-            method.resized(self, self.architecture)
+        for _, tables in parts_of(self._methods, ResizedTables):
+            tables.follow_resize(self, self.architecture)
         self._promote_output_bias()
         self._follow_resize(vocabulary_size(self.config) - rows)
         held = [id(self.get_parameter(name)) for name in self.seeded_tensors]
@@ -106,7 +107,7 @@ class ResizingMixin(_Model):
                 raise ValueError(
                     f"{name!r} is quantised and cannot be resized: resize before Quantize, or merge() first"
                 )
-        trimming = [method for method in self._methods if method.kept_tokens is not None]
+        trimming = [method for method, _ in parts_of(self._methods, KeptTokens)]
         modules = surgery.vocabulary_modules(self, self.architecture).items()
         tables = [f"{name}.weight" for name, module in modules if isinstance(module, nn.Embedding)]
         if trimming and len({self.all_tied_weights_keys.get(name, name) for name in tables}) > 1:

@@ -76,7 +76,9 @@ class SavingMixin(_Model):
         where = f"the checkpoint {pretrained_model_name_or_path}"
         if info["mismatched_keys"] and not resizes:
             name, found, wanted = sorted(info["mismatched_keys"])[0]
-            raise SizeMismatchError(f"size mismatch: {where} holds {name!r} of {list(found)}, the model has {list(wanted)}")
+            raise SizeMismatchError(
+                f"size mismatch: {where} holds {name!r} of {list(found)}, the model has {list(wanted)}"
+            )
         if model.config.architectures == [cls.__name__]:  # another class has other heads
             if info["missing_keys"]:
                 raise ValueError(f"{where} lacks trained tensors: {sorted(info['missing_keys'])[:5]}")

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.parts import KeptTokens, parts_of
 
 
 def renumber_token_ids(settings: Any, methods: Iterable[Method], vocabulary: int) -> None:
@@ -14,11 +15,9 @@ def renumber_token_ids(settings: Any, methods: Iterable[Method], vocabulary: int
 
     Raises ValueError for a removed id that a field such as `pad_token_id` names.
     """
-    for method in methods:
-        kept = method.kept_tokens
-        if kept is not None:
-            _renumber(settings, dict(zip(kept, range(len(kept)), strict=True)), vocabulary, method)
-            vocabulary = len(kept)
+    for method, part in parts_of(methods, KeptTokens):
+        _renumber(settings, dict(zip(part.kept, range(len(part.kept)), strict=True)), vocabulary, method)
+        vocabulary = len(part.kept)
 
 
 def _renumber(settings: Any, numbers: Mapping[int, int], vocabulary: int, method: Method) -> None:
@@ -61,16 +60,15 @@ def resize_kept_tokens(methods: Sequence[Method], vocabulary: int, added: int) -
     Rows that are new at the end of the model are new at the end of the backbone's, and kept; what is cut off is kept no more.
     """
     new = list(methods)
-    trimming = [number for number, method in enumerate(new) if method.kept_tokens is not None]
+    trimming = [(number, part) for number, method in enumerate(new) for _, part in parts_of([method], KeptTokens)]
     if not trimming:
         return new, vocabulary
     if added < 0:
-        last = trimming[-1]
-        new[last] = new[last].keeping_tokens(list(new[last].kept_tokens or ())[:added])
+        last, part = trimming[-1]
+        new[last] = part.with_kept(list(part.kept)[:added])
         return new, vocabulary
     before = vocabulary
-    for number in trimming:
-        kept = list(new[number].kept_tokens or ())
-        new[number] = new[number].keeping_tokens([*kept, *range(before, before + added)])
-        before = len(kept)
+    for number, part in trimming:
+        new[number] = part.with_kept([*part.kept, *range(before, before + added)])
+        before = len(part.kept)
     return new, vocabulary + added

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.adaptive_embedding import AdaptiveSoftmax
 from hf_freeze.layers.watching import outputs_of
-from hf_freeze.methods.base import Method, Step
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.parts import Objective, Schedule, Step, frozen_at, parts_of
 from hf_freeze.methods.registry import method_to_dict
 
 if TYPE_CHECKING:  # what the mixin is always combined with
@@ -31,7 +32,6 @@ class TrainingMixin(_Model):
     native_class: ClassVar[type[PreTrainedModel]]
     architecture: Architecture  # of the class, until methods put in other blocks
     shifts_labels: ClassVar[bool]  # a causal language model: the label of a position is the token after it
-    scheduled: bool = False
     progress: float | None = None
     _methods: list[Method]
     _reached: set[str] | None = None  # by gradients since the last forward: the "outputs", the "term" that methods add
@@ -53,6 +53,11 @@ class TrainingMixin(_Model):
         # The Trainer's label smoothing looks causal language models up by name, and would forget to shift the labels.
         return self.native_class.__name__ if self.shifts_labels else super()._get_name()
 
+    @property
+    def scheduled(self) -> bool:
+        """Whether a method follows the progress of training."""
+        return any(True for _ in parts_of(self._methods, Schedule))
+
     def advance(self, step: int, total_steps: int) -> None:
         """Say before an optimiser step that `step` of `total_steps` are done; `VariantCallback` does it in the Trainer.
 
@@ -70,17 +75,16 @@ class TrainingMixin(_Model):
         self.progress = step / total_steps
         self._freeze_phase()
         model: Any = self
-        for method in self._methods:
-            if method.scheduled:
-                method.advance(model, self.architecture, step, total_steps)
+        for _, schedule in parts_of(self._methods, Schedule):
+            schedule.advance(model, self.architecture, step, total_steps)
 
     def rewind(self) -> None:
         """Back to before training, for a new optimiser or another training: thaws what a schedule froze."""
         self.progress = None
         self._freeze_phase()
         model: Any = self
-        for method in self._methods:
-            method.rewind(model, self.architecture)
+        for _, schedule in parts_of(self._methods, Schedule):
+            schedule.rewind(model, self.architecture)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
@@ -112,7 +116,6 @@ class TrainingMixin(_Model):
             method.finalize(model, self.architecture) if method.finalizable else method for method in self._methods
         ]
         self.config.methods = [method_to_dict(method) for method in self._methods]
-        self.scheduled = any(method.scheduled for method in self._methods)
         model._apply_freeze()
 
     def set_teacher(self, teacher: Any) -> None:
@@ -125,8 +128,8 @@ class TrainingMixin(_Model):
             raise ValueError(f"the teacher must be a model of transformers, not a {type(teacher).__name__}")
         if teacher is self:
             raise ValueError("a model cannot be its own teacher: give a copy of it")
-        for method in self._methods if teacher is not None else ():
-            method.check_teacher(model, self.architecture, teacher)
+        for _, objective in parts_of(self._methods if teacher is not None else (), Objective):
+            objective.check_teacher(model, self.architecture, teacher)
         self._teacher = _Teacher(teacher)
 
     def get_teacher(self) -> Any:
@@ -139,24 +142,24 @@ class TrainingMixin(_Model):
         teacher = self.get_teacher()
         if step is not None and teacher is not None and (teacher.training or teacher.device != self.device):
             teacher.to(self.device).eval()
-        terms = [method.auxiliary_loss(model, self.architecture, step) for method in self._methods]
+        terms = [part.loss(model, self.architecture, step) for _, part in parts_of(self._methods, Objective)]
         found = [term for term in terms if term is not None]
         return torch.stack(found).sum() if found else None
 
     def frozen_for_a_while(self) -> list[str]:
         """Names of the parameters that a schedule freezes in a part of training only."""
-        names = self._names_of(i for i, method in enumerate(self._methods) if not method.frozen_at(None))
+        names = self._names_of(i for i, method in enumerate(self._methods) if not frozen_at(method, None))
         return [name for name in sorted(names) if name in self._held or self.get_parameter(name).requires_grad]
 
     @property
     def needs_teacher(self) -> bool:
         """Whether training needs `set_teacher`."""
-        return any(method.needs_teacher for method in self._methods)
+        return any(part.needs_teacher for _, part in parts_of(self._methods, Objective))
 
     @property
     def skips(self) -> bool:
         """Whether a step of training may leave without a gradient what is trainable."""
-        return any(method.skips for method in self._methods)
+        return any(part.skips for _, part in parts_of(self._methods, Schedule))
 
     def _names_of(self, numbers: Iterable[int]) -> set[str]:
         model: Any = self
@@ -168,7 +171,7 @@ class TrainingMixin(_Model):
         active = tuple(
             i
             for i, method in enumerate(self._methods)
-            if not method.frozen_at(None) and method.frozen_at(self.progress)
+            if not frozen_at(method, None) and frozen_at(method, self.progress)
         )
         if active == self._active:
             return
@@ -231,7 +234,7 @@ def _add_auxiliary_loss(model: Any, outputs: Any, inputs: dict[str, Any], seen: 
 
     Raises ValueError where the last gradients were those of a loss that left it out.
     """
-    adding = [m.name for m in model._methods if type(m).auxiliary_loss is not Method.auxiliary_loss]
+    adding = [method.name for method, _ in parts_of(model._methods, Objective)]
     if adding and isinstance(outputs, tuple):
         raise ValueError(f"the methods {adding} add a term to the loss, which needs return_dict=True")
     added = model.auxiliary_loss(Step(inputs=inputs, outputs=outputs, seen=seen))
@@ -253,7 +256,7 @@ def _add_auxiliary_loss(model: Any, outputs: Any, inputs: dict[str, Any], seen: 
             if torch.is_tensor(value) and value.requires_grad:
                 value.register_hook(lambda _: reached.add("outputs"))
         added.register_hook(lambda _: reached.add("term"))
-    weight = math.prod(method.label_weight for method in model._methods)
+    weight = math.prod(part.label_weight for _, part in parts_of(model._methods, Objective))
     if outputs.get("loss") is not None:
         outputs.loss = weight * outputs.loss + added
     outputs["auxiliary_loss"] = added
@@ -308,7 +311,7 @@ def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
         # On meta nothing is trained; multiply-adds are counted there.
         if unadvanced and self.training and torch.is_grad_enabled() and self.device.type != "meta":
             raise ValueError(
-                f"the methods {[method.name for method in self._methods if method.scheduled]} follow the progress of "
+                f"the methods {[method.name for method, _ in parts_of(self._methods, Schedule)]} follow the progress of "
                 "training: pass Trainer(callbacks=[VariantCallback()]), or call model.advance(step, total_steps) before "
                 "each step"
             )
@@ -318,7 +321,8 @@ def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
             inputs = kwargs | dict(zip(names, args, strict=False))
         labels = inputs.get("labels")
         trained = self.training and torch.is_grad_enabled()
-        watched = {name for m in self._methods for name in m.watched(self, self.architecture)} if trained else ()
+        objectives = parts_of(self._methods if trained else (), Objective)
+        watched = {name for _, part in objectives for name in part.watched(self, self.architecture)}
         with outputs_of(self.base_model, watched) as seen:
             if trained and labels is not None and _needs_no_logits(self, inputs):
                 outputs = _forward_without_logits(self, native_forward, inputs)
