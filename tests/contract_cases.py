@@ -29,6 +29,7 @@ from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.experiments.grid import leave_processes
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.parts import Schedule, SeededValues, parts_of
 from hf_freeze.methods.registry import METHODS, method_to_dict
 from hf_freeze.model.config import INITS
 from hf_freeze.seeded.tensor import digest
@@ -69,12 +70,12 @@ class Case:
     @property
     def skips(self) -> bool:
         """Whether a step of training may leave without a gradient what is trainable."""
-        return not self.finalized and any(method.skips for method in self.methods)
+        return not self.finalized and any(part.skips for _, part in parts_of(self.methods, Schedule))
 
     @property
     def seeded(self) -> bool:
         """Whether a part of it is regenerated from a seed, and not stored."""
-        return any(method.is_seeded(component) for method in self.methods for component in TRAINED)
+        return any(seeds(method, component) for method in self.methods for component in TRAINED)
 
     @property
     def thorough(self) -> bool:
@@ -108,6 +109,12 @@ class Case:
 
     def batch(self) -> dict[str, torch.Tensor]:
         return self.architecture.tiny_inputs(self.task)
+
+
+def seeds(method: Method, component: str) -> bool:
+    """Whether a seed regenerates weights of this component."""
+    part = method.part(SeededValues)
+    return part is not None and component in part.components
 
 
 def supports(method: type[Method], architecture: Architecture) -> bool:

@@ -57,6 +57,7 @@ from hf_freeze.analysis.accounting import count_parameters, multiply_adds, store
 from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.methods.parts import Schedule
 from hf_freeze.methods.registry import METHODS, method_from_dict, method_to_dict
 from hf_freeze.seeded.tensor import digest
 from hf_freeze.training import label_smoothed_loss
@@ -562,16 +563,16 @@ def test_finalize_ends_training_at_any_step(steps, case, tmp_path):
     model.finalize()
     assert not model.finalizable
     assert not any(method.finalizable for method in map(method_from_dict, model.config.methods))
-    assert model.scheduled == any(method.scheduled for method in map(method_from_dict, model.config.methods))
+    assert model.scheduled == any(method.part(Schedule) for method in map(method_from_dict, model.config.methods))
     assert model.auxiliary_loss() is None
     with pytest.raises(ValueError, match=r"\Anothing to finalize: .+\Z"):
         model.finalize()
     # What a schedule had not done yet is done now.
-    if not any(method.scheduled for method in case.methods) or steps == 4:
+    if not any(method.part(Schedule) for method in case.methods) or steps == 4:
         assert differences(outputs(model, batch), expected, 1e-6) == []
     assert all(trainable == grads.get(name, trainable) for name, trainable in trainability(model).items())
     assert stored_bytes(model) < stored
-    if merged is not None and not any(method.scheduled for method in case.methods):
+    if merged is not None and not any(method.part(Schedule) for method in case.methods):
         after = merge_or_none(model)
         assert differences(dict(after.state_dict()), dict(merged.state_dict()), 1e-6) == []
     model.save_pretrained(tmp_path)

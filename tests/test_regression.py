@@ -11,7 +11,7 @@ from hf_freeze import make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.methods.registry import METHODS
-from hf_freeze.model import build as variant
+from hf_freeze.model import classes
 from hf_freeze.model import config, migrations
 
 FOLDERS = sorted(path.parent for path in (Path(__file__).parent / "regression").glob("*/*/config.json"))
@@ -28,7 +28,7 @@ def test_every_method_is_there():
 def test_a_model_of_an_earlier_version_computes_what_it_did(folder):
     saved = json.loads((folder / "outputs.json").read_text())
     model, info = AUTO_CLASSES[saved["task"]].from_pretrained(folder, output_loading_info=True)
-    assert type(model) is getattr(variant, saved["class"])
+    assert type(model) is getattr(classes, saved["class"])
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert sorted(name for name, p in model.named_parameters() if p.requires_grad) == saved["trainable"]
     batch = {name: torch.tensor(value) for name, value in saved["batch"].items()}

@@ -365,10 +365,10 @@ def halving(monkeypatch):
             layer.fc1, layer.fc2 = nn.Linear(16, 8), nn.Linear(8, 16)
             layer.fc1.load_state_dict({name: value[:8] for name, value in fc1.state_dict().items()})
             layer.fc2.load_state_dict({"weight": fc2.weight[:, :8], "bias": fc2.bias})
-        model.halved, model._methods, model.config.methods = True, [], []
+        model.halved, model.methods, model.config.methods = True, [], []
         model.config.encoder_ffn_dim = model.config.decoder_ffn_dim = 8
 
-    finalizable = property(lambda model: any(isinstance(method, ToyHalving) for method in model._methods))
+    finalizable = property(lambda model: any(isinstance(method, ToyHalving) for method in model.methods))
     monkeypatch.setattr(VariantMixin, "finalizable", finalizable, raising=False)
     monkeypatch.setattr(VariantMixin, "finalize", finalize, raising=False)
     yield calls

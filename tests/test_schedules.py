@@ -29,6 +29,7 @@ from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.methods import Freeze
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.parts import Schedule, frozen_at
 from hf_freeze.methods.registry import METHODS, method_from_dict, method_to_dict, register_method
 from hf_freeze.training import VariantCallback, parameter_groups
 
@@ -72,7 +73,7 @@ def test_begin_is_below_end(phase):
 def test_what_is_not_stored_cannot_thaw(mode):
     with pytest.raises(ValueError, match=rf"Freeze\(ffn='{mode}', begin=None, end=0.5\): .* cannot thaw; use 'frozen'"):
         Freeze(ffn=mode, end=0.5)
-    assert not Freeze(ffn=mode, begin=0, end=1).scheduled
+    assert not Freeze(ffn=mode, begin=0, end=1).part(Schedule)
 
 
 def test_a_schedule_is_json_and_older_configs_are_read():
@@ -86,9 +87,9 @@ def test_a_schedule_is_json_and_older_configs_are_read():
 
 def test_when_a_freeze_is_active():
     whole, middle = Freeze(ffn="frozen", begin=0, end=1), Freeze(ffn="frozen", begin=0.25, end=0.5)
-    assert not whole.scheduled
-    assert all(whole.frozen_at(progress) for progress in (None, 0, 0.5, 1))
-    assert [middle.frozen_at(progress) for progress in (None, 0, 0.25, 0.49, 0.5, 1)] == [
+    assert whole.part(Schedule) is None
+    assert all(frozen_at(whole, progress) for progress in (None, 0, 0.5, 1))
+    assert [frozen_at(middle, progress) for progress in (None, 0, 0.25, 0.49, 0.5, 1)] == [
         False,
         False,
         True,
@@ -97,7 +98,7 @@ def test_when_a_freeze_is_active():
         False,
     ]
     to_the_end = Freeze(ffn="frozen", begin=0.5, end=1)
-    assert [to_the_end.frozen_at(progress) for progress in (None, 0, 0.5, 1)] == [False, False, True, True]
+    assert [frozen_at(to_the_end, progress) for progress in (None, 0, 0.5, 1)] == [False, False, True, True]
 
 
 # -- a loop of one's own -----------------------------------------------------------------------------------------------------
@@ -316,8 +317,12 @@ def ramp():
         top: float = 1.0
 
         @property
-        def scheduled(self):
-            return self.top > 0
+        def parts(self):
+            return (Ramp(self.top),) if self.top > 0 else ()
+
+    @dataclass(frozen=True)
+    class Ramp(Schedule):
+        top: float
 
         def advance(self, model, architecture, step, total_steps):
             assert architecture is model.architecture

@@ -26,6 +26,7 @@ from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers.layer_forward import Replaced
 from hf_freeze.methods import Freeze, LayerSelection, LowRank, Theseus
+from hf_freeze.methods.parts import Schedule
 
 MARIAN = ARCHITECTURES["marian"]
 NEVER = 1e-9  # a rate at which every module stays its predecessor
@@ -241,7 +242,7 @@ def test_draws_follow_the_schedule():
 
 
 def rates(settings, total, steps):
-    return [Theseus(**settings).scheduled_values(step, total)["replacing rate"] for step in steps]
+    return [Theseus(**settings).part(Schedule).values(step, total)["replacing rate"] for step in steps]
 
 
 @pytest.mark.parametrize(

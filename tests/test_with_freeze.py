@@ -15,6 +15,7 @@ from contract_cases import (
     reload,
     reload_problems,
     seeded_names,
+    seeds,
     snapshot,
     sources,
     supports,
@@ -88,7 +89,7 @@ def test_what_the_method_leaves_alone_may_be_random(method, architecture, order,
     assert set(matrices) <= seeded_names(model)
     assert not any(trainability(model)[name] for name in parameters_of(model, component, "embeddings"))
     alone = build(case_of(architecture, freeze))
-    if not method.is_seeded(component) and not method.from_scratch:  # whose blocks have other shapes
+    if not seeds(method, component) and not method.from_scratch:  # whose blocks have other shapes
         left = {name for name, _ in canonical_parameters(model)}  # layers may be gone, or one with others
         expected = {name: definition for name, definition in alone.seeded_tensors.items() if name in left}
         assert expected

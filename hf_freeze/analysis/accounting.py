@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameters
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.compat.transformers import keys_to_ignore, set_attention_implementation
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.quantized import Quantized
 
@@ -54,7 +55,7 @@ def count_parameters(model: nn.Module) -> ParameterCount:
 
 def stored_bytes(model: nn.Module) -> int:
     """Bytes of the tensors that `save_pretrained` writes: stored parameters and persistent buffers, without the header."""
-    left_out = set(getattr(model, "seeded_tensors", ())) | set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    left_out = set(getattr(model, "seeded_tensors", ())) | keys_to_ignore(model)[0]
     parameters = sum(
         parameter.numel() * parameter.element_size()
         for name, parameter, _ in _components(model)
@@ -163,7 +164,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _on_meta(model: Any) -> Any:
     config = copy.deepcopy(model.config)
-    config._attn_implementation = "eager"  # plain matrix products: each is counted, on every device
+    set_attention_implementation(config, "eager")  # plain matrix products: each is counted, on every device
     with torch.device("meta"):
         twin = type(model)(config)
     # On meta there are no values to look at: some forwards look for padding among the ids, or without a cache at the positions.

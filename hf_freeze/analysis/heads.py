@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from hf_freeze import methods
 from hf_freeze.analysis._shared import batches_on, check_model, in_eval_mode, inputs_and_gradients, token_mask
 from hf_freeze.architectures.base import Architecture
+from hf_freeze.compat.transformers import mapped_class
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.gated import Gated
 from hf_freeze.layers.no_attention import NoHeads
@@ -97,7 +98,7 @@ def count_labels(model: Any, batch: Mapping[str, Any]) -> int:
     labels = batch.get("labels")
     if not torch.is_tensor(labels) or labels.is_floating_point():
         return len(next(value for value in batch.values() if torch.is_tensor(value)))
-    causal = AutoModelForCausalLM._model_mapping.get(type(model.config), None) is type(model)
+    causal = mapped_class(AutoModelForCausalLM, type(model.config)) is type(model)
     return int(((labels[..., 1:] if causal else labels) != -100).sum())
 
 

@@ -2,6 +2,8 @@
 
 import transformers
 
+from hf_freeze.compat.transformers import mapped_class
+
 AUTO_CLASSES = {
     "seq2seq-lm": transformers.AutoModelForSeq2SeqLM,
     "causal-lm": transformers.AutoModelForCausalLM,
@@ -11,3 +13,11 @@ AUTO_CLASSES = {
     "question-answering": transformers.AutoModelForQuestionAnswering,
     "feature-extraction": transformers.AutoModel,
 }
+
+
+def native_class(task: str, config_class: type) -> type[transformers.PreTrainedModel]:
+    """The class that the Auto class of a task makes for a config class, native or a variant's. Raises ValueError if none."""
+    model_class = mapped_class(AUTO_CLASSES[task], config_class)
+    if model_class is None:
+        raise ValueError(f"no {task!r} model for {config_class.__name__}")
+    return model_class

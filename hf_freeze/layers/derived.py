@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from hf_freeze.compat.transformers import NeverDrawn
+
 
 def features(linear: nn.Module) -> tuple[int, int]:
     """(inputs, outputs) of an nn.Linear, a Conv1D or one of our layers."""
@@ -170,12 +172,11 @@ class DerivedWeight(Derived):
         return functional.linear(x, weight, self.bias)
 
 
-class ComputedWeight(torch.Tensor):
+class ComputedWeight(NeverDrawn, torch.Tensor):
     """A weight that the module `owner` computes. Its `data` is set by PEFT when it merges an adapter: the owner takes it, or
     refuses, where in a plain tensor it would be lost."""
 
     owner: Any
-    _is_hf_initialized = True  # transformers' own mark: native models draw the weight of every nn.Linear
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # what is computed of it is a plain tensor
 
     @property

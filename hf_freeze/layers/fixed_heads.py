@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_freeze.compat.transformers import attention_implementation
 from hf_freeze.layers.masks import unpadded
 
 PATTERNS = range(1, 9)
@@ -192,7 +193,7 @@ class FixedHeads(nn.Module):
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, T, heads, D) by queries and keys, in the implementation that the model was told to take."""
-        attend: Any = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, _eager)
+        attend: Any = ALL_ATTENTION_FUNCTIONS.get(attention_implementation(self.config), _eager)
         return attend(
             self,
             self._project("q", hidden_states),

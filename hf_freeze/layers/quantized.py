@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from hf_freeze.compat.transformers import NeverDrawn
 from hf_freeze.layers.derived import Computed, DerivedLinear, autocast_dtype
 
 SCHEMES = ("int8", "nf4", "fp4")
@@ -43,14 +44,13 @@ def _functions() -> Any:
     return importlib.import_module("bitsandbytes.functional")
 
 
-class Quantized(Computed):
+class Quantized(NeverDrawn, Computed):
     """A weight (O, I) in `scheme`: `packed`, int8 (O, I), or uint8 (⌈O I / 2⌉,) with two weights a byte, and `scales`, the bytes
     of fp32 numbers: as bytes, no cast of the model rounds them. Both are buffers.
 
     `like`, an empty buffer that is not stored, follows the dtype and device of the model.
     """
 
-    _is_hf_initialized = True  # transformers' own mark: nothing in it is drawn once it is made
     packed: torch.Tensor
     scales: torch.Tensor
     like: torch.Tensor

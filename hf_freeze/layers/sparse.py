@@ -10,19 +10,19 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_freeze.compat.transformers import NeverDrawn
 from hf_freeze.layers.bits import pack, packed_size, unpack
 from hf_freeze.layers.derived import DerivedLinear, DerivedWeight, dense_class
 
 
-class SparseLinear(DerivedLinear):
+class SparseLinear(
+    NeverDrawn, DerivedLinear
+):  # to draw its weight, native models would compute it before it has a mask
     """`values` (non-zeros,), row by row of the dense weight (O, I), trainable; `mask` bits, or `columns` and `counts`.
 
     `columns` are the bytes of 16- or 32-bit integers: neither NCCL nor gloo can send 16-bit integers, and
     DistributedDataParallel sends all buffers.
     """
-
-    # transformers' own mark: native models would compute the weight, for which there are no places yet, to draw it
-    _is_hf_initialized = True
 
     def __init__(self, linear: Any, nonzeros: int) -> None:
         super().__init__(linear)

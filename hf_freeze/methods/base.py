@@ -17,6 +17,7 @@ class Model(Protocol):
     """What methods use of a variant."""
 
     config: Any
+    methods: "list[Method]"
     base_model_prefix: str
     all_tied_weights_keys: dict[str, str]
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.architectures.registry import VARIANT_PREFIX
 from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.compat.transformers import mapped_class
 from hf_freeze.layers.watching import outputs_of
 from hf_freeze.methods._linear import check_share
 from hf_freeze.methods.base import Method, Model
@@ -192,9 +193,8 @@ def tasks_of(model: Any) -> set[str]:
     """Those of `make_variant` that the class of `model` is for; empty where it is none of its classes."""
     found = {}
     for task, auto in AUTO_CLASSES.items():
-        mapping: Any = auto._model_mapping
-        if type(model.config) in mapping:
-            found[task] = mapping[type(model.config)]
+        if (model_class := mapped_class(auto, type(model.config))) is not None:
+            found[task] = model_class
     return {task for task, classes in found.items() if isinstance(model, classes)}
 
 

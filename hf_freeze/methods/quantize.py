@@ -78,7 +78,7 @@ class Quantize(LinearMethod):
     def _check_stored(self, model: Model, architecture: Architecture) -> None:
         named = [full_name(model, name) for name in self.linear_names(architecture, model.config)]
         named += self._tables(model, architecture)
-        for method in model._methods:
+        for method in model.methods:
             for name, definition in method.freeze(model, architecture):
                 if definition is not None and name.removesuffix(".weight") in named:
                     raise ValueError(

@@ -2,7 +2,7 @@
 
 import copy
 import re
-import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import InvalidVersion, Version
@@ -10,9 +10,10 @@ from packaging.version import InvalidVersion, Version
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import LARGEST_LABELS
 from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX, architecture_of
+from hf_freeze.compat.peft import share_default_targets
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import check_order
-from hf_freeze.methods.registry import method_from_dict
+from hf_freeze.methods.registry import method_from_dict, method_to_dict
 from hf_freeze.model.migrations import migrate
 
 if TYPE_CHECKING:  # what the mixin is always combined with
@@ -22,7 +23,7 @@ else:
 
 _LONGEST = 1000  # characters of an error message
 INITS = ("backbone", "marian")
-_OWN = ("methods", "init", "hf_freeze_version", "digests", "original_fields", "model_type")
+VARIANT_FIELDS = ("methods", "init", "hf_freeze_version", "digests", "original_fields")
 
 
 class VariantConfigMixin(_Config):
@@ -66,7 +67,7 @@ class VariantConfigMixin(_Config):
         architecture.check_sizes(self)
         before, changed = self.before_methods(), {}
         architecture.check_sizes(before)
-        methods = parse_methods(self)
+        methods = [method_from_dict(data) for data in self.methods]
         for number, method in enumerate(methods):
             if not method.supports(architecture.model_type):
                 raise ValueError(
@@ -80,6 +81,7 @@ class VariantConfigMixin(_Config):
             architecture.check_sizes(before)
             architecture = method.describe(architecture, before)
         self._follow(changed)
+        self._parsed = methods
 
     def before_methods(self) -> Any:
         """A copy with the native fields that the backbone is built with. Raises ValueError for fields that it has not."""
@@ -87,13 +89,13 @@ class VariantConfigMixin(_Config):
         if fields is not None and not isinstance(fields, dict):
             raise ValueError(f"original_fields must be a dict, not {fields!r}")
         for name, value in (fields or {}).items():
-            if name in _OWN or type(getattr(self, name, None)) is not type(value):
+            if name in (*VARIANT_FIELDS, "model_type") or type(getattr(self, name, None)) is not type(value):
                 raise ValueError(
                     f"original_fields: {name!r} cannot be {value!r}: it is {getattr(self, name, None)!r} now"
                 )
-        made = copy.copy(self)
-        set_fields(made, fields or {})
-        return made
+        before = copy.deepcopy(self)
+        set_fields(before, fields or {})
+        return before
 
     def _follow(self, changed: dict[str, Any]) -> None:
         """Take what the methods change; if that was done before, check it."""
@@ -107,11 +109,26 @@ class VariantConfigMixin(_Config):
                 f"{ {name: getattr(self, name) for name in changed} }: it was changed by hand"
             )
 
+    @property
+    def parsed_methods(self) -> list[Method]:
+        """`methods` as objects."""
+        return list(self._parsed)
+
+    def set_methods(self, methods: Sequence[Method]) -> None:
+        """Replace the methods: what `finalize` leaves, or with other token ids after a resize."""
+        self.methods = [method_to_dict(method) for method in methods]
+        self._parsed = list(methods)
+
     def to_dict(self) -> dict[str, Any]:
         # PEFT reads a config by to_dict() and then looks its model_type up: the last moment to enter ours without
         # importing PEFT for everybody.
-        _share_peft_targets(type(self).model_type)
-        return super().to_dict()
+        variant_type = type(self).model_type
+        architecture = architecture_of(variant_type)
+        alike = (variant_type.removeprefix(VARIANT_PREFIX), architecture.named_like)
+        share_default_targets(variant_type, *(name for name in alike if name is not None))
+        data = super().to_dict()
+        data.pop("_parsed", None)
+        return data
 
 
 def _is_digest(value: Any) -> bool:
@@ -121,11 +138,6 @@ def _is_digest(value: Any) -> bool:
 def set_fields(config: Any, values: dict[str, Any]) -> None:
     for name, value in values.items():
         setattr(config, name, value)
-
-
-def parse_methods(config: Any) -> list[Method]:
-    """The methods of a variant's config. Raises ValueError for an unknown method, field or value."""
-    return [method_from_dict(data) for data in config.methods]
 
 
 def _check_labels(count: Any, model_type: str) -> None:
@@ -142,13 +154,3 @@ def _check_version(version: Any) -> None:
         raise ValueError(f"hf_freeze_version {version!r} is not a version number") from None
     if newer:
         raise ValueError(f"this model was written by hf_freeze {version}, newer than {__version__}: update hf_freeze")
-
-
-def _share_peft_targets(variant_type: str) -> None:
-    constants = sys.modules.get("peft.utils.constants")
-    native = variant_type.removeprefix(VARIANT_PREFIX)
-    alike = architecture_of(variant_type).named_like
-    for mapping in list(vars(constants).values()) if constants else ():
-        known = next((name for name in (native, alike) if name in mapping), None) if isinstance(mapping, dict) else None
-        if known is not None:
-            mapping.setdefault(variant_type, mapping[known])

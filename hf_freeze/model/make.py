@@ -13,13 +13,17 @@ from transformers import AutoConfig, PreTrainedModel
 
 from hf_freeze._version import __version__
 from hf_freeze.architectures.registry import architecture_of
-from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.architectures.tasks import AUTO_CLASSES, native_class
+from hf_freeze.compat.transformers import copy_attention_implementation
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.registry import method_to_dict
-from hf_freeze.model.build import VARIANT_CLASSES, VariantMixin, copy_runtime, no_draws
+from hf_freeze.model.build import VariantMixin
+from hf_freeze.model.classes import VARIANT_CLASSES
 from hf_freeze.model.config import INITS
+from hf_freeze.model.merging import copy_runtime
 from hf_freeze.model.resizing import vocabulary_size
 from hf_freeze.model.token_ids import renumber_token_ids
+from hf_freeze.model.weights import no_draws, regenerate
 
 
 def make_variant(
@@ -93,7 +97,7 @@ def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, s
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         model = variant_class(_variant_config(variant_class, config, methods[:drawn], init))
-    for method in model._methods:
+    for method in model.methods:
         _prepare(method, model)
     return _from_model(model, methods[drawn:]) if methods[drawn:] else model
 
@@ -102,7 +106,7 @@ def _native_class(config: Any, task: Any) -> type[PreTrainedModel]:
     architecture = architecture_of(config.model_type)
     if task not in architecture.tasks:
         raise ValueError(f"no task {task!r} for {architecture.model_type}; choose from {list(architecture.tasks)}")
-    return AUTO_CLASSES[task]._model_mapping[type(AutoConfig.for_model(architecture.model_type))]
+    return native_class(task, type(AutoConfig.for_model(architecture.model_type)))
 
 
 def _variant_class(model_class: type[PreTrainedModel]) -> Any:
@@ -124,7 +128,7 @@ def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], in
     data |= {"digests": {}, "hf_freeze_version": __version__, "architectures": [variant_class.__name__]}
     made = variant_class.config_class.from_dict(data)
     renumber_token_ids(made, added, vocabulary_size(config))
-    made._attn_implementation = config._attn_implementation
+    copy_attention_implementation(config, made)
     return made
 
 
@@ -145,7 +149,7 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
                 new.tie_weights(recompute_mapping=False)  # it may have put new modules in
                 _prepare(added[step - 1], new)
             new.config.digests = {}
-            new._regenerate()
+            regenerate(new)
         current = new
     copy_runtime(model, current)
     if getattr(current, "generation_config", None) is not None:
@@ -212,5 +216,5 @@ def _saved_class(name: str | os.PathLike[str]) -> tuple[Any, Any]:
 
 
 def _classes(config: Any) -> dict[str, Any]:
-    found = (AUTO_CLASSES[task]._model_mapping[type(config)] for task in architecture_of(config.model_type).tasks)
+    found = (native_class(task, type(config)) for task in architecture_of(config.model_type).tasks)
     return {each.__name__: each for each in found}

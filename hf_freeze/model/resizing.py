@@ -10,8 +10,8 @@ from hf_freeze.layers.adaptive_embedding import AdaptiveEmbedding, BandedOutput
 from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.layers.quantized import Quantized
 from hf_freeze.methods.parts import KeptTokens, ResizedTables, parts_of
-from hf_freeze.methods.registry import method_to_dict
 from hf_freeze.model.token_ids import resize_kept_tokens
+from hf_freeze.model.weights import demote_output_bias, promote_output_bias, regenerate
 
 if TYPE_CHECKING:  # what the mixin is always combined with
     from transformers import PreTrainedModel as _Model
@@ -22,33 +22,44 @@ else:
 class ResizingMixin(_Model):
     """A seeded table is regenerated, tables of other forms and trimmed ones grow as the native ones."""
 
-    def _get_resized_embeddings(
-        self, old_embeddings: Any, new_num_tokens: Any = None, pad_to_multiple_of: Any = None, *args: Any, **kwargs: Any
+    def resized_embeddings(
+        self,
+        native: Any,
+        old_embeddings: Any,
+        new_num_tokens: Any = None,
+        multiple: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
+        """The table with so many rows; `native` resizes a plain one."""
         if not isinstance(old_embeddings, AdaptiveEmbedding):
-            return super()._get_resized_embeddings(old_embeddings, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+            return native(old_embeddings, new_num_tokens, multiple, *args, **kwargs)
         last = old_embeddings.rows_of_last(new_num_tokens)
-        super()._get_resized_embeddings(old_embeddings.tails[-1], last, None, *args, **kwargs)  # type: ignore[arg-type]
+        native(old_embeddings.tails[-1], last, None, *args, **kwargs)
         old_embeddings.num_embeddings = new_num_tokens
         return old_embeddings
 
-    def _get_resized_lm_head(self, old_lm_head: Any, new_num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def resized_output(
+        self, native: Any, old_lm_head: Any, new_num_tokens: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The output matrix with so many rows; `native` resizes a plain one."""
         if not isinstance(old_lm_head, LowRankOutput):
-            return super()._get_resized_lm_head(old_lm_head, new_num_tokens, *args, **kwargs)
+            return native(old_lm_head, new_num_tokens, *args, **kwargs)
         banded = isinstance(old_lm_head, BandedOutput)
         part: Any = old_lm_head.tails[-1] if banded else old_lm_head
         rows = old_lm_head.rows_of_last(new_num_tokens) if banded else new_num_tokens
-        resized: Any = super()._get_resized_lm_head(part.table(), rows, *args, **kwargs)
+        resized: Any = native(part.table(), rows, *args, **kwargs)
         part.set_table(resized)
         if banded:
             old_lm_head.resize_bias()
         return old_lm_head
 
-    def _adjust_bias(self, output_embeddings: Any, input_embeddings: Any) -> None:
+    def resize_output_bias(self, native: Any, output_embeddings: Any, input_embeddings: Any) -> None:
+        """Give the bias on the logits as many values as the table has rows."""
         if isinstance(output_embeddings, BandedOutput):  # its `weight` is not all of its rows
             output_embeddings.resize_bias()
         else:
-            super()._adjust_bias(output_embeddings, input_embeddings)
+            native(output_embeddings, input_embeddings)
 
     def resize_token_embeddings(
         self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
@@ -66,11 +77,11 @@ class ResizingMixin(_Model):
                 new_num_tokens = -(-new_num_tokens // pad_to_multiple_of) * pad_to_multiple_of
                 pad_to_multiple_of = None
             table.rows_of_last(new_num_tokens)  # before anything has changed
-        self._demote_output_bias()
+        demote_output_bias(self)
         embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        for _, tables in parts_of(self._methods, ResizedTables):
+        for _, tables in parts_of(self.methods, ResizedTables):
             tables.follow_resize(self, self.architecture)
-        self._promote_output_bias()
+        promote_output_bias(self)
         self._follow_resize(vocabulary_size(self.config) - rows)
         held = [id(self.get_parameter(name)) for name in self.seeded_tensors]
         if len(set(held)) < len(held):
@@ -80,7 +91,7 @@ class ResizingMixin(_Model):
         for name, definition in self.seeded_tensors.items():
             if definition != before.get(name):
                 self.config.digests.pop(definition.name, None)
-        self._regenerate()
+        regenerate(self)
         return embeddings
 
     def resize_decoder_token_embeddings(self: Any, new_num_tokens: int) -> nn.Embedding:
@@ -107,7 +118,7 @@ class ResizingMixin(_Model):
                 raise ValueError(
                     f"{name!r} is quantised and cannot be resized: resize before Quantize, or merge() first"
                 )
-        trimming = [method for method, _ in parts_of(self._methods, KeptTokens)]
+        trimming = [method for method, _ in parts_of(self.methods, KeptTokens)]
         modules = surgery.vocabulary_modules(self, self.architecture).items()
         tables = [f"{name}.weight" for name, module in modules if isinstance(module, nn.Embedding)]
         if trimming and len({self.all_tied_weights_keys.get(name, name) for name in tables}) > 1:
@@ -128,8 +139,8 @@ class ResizingMixin(_Model):
         resized = [field for field in self.architecture.token_tables.values() if field in fields]
         if not resized or not added:
             return
-        self._methods, vocabulary = resize_kept_tokens(self._methods, fields[resized[0]], added)
-        self.config.methods = [method_to_dict(method) for method in self._methods]
+        self.methods, vocabulary = resize_kept_tokens(self.methods, fields[resized[0]], added)
+        self.config.set_methods(self.methods)
         fields |= dict.fromkeys(resized, vocabulary)
 
 

@@ -9,6 +9,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name
+from hf_freeze.compat.transformers import saves_adapters_alone
 from hf_freeze.seeded import SeededTensor, digest
 
 if TYPE_CHECKING:  # what the mixin is always combined with
@@ -51,7 +52,7 @@ class SavingMixin(_Model):
         if self._gone_ties:
             self.config.tie_word_embeddings = True
         self.config.hf_freeze_version = __version__
-        adapter_alone = getattr(self, "_hf_peft_config_loaded", False)
+        adapter_alone = saves_adapters_alone(self)
         if is_main_process and kwargs.get("variant") is None and not adapter_alone:
             for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
                 Path(save_directory, name).unlink(missing_ok=True)

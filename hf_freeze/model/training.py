@@ -14,7 +14,6 @@ from hf_freeze.layers.adaptive_embedding import AdaptiveSoftmax
 from hf_freeze.layers.watching import outputs_of
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.parts import Objective, Schedule, Step, frozen_at, parts_of
-from hf_freeze.methods.registry import method_to_dict
 
 if TYPE_CHECKING:  # what the mixin is always combined with
     _Model = PreTrainedModel
@@ -33,7 +32,7 @@ class TrainingMixin(_Model):
     architecture: Architecture  # of the class, until methods put in other blocks
     shifts_labels: ClassVar[bool]  # a causal language model: the label of a position is the token after it
     progress: float | None = None
-    _methods: list[Method]
+    methods: list[Method]
     _reached: set[str] | None = None  # by gradients since the last forward: the "outputs", the "term" that methods add
     _active: tuple[int, ...] = ()  # the methods, by number, that freeze at `progress` and not always
     _teacher: "_Teacher | None" = None
@@ -49,14 +48,10 @@ class TrainingMixin(_Model):
 
         return "num_items_in_batch" in inspect.signature(LabelSmoother.__call__).parameters
 
-    def _get_name(self) -> str:
-        # The Trainer's label smoothing looks causal language models up by name, and would forget to shift the labels.
-        return self.native_class.__name__ if self.shifts_labels else super()._get_name()
-
     @property
     def scheduled(self) -> bool:
         """Whether a method follows the progress of training."""
-        return any(True for _ in parts_of(self._methods, Schedule))
+        return any(True for _ in parts_of(self.methods, Schedule))
 
     def advance(self, step: int, total_steps: int) -> None:
         """Say before an optimiser step that `step` of `total_steps` are done; `VariantCallback` does it in the Trainer.
@@ -75,7 +70,7 @@ class TrainingMixin(_Model):
         self.progress = step / total_steps
         self._freeze_phase()
         model: Any = self
-        for _, schedule in parts_of(self._methods, Schedule):
+        for _, schedule in parts_of(self.methods, Schedule):
             schedule.advance(model, self.architecture, step, total_steps)
 
     def rewind(self) -> None:
@@ -83,13 +78,13 @@ class TrainingMixin(_Model):
         self.progress = None
         self._freeze_phase()
         model: Any = self
-        for _, schedule in parts_of(self._methods, Schedule):
+        for _, schedule in parts_of(self.methods, Schedule):
             schedule.rewind(model, self.architecture)
 
     @property
-    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """The names that DistributedDataParallel asks for when it wraps a model: what a seed has filled in every process is
-        not sent. What somebody has thawed is trained, so it is."""
+    def not_broadcast(self) -> list[str]:
+        """Names that DistributedDataParallel need not send: a seed has filled these parameters in every process. Those that the
+        user has made trainable are sent."""
         tied, seeded = self.all_tied_weights_keys, getattr(self, "seeded_tensors", {})
         named = self.named_parameters(remove_duplicate=False)
         return [name for name, p in named if tied.get(name, name) in seeded and not p.requires_grad]
@@ -97,7 +92,7 @@ class TrainingMixin(_Model):
     @property
     def finalizable(self) -> bool:
         """Whether a method has something to end training with."""
-        return any(method.finalizable for method in self._methods)
+        return any(method.finalizable for method in self.methods)
 
     def finalize(self) -> None:
         """End training, in place and at any step: masks are fixed, and what only training needs is dropped. The config then
@@ -107,15 +102,15 @@ class TrainingMixin(_Model):
         """
         if not self.finalizable:
             raise ValueError(
-                f"nothing to finalize: the methods {[method.name for method in self._methods]} are finalized, or need it not"
+                f"nothing to finalize: the methods {[method.name for method in self.methods]} are finalized, or need it not"
             )
         if self.device.type == "meta":
             raise ValueError("finalize() looks at the weights, which on meta have no values")
         model: Any = self
-        self._methods = [
-            method.finalize(model, self.architecture) if method.finalizable else method for method in self._methods
+        self.methods = [
+            method.finalize(model, self.architecture) if method.finalizable else method for method in self.methods
         ]
-        self.config.methods = [method_to_dict(method) for method in self._methods]
+        self.config.set_methods(self.methods)
         model._apply_freeze()
 
     def set_teacher(self, teacher: Any) -> None:
@@ -128,7 +123,7 @@ class TrainingMixin(_Model):
             raise ValueError(f"the teacher must be a model of transformers, not a {type(teacher).__name__}")
         if teacher is self:
             raise ValueError("a model cannot be its own teacher: give a copy of it")
-        for _, objective in parts_of(self._methods if teacher is not None else (), Objective):
+        for _, objective in parts_of(self.methods if teacher is not None else (), Objective):
             objective.check_teacher(model, self.architecture, teacher)
         self._teacher = _Teacher(teacher)
 
@@ -142,35 +137,35 @@ class TrainingMixin(_Model):
         teacher = self.get_teacher()
         if step is not None and teacher is not None and (teacher.training or teacher.device != self.device):
             teacher.to(self.device).eval()
-        terms = [part.loss(model, self.architecture, step) for _, part in parts_of(self._methods, Objective)]
+        terms = [part.loss(model, self.architecture, step) for _, part in parts_of(self.methods, Objective)]
         found = [term for term in terms if term is not None]
         return torch.stack(found).sum() if found else None
 
     def frozen_for_a_while(self) -> list[str]:
         """Names of the parameters that a schedule freezes in a part of training only."""
-        names = self._names_of(i for i, method in enumerate(self._methods) if not frozen_at(method, None))
+        names = self._names_of(i for i, method in enumerate(self.methods) if not frozen_at(method, None))
         return [name for name in sorted(names) if name in self._held or self.get_parameter(name).requires_grad]
 
     @property
     def needs_teacher(self) -> bool:
         """Whether training needs `set_teacher`."""
-        return any(part.needs_teacher for _, part in parts_of(self._methods, Objective))
+        return any(part.needs_teacher for _, part in parts_of(self.methods, Objective))
 
     @property
     def skips(self) -> bool:
         """Whether a step of training may leave without a gradient what is trainable."""
-        return any(part.skips for _, part in parts_of(self._methods, Schedule))
+        return any(part.skips for _, part in parts_of(self.methods, Schedule))
 
     def _names_of(self, numbers: Iterable[int]) -> set[str]:
         model: Any = self
-        found = (pair for i in numbers for pair in self._methods[i].freeze(model, self.architecture))
+        found = (pair for i in numbers for pair in self.methods[i].freeze(model, self.architecture))
         return {name for name, definition in found if definition is None}
 
     def _freeze_phase(self) -> None:
         """Freeze and thaw for `progress`. Called in every step: looks at the parameters only where the phase changes."""
         active = tuple(
             i
-            for i, method in enumerate(self._methods)
+            for i, method in enumerate(self.methods)
             if not frozen_at(method, None) and frozen_at(method, self.progress)
         )
         if active == self._active:
@@ -234,7 +229,7 @@ def _add_auxiliary_loss(model: Any, outputs: Any, inputs: dict[str, Any], seen: 
 
     Raises ValueError where the last gradients were those of a loss that left it out.
     """
-    adding = [method.name for method, _ in parts_of(model._methods, Objective)]
+    adding = [method.name for method, _ in parts_of(model.methods, Objective)]
     if adding and isinstance(outputs, tuple):
         raise ValueError(f"the methods {adding} add a term to the loss, which needs return_dict=True")
     added = model.auxiliary_loss(Step(inputs=inputs, outputs=outputs, seen=seen))
@@ -256,7 +251,7 @@ def _add_auxiliary_loss(model: Any, outputs: Any, inputs: dict[str, Any], seen: 
             if torch.is_tensor(value) and value.requires_grad:
                 value.register_hook(lambda _: reached.add("outputs"))
         added.register_hook(lambda _: reached.add("term"))
-    weight = math.prod(part.label_weight for _, part in parts_of(model._methods, Objective))
+    weight = math.prod(part.label_weight for _, part in parts_of(model.methods, Objective))
     if outputs.get("loss") is not None:
         outputs.loss = weight * outputs.loss + added
     outputs["auxiliary_loss"] = added
@@ -311,7 +306,7 @@ def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
         # On meta nothing is trained; multiply-adds are counted there.
         if unadvanced and self.training and torch.is_grad_enabled() and self.device.type != "meta":
             raise ValueError(
-                f"the methods {[method.name for method, _ in parts_of(self._methods, Schedule)]} follow the progress of "
+                f"the methods {[method.name for method, _ in parts_of(self.methods, Schedule)]} follow the progress of "
                 "training: pass Trainer(callbacks=[VariantCallback()]), or call model.advance(step, total_steps) before "
                 "each step"
             )
@@ -321,7 +316,7 @@ def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
             inputs = kwargs | dict(zip(names, args, strict=False))
         labels = inputs.get("labels")
         trained = self.training and torch.is_grad_enabled()
-        objectives = parts_of(self._methods if trained else (), Objective)
+        objectives = parts_of(self.methods if trained else (), Objective)
         watched = {name for _, part in objectives for name in part.watched(self, self.architecture)}
         with outputs_of(self.base_model, watched) as seen:
             if trained and labels is not None and _needs_no_logits(self, inputs):

@@ -14,6 +14,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_freeze.analysis.accounting import count_parameters, stored_bytes
 from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.compat.transformers import mapped_class
 from hf_freeze.experiments.grid import commands_of, run_folder
 from hf_freeze.methods.registry import METHODS
 from hf_freeze.model.build import VariantMixin
@@ -157,7 +158,7 @@ def model_card(
 def task_of(model: Any) -> str:
     """The task of `AUTO_CLASSES` that the class of `model` serves. Raises ValueError for any other."""
     for task, auto in AUTO_CLASSES.items():
-        if auto._model_mapping.get(type(model.config), None) is type(model):
+        if mapped_class(auto, type(model.config)) is type(model):
             return task
     raise ValueError(f"{type(model).__name__} is of no task of {list(AUTO_CLASSES)}")
 

@@ -13,6 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
 from hf_freeze.architectures.base import canonical_parameters
+from hf_freeze.compat.transformers import keys_to_ignore
 from hf_freeze.model.make import empty_model
 from hf_freeze.publish.cards import Made, model_card, published_record, read_made, task_of
 from hf_freeze.publish.remote_code import write_loader
@@ -115,7 +116,7 @@ def check_whole(folder: Path, model: Any) -> None:
                 found |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path} is truncated or damaged: {error}") from error
-    left_out = set(model._keys_to_ignore_on_save or ())
+    left_out = keys_to_ignore(model)[0]
     for name, parameter in canonical_parameters(model):
         names = {name, *(tied for tied, source in model.all_tied_weights_keys.items() if source == name)}
         if names & left_out:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from hf_freeze.architectures.tasks import AUTO_CLASSES
-from hf_freeze.model.build import VariantMixin, native_config_of, no_draws
+from hf_freeze.model.build import VariantMixin
+from hf_freeze.model.merging import native_config_of
+from hf_freeze.model.weights import no_draws
 from hf_freeze.seeded import tensor as rng
 
 TEMPLATE = Path(__file__).parent / "templates" / "modeling_hf_freeze.txt"

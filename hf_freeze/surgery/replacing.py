@@ -8,6 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.base import Architecture
+from hf_freeze.compat.transformers import mark_uninitialized
 from hf_freeze.layers.derived import linear_like
 
 DENSE = (nn.Linear, Conv1D)
@@ -49,7 +50,7 @@ def put(root: Any, name: str, new: nn.Module) -> None:
     # Some modules draw the weights of those inside them, as GPT-2 does: they must do so again where weights are fresh.
     around = name.split(".")[:-1]
     for depth in range(len(around) + 1):
-        root.get_submodule(".".join(around[:depth]))._is_hf_initialized = False
+        mark_uninitialized(root.get_submodule(".".join(around[:depth])))
 
 
 def native_module(model: Any, name: str, kind: type[T], method: str) -> T:

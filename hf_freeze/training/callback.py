@@ -50,7 +50,7 @@ class VariantCallback(TrainerCallback, ExportableState):
 
     def _check_schedules(self, variant: Any, state: Any) -> None:
         """What is scheduled is a function of the step: a resumed run must follow the same function."""
-        own = [method_to_dict(method) for method, _ in parts_of(variant._methods, Schedule)]
+        own = [method_to_dict(method) for method, _ in parts_of(variant.methods, Schedule)]
         saved = state.stateful_callbacks.get(type(self).__name__, {})
         then = (saved[0] if isinstance(saved, list) else saved).get("attributes", {}).get("schedules")
         if state.global_step and then is not None and then != own:

@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer
 
+from hf_freeze.compat.transformers import on_device
 from hf_freeze.data.batching import TokenBatchSampler
 from hf_freeze.data.tokenization import check_ids
 from hf_freeze.training.loss import aligned
@@ -72,7 +73,7 @@ class TokenBatchTrainer(Seq2SeqTrainer):
         for number, (indices, batch) in enumerate(batches):
             if number % self.args.world_size != self.args.process_index:
                 continue
-            batch = self._prepare_inputs(dict(batch))
+            batch = on_device(self, dict(batch))
             labels = batch.pop("labels")
             items[indices] = self._score_batch(model, batch, labels).double()
         model.train(was_training)

@@ -1,0 +1,144 @@
+"""What we use, override or replace of transformers (and of torch's modules) beyond their public interfaces.
+
+No other file names these; tests/compat checks each of them and says what moved if a new version lacks it.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import transformers
+from torch import nn
+
+
+class PrivateHooks:
+    """Passes the private hooks that transformers and torch call on a model to the public methods of a variant."""
+
+    def _init_weights(self: Any, module: nn.Module) -> None:
+        self.draw_module(module, super()._init_weights)  # type: ignore[misc]
+
+    def _get_resized_embeddings(self: Any, old_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
+        native = super()._get_resized_embeddings  # type: ignore[misc]
+        return self.resized_embeddings(native, old_embeddings, *args, **kwargs)
+
+    def _get_resized_lm_head(self: Any, old_lm_head: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.resized_output(super()._get_resized_lm_head, old_lm_head, *args, **kwargs)  # type: ignore[misc]
+
+    def _adjust_bias(self: Any, output_embeddings: Any, input_embeddings: Any) -> None:
+        self.resize_output_bias(super()._adjust_bias, output_embeddings, input_embeddings)  # type: ignore[misc]
+
+    def _get_name(self: Any) -> str:
+        # The Trainer's label smoothing looks causal language models up by this name, and would forget to shift the labels.
+        return self.native_class.__name__ if self.shifts_labels else super()._get_name()  # type: ignore[misc]
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self: Any) -> list[str]:
+        # DistributedDataParallel asks for these names when it wraps a model, and does not send them.
+        return self.not_broadcast
+
+
+# -- Auto classes ------------------------------------------------------------------------------------------------------
+
+
+def mapped_class(auto_class: Any, config_class: type) -> Any:
+    """The model class that an Auto class makes for a config class; None if it has none."""
+    return auto_class._model_mapping.get(config_class, None)
+
+
+@contextlib.contextmanager
+def native_base_model(config_class: type, native_config_class: Any) -> Iterator[None]:
+    """Inside, AutoModel makes the native base model for a variant's config. Some native task classes make their base model by
+    it; the methods are applied to the whole model, once."""
+    registered: Any = transformers.AutoModel._model_mapping
+    variant = registered._extra_content.get(config_class)
+    registered._extra_content[config_class] = registered[native_config_class]
+    try:
+        yield
+    finally:
+        registered._extra_content.pop(config_class)
+        if variant is not None:
+            registered._extra_content[config_class] = variant
+
+
+# -- initialisation ----------------------------------------------------------------------------------------------------
+
+
+class NeverDrawn:
+    """Base of modules and tensors that transformers shall draw no values for: they are computed, or filled when made."""
+
+    _is_hf_initialized = True
+
+
+def is_initialized(parameter: Any) -> bool:
+    """Whether transformers takes it for loaded or drawn, so that it draws no values for it."""
+    return getattr(parameter, "_is_hf_initialized", False)
+
+
+def mark_initialized(parameters: Iterable[Any]) -> None:
+    """Have transformers draw no values for these parameters or modules."""
+    for parameter in parameters:
+        setattr(parameter, "_is_hf_initialized", True)  # noqa: B010 (not an attribute that torch declares)
+
+
+def mark_uninitialized(module: Any) -> None:
+    """Have transformers draw the values of a module again where weights are fresh."""
+    module._is_hf_initialized = False
+
+
+# -- what a checkpoint holds -------------------------------------------------------------------------------------------
+
+
+def keys_to_ignore(model: Any) -> tuple[set[str], set[str]]:
+    """(names that are not saved, patterns of names that may be missing when loading) of a native class."""
+    return set(model._keys_to_ignore_on_save or ()), set(model._keys_to_ignore_on_load_missing or ())
+
+
+def set_keys_to_ignore(model: Any, on_save: set[str], on_load: set[str]) -> None:
+    """Set both; `on_load` may hold names besides the native patterns."""
+    native = set(type(model)._keys_to_ignore_on_load_missing or ())
+    model._keys_to_ignore_on_save = on_save
+    model._keys_to_ignore_on_load_missing = {name if name in native else f"^{re.escape(name)}$" for name in on_load}
+
+
+def declare_ties(module: Any, prefix: str, added: dict[str, str], removed: Iterable[str]) -> None:
+    """Enter ties where transformers, PEFT and accelerate look them up in `module`, whose full name is `prefix`."""
+    inside = {
+        target.removeprefix(prefix): source.removeprefix(prefix)
+        for target, source in added.items()
+        if target.startswith(prefix) and source.startswith(prefix)
+    }
+    gone = {target.removeprefix(prefix) for target in removed if target.startswith(prefix)}
+    native = {target: source for target, source in (module._tied_weights_keys or {}).items() if target not in gone}
+    module._tied_weights_keys = native | inside
+
+
+def saves_adapters_alone(model: Any) -> bool:
+    """Whether `save_pretrained` writes PEFT adapters and not the model."""
+    return getattr(model, "_hf_peft_config_loaded", False)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def attention_implementation(config: Any) -> str | None:
+    """Such as "sdpa" or "eager"."""
+    return config._attn_implementation
+
+
+def set_attention_implementation(config: Any, name: str | None) -> None:
+    """For models that are made from `config`; a model has `set_attn_implementation`."""
+    config._attn_implementation = name
+
+
+def copy_attention_implementation(old: Any, new: Any) -> None:
+    """It is not part of `config.to_dict()`."""
+    new._attn_implementation = old._attn_implementation
+
+
+# -- Trainer -----------------------------------------------------------------------------------------------------------
+
+
+def on_device(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch on the device that a Trainer trains on."""
+    return trainer._prepare_inputs(batch)

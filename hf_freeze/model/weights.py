@@ -1,0 +1,98 @@
+"""The values of a variant: fresh draws, and what a seed regenerates."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization
+
+from hf_freeze.architectures.base import base_name
+from hf_freeze.compat.transformers import mark_initialized
+from hf_freeze.layers.factorized_embedding import Factors
+from hf_freeze.seeded import digest
+
+
+@contextlib.contextmanager
+def no_draws() -> Iterator[None]:
+    """Construct models without drawing weights, which are loaded next, and without moving the global random state."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), initialization.no_init_weights():
+        yield
+
+
+@torch.no_grad()
+def draw_like_marian(model: Any, fresh: Sequence[nn.Parameter]) -> None:
+    """Glorot-uniform matrices, tables U(±sqrt(3/d)); biases 0 and norms 1/0 are native (Bogoychev, 2021)."""
+    fresh_ids = {id(parameter) for parameter in fresh}
+    for name, weight in model.named_parameters():
+        # A layer that computes its weight has parameters of other names, and has drawn them with the variance of the weight.
+        if weight.ndim != 2 or id(weight) not in fresh_ids or not name.endswith((".weight", ".projection")):
+            continue
+        below = base_name(model, name)
+        component = model.architecture.component(below)
+        if component == "embeddings":
+            bound = (3 / weight.shape[1]) ** 0.5
+            initialization.uniform_(weight, -bound, bound)
+        elif component != "constant":
+            outputs = weight.shape[1] // model.architecture.parts(below)
+            bound = (6 / (weight.shape[0] + outputs)) ** 0.5
+            initialization.uniform_(weight, -bound, bound)
+    mark_initialized(fresh)
+
+
+@torch.no_grad()
+def balance_factors(model: Any, fresh: Iterable[nn.Parameter]) -> None:
+    """Rescale fresh factors of token tables so that their product has the variance of a dense table."""
+    drawn, tied = {id(parameter) for parameter in fresh}, model.all_tied_weights_keys
+    for name, module in model.named_modules():
+        if isinstance(module, Factors):
+            names = [tied.get(n, n) for n in (f"{name}.weight", f"{name}.projection")]
+            table, projection = map(model.get_parameter, names)
+            if id(projection) not in drawn:
+                continue
+            gain = module.gain(projection)
+            for parameter, factor in ((table, 1 / gain), (projection, gain)):
+                if id(parameter) in drawn:
+                    parameter.mul_(factor)
+                    drawn.discard(id(parameter))  # two modules may share it
+
+
+@torch.no_grad()
+def regenerate(model: Any) -> None:
+    """Fill the seeded tensors; enter their digests into the config, or check them against it.
+
+    Raises ValueError for a tensor that does not match its digest.
+    """
+    for name, definition in model.seeded_tensors.items():
+        parameter = model.get_parameter(name)
+        if parameter.is_meta:
+            continue
+        value = definition.generate(parameter.device)
+        actual = digest(value)
+        expected = model.config.digests.setdefault(definition.name, actual)
+        if actual != expected:
+            raise ValueError(
+                f"digest mismatch: the regenerated tensor {definition.name!r} has {actual}, the config says {expected}; "
+                "the config was changed, or this is not the hf_freeze that wrote it"
+            )
+        parameter.copy_(value)
+        mark_initialized([parameter])
+
+
+def promote_output_bias(model: Any) -> None:
+    """Marian trains the bias of its softmax, which the native class holds as a buffer: make it a parameter, of the same key."""
+    name = model.architecture.output_bias
+    if model.config.init == "marian" and name is not None and name in model._buffers:
+        value = model.get_buffer(name)
+        delattr(model, name)
+        model.register_parameter(name, nn.Parameter(value.detach().clone()))
+
+
+def demote_output_bias(model: Any) -> None:
+    """Undo `promote_output_bias`, for native code that expects the buffer."""
+    name = model.architecture.output_bias
+    if name is not None and name in model._parameters:
+        value = model.get_parameter(name)
+        delattr(model, name)
+        model.register_buffer(name, value.detach())
