@@ -4,8 +4,8 @@ import pytest
 from transformers import AutoConfig
 
 from hf_freeze import make_variant
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.methods import FixedAttention
-from hf_freeze.registry import ARCHITECTURES
 
 
 @pytest.mark.parametrize("component", ["embeddings", "norm", "head", "ffm"])

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from hf_freeze import make_variant
+from hf_freeze.architectures.registry import ARCHITECTURES, architecture_of
 from hf_freeze.methods import Freeze, LayerSharing
-from hf_freeze.registry import ARCHITECTURES, architecture_of
 
 LLAMA = {"vocab_size": 32000, "max_position_embeddings": 4096}
 LLAMA_3 = {"vocab_size": 128256, "max_position_embeddings": 131072}
