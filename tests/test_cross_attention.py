@@ -9,7 +9,7 @@ from hf_freeze import count_parameters, make_variant, multiply_adds
 from hf_freeze.analysis import head_importance, select_heads
 from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.architectures.registry import architecture_of
-from hf_freeze.architectures.tasks import TASKS
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.methods import Freeze, HeadMask, HeadPruning, LayerSelection, LayerSharing, LowRank, Theseus
 
 WITH_CROSS = {
@@ -29,7 +29,7 @@ def with_cross(model_type, **fields):
     task, switches = WITH_CROSS[model_type]
     config = AutoConfig.for_model(model_type, **architecture.tiny | {"use_cache": False} | switches | fields)
     torch.manual_seed(1)
-    return add_noise(TASKS[task].from_config(config), architecture).eval()
+    return add_noise(AUTO_CLASSES[task].from_config(config), architecture).eval()
 
 
 def batch_of(model):
@@ -116,7 +116,7 @@ def test_methods_reach_it_save_it_and_merge_it(model, name, tmp_path):
     expected = outputs(variant, batch)
     variant.save_pretrained(tmp_path)
     task = WITH_CROSS[model.config.model_type][0]
-    reloaded, info = TASKS[task].from_pretrained(tmp_path, output_loading_info=True)
+    reloaded, info = AUTO_CLASSES[task].from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
     assert differences(outputs(reloaded, batch), expected) == []
     assert {n: p.requires_grad for n, p in reloaded.named_parameters()} == {

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel
 
 from hf_freeze import make_variant
 from hf_freeze.architectures.registry import ARCHITECTURES, architecture_of
-from hf_freeze.architectures.tasks import TASKS
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.methods import (
     FFNPruning,
     Freeze,
@@ -123,7 +123,7 @@ def test_nothing_else_depends_on_the_number_of_a_layer(architecture, fields):
         fields = {}
     deep = {stack.depth: 3 for stack in architecture.stacks.values()}
     config = AutoConfig.for_model(architecture.model_type, **architecture.tiny | deep | fields)
-    base = TASKS[architecture.tasks[0]].from_config(config).base_model
+    base = AUTO_CLASSES[architecture.tasks[0]].from_config(config).base_model
     for stack in architecture.stacks.values():
         first, *others = (dict(base.get_submodule(stack.layers.format(n)).named_modules()) for n in range(3))
         for other in others:
