@@ -109,8 +109,9 @@ class VariantMixin(AdaptingMixin, SavingMixin, ResizingMixin, TrainingMixin):
                 if target.startswith(prefix) and source.startswith(prefix)
             }
             gone = {target.removeprefix(prefix) for target in self._gone_ties if target.startswith(prefix)}
-            native = {t: source for t, source in (module._tied_weights_keys or {}).items() if t not in gone}
-            module._tied_weights_keys = native | inside
+            # Natively they are named also where the config ties nothing.
+            native = (module._tied_weights_keys or {}) if getattr(self.config, "tie_word_embeddings", False) else {}
+            module._tied_weights_keys = {t: source for t, source in native.items() if t not in gone} | inside
 
     def _promote_output_bias(self) -> None:
         """Marian trains the bias of its softmax; the native class holds it as a buffer. Same key, now a parameter."""
