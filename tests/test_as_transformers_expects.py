@@ -109,3 +109,12 @@ def test_a_config_may_ask_for_attentions(architecture, tmp_path):
     for each in (model, loaded, renewed, model.merge(), make_variant(model, [methods.Freeze(ffn="random")])):
         found = {name for name in each(**batch) if name.endswith("attentions")}
         assert found
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "marian"])
+def test_initialising_twice_leaves_balanced_factors_alone(model_type):
+    model = fresh(ARCHITECTURES[model_type], SHARED["embeddings"], tie_word_embeddings=False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.post_init()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)

@@ -8,6 +8,7 @@ Auto classes.
 import contextlib
 import copy
 import dataclasses
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -206,6 +207,8 @@ class VariantMixin(AdaptingMixin, SavingMixin, ResizingMixin, TrainingMixin):
                 if id(projection) not in drawn:
                     continue
                 gain = module.gain(projection)
+                if math.isclose(gain, 1, rel_tol=1e-6):  # was balanced before: rounding would move it
+                    continue
                 for parameter, factor in ((table, 1 / gain), (projection, gain)):
                     if id(parameter) in drawn:
                         parameter.mul_(factor)

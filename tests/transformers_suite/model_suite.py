@@ -8,7 +8,7 @@ import sys
 import types
 import unittest
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +83,11 @@ class ModelTester:
 
 @dataclass(frozen=True)
 class Cell:
-    """A variant by its architecture and methods; `methods=None` is the backbone itself."""
+    """A variant by its architecture and methods, for some tasks; `methods=None` is the backbone itself."""
 
     architecture: Architecture
     methods: tuple[Method, ...] | None
+    tasks: tuple[str, ...]
 
     @property
     def id(self) -> str:
@@ -95,7 +96,7 @@ class Cell:
 
     @property
     def backbone(self) -> "Cell":
-        return Cell(self.architecture, None)
+        return replace(self, methods=None)
 
     @functools.cached_property
     def models(self) -> list[Any]:
@@ -103,11 +104,11 @@ class Cell:
         config = AutoConfig.for_model(self.architecture.model_type, **self.architecture.tiny)
         with torch.device("meta"):
             if self.methods is None:
-                return [AUTO_CLASSES[task].from_config(config) for task in self.architecture.tasks]
-            return [make_variant(config, list(self.methods), task=task) for task in self.architecture.tasks]
+                return [AUTO_CLASSES[task].from_config(config) for task in self.tasks]
+            return [make_variant(config, list(self.methods), task=task) for task in self.tasks]
 
     def test_case(self, suite: Any) -> type[unittest.TestCase]:
-        """transformers' tests for the classes of all tasks."""
+        """transformers' tests for the classes of these tasks."""
         config = self.models[0].config
         config = type(config).from_dict(config.to_dict())  # without what a model adds, such as the attention
 
