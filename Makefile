@@ -17,6 +17,7 @@ demo: $(STAMP)  ## the freeze ablation of translation and language models on the
 	@echo "Open runs/demo/report.html and runs/demo-lm/report.html in a browser."
 
 test: $(STAMP)  ## all tests
+	-$(BIN)/python tests/transformers_suite/fetch.py
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 quality: $(STAMP)  ## what CI checks besides the tests
@@ -29,4 +30,4 @@ style: $(STAMP)  ## rewrite the code in the project's format
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache
+	rm -rf $(VENV) build runs .pytest_cache .ruff_cache

@@ -109,8 +109,9 @@ def declare_ties(module: Any, prefix: str, added: dict[str, str], removed: Itera
         if target.startswith(prefix) and source.startswith(prefix)
     }
     gone = {target.removeprefix(prefix) for target in removed if target.startswith(prefix)}
-    native = {target: source for target, source in (module._tied_weights_keys or {}).items() if target not in gone}
-    module._tied_weights_keys = native | inside
+    # Native classes name these ties even if the config ties nothing.
+    native = (module._tied_weights_keys or {}) if getattr(module.config, "tie_word_embeddings", False) else {}
+    module._tied_weights_keys = {target: source for target, source in native.items() if target not in gone} | inside
 
 
 def saves_adapters_alone(model: Any) -> bool:

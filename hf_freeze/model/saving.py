@@ -65,6 +65,8 @@ class SavingMixin(_Model):
         with_info = kwargs.pop("output_loading_info", False)
         resizes = kwargs.pop("ignore_mismatched_sizes", False)
         given = dict(kwargs.get("state_dict") or {})
+        if given:  # a copy: the model keeps these tensors, and the seeded ones are written anew
+            kwargs["state_dict"] = {name: value.clone() for name, value in given.items()}
         try:
             loaded: Any = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs

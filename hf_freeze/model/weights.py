@@ -1,6 +1,7 @@
 """The values of a variant: fresh draws, and what a seed regenerates."""
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -52,6 +53,8 @@ def balance_factors(model: Any, fresh: Iterable[nn.Parameter]) -> None:
             if id(projection) not in drawn:
                 continue
             gain = module.gain(projection)
+            if math.isclose(gain, 1, rel_tol=1e-6):  # balanced before: rounding would move it
+                continue
             for parameter, factor in ((table, 1 / gain), (projection, gain)):
                 if id(parameter) in drawn:
                     parameter.mul_(factor)

@@ -1,0 +1,64 @@
+"""A variant passes every model test of transformers that its backbone passes, except those in `differences.py`.
+
+By default every architecture without methods, and every method on one architecture and one or two of its
+tasks; with
+HF_FREEZE_TESTS=all in the environment every method on every architecture and task.
+"""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from differences import SLOW, differences_of
+from fetch import model_tests
+from model_suite import PASSED, Cell, in_turn, load_suite, names_of, run
+from transformers import testing_utils
+
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.methods.registry import METHODS
+
+ALL = os.environ.get("HF_FREEZE_TESTS") == "all"
+
+
+def cells():
+    for architecture in ARCHITECTURES.values():
+        yield Cell(architecture, (), architecture.tasks)
+    for turn, method in enumerate(METHODS.values()):
+        supported = [a for model_type, a in ARCHITECTURES.items() if method.supports(model_type)]
+        for architecture in supported if ALL else [supported[turn % len(supported)]]:
+            tasks = architecture.tasks
+            if not ALL:  # the first, and one in turn
+                tasks = tuple(dict.fromkeys((tasks[0], tasks[turn // len(supported) % len(tasks)])))
+            yield Cell(architecture, (method.example,), tasks)
+
+
+CELLS = list(cells())
+
+
+@pytest.fixture(scope="session")
+def suite(pytestconfig):
+    try:
+        file = model_tests()
+    except OSError as error:
+        pytest.skip(f"transformers' model tests are NOT run: {error}")
+    for source in (file, Path(testing_utils.__file__)):
+        for marker in re.findall(r"\bmark\.(\w+)", source.read_text(encoding="utf-8")):
+            pytestconfig.addinivalue_line("markers", f"{marker}: used by transformers' tests")
+    return load_suite(file)
+
+
+@pytest.mark.parametrize("number", range(len(CELLS)), ids=[cell.id for cell in CELLS])
+def test_a_variant_passes_what_its_backbone_passes(suite, number):
+    cell, names = CELLS[number], names_of(suite)
+    outcomes = run(cell, suite, names if ALL else in_turn(names, SLOW, number, len(CELLS)))
+    failures = {name: outcome for name, outcome in outcomes.items() if outcome != PASSED}
+    native = run(cell.backbone, suite, failures)
+    lost = {name for name in failures if native[name] == PASSED}
+    meant = differences_of(cell.models[0])
+    unexpected = [name for name in sorted(lost) if not any(difference.covers(name) for difference in meant)]
+    assert not unexpected, "\n\n".join(f"{name}\n{failures[name]}" for name in unexpected)
+    if ALL:
+        outdated = [difference.why for difference in meant if not any(map(difference.covers, lost))]
+        assert not outdated, f"listed in differences.py, but not seen: {outdated}"
+    assert len(failures) < len(outcomes), "no test passed"
