@@ -25,7 +25,7 @@ from hf_freeze import VariantCallback, make_variant
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers.layer_forward import Replaced
-from hf_freeze.methods import Freeze, LayerSelection, LowRank, Theseus
+from hf_freeze.methods import LayerSelection, LowRank, Theseus
 
 MARIAN = ARCHITECTURES["marian"]
 NEVER = 1e-9  # a rate at which every module stays its predecessor
@@ -328,7 +328,6 @@ def test_settings_that_are_refused(setting, message):
     ("before", "message"),
     [
         (LowRank(rank=2, layers={"encoder": [3]}), "after 'low_rank', which names layers by number.* put Theseus"),
-        (Freeze(ffn="random"), "after 'freeze', which has made ffn random, layer by layer.* put Theseus"),
         (Theseus(successor={"encoder": 2}), r"after Theseus: finalize\(\) the first, merge\(\) it"),
         (Theseus(successor={"decoder": 2}), r"after Theseus: finalize\(\) the first, merge\(\) it"),  # the very same
     ],

@@ -5,17 +5,15 @@ from typing import Any
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.registry import methods_before
 
-_IN_LAYERS = ("attention", "ffn", "norm")
-
 
 def check_renumbering(method: Method, config: Any) -> None:
     """Raise ValueError where a method before `method` holds numbers or names of layers, which would be others."""
     own = type(method).__name__
     for earlier in methods_before(config):
-        seeded = [component for component in _IN_LAYERS if earlier.is_seeded(component)]
-        if earlier.names_layers or seeded:
-            why = "names layers by number" if earlier.names_layers else f"has made {seeded[0]} random, layer by layer"
-            raise ValueError(f"{own} after {earlier.name!r}, which {why}: the layers get new numbers; put {own} first")
+        if earlier.names_layers:
+            raise ValueError(
+                f"{own} after {earlier.name!r}, which names layers by number: the layers get new numbers; put {own} first"
+            )
 
 
 def evenly_spaced(depth: int, count: int) -> list[int]:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from hf_freeze.architectures.base import Architecture
     from hf_freeze.model.build import VariantMixin
-    from hf_freeze.seeded import SeededTensor
+    from hf_freeze.seeded import Origin, SeededTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +174,24 @@ class Method:
 
     def merge(self, model: "VariantMixin", architecture: "Architecture") -> None:
         """Undo `restructure` in place, densely. Raises ValueError that names the method where the maths forbids it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectingMethod(Method):
+    """A method that keeps values by position. After a Freeze that made them random, they stay a slice of its definition."""
+
+    def origins(self, model: "VariantMixin", architecture: "Architecture") -> "dict[str, Origin]":
+        """Parameter after `restructure` -> where its values come from, names below the base model; others stay as they are.
+
+        Called before `restructure`, with the config alone; runs on `meta`. A setting that depends on values (`decided`) keeps
+        the first positions: of fresh weights, all are alike.
+        """
+        raise NotImplementedError
+
+    def decided(self, old: Any, architecture: "Architecture") -> "SelectingMethod":
+        """The same setting with positions instead of a rule that depends on the values of `old`, so that the config says which
+        slice of a seeded tensor is kept."""
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,9 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type, in_layers
 from hf_freeze.layers.derived import features
 from hf_freeze.methods._linear import check_positive
-from hf_freeze.methods.base import Method
-from hf_freeze.methods.registry import methods_before, register_method
+from hf_freeze.methods.base import SelectingMethod
+from hf_freeze.methods.registry import register_method
+from hf_freeze.seeded import Origin
 
 if TYPE_CHECKING:
     from hf_freeze.model.build import VariantMixin
@@ -18,15 +19,17 @@ if TYPE_CHECKING:
 
 @register_method("ffn_pruning", example={"width": 13}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
-class FFNPruning(Method):
+class FFNPruning(SelectingMethod):
     """Keep `width` neurons of each FFN in `layers` (None: all), those of the largest magnitude; or `keep`, such as
     `{"encoder.0.ffn": [0, 3, 4]}`: the neurons to keep of each FFN that it names (`analysis.select_neurons`).
 
     The magnitude of a neuron is the product of the norms of its input weights and of its output weights. `merge()` gives a
     native model of the smaller width where all layers have the same, else one with zeros.
 
-    Raises ValueError for a width or neuron outside the FFN, an unknown layer or FFN, an FFN that another method has changed, or
-    one that an earlier Freeze has made random: its weights are not stored.
+    After a Freeze that makes an FFN random, the config names the neurons that `width` keeps, and they keep their random values.
+    Of fresh weights, `width` then keeps the first neurons.
+
+    Raises ValueError for a width or neuron outside the FFN, an unknown layer or FFN, and an FFN that another method has changed.
     """
 
     width: int | None = None
@@ -61,12 +64,6 @@ class FFNPruning(Method):
                 )
         if not self._blocks(architecture, config):
             raise ValueError(f"FFNPruning(layers={self.layers!r}) names no layer: leave it out for all")
-        for method in methods_before(config):
-            if method.is_seeded("ffn"):
-                raise ValueError(
-                    f"FFNPruning after {method.name!r} with a random FFN: what a seed regenerates is not stored, so its neurons "
-                    "cannot be picked; put FFNPruning first, or merge() before"
-                )
 
     @property
     def names_layers(self) -> bool:
@@ -102,6 +99,21 @@ class FFNPruning(Method):
         for block, linears in self._blocks(new.architecture, new.config).items():
             kept = self._largest(old, linears) if self.keep is None else self.keep[block]
             self._select(new, linears, old, kept)
+
+    def origins(self, model: "VariantMixin", architecture: Architecture) -> dict[str, Origin]:
+        found: dict[str, Origin] = {}
+        for block, linears in self._blocks(architecture, model.config).items():
+            kept = range(self.width or 0) if self.keep is None else self.keep[block]
+            for name in linears:
+                linear = surgery.dense_module(model, name, self.name)
+                found |= surgery.feature_origins(name, linear, kept, outputs=name != linears[-1])
+        return found
+
+    def decided(self, old: Any, architecture: Architecture) -> "FFNPruning":
+        if self.keep is not None:
+            return self
+        blocks = self._blocks(architecture, old.config)
+        return FFNPruning(keep={block: self._largest(old, linears) for block, linears in blocks.items()})
 
     def _largest(self, model: Any, linears: list[str]) -> list[int]:
         score = surgery.neuron_magnitudes(model, linears)

@@ -8,8 +8,9 @@ from hf_freeze.architectures.base import Architecture, Attention, check_layers_t
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers.fixed_heads import EMPTY_ROWS, PATTERNS, UNITS, Words
 from hf_freeze.methods._heads import chosen_attentions
-from hf_freeze.methods.base import Method
-from hf_freeze.methods.registry import methods_before, register_method
+from hf_freeze.methods.base import SelectingMethod
+from hf_freeze.methods.registry import register_method
+from hf_freeze.seeded import Origin
 
 if TYPE_CHECKING:
     from hf_freeze.model.build import VariantMixin
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 @register_method("fixed_attention", example={"patterns": [5]}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
-class FixedAttention(Method):
+class FixedAttention(SelectingMethod):
     """In the self-attention of the encoder, in `layers` (None: all), the first heads attend by position alone, each by one of
     `patterns`, and have no queries and keys: a list of numbers in 1..8, 7 for the first seven (the rest of the heads learn, as in
     "7 fixed + 1 learnable"), or 8 for all. `layers.fixed_heads` has the formulas. Values and outputs are trained as before; of a
@@ -29,8 +30,8 @@ class FixedAttention(Method):
     `analysis.word_continuations(tokenizer)` finds them.
 
     Raises ValueError for a unit without its `continuations` or the other way round, a pattern outside 1..8, more patterns than
-    heads, unknown rows or layers, an attention that is causal, or that another method has changed, or that an earlier Freeze
-    has made random. `merge()` refuses: no native model has such heads.
+    heads, unknown rows or layers, and an attention that is causal, or that another method has changed. `merge()` refuses: no
+    native model has such heads.
     """
 
     patterns: int | list[int] = 7
@@ -93,12 +94,6 @@ class FixedAttention(Method):
             )
         if not self._attentions(architecture, config):
             raise ValueError(f"FixedAttention(layers={self.layers!r}) names no layer: leave it out for all")
-        for method in methods_before(config):
-            if method.is_seeded("attention"):
-                raise ValueError(
-                    f"FixedAttention after {method.name!r} with a random attention: what a seed regenerates is not stored, so "
-                    "its heads cannot be picked; put FixedAttention first, or merge() before"
-                )
 
     def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
         words = None if self.continuations is None else Words(self.continuations)
@@ -120,6 +115,14 @@ class FixedAttention(Method):
             surgery.copy_heads(
                 old, new, attention, range(len(self._numbers), heads), heads, only=(attention.q, attention.k)
             )
+
+    def origins(self, model: "VariantMixin", architecture: Architecture) -> dict[str, Origin]:
+        found: dict[str, Origin] = {}
+        for attention in self._attentions(architecture, model.config).values():
+            heads = surgery.count_heads(model, attention, self.name)
+            learnt = range(len(self._numbers), heads)
+            found |= surgery.head_origins(model, attention, learnt, heads, only=(attention.q, attention.k))
+        return found
 
     def merge(self, model: "VariantMixin", architecture: Architecture) -> None:
         raise ValueError("fixed_attention: no native model has heads without queries and keys; it cannot be merged")

@@ -7,8 +7,9 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type
 from hf_freeze.methods._layers import check_renumbering, evenly_spaced
 from hf_freeze.methods._linear import check_share
-from hf_freeze.methods.base import Method
+from hf_freeze.methods.base import SelectingMethod
 from hf_freeze.methods.registry import register_method
+from hf_freeze.seeded import Origin
 
 if TYPE_CHECKING:
     from hf_freeze.model.build import VariantMixin
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @register_method("layer_selection", example={"share": 0.5}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
-class LayerSelection(Method):
+class LayerSelection(SelectingMethod):
     """Keep only the layers of each stack that `keep` names, such as `{"encoder": [0, 2, 4]}`, in their order and numbered anew;
     other stacks stay whole. Or `share`: so many of every stack's layers, at least one, evenly spaced, as LayerDrop prunes
     (Fan et al., 2020, https://arxiv.org/abs/1909.11556, "every other"): of six, .5 leaves 0, 2 and 4.
@@ -25,7 +26,7 @@ class LayerSelection(Method):
     with a shallow decoder translates fast (Kasai et al., 2021, https://arxiv.org/abs/2006.10369).
 
     Raises ValueError for an unknown stack or layer, for none or a repeated one, a share outside 0..1, and after a method that
-    names layers or has made parts of them random: they would be other ones.
+    names layers: they would be other ones.
     """
 
     keep: dict[str, list[int]] | None = None
@@ -72,6 +73,12 @@ class LayerSelection(Method):
     def restructure(self, model: "VariantMixin", architecture: Architecture) -> None:
         for stack, numbers in self._kept(architecture, model.config).items():
             surgery.take_layers(model, architecture.stacks[stack].layers, numbers)
+
+    def origins(self, model: "VariantMixin", architecture: Architecture) -> dict[str, Origin]:
+        found: dict[str, Origin] = {}
+        for stack, numbers in self._kept(architecture, model.config).items():
+            found |= surgery.layer_origins(model, architecture.stacks[stack].layers, numbers)
+        return found
 
     def convert(self, old: Any, new: "VariantMixin") -> None:
         for stack, numbers in self._kept(new.architecture, old.config).items():

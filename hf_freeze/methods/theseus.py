@@ -17,9 +17,9 @@ from hf_freeze.layers.layer_forward import Replaced
 from hf_freeze.methods._layers import check_renumbering
 from hf_freeze.methods._linear import check_seed, set_field
 from hf_freeze.methods._ramps import RAMPS, ramp
-from hf_freeze.methods.base import Method
+from hf_freeze.methods.base import SelectingMethod
 from hf_freeze.methods.registry import methods_before, register_method
-from hf_freeze.seeded import draws
+from hf_freeze.seeded import Origin, draws
 
 if TYPE_CHECKING:
     from hf_freeze.model.build import VariantMixin
@@ -42,7 +42,7 @@ def _upwards(steps: float) -> float:
 
 @register_method("theseus", example={"rate": 0.5, "train": "all"}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
-class Theseus(Method):
+class Theseus(SelectingMethod):
     """Halve the depth, or divide it further: each layer of the shallow successor takes over an equal number of layers of the
     backbone, its predecessor. In each step of training a draw, one for each such module, says which of the two runs; in eval mode
     the successor always does. `finalize()` drops the predecessor, and `merge()` gives a native model of the new depth.
@@ -61,8 +61,7 @@ class Theseus(Method):
     code; or `"all"` but the predecessor. This also holds after `finalize()`.
 
     Raises ValueError for an unknown stack, a depth that does not divide the backbone's, a rate outside (0, 1], a schedule that
-    does not rise, or that does not end in training (then in its first step), and after a method that names layers or has made
-    parts of them random.
+    does not rise, or that does not end in training (then in its first step), and after a method that names layers.
     """
 
     successor: dict[str, int] | None = None
@@ -153,6 +152,13 @@ class Theseus(Method):
                 surgery.take_layers(model, layers, range(depth))
             else:
                 surgery.add_predecessors(model, layers, depth)
+
+    def origins(self, model: "VariantMixin", architecture: Architecture) -> dict[str, Origin]:
+        found: dict[str, Origin] = {}
+        for stack, depth in self._depths(architecture, model.config).items():
+            step = 1 if self.init == "first" else architecture.depths(model.config)[stack] // depth
+            found |= surgery.layer_origins(model, architecture.stacks[stack].layers, range(0, depth * step, step))
+        return found
 
     def _modules(self, model: Any, architecture: Architecture) -> list[Any]:
         """The layers of the successor, before `finalize()`."""

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.methods.base import Method
+from hf_freeze.methods.base import SelectingMethod
 from hf_freeze.methods.registry import methods_before, register_method
+from hf_freeze.seeded import Origin
 
 if TYPE_CHECKING:
     from hf_freeze.model.build import VariantMixin
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 @register_method("vocabulary_trimming", example={"keep": [*range(26), 31, 39]}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
-class VocabularyTrimming(Method):
+class VocabularyTrimming(SelectingMethod):
     """Keep only the tokens of the ids `keep`, in ascending order, and number them anew from 0: (V, D) tables and output matrices
     become (len(keep), D), a bias on the logits loses its other values. The logits of kept tokens stay what they were. The
     configs of the model and of generation get the new vocabulary size and token ids, and `merge()` gives a native model of
@@ -33,8 +34,7 @@ class VocabularyTrimming(Method):
     those of one vocabulary for both languages. Two vocabularies cannot be trimmed.
 
     Raises ValueError for ids that are repeated, not in ascending order or not in the vocabulary, for none, without a special
-    token that the config names, for two vocabularies of different sizes, and after a method that has made the embeddings random
-    or replaced them.
+    token that the config names, for two vocabularies of different sizes, and after a method that has replaced the embeddings.
     """
 
     keep: list[int]
@@ -76,11 +76,6 @@ class VocabularyTrimming(Method):
                     f"VocabularyTrimming after {method.name!r}, which names tokens by number: they get new numbers; put "
                     "VocabularyTrimming first"
                 )
-            if method.is_seeded("embeddings"):
-                raise ValueError(
-                    f"VocabularyTrimming after {method.name!r} with random embeddings: what a seed regenerates is not stored, so "
-                    "its rows cannot be picked; put VocabularyTrimming first, or merge() before"
-                )
 
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
         return dict.fromkeys(architecture.token_tables.values(), len(self.keep))
@@ -94,6 +89,9 @@ class VocabularyTrimming(Method):
 
     def convert(self, old: Any, new: "VariantMixin") -> None:
         surgery.copy_tokens(old, new, new.architecture, self.keep)
+
+    def origins(self, model: "VariantMixin", architecture: Architecture) -> dict[str, Origin]:
+        return surgery.token_origins(model, architecture, self.keep)
 
 
 def _short(value: Any) -> str:

@@ -22,19 +22,19 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 import hf_freeze.architectures
 import hf_freeze.methods  # noqa: F401 (both fill the registries)
 from hf_freeze import surgery
-from hf_freeze.architectures.base import base_name, canonical_parameters, full_name
+from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameters, full_name
 from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers.derived import Fresh
 from hf_freeze.layers.factorized_embedding import Factors, LowRankOutput
 from hf_freeze.layers.quantized import STORED
-from hf_freeze.methods.base import Method
+from hf_freeze.methods.base import Method, SelectingMethod
 from hf_freeze.model.adapters import AdaptingMixin
 from hf_freeze.model.config import VariantConfigMixin, parse_methods, set_fields
 from hf_freeze.model.resizing import ResizingMixin
 from hf_freeze.model.saving import SavingMixin
 from hf_freeze.model.training import TrainingMixin, trained_forward
-from hf_freeze.seeded import SeededTensor, digest
+from hf_freeze.seeded import Origin, SeededTensor, digest
 
 _OWN_FIELDS = ("methods", "init", "hf_freeze_version", "digests", "original_fields")
 
@@ -77,8 +77,13 @@ class VariantMixin(AdaptingMixin, SavingMixin, ResizingMixin, TrainingMixin):
 
     def _restructure(self, methods: list[Method]) -> None:
         self._methods = methods
+        self._origins: list[dict[str, Origin]] = []  # of each method: where it took the values of a parameter
         self.scheduled = any(method.scheduled for method in methods)
-        for method in methods:
+        for number, method in enumerate(methods):
+            if isinstance(method, SelectingMethod) and any(map(is_seeding, methods[:number])):
+                self._origins.append(method.origins(self, self.architecture))
+            else:
+                self._origins.append({})
             changes = method.config_changes(self.architecture, self.config)
             method.restructure(self, self.architecture)
             described = method.described(self.architecture, self.config)
@@ -132,11 +137,11 @@ class VariantMixin(AdaptingMixin, SavingMixin, ResizingMixin, TrainingMixin):
         """Set `requires_grad` and find out which tensors are seeded, hence neither stored nor expected in a checkpoint."""
         frozen: set[str] = {n for n, _ in canonical_parameters(self) if self._component(n) == "constant"}
         self.seeded_tensors: dict[str, SeededTensor] = {}
-        for method in self._methods:
+        for number, method in enumerate(self._methods):
             always = method.frozen_at(None)
             for name, definition in method.freeze(self, self.architecture):
                 if definition is not None:
-                    self.seeded_tensors[name] = definition
+                    self.seeded_tensors[name] = self._traced(definition, number)
                 if always or definition is not None:
                     frozen.add(name)
         tied = self.all_tied_weights_keys
@@ -147,6 +152,13 @@ class VariantMixin(AdaptingMixin, SavingMixin, ResizingMixin, TrainingMixin):
         on_save, on_load = self._native_keys_to_ignore
         self._keys_to_ignore_on_save = on_save | unstored | set(self._own_ties)
         self._keys_to_ignore_on_load_missing = on_load | {f"^{re.escape(name)}$" for name in unstored}
+
+    def _traced(self, definition: SeededTensor, number: int) -> SeededTensor:
+        """`definition`, by the method of this number, as a slice of the tensor that the parameter was before later methods."""
+        for origins in reversed(self._origins[number + 1 :]):
+            if definition.name in origins:
+                definition = definition.taken_from(origins[definition.name])
+        return definition
 
     def _component(self, name: str) -> str:
         return self.architecture.component(base_name(self, name))
@@ -218,10 +230,11 @@ class VariantMixin(AdaptingMixin, SavingMixin, ResizingMixin, TrainingMixin):
             if parameter.is_meta:
                 continue
             value = definition.generate(parameter.device)
-            expected = self.config.digests.setdefault(definition.name, found := digest(value))
+            below_base = base_name(self, name)
+            expected = self.config.digests.setdefault(below_base, found := digest(value))
             if found != expected:
                 raise ValueError(
-                    f"digest mismatch: the regenerated tensor {definition.name!r} has {found}, the config says {expected}; "
+                    f"digest mismatch: the regenerated tensor {below_base!r} has {found}, the config says {expected}; "
                     "the config was changed, or this is not the hf_freeze that wrote it"
                 )
             parameter.copy_(value)
@@ -332,6 +345,11 @@ def copy_runtime(old: Any, new: Any) -> None:
 
 def is_structural(method: Method) -> bool:
     return type(method).restructure is not Method.restructure
+
+
+def is_seeding(method: Method) -> bool:
+    """Whether it has a seed regenerate part of the model."""
+    return any(method.is_seeded(component) for component in TRAINED)
 
 
 # -- the factory -------------------------------------------------------------------------------------------------------------

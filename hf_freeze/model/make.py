@@ -12,11 +12,12 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import AutoConfig, PreTrainedModel
 
 from hf_freeze._version import __version__
+from hf_freeze.architectures.base import base_name
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.architectures.tasks import AUTO_CLASSES
-from hf_freeze.methods.base import Method
+from hf_freeze.methods.base import Method, SelectingMethod
 from hf_freeze.methods.registry import method_to_dict
-from hf_freeze.model.build import VARIANT_CLASSES, VariantMixin, copy_runtime, is_structural, no_draws
+from hf_freeze.model.build import VARIANT_CLASSES, VariantMixin, copy_runtime, is_seeding, is_structural, no_draws
 from hf_freeze.model.config import INITS
 from hf_freeze.model.resizing import vocabulary_size
 from hf_freeze.model.token_ids import renumber_token_ids
@@ -95,6 +96,7 @@ def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, s
         model = variant_class(_variant_config(variant_class, config, methods[:drawn], init))
     for method in model._methods:
         _prepare(method, model)
+    model._regenerate()  # it may have copied fresh values over seeded ones
     return _from_model(model, methods[drawn:]) if methods[drawn:] else model
 
 
@@ -131,9 +133,15 @@ def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], in
 def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
     """Up to each structural method in turn, so that its `convert` sees what its predecessors left; freezing comes last."""
     variant_class = _variant_class(type(model))
+    added = list(added)
     steps = [i for i, method in enumerate(added, 1) if is_structural(method)]
+    seeding = [
+        i for i, method in enumerate(added, 1) if is_seeding(method)
+    ]  # a later method may select by these values
     current: Any = model
-    for step in dict.fromkeys([*steps, len(added)]):
+    for step in sorted({*steps, *seeding, len(added)}):
+        if step and model.device.type != "meta":
+            added[step - 1] = _decided(added[step - 1], current)
         config = _variant_config(variant_class, model.config, added[:step], "backbone")
         with torch.device("meta") if model.device.type == "meta" else no_draws():
             new = variant_class(config)
@@ -144,6 +152,7 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
                 added[step - 1].convert(current, new)
                 new.tie_weights(recompute_mapping=False)  # it may have put new modules in
                 _prepare(added[step - 1], new)
+            new._apply_freeze()  # `convert` may have put modules in, which are trainable
             new.config.digests = {}
             new._regenerate()
         current = new
@@ -151,6 +160,15 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
     if getattr(current, "generation_config", None) is not None:
         renumber_token_ids(current.generation_config, added, vocabulary_size(model.config))
     return current
+
+
+def _decided(method: Method, old: Any) -> Method:
+    """`method`, or where it keeps slices of seeded tensors, the same with the positions that it keeps."""
+    if not isinstance(old, VariantMixin) or not isinstance(method, SelectingMethod):
+        return method
+    seeded = {base_name(old, name) for name in old.seeded_tensors}
+    selects_seeded = seeded and seeded & method.origins(old, old.architecture).keys()
+    return method.decided(old, old.architecture) if selects_seeded else method
 
 
 def _prepare(method: Method, model: Any) -> None:
