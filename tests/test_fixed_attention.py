@@ -14,7 +14,7 @@ from hf_freeze import count_parameters, make_variant, multiply_adds
 from hf_freeze.analysis import head_importance, word_continuations
 from hf_freeze.data import train_tokenizer
 from hf_freeze.layers.fixed_heads import Places, Words, context, padding_mask
-from hf_freeze.methods import FixedAttention, Freeze, HeadMask, HeadPruning, LowRank, VocabularyTrimming
+from hf_freeze.methods import FixedAttention, HeadMask, HeadPruning, LowRank, VocabularyTrimming
 
 SUPPORTED = [case for case in BASELINES if FixedAttention.supports(case.architecture.model_type)]
 every_backbone = pytest.mark.parametrize("case", SUPPORTED, ids=[case.architecture.model_type for case in SUPPORTED])
@@ -282,7 +282,6 @@ def test_a_setting_that_makes_no_sense_is_refused(arguments, message):
         ),
         ([FixedAttention(patterns=[1], layers={"encoder": [2]})], "no layer 2 in stack 'encoder'"),
         ([FixedAttention(patterns=[1], layers={"encoder": []})], "names no layer"),
-        ([Freeze(attention="random"), FixedAttention(patterns=[1])], "after 'freeze' with a random attention"),
         ([LowRank(rank=2, components=["attention"]), FixedAttention(patterns=[1])], "is a LowRankLinear already"),
         ([FixedAttention(patterns=[1]), HeadPruning(share=0.5)], "has fixed heads, without queries and keys"),
         ([FixedAttention(patterns=[1, 2]), HeadMask()], "is gone, by an earlier method"),

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_freeze import count_parameters, make_variant, multiply_adds
 from hf_freeze.analysis import choose_ranks, linear_latencies
 from hf_freeze.layers import NoAttention
-from hf_freeze.methods import Freeze, HeadPruning, LayerSharing, LowRank
+from hf_freeze.methods import HeadPruning, LayerSharing, LowRank
 
 every_backbone = pytest.mark.parametrize("case", BASELINES, ids=[case.architecture.model_type for case in BASELINES])
 MARIAN = next(case for case in BASELINES if case.architecture.model_type == "marian")
@@ -210,7 +210,6 @@ def test_a_setting_that_makes_no_sense_is_refused(arguments, message):
             [HeadPruning(heads={"decoder.0.self": [1, 2]})],
             r"share keys and values go together: \[\[0, 1\], \[2, 3\]\]",
         ),
-        (MARIAN, [Freeze(attention="random"), HeadPruning(share=0.5)], "after 'freeze' with a random attention"),
         (MARIAN, [LowRank(rank=2, components=["attention"]), HeadPruning(share=0.5)], "is a LowRankLinear already"),
         (
             MARIAN,

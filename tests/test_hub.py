@@ -318,8 +318,13 @@ print(model(**{inputs}).logits.flatten()[:5].tolist())
     [
         [methods.Freeze(embeddings="random", attention="zero_diagonal", ffn="diagonal", seed=5)],
         [methods.LayerSelection(share=0.5), methods.Freeze(ffn="random", seed=2)],
+        [
+            methods.Freeze(embeddings="random", ffn="random", seed=2),
+            methods.LayerSelection(share=0.5),
+            methods.VocabularyTrimming(keep=[*range(26), 31, 39]),
+        ],
     ],
-    ids=["seeded", "fewer layers"],
+    ids=["seeded", "fewer layers", "slices of seeded tensors"],
 )
 @pytest.mark.parametrize("task", ["seq2seq-lm", "sequence-classification"])
 def test_remote_code_needs_no_hf_freeze(applied, task, loopback, tmp_path):

@@ -143,7 +143,6 @@ def test_settings_that_are_refused(setting, message):
             "after 'tensor_train'",
         ),
         (methods.MagnitudePruning(sparsity=0.5), "after 'magnitude_pruning', which names layers by number"),
-        (methods.Freeze(attention="random"), "after 'freeze', which has made attention random, layer by layer"),
     ],
 )
 def test_methods_that_it_would_give_other_layers(before, message):

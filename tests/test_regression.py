@@ -11,8 +11,7 @@ from hf_freeze import make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.methods.registry import METHODS
-from hf_freeze.model import classes
-from hf_freeze.model import config, migrations
+from hf_freeze.model import classes, config, migrations
 
 FOLDERS = sorted(path.parent for path in (Path(__file__).parent / "regression").glob("*/*/config.json"))
 

@@ -317,11 +317,6 @@ def test_two_vocabularies_are_refused():
         trim(MarianMTModel(config))
 
 
-def test_random_embeddings_must_come_after():
-    with pytest.raises(ValueError, match=r"after 'freeze' with random embeddings.*put VocabularyTrimming first"):
-        make_variant(marian(), [methods.Freeze(embeddings="random"), methods.VocabularyTrimming(keep=KEEP)])
-
-
 @pytest.mark.parametrize(
     "method",
     [

@@ -57,7 +57,6 @@ class Method:
     shares_layers: ClassVar[bool] = False  # several layers use one set of parameters
     keeps_masks: ClassVar[bool] = False  # keeps a mask for each layer until `finalize`
     renumbers: ClassVar[str | None] = None  # "layers" or "tokens": those that it keeps get new numbers
-    picks_from: ClassVar[str | None] = None  # the component of which it keeps some rows and columns
 
     @property
     def refers_to(self) -> frozenset[str]:

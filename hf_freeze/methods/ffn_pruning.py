@@ -3,14 +3,16 @@ Molchanov et al., 2017, https://arxiv.org/abs/1611.06440).
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type, in_layers
 from hf_freeze.layers.derived import features
 from hf_freeze.methods._linear import check_positive
 from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
+from hf_freeze.seeded import Origin
 
 
 @register_method("ffn_pruning", example={"width": 13}, shrinks=True)
@@ -22,11 +24,12 @@ class FFNPruning(Method):
     The magnitude of a neuron is the product of the norms of its input weights and of its output weights. `merge()` gives a
     native model of the smaller width where all layers have the same, else one with zeros.
 
-    Raises ValueError for a width or neuron outside the FFN, an unknown layer or FFN, an FFN that another method has changed, or
-    one that an earlier Freeze has made random: its weights are not stored.
+    After a Freeze that makes an FFN random, the config names the neurons that `width` keeps, and they keep their random values.
+    Of fresh weights, `width` then keeps the first neurons.
+
+    Raises ValueError for a width or neuron outside the FFN, an unknown layer or FFN, and an FFN that another method has changed.
     """
 
-    picks_from: ClassVar[str | None] = "ffn"
     width: int | None = None
     keep: dict[str, list[int]] | None = None
     layers: dict[str, list[int]] | None = None
@@ -48,6 +51,10 @@ class FFNPruning(Method):
                 raise ValueError(
                     f"FFNPruning(keep={{{block!r}: {neurons!r}}}): must be a list of different neurons, in ascending order"
                 )
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Selection(self.origins, self.decided),)
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
@@ -98,6 +105,21 @@ class FFNPruning(Method):
     def _largest(self, model: Any, linears: list[str]) -> list[int]:
         score = surgery.neuron_magnitudes(model, linears)
         return score.argsort(descending=True, stable=True)[: self.width].sort().values.tolist()
+
+    def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
+        found: dict[str, Origin] = {}
+        for block, linears in self._blocks(architecture, model.config).items():
+            kept = range(self.width or 0) if self.keep is None else self.keep[block]
+            for name in linears:
+                linear = surgery.dense_module(model, name, self.name)
+                found |= surgery.feature_origins(name, linear, kept, outputs=name != linears[-1])
+        return found
+
+    def decided(self, old: Any, architecture: Architecture) -> "FFNPruning":
+        if self.keep is not None:
+            return self
+        blocks = self._blocks(architecture, old.config)
+        return FFNPruning(keep={block: self._largest(old, linears) for block, linears in blocks.items()})
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         widths: dict[str, set[int]] = {}  # config field -> the widths of the FFNs that it is for

@@ -1,7 +1,7 @@
 """Self-attention by fixed patterns of positions (Raganato et al., 2020, https://arxiv.org/abs/2002.10260)."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
@@ -9,7 +9,9 @@ from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers.fixed_heads import EMPTY_ROWS, PATTERNS, UNITS, Words
 from hf_freeze.methods._heads import chosen_attentions
 from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
+from hf_freeze.seeded import Origin
 
 
 @register_method("fixed_attention", example={"patterns": [5]}, shrinks=True)
@@ -26,11 +28,10 @@ class FixedAttention(Method):
     `analysis.word_continuations(tokenizer)` finds them.
 
     Raises ValueError for a unit without its `continuations` or the other way round, a pattern outside 1..8, more patterns than
-    heads, unknown rows or layers, an attention that is causal, or that another method has changed, or that an earlier Freeze
-    has made random. `merge()` refuses: no native model has such heads.
+    heads, unknown rows or layers, and an attention that is causal, or that another method has changed. `merge()` refuses: no
+    native model has such heads.
     """
 
-    picks_from: ClassVar[str | None] = "attention"
     patterns: int | list[int] = 7
     unit: str = "token"
     continuations: list[int] | None = None
@@ -77,6 +78,10 @@ class FixedAttention(Method):
         found = chosen_attentions(None, self.layers, architecture, config)
         return {name: attention for name, attention in found.items() if attention.bidirectional}
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Selection(self.origins),)
+
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
         possible = [name for name, stack in architecture.stacks.items() if _is_bidirectional(stack)]
@@ -112,6 +117,14 @@ class FixedAttention(Method):
             surgery.copy_heads(
                 old, new, attention, range(len(self._numbers), heads), heads, only=(attention.q, attention.k)
             )
+
+    def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
+        found: dict[str, Origin] = {}
+        for attention in self._attentions(architecture, model.config).values():
+            heads = surgery.count_heads(model, attention, self.name)
+            learnt = range(len(self._numbers), heads)
+            found |= surgery.head_origins(model, attention, learnt, heads, only=(attention.q, attention.k))
+        return found
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         raise ValueError("fixed_attention: no native model has heads without queries and keys; it cannot be merged")

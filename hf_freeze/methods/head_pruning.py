@@ -3,14 +3,16 @@ https://arxiv.org/abs/1905.10650).
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
 from hf_freeze.methods._heads import check_attentions, check_heads_type, check_number, chosen_attentions
 from hf_freeze.methods._linear import check_share
 from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
+from hf_freeze.seeded import Origin
 
 
 @register_method("head_pruning", example={"share": 0.5}, shrinks=True)
@@ -24,11 +26,13 @@ class HeadPruning(Method):
     heads share keys and values, they go together. Methods after it use the new numbers. `merge()` gives a native model, in
     which the heads are zero.
 
-    Raises ValueError for an unknown attention or head, a share outside 0..1, a part of a group of heads, an attention that
-    another method has changed, or that an earlier Freeze has made random: its weights are not stored.
+    After a Freeze that makes an attention random, the config names the heads that `share` removes, and those that are left
+    keep their random values. Of fresh weights, `share` then keeps the first heads.
+
+    Raises ValueError for an unknown attention or head, a share outside 0..1, a part of a group of heads, and an attention that
+    another method has changed.
     """
 
-    picks_from: ClassVar[str | None] = "attention"
     heads: dict[str, list[int]] | None = None
     share: float | None = None
     layers: dict[str, list[int]] | None = None
@@ -43,6 +47,10 @@ class HeadPruning(Method):
         if self.layers is not None:
             raise ValueError("HeadPruning(heads=..., layers=...): heads names the attentions itself")
         check_heads_type(self.heads, "HeadPruning")
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Selection(self.origins, self.decided),)
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
@@ -91,13 +99,38 @@ class HeadPruning(Method):
         for name, attention in self._attentions(new.architecture, new.config).items():
             heads = surgery.count_heads(old, attention, self.name)
             if self.heads is None:
-                group = attention.group_size(new.config)
-                score = surgery.head_magnitudes(old, attention, heads).view(-1, group).sum(1)
-                groups = score.argsort(descending=True, stable=True)[: self._count(heads, group) // group]
-                kept = [number * group + head for number in groups.sort().values.tolist() for head in range(group)]
+                kept = self._largest(old, attention, heads)
             else:
                 kept = [head for head in range(heads) if head not in self.heads[name]]
             surgery.copy_heads(old, new, attention, kept, heads)
+
+    def _largest(self, model: Any, attention: Attention, heads: int) -> list[int]:
+        group = attention.group_size(model.config)
+        score = surgery.head_magnitudes(model, attention, heads).view(-1, group).sum(1)
+        groups = score.argsort(descending=True, stable=True)[: self._count(heads, group) // group]
+        return [number * group + head for number in groups.sort().values.tolist() for head in range(group)]
+
+    def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
+        found: dict[str, Origin] = {}
+        for name, attention in self._attentions(architecture, model.config).items():
+            heads = surgery.count_heads(model, attention, self.name)
+            if self.heads is None:
+                kept = list(range(self._count(heads, attention.group_size(model.config))))
+            else:
+                kept = [head for head in range(heads) if head not in self.heads[name]]
+            found |= surgery.head_origins(model, attention, kept, heads)
+        return found
+
+    def decided(self, old: Any, architecture: Architecture) -> "HeadPruning":
+        if self.heads is not None:
+            return self
+        removed = {}
+        for name, attention in self._attentions(architecture, old.config).items():
+            heads = surgery.count_heads(old, attention, self.name)
+            kept = self._largest(old, attention, heads)
+            removed[name] = [head for head in range(heads) if head not in kept]
+        removed = {name: heads for name, heads in removed.items() if heads}
+        return HeadPruning(heads=removed) if removed else self
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         for attention in self._attentions(architecture, model.config).values():

@@ -8,7 +8,9 @@ from hf_freeze.architectures.base import Architecture, check_layers_type
 from hf_freeze.methods._layers import evenly_spaced
 from hf_freeze.methods._linear import check_share
 from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
+from hf_freeze.seeded import Origin
 
 
 @register_method("layer_selection", example={"share": 0.5}, shrinks=True)
@@ -22,7 +24,7 @@ class LayerSelection(Method):
     with a shallow decoder translates fast (Kasai et al., 2021, https://arxiv.org/abs/2006.10369).
 
     Raises ValueError for an unknown stack or layer, for none or a repeated one, a share outside 0..1, and after a method that
-    names layers or has made parts of them random: they would be other ones.
+    names layers: they would be other ones.
     """
 
     renumbers: ClassVar[str | None] = "layers"
@@ -44,6 +46,10 @@ class LayerSelection(Method):
                     f"LayerSelection(keep={{{stack!r}: {numbers!r}}}): must be a list of different layers, at least one, in "
                     "ascending order"
                 )
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Selection(self.origins),)
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.keep, config)
@@ -69,6 +75,12 @@ class LayerSelection(Method):
     def restructure(self, model: Model, architecture: Architecture) -> None:
         for stack, numbers in self._kept(architecture, model.config).items():
             surgery.take_layers(model, architecture.stacks[stack].layers, numbers)
+
+    def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
+        found: dict[str, Origin] = {}
+        for stack, numbers in self._kept(architecture, model.config).items():
+            found |= surgery.layer_origins(model, architecture.stacks[stack].layers, numbers)
+        return found
 
     def convert(self, old: Any, new: Model) -> None:
         for stack, numbers in self._kept(new.architecture, old.config).items():

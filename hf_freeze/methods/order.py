@@ -3,10 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from hf_freeze.methods.base import Method
-from hf_freeze.methods.parts import SeededValues
-
-_IN_LAYERS = ("attention", "ffn", "norm")
-_PARTS = {"attention": "heads", "ffn": "neurons", "embeddings": "rows"}  # of a component
 
 
 def check_order(method: Method, earlier: Sequence[Method]) -> None:
@@ -51,21 +47,4 @@ def _conflict(method: Method, before: Method) -> str | None:
         return ", which has put in other blocks; leave one of the two out"
     if (method.shares_layers and before.keeps_masks) or (method.keeps_masks and before.shares_layers):
         return ": layers that share their parameters cannot keep a mask each; merge() the first, or leave one of the two out"
-    seeded = _seeded_in_the_way(method, before)
-    if seeded is not None:
-        return (
-            f" with random weights of {seeded!r}: what a seed regenerates is not stored, so {_picked(method)} cannot be picked; "
-            f"{first}, or merge() before"
-        )
     return None
-
-
-def _seeded_in_the_way(method: Method, before: Method) -> str | None:
-    """The component whose weights `before` has made random and `method` wants to pick from."""
-    part = before.part(SeededValues)
-    wanted = _IN_LAYERS if method.renumbers == "layers" else (method.picks_from,)
-    return next((component for component in wanted if part is not None and component in part.components), None)
-
-
-def _picked(method: Method) -> str:
-    return _PARTS.get(method.picks_from or "", "layers")

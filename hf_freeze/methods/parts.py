@@ -3,13 +3,14 @@
 The model asks for a part by its type, `method.part(Schedule)`, and gets None where the method has no such part.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from hf_freeze.architectures.base import Architecture
+from hf_freeze.seeded import Origin
 
 if TYPE_CHECKING:
     from hf_freeze.methods.base import Method, Model
@@ -111,6 +112,21 @@ class SeededValues(Part):
     """A seed regenerates the weights of these `components`, so they are not stored."""
 
     components: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Selection(Part):
+    """The method keeps weights by position. After a Freeze that made them random, what is kept stays a slice of its definition.
+
+    `origins(model, architecture)`: parameter after `restructure` -> where its values come from, names below the base model;
+    others stay as they are. Called before `restructure`, also on `meta`. A setting whose rule depends on values keeps the first
+    positions here: fresh weights are all alike.
+    `decided(old, architecture)`: the same method with positions instead of such a rule, so that the config says which slice of
+    a seeded tensor is kept; None if it always names positions.
+    """
+
+    origins: "Callable[[Model, Architecture], dict[str, Origin]]"
+    decided: "Callable[[Any, Architecture], Method] | None" = None
 
 
 class ResizedTables(Part):

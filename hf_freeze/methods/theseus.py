@@ -17,9 +17,9 @@ from hf_freeze.layers.layer_forward import Replaced
 from hf_freeze.methods._linear import check_seed, set_field
 from hf_freeze.methods._ramps import RAMPS, ramp
 from hf_freeze.methods.base import Method, Model
-from hf_freeze.methods.parts import Part, Schedule
+from hf_freeze.methods.parts import Part, Schedule, Selection
 from hf_freeze.methods.registry import register_method
-from hf_freeze.seeded import SeededTensor, draws
+from hf_freeze.seeded import Origin, SeededTensor, draws
 
 _INITS = ("first", "alternate")
 _TRAIN = ("successor", "all")
@@ -57,8 +57,7 @@ class Theseus(Method):
     code; or `"all"` but the predecessor. This also holds after `finalize()`.
 
     Raises ValueError for an unknown stack, a depth that does not divide the backbone's, a rate outside (0, 1], a schedule that
-    does not rise, or that does not end in training (then in its first step), and after a method that names layers or has made
-    parts of them random.
+    does not rise, or that does not end in training (then in its first step), and after a method that names layers.
     """
 
     renumbers: ClassVar[str | None] = "layers"
@@ -158,6 +157,13 @@ class Theseus(Method):
             for layer in surgery.layers_of(model, architecture, stack)
         ]
 
+    def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
+        found: dict[str, Origin] = {}
+        for stack, depth in self._depths(architecture, model.config).items():
+            step = 1 if self.init == "first" else architecture.depths(model.config)[stack] // depth
+            found |= surgery.layer_origins(model, architecture.stacks[stack].layers, range(0, depth * step, step))
+        return found
+
     def convert(self, old: Any, new: Model) -> None:
         for stack in self.successor or new.architecture.stacks:
             successor = surgery.layers_of(new, new.architecture, stack)
@@ -195,7 +201,8 @@ class Theseus(Method):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return () if self.finalized else (_Replacing(self),)
+        selection = Selection(self.origins)
+        return (selection,) if self.finalized else (selection, _Replacing(self))
 
     def rate_at(self, step: int, total_steps: int) -> float:
         if self.schedule is not None and len(self.schedule) == 3:

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.methods.base import Method, Model
-from hf_freeze.methods.parts import KeptTokens, Part
+from hf_freeze.methods.parts import KeptTokens, Part, Selection
 from hf_freeze.methods.registry import register_method
+from hf_freeze.seeded import Origin
 
 
 @register_method("vocabulary_trimming", example={"keep": [*range(26), 31, 39]}, shrinks=True)
@@ -30,12 +31,10 @@ class VocabularyTrimming(Method):
     those of one vocabulary for both languages. Two vocabularies cannot be trimmed.
 
     Raises ValueError for ids that are repeated, not in ascending order or not in the vocabulary, for none, without a special
-    token that the config names, for two vocabularies of different sizes, and after a method that has made the embeddings random
-    or replaced them.
+    token that the config names, for two vocabularies of different sizes, and after a method that has replaced the embeddings.
     """
 
     renumbers: ClassVar[str | None] = "tokens"
-    picks_from: ClassVar[str | None] = "embeddings"
     keep: list[int]
 
     def __post_init__(self) -> None:
@@ -54,7 +53,7 @@ class VocabularyTrimming(Method):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (_KeptTokens(self),)
+        return (_KeptTokens(self), Selection(self.origins))
 
     def check(self, architecture: Architecture, config: Any) -> None:
         sizes = {field: getattr(config, field) for field in architecture.token_tables.values()}
@@ -76,6 +75,9 @@ class VocabularyTrimming(Method):
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         surgery.cut_vocabulary(model, architecture, len(self.keep), self.name)
+
+    def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
+        return surgery.token_origins(model, architecture, self.keep)
 
     def convert(self, old: Any, new: Model) -> None:
         surgery.copy_tokens(old, new, new.architecture, self.keep)

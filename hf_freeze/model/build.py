@@ -26,7 +26,7 @@ from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.layers.quantized import STORED
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import check_shared_layers
-from hf_freeze.methods.parts import frozen_at
+from hf_freeze.methods.parts import SeededValues, Selection, frozen_at, parts_of
 from hf_freeze.model.adapters import refuse_wrong_merges
 from hf_freeze.model.config import set_fields
 from hf_freeze.model.merging import merged
@@ -34,7 +34,7 @@ from hf_freeze.model.resizing import ResizingMixin
 from hf_freeze.model.saving import SavingMixin
 from hf_freeze.model.training import TrainingMixin
 from hf_freeze.model.weights import balance_factors, draw_like_marian, promote_output_bias, regenerate
-from hf_freeze.seeded import SeededTensor
+from hf_freeze.seeded import Origin, SeededTensor
 
 
 class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
@@ -52,6 +52,8 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         #    the caller's config stays as it is.
         with native_base_model(type(config), self.native_class.config_class):
             super().__init__(config.before_methods(), *args, **kwargs)
+        if self.shifts_labels:  # transformers would look for the loss by the class name, and not find GPT-2's
+            self.loss_type = "ForCausalLM"
         # 2. Every method changes modules and shapes, from its settings alone (this also runs on meta).
         self._restructure(config.parsed_methods)
         # 3. Parameters that are shared, natively or by a method.
@@ -70,7 +72,10 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
 
     def _restructure(self, methods: list[Method]) -> None:
         self.methods = methods
-        for method in methods:
+        self._origins: list[dict[str, Origin]] = []  # of each method: where it took the values of a parameter
+        for number, method in enumerate(methods):
+            selection = method.part(Selection) if any(parts_of(methods[:number], SeededValues)) else None
+            self._origins.append({} if selection is None else selection.origins(self, self.architecture))
             changes = method.config_changes(self.architecture, self.config)
             method.restructure(self, self.architecture)
             self.architecture = method.describe(self.architecture, self.config)
@@ -148,11 +153,11 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         """Set `requires_grad`, and find out which tensors are seeded: neither stored nor expected in a checkpoint."""
         frozen: set[str] = {n for n, _ in canonical_parameters(self) if self._component(n) == "constant"}
         self.seeded_tensors = {}
-        for method in self.methods:
+        for number, method in enumerate(self.methods):
             always = frozen_at(method, None)
             for name, definition in method.freeze(self, self.architecture):
                 if definition is not None:
-                    self.seeded_tensors[name] = definition
+                    self.seeded_tensors[name] = self._traced(definition, number)
                 if always or definition is not None:
                     frozen.add(name)
         tied = self.all_tied_weights_keys
@@ -162,6 +167,13 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         unstored = set(self.seeded_tensors) | {t for t, source in tied.items() if source in self.seeded_tensors}
         on_save, on_load = self._ignored
         set_keys_to_ignore(self, on_save | unstored | set(self._own_ties), on_load | unstored)
+
+    def _traced(self, definition: SeededTensor, number: int) -> SeededTensor:
+        """`definition`, from the method of this number, as a slice of the tensor that the parameter was before later methods."""
+        for origins in reversed(self._origins[number + 1 :]):
+            if definition.name in origins:
+                definition = definition.taken_from(origins[definition.name])
+        return definition
 
     def _component(self, name: str) -> str:
         return self.architecture.component(base_name(self, name))

@@ -12,10 +12,12 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import AutoConfig, PreTrainedModel
 
 from hf_freeze._version import __version__
+from hf_freeze.architectures.base import base_name
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.architectures.tasks import AUTO_CLASSES, native_class
 from hf_freeze.compat.transformers import copy_attention_implementation
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.parts import SeededValues, Selection
 from hf_freeze.methods.registry import method_to_dict
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.classes import VARIANT_CLASSES
@@ -99,6 +101,7 @@ def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, s
         model = variant_class(_variant_config(variant_class, config, methods[:drawn], init))
     for method in model.methods:
         _prepare(method, model)
+    regenerate(model)  # `prepare` may have copied fresh values over seeded ones
     return _from_model(model, methods[drawn:]) if methods[drawn:] else model
 
 
@@ -135,9 +138,14 @@ def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], in
 def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
     """Up to each structural method in turn, so that its `convert` sees what its predecessors left; freezing comes last."""
     variant_class = _variant_class(type(model))
-    steps = [i for i, method in enumerate(added, 1) if method.structural]
+    added = list(added)
+    steps = [number for number, method in enumerate(added, 1) if method.structural]
+    # Later methods may select by seeded values, so these are drawn when their method has its turn.
+    seeding = [number for number, method in enumerate(added, 1) if method.part(SeededValues)]
     current: Any = model
-    for step in dict.fromkeys([*steps, len(added)]):
+    for step in sorted({*steps, *seeding, len(added)}):
+        if step and model.device.type != "meta":
+            added[step - 1] = _decided(added[step - 1], current)
         config = _variant_config(variant_class, model.config, added[:step], "backbone")
         with torch.device("meta") if model.device.type == "meta" else no_draws():
             new = variant_class(config)
@@ -148,6 +156,7 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
                 added[step - 1].convert(current, new)
                 new.tie_weights(recompute_mapping=False)  # it may have put new modules in
                 _prepare(added[step - 1], new)
+            new._apply_freeze()  # `convert` may have put modules in, which are trainable
             new.config.digests = {}
             regenerate(new)
         current = new
@@ -155,6 +164,17 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
     if getattr(current, "generation_config", None) is not None:
         renumber_token_ids(current.generation_config, added, vocabulary_size(model.config))
     return current
+
+
+def _decided(method: Method, old: Any) -> Method:
+    """`method`, or if it keeps slices of seeded tensors, the same method with the positions that it keeps."""
+    selection = method.part(Selection)
+    if not isinstance(old, VariantMixin) or selection is None or selection.decided is None:
+        return method
+    seeded = {base_name(old, name) for name in old.seeded_tensors}
+    if not seeded & selection.origins(old, old.architecture).keys():
+        return method
+    return selection.decided(old, old.architecture)
 
 
 def _prepare(method: Method, model: Any) -> None:

@@ -1,10 +1,12 @@
 """`resize_token_embeddings` of variants."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hf_freeze import surgery
+from hf_freeze.architectures.base import base_name
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.layers.adaptive_embedding import AdaptiveEmbedding, BandedOutput
 from hf_freeze.layers.factorized_embedding import LowRankOutput
@@ -90,7 +92,7 @@ class ResizingMixin(_Model):
         self._apply_freeze()
         for name, definition in self.seeded_tensors.items():
             if definition != before.get(name):
-                self.config.digests.pop(definition.name, None)
+                self.config.digests.pop(base_name(self, name), None)
         regenerate(self)
         return embeddings
 
@@ -142,6 +144,13 @@ class ResizingMixin(_Model):
         self.methods, vocabulary = resize_kept_tokens(self.methods, fields[resized[0]], added)
         self.config.set_methods(self.methods)
         fields |= dict.fromkeys(resized, vocabulary)
+        for number, method in enumerate(self.methods):
+            if (tokens := method.part(KeptTokens)) is not None:
+                self._origins[number] = {
+                    name: replace(origin, index=tuple(tokens.kept), size=vocabulary)
+                    for name, origin in self._origins[number].items()
+                }
+                vocabulary = len(tokens.kept)
 
 
 def vocabulary_size(config: Any) -> int:

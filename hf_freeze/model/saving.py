@@ -39,10 +39,10 @@ class SavingMixin(_Model):
             held = self.get_parameter(name) if state_dict is None else state_dict.get(name)
             if held is None or held.is_meta or type(held).__name__ == "DTensor":
                 continue
-            if held.dtype == torch.float32 and digest(held) == self.config.digests.get(definition.name):
+            if held.dtype == torch.float32 and digest(held) == self.config.digests.get(base_name(self, name)):
                 continue
             value = definition.generate(held.device)
-            self.config.digests[definition.name] = digest(value)
+            self.config.digests[base_name(self, name)] = digest(value)
             if not torch.equal(value.to(held.dtype), held):
                 raise ValueError(
                     f"{name!r} is frozen at random values that are not stored, but it was changed, or cast to a lower "
@@ -95,14 +95,16 @@ class SavingMixin(_Model):
     def _check_seeded(self, given: dict[str, torch.Tensor], path: Any) -> None:
         """Compare the seeded tensors just regenerated with those of the state dict `given`; any other needs a digest."""
         values = {base_name(self, name): value for name, value in given.items()}
-        for name, definition in self.seeded_tensors.items():
+        for name in self.seeded_tensors:
             regenerated, value = self.get_parameter(name), values.get(base_name(self, name))
             if value is not None and not torch.equal(value.to(regenerated), regenerated):
                 raise ValueError(
                     f"{name!r} of the state dict is not what its seed regenerates: it was changed; merge() stores it"
                 )
-            if value is None and definition.name not in self._declared_digests:
-                raise ValueError(f"the config of {path} has no digest of {definition.name!r}, which is not stored")
+            if value is None and base_name(self, name) not in self._declared_digests:
+                raise ValueError(
+                    f"the config of {path} has no digest of {base_name(self, name)!r}, which is not stored"
+                )
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """As the native one, with a card of the methods and sizes where the repository has none."""

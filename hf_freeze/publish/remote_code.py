@@ -6,11 +6,13 @@ all of it trainable; saved again, it is dense.
 
 import json
 import shutil
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hf_freeze.architectures.base import base_name
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.merging import native_config_of
@@ -28,8 +30,8 @@ def write_loader(folder: Path, model: VariantMixin, task: str) -> None:
     """
     _check_native(model)
     seeded = [
-        (name, each.seed, each.name, tuple(each.shape), each.scheme, each.parts, model.config.digests[each.name])
-        for name, each in model.seeded_tensors.items()
+        (name, model.config.digests[base_name(model, name)], *astuple(definition))
+        for name, definition in model.seeded_tensors.items()
     ]
     native_config: Any = model.native_class.config_class
     text = TEMPLATE.read_text(encoding="utf-8")

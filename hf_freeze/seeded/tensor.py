@@ -12,7 +12,7 @@ import hashlib
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -163,6 +163,17 @@ def draws(seed: int, name: str, count: int) -> list[float]:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a method that keeps part of the model took the values of a parameter: the parameter `name` before, of whose
+    dimension `dimension`, `size` long, it kept `index`. None: all of it."""
+
+    name: str
+    dimension: int | None = None
+    index: tuple[int, ...] = ()
+    size: int = 0
+
+
+@dataclass(frozen=True)
 class SeededTensor:
     """A tensor that is not stored because its definition regenerates it: (seed, name, shape, scheme).
 
@@ -176,7 +187,8 @@ class SeededTensor:
     - `zeros`: the bias of a random or diagonal linear, or of a norm; `ones`: the weight of a norm.
 
     `parts`: equal matrices side by side along the last dimension, each of which the scheme is for (GPT-2 holds the queries,
-    keys and values as one matrix).
+    keys and values as one matrix). `kept`: (dimension, indices) of each slice that later methods left, in their order;
+    `shape` is that before the first.
     """
 
     seed: int
@@ -184,9 +196,25 @@ class SeededTensor:
     shape: tuple[int, ...]
     scheme: str
     parts: int = 1
+    kept: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def taken_from(self, origin: Origin) -> "SeededTensor":
+        """The definition where a method kept this tensor as a slice of `origin`."""
+        if origin.dimension is None:
+            return replace(self, name=origin.name)
+        shape = list(self.shape)
+        shape[origin.dimension] = origin.size
+        kept = ((origin.dimension, origin.index), *self.kept)
+        return replace(self, name=origin.name, shape=tuple(shape), kept=kept)
 
     def generate(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """The fp32 tensor. Raises ValueError for an unknown scheme."""
+        value = self._generate_whole(device)
+        for dimension, index in self.kept:
+            value = value.index_select(dimension, torch.tensor(index, dtype=torch.long, device=device))
+        return value
+
+    def _generate_whole(self, device: torch.device | str) -> torch.Tensor:
         if self.scheme == "zeros":
             return torch.zeros(self.shape, device=device)
         if self.scheme == "ones":

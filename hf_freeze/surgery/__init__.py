@@ -4,6 +4,7 @@ from hf_freeze.surgery.heads import copy_heads as copy_heads
 from hf_freeze.surgery.heads import count_heads as count_heads
 from hf_freeze.surgery.heads import fix_heads as fix_heads
 from hf_freeze.surgery.heads import head_magnitudes as head_magnitudes
+from hf_freeze.surgery.heads import head_origins as head_origins
 from hf_freeze.surgery.heads import match_scales as match_scales
 from hf_freeze.surgery.heads import pad_heads as pad_heads
 from hf_freeze.surgery.heads import resize_attention as resize_attention
@@ -11,6 +12,7 @@ from hf_freeze.surgery.heads import take_heads as take_heads
 from hf_freeze.surgery.layers import add_predecessors as add_predecessors
 from hf_freeze.surgery.layers import copy_layer as copy_layer
 from hf_freeze.surgery.layers import drop_predecessors as drop_predecessors
+from hf_freeze.surgery.layers import layer_origins as layer_origins
 from hf_freeze.surgery.layers import layers_of as layers_of
 from hf_freeze.surgery.layers import take_layers as take_layers
 from hf_freeze.surgery.replacing import DENSE as DENSE
@@ -19,6 +21,7 @@ from hf_freeze.surgery.replacing import dense_linear as dense_linear
 from hf_freeze.surgery.replacing import dense_module as dense_module
 from hf_freeze.surgery.replacing import device_and_dtype as device_and_dtype
 from hf_freeze.surgery.replacing import effective_weight as effective_weight
+from hf_freeze.surgery.replacing import feature_origins as feature_origins
 from hf_freeze.surgery.replacing import linear_names as linear_names
 from hf_freeze.surgery.replacing import modules as modules
 from hf_freeze.surgery.replacing import native_module as native_module
@@ -34,5 +37,6 @@ from hf_freeze.surgery.vocabulary import drawn_std as drawn_std
 from hf_freeze.surgery.vocabulary import native_table as native_table
 from hf_freeze.surgery.vocabulary import output_bias as output_bias
 from hf_freeze.surgery.vocabulary import output_name as output_name
+from hf_freeze.surgery.vocabulary import token_origins as token_origins
 from hf_freeze.surgery.vocabulary import token_tables as token_tables
 from hf_freeze.surgery.vocabulary import vocabulary_modules as vocabulary_modules

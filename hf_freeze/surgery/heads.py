@@ -11,7 +11,16 @@ from hf_freeze.architectures.base import Attention
 from hf_freeze.layers.derived import features, linear_like
 from hf_freeze.layers.fixed_heads import FixedHeads, Words
 from hf_freeze.layers.no_attention import NoAttention, NoHeads
-from hf_freeze.surgery.replacing import DENSE, dense_module, effective_weight, modules, replace, select_features
+from hf_freeze.seeded import Origin
+from hf_freeze.surgery.replacing import (
+    DENSE,
+    dense_module,
+    effective_weight,
+    feature_origins,
+    modules,
+    replace,
+    select_features,
+)
 
 
 def count_heads(model: Any, attention: Attention, method: str) -> int:
@@ -38,6 +47,17 @@ def _features_of_heads(config: Any, attention: Attention, name: str, kept: Seque
         for head in kept
         for place in range(size)
     ]
+
+
+def head_origins(
+    model: Any, attention: Attention, kept: Sequence[int], heads: int, only: Collection[str] = ()
+) -> dict[str, Origin]:
+    """Where the parameters of `attention` come from when it keeps the heads `kept`, of so many; or `only` of these linears."""
+    found: dict[str, Origin] = {}
+    for name, linear in modules(model, only or attention.linears):
+        index = _features_of_heads(model.config, attention, name, kept, heads)
+        found |= feature_origins(name, linear, index, outputs=name != attention.o)
+    return found
 
 
 def take_heads(model: Any, attention: Attention, count: int, heads: int) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_freeze.architectures.base import Architecture, Attention
 from hf_freeze.layers.layer_forward import Replaced
+from hf_freeze.seeded import Origin
 from hf_freeze.surgery.heads import match_scales
 from hf_freeze.surgery.replacing import replace
 
@@ -31,6 +32,15 @@ def take_layers(model: Any, layers: str, taken: Sequence[int]) -> None:
             if "layer_idx" in vars(module):  # the place in the cache
                 vars(module)["layer_idx"] = place
     replace(model, name, new)
+
+
+def layer_origins(model: Any, layers: str, taken: Sequence[int]) -> dict[str, Origin]:
+    """Where the parameters come from when `take_layers` takes these layers."""
+    return {
+        f"{layers.format(place)}.{name}": Origin(f"{layers.format(number)}.{name}")
+        for place, number in enumerate(taken)
+        for name, _ in model.base_model.get_submodule(layers.format(number)).named_parameters(remove_duplicate=False)
+    }
 
 
 def add_predecessors(model: Any, layers: str, count: int) -> None:

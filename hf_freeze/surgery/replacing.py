@@ -9,7 +9,8 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.compat.transformers import mark_uninitialized
-from hf_freeze.layers.derived import linear_like
+from hf_freeze.layers.derived import features, linear_like
+from hf_freeze.seeded import Origin
 
 DENSE = (nn.Linear, Conv1D)
 
@@ -103,6 +104,16 @@ def select_features(linear: Any, kept: Sequence[int] | int, *, outputs: bool) ->
         if linear.bias is not None:
             made.bias.copy_(linear.bias.index_select(0, index) if outputs else linear.bias)
     return made
+
+
+def feature_origins(name: str, linear: Any, kept: Sequence[int], *, outputs: bool) -> dict[str, Origin]:
+    """Where the parameters of the linear `name` come from when `select_features` keeps these outputs (or inputs)."""
+    axis = int(outputs) if isinstance(linear, Conv1D) else int(not outputs)
+    size = features(linear)[int(outputs)]
+    found = {f"{name}.weight": Origin(f"{name}.weight", axis, tuple(kept), size)}
+    if outputs and linear.bias is not None:
+        found[f"{name}.bias"] = Origin(f"{name}.bias", 0, tuple(kept), size)
+    return found
 
 
 def effective_weight(module: Any) -> torch.Tensor:

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_freeze.architectures.base import Architecture, full_name
+from hf_freeze.architectures.base import Architecture, base_name, full_name
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
 from hf_freeze.layers.made_embedding import MadeEmbedding
+from hf_freeze.seeded import Origin
 from hf_freeze.surgery.replacing import native_module, put, select_features
 
 
@@ -88,6 +89,13 @@ def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: s
     for module in model.modules():  # some models keep a copy of the number, as `resize_token_embeddings` does
         if "vocab_size" in vars(module):
             vars(module)["vocab_size"] = count
+
+
+def token_origins(model: Any, architecture: Architecture, kept: Sequence[int]) -> dict[str, Origin]:
+    """Where the tables of the base model come from when they keep the rows `kept`."""
+    names = (f"{base_name(model, name)}.weight" for name in token_tables(model, architecture))
+    rows = {getattr(model.config, field) for field in architecture.token_tables.values()}
+    return {name: Origin(name, 0, tuple(kept), max(rows)) for name in names}
 
 
 @torch.no_grad()
