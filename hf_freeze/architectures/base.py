@@ -151,6 +151,9 @@ class Architecture:
     norms: tuple[str, ...]
     sizes: dict[str, tuple[str, ...]]
     tiny: dict[str, Any]  # config fields of a model for tests, of about 10,000 parameters
+    tiny_variants: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # name -> what other such models change in `tiny`
     tiny_inputs: Callable[[str], dict[str, torch.Tensor]]  # task -> a batch with labels, unequal lengths, padding
     named_like: str | None = None  # a model type whose modules have the same names, where PEFT does not know this one
     token_tables: dict[
@@ -161,6 +164,11 @@ class Architecture:
     output: str | None = None
     constants: tuple[str, ...] = ()
     output_bias: str | None = None  # full name of a bias on the logits that lies outside the output: (..., vocabulary)
+
+    @property
+    def tiny_configs(self) -> dict[str, dict[str, Any]]:
+        """Name -> config fields of a model for tests; the first is `tiny` itself, as `"base"`."""
+        return {"base": self.tiny} | {name: self.tiny | changes for name, changes in self.tiny_variants.items()}
 
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], str]]:

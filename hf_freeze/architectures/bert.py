@@ -87,6 +87,12 @@ BERT = register_architecture(
             "intermediate_size": 24,
             "max_position_embeddings": 32,
         },
+        tiny_variants={
+            "deep": {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 20},
+            "untied": {"tie_word_embeddings": False, "hidden_act": "relu"},
+            "cross_attention": {"is_decoder": True, "add_cross_attention": True},
+            "one_head": {"num_attention_heads": 1, "type_vocab_size": 3, "intermediate_size": 64},
+        },
         tiny_inputs=_inputs,
     )
 )

@@ -53,6 +53,16 @@ GPT2 = register_architecture(
             "bos_token_id": 1,
             "eos_token_id": 1,
         },
+        tiny_variants={
+            "inverse_layer_scale": {
+                "n_layer": 3,
+                "scale_attn_by_inverse_layer_idx": True,
+                "reorder_and_upcast_attn": True,
+            },
+            "untied": {"tie_word_embeddings": False, "n_head": 4, "activation_function": "relu"},
+            "cross_attention": {"add_cross_attention": True},
+            "default_width": {"n_inner": None, "n_embd": 32, "scale_attn_weights": False},
+        },
         tiny_inputs=decoder_inputs,
     )
 )

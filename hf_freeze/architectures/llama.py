@@ -51,6 +51,12 @@ LLAMA = register_architecture(
             "bos_token_id": 1,
             "eos_token_id": 1,
         },
+        tiny_variants={
+            "biases": {"attention_bias": True, "mlp_bias": True},
+            "head_size": {"head_dim": 8, "num_hidden_layers": 3},
+            "tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+            "ungrouped": {"num_key_value_heads": 4, "intermediate_size": 40, "hidden_act": "gelu"},
+        },
         tiny_inputs=decoder_inputs,
     )
 )

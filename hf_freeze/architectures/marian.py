@@ -98,6 +98,22 @@ MARIAN = register_architecture(
             "decoder_start_token_id": 0,
             "forced_eos_token_id": 1,
         },
+        tiny_variants={
+            "uneven": {"encoder_layers": 4, "encoder_attention_heads": 4, "encoder_ffn_dim": 40, "decoder_ffn_dim": 16},
+            "untied": {
+                "tie_word_embeddings": False,
+                "share_encoder_decoder_embeddings": False,
+                "decoder_vocab_size": 44,
+            },
+            "two_tables": {"share_encoder_decoder_embeddings": False, "scale_embedding": False},
+            "other_heads": {
+                "d_model": 24,
+                "encoder_attention_heads": 3,
+                "decoder_attention_heads": 4,
+                "decoder_layers": 3,
+                "activation_function": "swish",
+            },
+        },
         tiny_inputs=_inputs,
     )
 )

@@ -1,4 +1,4 @@
-"""Save small variants of this version, with what they compute, for tests/test_regression.py: every later version must load them.
+"""Save small variants of this version with their outputs, for test_regression.py: every later version must load them.
 
     python tests/regression/make.py    # once a release; writes tests/regression/VERSION
 
@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent))  # for the modules of tests/support
 
-from contract_cases import CASES, build  # noqa: E402
+from support.cases import PLAIN  # noqa: E402
+from support.models import build  # noqa: E402
 
 from hf_freeze import __version__  # noqa: E402
 from hf_freeze.architectures.base import canonical_parameters  # noqa: E402
@@ -24,10 +25,9 @@ from hf_freeze.architectures.base import canonical_parameters  # noqa: E402
 def chosen() -> dict[str, object]:
     """Name of the folder -> case."""
     found: dict[str, object] = {}
-    for case in sorted(CASES, key=lambda case: case.architecture.model_type != "marian"):
-        if case.thorough:
-            names = [method.name for method in case.methods] or [f"none-{case.architecture.model_type}"]
-            found.setdefault("-".join(names) + "-finalized" * case.finalized, case)
+    for case in sorted(PLAIN, key=lambda case: case.architecture.model_type != "marian"):
+        names = [method.name for method in case.methods] or [f"none-{case.architecture.model_type}"]
+        found.setdefault("-".join(names) + "-finalized" * case.finalized, case)
     return found
 
 

@@ -1,0 +1,59 @@
+"""One build and one save for each case, which all of its tests share."""
+
+import shutil
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cases import Case
+from support.models import build
+from support.training import training_step
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A variant after one training step, and the folder that holds it. Tests that change either make a copy."""
+
+    model: Any
+    folder: Path
+
+
+_KEPT = 8  # saved variants; the tests of a case follow one another
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """Case -> its `Saved`."""
+    kept: OrderedDict[str, Saved] = OrderedDict()
+
+    def save(case: Case) -> Saved:
+        if case.id not in kept:
+            torch.manual_seed(0)
+            model = build(case)
+            training_step(model, case.batch())
+            folder = tmp_path_factory.mktemp("saved")
+            model.save_pretrained(folder)
+            kept[case.id] = Saved(model, folder)
+        if len(kept) > _KEPT:
+            shutil.rmtree(kept.popitem(last=False)[1].folder)
+        return kept[case.id]
+
+    return save
+
+
+def pytest_collection_modifyitems(items):
+    """The tests of a module, case by case: what one test has built or saved is still there for the next."""
+    places: dict[tuple[str, str], int] = {}
+
+    def key(item):
+        case = getattr(item, "callspec", None) and item.callspec.params.get("case")
+        return places.setdefault((item.module.__name__, case.id if isinstance(case, Case) else item.name), len(places))
+
+    ours = [item for item in items if Path(__file__).parent in item.path.parents]
+    if ours:
+        first = items.index(ours[0])
+        rest = [item for item in items if item not in set(ours)]
+        items[:] = [*rest[:first], *sorted(ours, key=key), *rest[first:]]

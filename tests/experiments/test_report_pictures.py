@@ -1,0 +1,114 @@
+"""Every picture of every kind of report page is shown by a browser, under the page's own Content-Security-Policy."""
+
+import functools
+import html
+import http.server
+import json
+import re
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.browser import dump_page, needs_browser
+from support.reports import make_runs
+
+from hf_freeze.experiments.report import COMPARISONS, write_reports
+from hf_freeze.experiments.results import HEAD_SCORES
+
+PUBLISHED = Path(__file__).parents[1] / "docs" / "results"
+METRICS = {"test_bleu": 20.0, "test_chrf": 50.0, "test_perplexity": 9.0, "test_accuracy": 0.8}
+METRICS |= {"dev_perplexity": 7.4, "dev_accuracy": 0.7}
+# Loads the pages one after the other in a frame of the same origin, and each of their pictures once more with the frame's own
+# `Image`, which is under the policy of the page. `naturalWidth` is 0 for a picture that the browser does not show.
+DRIVER = """<!doctype html><pre id="result"></pre><script>
+const widthOf = (frame, address) => new Promise(done => {
+  const image = new frame.contentWindow.Image();
+  image.onload = image.onerror = () => done(image.naturalWidth);
+  image.src = address;
+});
+(async () => {
+  const widths = {};
+  for (const page of PAGES) {
+    const frame = document.createElement("iframe");
+    const loaded = new Promise(done => frame.addEventListener("load", done));
+    frame.src = page;
+    document.body.append(frame);
+    await loaded;
+    const pictures = [...frame.contentDocument.querySelectorAll("img, image")];
+    const addresses = pictures.map(picture => picture.src || picture.href.baseVal);
+    widths[page] = await Promise.all(addresses.map(address => widthOf(frame, address)));
+    frame.remove();
+  }
+  document.getElementById("result").textContent = JSON.stringify(widths);
+})();
+</script>"""
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def widths(tmp_path):
+    """`widths(folder)`: for each page in `folder`, the width in pixels of each of its pictures, as Chromium shows it."""
+
+    def measured(folder):
+        pages = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.html"))
+        (folder / "driver.html").write_text(DRIVER.replace("PAGES", json.dumps(pages)), encoding="utf-8")
+        handler = functools.partial(_Quiet, directory=folder)
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            address = f"http://127.0.0.1:{server.server_port}/driver.html"
+            dumped, log = dump_page(address, tmp_path / "profile", "--virtual-time-budget=60000")
+            server.shutdown()
+        (result,) = re.findall(r'<pre id="result">(.*?)</pre>', dumped, re.DOTALL)
+        assert result, log
+        return json.loads(html.unescape(result))
+
+    return measured
+
+
+def write_page(folder, task):
+    """A report of three rows with everything that a page may show: heads, schedules, curves, components."""
+    make_runs(
+        folder / "runs", task=task, seeds=(1,), changes={(row, 1): {"metrics": METRICS} for row in ("0", "2.1", "3")}
+    )
+    rng = np.random.default_rng(0)
+    for run in (folder / "runs").glob("row-*"):
+        if METRICS.keys() & {where[-1] for _, where, _ in COMPARISONS[task].qualities.values()} >= {"test_accuracy"}:
+            right = rng.random(200) < 0.8
+            np.save(run / "items.npy", np.stack([right, np.ones(200), np.arange(200) % 3], axis=1).astype(np.int64))
+        (run / HEAD_SCORES).write_text(json.dumps({"importance": {"encoder.0.self": [0.1, 0.9, 0.4]}}))
+        settings = json.loads((run / "run.json").read_text())
+        methods = [{"method": "layer_drop", "p": 0.2}, {"method": "magnitude_pruning", "sparsity": 0.5}]
+        (run / "run.json").write_text(json.dumps(settings | {"methods": methods}))
+    write_reports(folder / "runs", out=folder, say=lambda _: None)
+
+
+@needs_browser
+def test_every_picture_of_every_kind_of_page_is_shown(widths, tmp_path):
+    folder = tmp_path / "pages"
+    for task in COMPARISONS:
+        write_page(folder / task, task)
+    runs = [folder / task / "runs" for task in COMPARISONS]
+    write_reports(*runs, out=folder / "several", say=lambda _: None)
+    shown = widths(folder)
+    assert set(shown) == {f"{name}/report.html" for name in (*COMPARISONS, "several")}
+    for page, pixels in shown.items():
+        assert pixels, f"{page} has no picture: nothing was tested"
+        assert all(pixels), f"{page}: of its pictures {pixels.count(0)} of {len(pixels)} are not shown"
+
+
+@needs_browser
+def test_every_picture_of_the_published_pages_is_shown(widths, tmp_path):
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    for page in PUBLISHED.glob("*.html"):
+        shutil.copy(page, folder)
+    shown = widths(folder)
+    broken = {page: pixels for page, pixels in shown.items() if not all(pixels)}
+    assert not broken
+    assert any(shown.values()), "no published page has a picture: nothing was tested"

@@ -1,0 +1,88 @@
+"""The script that `--on slurm` prints, run by bash with an `sbatch` that works off the jobs one after the other, here."""
+
+import json
+import os
+import shlex
+import stat
+import subprocess
+
+import pytest
+from support.recipes import write_recipe
+from typer.testing import CliRunner
+
+from hf_freeze.cli import app
+
+SBATCH = """#!/bin/bash
+# Notes its words and the commands of the jobs; the jobs themselves are run by the test.
+echo "sbatch $*" >> "$LOG"
+array=$(printf '%s\\n' "$@" | sed -n 's/--array=0-//p')
+if [ -n "$array" ]; then
+  script=$(cat)
+  for i in $(seq 0 "$array"); do SLURM_ARRAY_TASK_ID=$i bash -c "$script"; done
+  echo 1$array
+fi
+"""
+ROWS = {
+    "0": {"label": "a", "methods": []},
+    "1": {"label": "b", "methods": [], "start": "0"},
+    "2": {"label": "c", "methods": [{"method": "freeze", "ffn": "random"}]},
+    "3": {"label": "d", "methods": [], "start": "1"},
+}
+
+
+def program(folder, name, text):
+    path = folder / name
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def printed(recipe, out, *options):
+    done = CliRunner().invoke(app, ["run", str(recipe), "--out", str(out), "--on", "slurm", *options])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_the_jobs_of_a_grid_are_the_grid(tmp_path):
+    """In an order in which each finds what it starts from; and the last one only reports."""
+    recipe = write_recipe(tmp_path / "r.yaml", rows=ROWS, seeds=[1, 2])
+    script = printed(recipe, tmp_path / "out", "--sbatch", "--gres=gpu:1", "--set", "training.epochs=0.5")
+    assert not (tmp_path / "out").exists()
+    program(tmp_path, "sbatch", SBATCH)
+    program(tmp_path, "hf-freeze", '#!/bin/bash\nprintf "%q " run-job "$@" >> "$LOG"\necho >> "$LOG"\n')
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log")}
+    subprocess.run(["bash", "-c", script], check=True, env=environment)
+    lines = (tmp_path / "log").read_text().splitlines()
+    submitted = [line for line in lines if line.startswith("sbatch")]
+    jobs = [shlex.split(line)[1:] for line in lines if line.startswith("run-job")]
+    assert [("dependency=afterok:1" in line, "gres=gpu:1" in line) for line in submitted] == [
+        (False, True),
+        (True, True),
+        (True, True),
+        (True, True),
+    ]
+    only = [(words[words.index("--set", 5) + 1], words[words.index("--set", 7) + 1]) for words in jobs]
+    assert only[:4] == [(f"only=['{row}']", f"seeds=[{seed}]") for seed in (1, 2) for row in ("0", "2")]
+    assert only[4:6] == [(f"only=['{1}']", f"seeds=[{seed}]") for seed in (1, 2)]
+    assert only[6:] == [(f"only=['{3}']", f"seeds=[{seed}]") for seed in (1, 2)]
+
+
+def test_the_command_of_a_job_runs_that_job(tmp_path):
+    recipe = write_recipe(tmp_path / "r.yaml", rows=ROWS)
+    (first, *_) = [
+        line for line in printed(recipe, tmp_path / "out").splitlines() if line.startswith("exec hf-freeze ")
+    ]
+    words = shlex.split(first.replace("$row", "2").replace("$seed", "1"))[2:]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    (record,) = map(json.loads, (tmp_path / "out" / "results.jsonl").read_text().splitlines())
+    assert (record["row"], record["seed"]) == ("2", 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--on", "kubernetes"], "choose from ['local', 'ray', 'slurm']"), (["--sbatch", "--x"], "is of --on slurm")],
+)
+def test_what_cannot_be_is_one_line(options, message, tmp_path):
+    done = CliRunner().invoke(app, ["run", str(write_recipe(tmp_path / "r.yaml")), *options])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())

@@ -1,0 +1,690 @@
+"""Embeddings of low rank: against dense tables, against ALBERT, what is stored and counted, and what is refused."""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.generation import generation_problems
+from support.models import outputs, trainability
+from support.training import training_step
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    AlbertModel,
+    AutoModel,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MarianConfig,
+    MarianMTModel,
+)
+
+from hf_freeze import count_parameters, make_variant, methods, stored_bytes
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.layers import LowRankEmbedding, LowRankOutput
+from hf_freeze.layers.factorized_embedding import centred_axes, nearest_factors
+
+V, H, E = 40, 16, 5
+TWO_TABLES = {"share_encoder_decoder_embeddings": False}
+UNTIED = {"tie_word_embeddings": False}
+# name -> (config, native class, source tables whose factors are their own, those tied to the first or last of them)
+BACKBONES = {
+    "marian": ({}, MarianMTModel, ["model.shared"]),
+    "marian-two-tables": (TWO_TABLES, MarianMTModel, ["model.encoder.embed_tokens", "model.decoder.embed_tokens"]),
+    "marian-two-tables-untied": (
+        TWO_TABLES | UNTIED,
+        MarianMTModel,
+        ["model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head"],
+    ),
+    "gpt2": ({}, GPT2LMHeadModel, ["transformer.wte"]),
+    "llama": ({"tie_word_embeddings": True}, LlamaForCausalLM, ["model.embed_tokens"]),
+    "llama-untied": (UNTIED, LlamaForCausalLM, ["model.embed_tokens", "lm_head"]),
+}
+every_backbone = pytest.mark.parametrize("name", BACKBONES)
+
+
+def backbone(name, **fields):
+    """With weights as if trained, padding rows zero as native models have them."""
+    torch.manual_seed(1)
+    changes, native_class, _ = BACKBONES[name]
+    config = native_class.config_class(**ARCHITECTURES[model_type(name)].tiny | changes | fields)
+    model = native_class(config).eval()
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None and module.weight.requires_grad:
+                module.weight[module.padding_idx] = 0
+    return model
+
+
+def model_type(name):
+    return name.split("-")[0]
+
+
+def batch_of(name):
+    architecture = ARCHITECTURES[model_type(name)]
+    return architecture.tiny_inputs(architecture.tasks[0])
+
+
+def factorized(model, rank=E, *others, **settings):
+    return make_variant(model, [methods.FactorizedEmbedding(rank=rank, **settings), *others]).eval()
+
+
+def logits(model, batch):
+    with torch.no_grad():
+        return model(**batch, use_cache=False).logits
+
+
+def bert(native_class, **fields):
+    torch.manual_seed(2)
+    model = native_class(BertConfig(**ARCHITECTURES["bert"].tiny | fields)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+# -- against the dense table -------------------------------------------------------------------------------------------------
+
+
+@every_backbone
+def test_full_rank_is_exact(name):
+    native = backbone(name)
+    variant = factorized(native, H)
+    torch.testing.assert_close(logits(variant, batch_of(name)), logits(native, batch_of(name)), rtol=1e-4, atol=1e-5)
+
+
+@every_backbone
+def test_the_error_of_a_lower_rank_is_what_the_singular_values_leave(name):
+    native = backbone(name)
+    variant = factorized(native)
+    for own in BACKBONES[name][2]:
+        dense = native.get_submodule(own).weight.detach().double()
+        error = (variant.get_submodule(own).dense_weight().double() - dense).norm()
+        left = torch.linalg.svdvals(dense)[E:].norm()
+        torch.testing.assert_close(error, left, rtol=1e-5, atol=0)
+        assert left > 0.1
+
+
+def by_hand(native, variant, name):
+    """The native model whose tables are products, as differentiable functions of the variant's factors."""
+    weights = dict(native.named_parameters())
+    for own in BACKBONES[name][2]:
+        module = variant.get_submodule(own)
+        weights[f"{own}.weight"] = module.weight @ module.projection
+    return weights
+
+
+@every_backbone
+def test_forward_and_gradients_are_those_of_the_dense_product(name):
+    native, batch = backbone(name, **no_dropout(name)), batch_of(name)
+    variant = factorized(native).train()
+    factors = [p for own in BACKBONES[name][2] for p in variant.get_submodule(own).parameters(recurse=False)]
+    assert len(factors) == 2 * len(BACKBONES[name][2])
+    expected = torch.func.functional_call(native.train(), by_hand(native, variant, name), (), batch)
+    wanted = torch.autograd.grad(expected.loss, [*factors, native.get_parameter(norm_of(native))])
+    actual = variant(**batch)
+    torch.testing.assert_close(actual.logits, expected.logits, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(actual.loss, [*factors, variant.get_parameter(norm_of(native))])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    assert all(gradient.abs().max() > 1e-4 for gradient in found)
+    variant.eval()
+    torch.testing.assert_close(logits(variant, batch), expected.logits, rtol=1e-5, atol=1e-5)
+
+
+def no_dropout(name):
+    return {
+        "marian": {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
+        "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        "llama": {},
+    }[model_type(name)]
+
+
+def norm_of(model):
+    return next(name for name, p in model.named_parameters() if (p.ndim == 1 and "norm" in name) or "ln_1" in name)
+
+
+def test_a_padding_row_stays_what_it_is():
+    table = nn.Embedding(V, H, padding_idx=3)
+    layer = LowRankEmbedding(table, E)
+    with torch.no_grad():
+        layer.weight.normal_()
+        layer.projection.normal_()
+    ids = torch.tensor([[3, 5], [7, 3]])
+    out = layer(ids)
+    torch.testing.assert_close(out, layer.dense_weight()[ids])
+    out.square().sum().backward()
+    assert not layer.weight.grad[3].any()
+    assert layer.weight.grad[5].abs().min() > 0
+    # From a table whose padding row is zero: it is zero, and stays so where the output is not tied.
+    native = backbone("llama-untied", hidden_act="relu")
+    variant = factorized(native)
+    assert not variant.model.embed_tokens.weight[0].any()
+    training_step(variant, batch_of("llama"))
+    assert not variant.model.embed_tokens.weight[0].any()
+    assert not variant.model.embed_tokens(torch.tensor([0])).any()
+
+
+def test_marian_scales_what_is_projected():
+    native = backbone("marian")
+    variant = factorized(native, H)
+    taken = []
+    for model in (native, variant):
+        layer = model.model.encoder.layers[0]
+        layer.register_forward_pre_hook(lambda _, arguments: taken.append(arguments[0]))
+        logits(model, batch_of("marian"))
+    torch.testing.assert_close(*taken, rtol=1e-5, atol=1e-5)
+    ids = batch_of("marian")["input_ids"]
+    positions = native.model.encoder.embed_positions(ids.shape)
+    torch.testing.assert_close(taken[1], variant.model.shared(ids) * H**0.5 + positions)
+
+
+def test_lookups_keep_the_precision_of_the_table_under_autocast():
+    layer = LowRankEmbedding(nn.Embedding(V, H), E)
+    nn.init.normal_(layer.weight)
+    ids = torch.arange(V)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(ids)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, layer(ids), rtol=0.02, atol=0.02)
+    assert not torch.equal(found, layer(ids)), "the product was not under autocast"
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+def test_the_output_makes_no_dense_matrix(gradient):
+    layer, x = LowRankOutput(nn.Linear(H, 6_000, bias=False), E, 0.02), torch.randn(3, H)
+    torch.testing.assert_close(layer(x), x @ layer.dense_weight().T, rtol=1e-4, atol=1e-6)
+    with torch.set_grad_enabled(gradient), FlopCounterMode(display=False) as counter:
+        layer(x)
+    assert counter.get_total_flops() == 2 * 3 * E * (H + 6_000)
+
+
+@pytest.mark.parametrize("shapes", [[(40, 16)], [(40, 16), (40, 16)], [(7, 16)], [(20, 16), (20, 16)]])
+def test_the_nearest_factors_share_a_table(shapes):
+    weights = [torch.randn(shape) for shape in shapes]
+    beside = torch.cat(weights, dim=1).double()
+    table, projections = nearest_factors(weights, E)
+    assert table.shape == (shapes[0][0], E)
+    assert [projection.shape for projection in projections] == [(E, 16)] * len(weights)
+    error = (table @ torch.cat(projections, dim=1) - beside).norm()
+    torch.testing.assert_close(error, torch.linalg.svdvals(beside)[E:].norm(), rtol=1e-8, atol=1e-10)
+
+
+# -- source and target -------------------------------------------------------------------------------------------------------
+
+
+def test_two_tables_may_become_one_with_two_projections(tmp_path):
+    native, batch = backbone("marian-two-tables"), batch_of("marian")
+    variant = factorized(native, share=True)
+    source, target, output = variant.model.encoder.embed_tokens, variant.model.decoder.embed_tokens, variant.lm_head
+    assert source.weight is target.weight is output.weight
+    assert target.projection is output.projection is not source.projection
+    dense = torch.cat([native.model.encoder.embed_tokens.weight, native.model.decoder.embed_tokens.weight], dim=1)
+    found = torch.cat([source.dense_weight(), target.dense_weight()], dim=1)
+    left = torch.linalg.svdvals(dense.detach())[E:].norm()
+    torch.testing.assert_close((found - dense).norm(), left, rtol=1e-4, atol=0)
+    assert generation_problems(variant, batch) == []
+    expected = outputs(variant, batch)["logits"]
+    merged = variant.merge()
+    assert type(merged) is MarianMTModel
+    torch.testing.assert_close(outputs(merged, batch)["logits"], expected, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(merged.model.encoder.embed_tokens.weight, merged.model.decoder.embed_tokens.weight)
+    apart = factorized(native)
+    assert apart.model.encoder.embed_tokens.weight is not apart.model.decoder.embed_tokens.weight
+    assert count_parameters(apart).total - count_parameters(variant).total == V * E
+    # A step changes all of the factors, and the ties hold.
+    before = [p.clone() for p in (source.weight, source.projection, target.projection)]
+    training_step(variant, batch)
+    after = (source.weight, source.projection, target.projection)
+    assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    variant.save_pretrained(tmp_path)
+    base = AutoModel.from_pretrained(tmp_path)
+    assert base.encoder.embed_tokens.weight is base.decoder.embed_tokens.weight
+    assert torch.equal(base.decoder.embed_tokens.projection, target.projection)
+
+
+def test_sharing_holds_where_the_config_ties_nothing(tmp_path):
+    variant = factorized(backbone("marian-two-tables-untied"), share=True)
+    assert variant.model.encoder.embed_tokens.weight is variant.model.decoder.embed_tokens.weight
+    assert variant.lm_head.weight is not variant.model.decoder.embed_tokens.weight
+    variant.save_pretrained(tmp_path)
+    again = AUTO_CLASSES["seq2seq-lm"].from_pretrained(tmp_path)
+    assert again.model.encoder.embed_tokens.weight is again.model.decoder.embed_tokens.weight
+    assert torch.equal(logits(again, batch_of("marian")), logits(variant, batch_of("marian")))
+
+
+# -- saving and loading ------------------------------------------------------------------------------------------------------
+
+
+@every_backbone
+def test_each_factor_is_stored_once(name, tmp_path):
+    variant = factorized(backbone(name))
+    variant.save_pretrained(tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    expected = {f"{own}.{factor}" for own in BACKBONES[name][2] for factor in ("weight", "projection")}
+    tables = {key for key in written if "layers." not in key and ".h." not in key and written[key].ndim == 2}
+    assert tables - {"final_logits_bias", "transformer.wpe.weight"} == expected
+    assert sum(tensor.numel() * 4 for tensor in written.values()) == stored_bytes(variant)
+
+
+def test_a_new_process_opens_what_is_not_in_the_contract(tmp_path):
+    """Two tables, one shared by two projections, outputs of their own, random factors: bit-equal, after a step too."""
+    random = methods.Freeze(embeddings="random", seed=3)
+    cells = {
+        **{name: factorized(backbone(name)) for name in BACKBONES},
+        "shared": factorized(backbone("marian-two-tables"), share=True),
+        "shared-random": factorized(backbone("marian-two-tables"), E, random, share=True),
+        "llama-untied-random": factorized(backbone("llama-untied"), E, random),
+        "bert-random": factorized(bert(BertForMaskedLM), E, random),
+        "bert-untied": factorized(bert(BertForMaskedLM, **UNTIED)),
+    }
+    manifest = {"merged": [], "saved": []}
+    for name, model in cells.items():
+        architecture = model.architecture
+        batch = architecture.tiny_inputs(architecture.tasks[0])
+        for step in range(2):
+            folder = tmp_path / f"{name}-{step}"
+            model.save_pretrained(folder)
+            save_file(batch, folder / "batch.safetensors")
+            save_file({k: v.contiguous() for k, v in outputs(model, batch).items()}, folder / "expected.safetensors")
+            entry = {"id": folder.name, "folder": str(folder), "requires_grad": trainability(model)}
+            manifest["saved"].append(entry | {"auto_class": AUTO_CLASSES[architecture.tasks[0]].__name__})
+            training_step(model, batch)
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(manifest))
+    command = [sys.executable, Path(__file__).parent / "reload_child.py", path]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert child.returncode == 0, child.stderr[-3000:]
+    result = json.loads(child.stdout.splitlines()[-1])
+    assert result == {"opened": 2 * len(cells), "problems": []}
+
+
+@every_backbone
+def test_what_is_opened_trains_and_generates(name, tmp_path):
+    variant = factorized(backbone(name))
+    variant.save_pretrained(tmp_path)
+    again = AUTO_CLASSES[variant.architecture.tasks[0]].from_pretrained(tmp_path)
+    before = {n: p.detach().clone() for n, p in again.named_parameters()}
+    training_step(again, batch_of(name))
+    for own in BACKBONES[name][2]:
+        for factor in (f"{own}.weight", f"{own}.projection"):
+            assert not torch.equal(again.get_parameter(factor), before[factor]), factor
+    assert generation_problems(again, batch_of(name)) == []
+
+
+# -- freezing ----------------------------------------------------------------------------------------------------------------
+
+
+def test_factors_are_embeddings():
+    variant = factorized(backbone("marian"), E, methods.Freeze(embeddings="frozen"))
+    assert not variant.model.shared.projection.requires_grad
+    assert not variant.lm_head.weight.requires_grad
+    counts = count_parameters(variant).by_component["embeddings"]
+    assert (counts.total, counts.trainable) == (V * E + E * H, 0)
+    untied = factorized(backbone("llama-untied"), E, methods.Freeze(embeddings="frozen"))
+    assert not untied.model.embed_tokens.projection.requires_grad
+    assert untied.lm_head.projection.requires_grad
+    assert count_parameters(untied).by_component["head"].total == V * E + E * H
+
+
+def test_random_factors_have_the_variance_of_a_random_table(tmp_path):
+    config = MarianConfig(
+        **ARCHITECTURES["marian"].tiny | {"vocab_size": 3000, "decoder_vocab_size": 3000, "d_model": 64}
+    )
+    random = methods.Freeze(embeddings="random", seed=3)
+    variant = make_variant(config, [methods.FactorizedEmbedding(rank=24), random], task="seq2seq-lm")
+    assert set(variant.seeded_tensors) == {"model.shared.weight", "model.shared.projection"}
+    assert variant.model.shared.dense_weight().std().item() == pytest.approx(64**-0.5, rel=0.05)
+    variant.save_pretrained(tmp_path)
+    assert not [
+        name for name in load_file(tmp_path / "model.safetensors") if "embed_tokens" in name or "shared" in name
+    ]
+
+
+# -- fresh weights -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [None, False, True])
+@pytest.mark.parametrize(("init", "std"), [("backbone", 0.02), ("marian", 128**-0.5)])
+def test_a_fresh_product_has_the_variance_of_the_dense_table(init, std, share):
+    fields = {"vocab_size": 2000, "decoder_vocab_size": 2000, "d_model": 128, "init_std": 0.02}
+    config = MarianConfig(**ARCHITECTURES["marian"].tiny | fields | (TWO_TABLES if share is not None else {}))
+    method = methods.FactorizedEmbedding(rank=48, share=bool(share))
+    variant = make_variant(config, [method], task="seq2seq-lm", init=init, seed=5)
+    dense = make_variant(config, [], task="seq2seq-lm", init=init, seed=5)
+    for name in ("model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head"):
+        found = variant.get_submodule(name).dense_weight().std().item()
+        assert found == pytest.approx(dense.get_submodule(name).weight.std().item(), rel=0.05)
+        assert found == pytest.approx(std, rel=0.05)
+        # A step of Adam then moves a logit as far as in the dense table.
+        assert variant.get_submodule(name).projection.std().item() == pytest.approx(128**0.5 / 48, rel=0.05)
+    if init == "backbone":
+        assert not variant.model.encoder.embed_tokens.weight[0].any()
+
+
+def test_a_fresh_output_of_its_own_has_the_variance_of_the_dense_one():
+    config = LlamaConfig(**ARCHITECTURES["llama"].tiny | UNTIED | {"vocab_size": 2000, "hidden_size": 128})
+    variant = make_variant(config, [methods.FactorizedEmbedding(rank=48)], task="causal-lm")
+    for module in (variant.model.embed_tokens, variant.lm_head):
+        assert module.dense_weight().std().item() == pytest.approx(config.initializer_range, rel=0.05)
+        assert module.projection.std().item() == pytest.approx(128**0.5 / 48, rel=0.05)
+
+
+# -- BERT and ALBERT ---------------------------------------------------------------------------------------------------------
+
+
+def fill_from_albert(variant, albert):
+    """ALBERT uses one layer's parameters for every layer; BERT gets a copy of them in each."""
+    base, source = variant.base_model, albert.base_model
+    pairs = {
+        "embeddings.word_embeddings": "embeddings.word_embeddings",
+        "embeddings.position_embeddings": "embeddings.position_embeddings",
+        "embeddings.token_type_embeddings": "embeddings.token_type_embeddings",
+        "embeddings.LayerNorm": "embeddings.LayerNorm",
+        "embeddings.dropout.projection": "encoder.embedding_hidden_mapping_in",
+    }
+    for number in range(variant.config.num_hidden_layers):
+        layer, shared = f"encoder.layer.{number}", "encoder.albert_layer_groups.0.albert_layers.0"
+        pairs |= {f"{layer}.attention.self.{part}": f"{shared}.attention.{part}" for part in ("query", "key", "value")}
+        pairs |= {
+            f"{layer}.attention.output.dense": f"{shared}.attention.dense",
+            f"{layer}.attention.output.LayerNorm": f"{shared}.attention.LayerNorm",
+            f"{layer}.intermediate.dense": f"{shared}.ffn",
+            f"{layer}.output.dense": f"{shared}.ffn_output",
+            f"{layer}.output.LayerNorm": f"{shared}.full_layer_layer_norm",
+        }
+    if isinstance(albert, AlbertModel):
+        pairs["pooler.dense"] = "pooler"
+    for mine, theirs in pairs.items():
+        base.get_submodule(mine).load_state_dict(source.get_submodule(theirs).state_dict())
+    if not isinstance(albert, AlbertModel):
+        head, other = variant.cls.predictions, albert.predictions
+        head.transform.dense.load_state_dict(other.dense.state_dict())
+        head.transform.LayerNorm.load_state_dict(other.LayerNorm.state_dict())
+        head.bias.data.copy_(other.bias)
+    return variant.eval()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own layers", "shared layers"])
+@pytest.mark.parametrize(
+    ("task", "albert_class"), [("feature-extraction", AlbertModel), ("masked-lm", AlbertForMaskedLM)]
+)
+def test_bert_gets_the_structure_of_albert(task, albert_class, shared):
+    tiny = ARCHITECTURES["bert"].tiny
+    albert = albert_class(AlbertConfig(**tiny | {"embedding_size": E, "hidden_act": "gelu"})).eval()
+    with torch.no_grad():
+        for parameter in albert.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    sharing = [methods.LayerSharing()] if shared else []
+    variant = make_variant(BertConfig(**tiny), [*sharing, methods.FactorizedEmbedding(rank=E)], task=task)
+    fill_from_albert(variant, albert)
+    batch = ARCHITECTURES["bert"].tiny_inputs(task)
+    found, expected = outputs(variant, batch), outputs(albert, batch)
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    layers = variant.config.num_hidden_layers
+    one = sum(p.numel() for name, p in variant.base_model.named_parameters() if "layer.0." in name)
+    assert count_parameters(variant).total == albert.num_parameters() + (0 if shared else (layers - 1) * one)
+
+
+def test_a_fresh_mapping_is_drawn_as_in_albert():
+    config = BertConfig(**ARCHITECTURES["bert"].tiny | {"hidden_size": 128, "num_attention_heads": 4})
+    variant = make_variant(config, [methods.FactorizedEmbedding(rank=64)], task="masked-lm")
+    projection = variant.bert.embeddings.dropout.projection
+    assert projection.weight.std().item() == pytest.approx(config.initializer_range, rel=0.05)
+    assert not projection.bias.any()
+
+
+def test_from_a_trained_bert_embeddings_are_exact_at_full_rank_only():
+    native, batch = bert(BertModel), ARCHITECTURES["bert"].tiny_inputs("feature-extraction")
+    expected = outputs(native, batch)["last_hidden_state"]
+    torch.testing.assert_close(
+        outputs(factorized(native, H), batch)["last_hidden_state"], expected, rtol=1e-4, atol=1e-5
+    )
+    errors = [(outputs(factorized(native, rank), batch)["last_hidden_state"] - expected).norm() for rank in (2, 8, 15)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] > 0.01
+
+
+def test_from_a_trained_bert_embeddings_are_exact_where_the_tables_have_that_rank():
+    """The norm in E then divides by what the norm in H did, whatever its eps."""
+    native, batch = bert(BertModel, layer_norm_eps=0.5), ARCHITECTURES["bert"].tiny_inputs("feature-extraction")
+    axes = torch.randn(E - 1, H)
+    axes -= axes.mean(dim=1, keepdim=True)
+    with torch.no_grad():
+        for module in (m for m in native.modules() if isinstance(m, nn.Embedding)):
+            module.weight.copy_(torch.randn(len(module.weight), E - 1) @ axes + torch.randn(len(module.weight), 1))
+    expected = outputs(native, batch)["last_hidden_state"]
+    torch.testing.assert_close(outputs(factorized(native), batch)["last_hidden_state"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_from_a_trained_bert_the_output_is_a_start():
+    native, batch = bert(BertForMaskedLM), ARCHITECTURES["bert"].tiny_inputs("masked-lm")
+    fresh = make_variant(native.config, [methods.FactorizedEmbedding(rank=8)], task="masked-lm", seed=1)
+    expected = outputs(native, batch)["logits"].flatten()
+    started, drawn = (
+        torch.corrcoef(torch.stack([outputs(model, batch)["logits"].flatten(), expected]))[0, 1]
+        for model in (factorized(native, 8), fresh)
+    )
+    assert started > 0.3 > drawn.abs()
+    norm = factorized(native, 4).cls.predictions.transform.LayerNorm
+    assert norm.weight.norm().item() == pytest.approx(H**0.5)  # a hidden state before the matrix is as long as it was
+
+
+def test_centred_axes_keep_the_mean_at_zero():
+    rows = torch.randn(30, H)
+    axes = centred_axes(rows, E)
+    assert axes.shape == (H, E)
+    for vector in (rows.double() @ axes).unbind():
+        assert vector.mean().abs() < 1e-12
+    centred = rows.double() - rows.double().mean(dim=1, keepdim=True)
+    error = (centred - centred @ axes @ axes.T).norm()
+    torch.testing.assert_close(error, torch.linalg.svdvals(centred)[E - 1 :].norm())
+
+
+def test_bert_does_not_merge():
+    with pytest.raises(
+        ValueError, match=r"\Amethod 'factorized_embedding' cannot be merged on bert: its norm over rank=5 .*\Z"
+    ):
+        factorized(bert(BertForMaskedLM)).merge()
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------------
+
+
+def on_meta(config, task, *applied):
+    with torch.device("meta"):
+        return count_parameters(make_variant(config, list(applied), task=task))
+
+
+@pytest.mark.parametrize(
+    ("rank", "separate", "shared"),
+    [(64, 87.06, 9.68), (128, 89.06, 11.68), (256, 93.06, 15.69), (None, 108.49, 31.11)],
+)
+def test_alberts_table(rank, separate, shared):
+    """Lan et al., 2020, table 3: 12 layers of BERT, V = 30 000. "Not shared" is counted without the pooler, "shared" with it;
+    ALBERT projects from E = H too, which the last row of the table leaves out."""
+    applied = [] if rank is None else [methods.FactorizedEmbedding(rank=rank)]
+    config = BertConfig(vocab_size=30_000)
+    pooler = 768 * 768 + 768
+    for sharing, millions, left_out in (([], separate, pooler), ([methods.LayerSharing()], shared, 0)):
+        counts = on_meta(config, "feature-extraction", *sharing, *applied)
+        assert counts.by_component["head"].total == pooler
+        assert round((counts.total - left_out) / 1e6, 2) == millions
+
+
+@pytest.mark.parametrize(("rank", "share"), [(128, False), (256, False), (256, True)])
+def test_the_tables_of_a_large_translator_by_hand(rank, share):
+    d, v = 1024, 40_000
+    config = MarianConfig(
+        d_model=d, vocab_size=v, decoder_vocab_size=v, encoder_layers=1, decoder_layers=1, pad_token_id=0, **TWO_TABLES
+    )
+    dense = on_meta(config, "seq2seq-lm")
+    counts = on_meta(config, "seq2seq-lm", methods.FactorizedEmbedding(rank=rank, share=share))
+    assert dense.by_component["embeddings"].total == 2 * v * d
+    assert counts.by_component["embeddings"].total == (2 - share) * v * rank + 2 * rank * d
+    assert dense.total - counts.total == 2 * v * d - (2 - share) * v * rank - 2 * rank * d
+
+
+# -- resizing ----------------------------------------------------------------------------------------------------------------
+
+
+@every_backbone
+@pytest.mark.parametrize("rows", [47, 33])
+def test_resizing_adds_and_removes_rows_of_the_table(name, rows, tmp_path):
+    variant = factorized(backbone(name))
+    table, own = variant.get_input_embeddings().weight.clone(), BACKBONES[name][2]
+    projections = [variant.get_submodule(each).projection.clone() for each in own]
+    returned = variant.resize_token_embeddings(rows, mean_resizing=False)
+    assert returned is variant.get_input_embeddings()
+    if TWO_TABLES.items() <= BACKBONES[name][0].items():
+        variant.resize_decoder_token_embeddings(rows)
+    assert variant.get_input_embeddings().weight.shape == (rows, E)
+    kept = min(rows, V)
+    assert torch.equal(variant.get_input_embeddings().weight[:kept], table[:kept])
+    for each, projection in zip(own, projections, strict=True):
+        assert variant.get_submodule(each).weight.shape == (rows, E)
+        assert torch.equal(variant.get_submodule(each).projection, projection)
+    assert variant.lm_head.weight is variant.get_submodule(own[-1]).weight
+    works_after_resizing(variant, name, rows, tmp_path)
+
+
+def works_after_resizing(variant, name, rows, tmp_path):
+    batch = batch_of(name)
+    batch["input_ids"][0, 0] = rows - 1
+    found = logits(variant, batch)
+    assert found.shape[-1] == rows
+    assert found.isfinite().all()
+    variant.save_pretrained(tmp_path)
+    again, info = AUTO_CLASSES[variant.architecture.tasks[0]].from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert torch.equal(logits(again, batch), found)
+    torch.testing.assert_close(logits(again.merge(), batch), found, rtol=1e-5, atol=1e-5)
+    training_step(again, batch)
+    assert not torch.equal(logits(again, batch), found)
+
+
+@pytest.mark.parametrize("rows", [47, 33])
+def test_resizing_a_shared_table_is_for_both(rows, tmp_path):
+    variant = factorized(backbone("marian-two-tables"), share=True)
+    variant.resize_token_embeddings(rows)
+    assert (
+        variant.model.decoder.embed_tokens.weight is variant.model.encoder.embed_tokens.weight is variant.lm_head.weight
+    )
+    assert variant.config.vocab_size == variant.config.decoder_vocab_size == rows
+    works_after_resizing(variant, "marian-two-tables", rows, tmp_path)
+
+
+def test_one_of_two_that_are_one_is_not_resized():
+    variant = factorized(backbone("marian-two-tables"), share=True)
+    with pytest.raises(
+        ValueError, match=r"made 'model\.decoder\.embed_tokens\.weight' one with .*resize_token_embeddings\(50\)"
+    ):
+        variant.resize_decoder_token_embeddings(50)
+    apart = factorized(backbone("marian-two-tables"))
+    apart.resize_decoder_token_embeddings(50)
+    assert apart.config.decoder_vocab_size == 50
+    assert logits(apart, batch_of("marian")).shape[-1] == 50
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        methods.FactorizedEmbedding(rank=E),
+        methods.AdaptiveEmbedding(cutoffs=[7, 20], factor=2),
+        methods.DeFINE(depth=2, width=8, groups=2, map_dim=4),
+    ],
+)
+def test_tables_that_resizing_would_make_one_are_not_resized(method):
+    """Of Marian that shares its tables and ties nothing: they are apart until they are resized."""
+    variant = make_variant(backbone("marian", tie_word_embeddings=False), [method])
+    expected = logits(variant, batch_of("marian"))
+    with pytest.raises(
+        ValueError, match=r"resizing makes one of the tables \['model\.shared\.weight', .*merge\(\) first"
+    ):
+        variant.resize_token_embeddings(50)
+    assert torch.equal(logits(variant, batch_of("marian")), expected)
+
+
+def test_resizing_random_factors(tmp_path):
+    variant = factorized(backbone("marian"), E, methods.Freeze(embeddings="random", seed=4))
+    table, projection = variant.model.shared.weight.clone(), variant.model.shared.projection.clone()
+    variant.resize_token_embeddings(50)
+    assert torch.equal(variant.model.shared.weight[:V], table)
+    assert torch.equal(variant.model.shared.projection, projection)
+    variant.save_pretrained(tmp_path)
+    again = AUTO_CLASSES["seq2seq-lm"].from_pretrained(tmp_path)
+    assert torch.equal(logits(again, batch_of("marian")), logits(variant, batch_of("marian")))
+
+
+def test_resizing_bert(tmp_path):
+    variant = factorized(bert(BertForMaskedLM))
+    variant.resize_token_embeddings(48)
+    assert variant.cls.predictions.decoder.weight is variant.bert.embeddings.word_embeddings.weight
+    batch = ARCHITECTURES["bert"].tiny_inputs("masked-lm")
+    found = outputs(variant, batch)["logits"]
+    assert found.shape[-1] == 48
+    variant.save_pretrained(tmp_path)
+    assert torch.equal(outputs(AUTO_CLASSES["masked-lm"].from_pretrained(tmp_path), batch)["logits"], found)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("marian", {"rank": 0}, r"FactorizedEmbedding: rank=0: must be an integer of at least 1"),
+        ("marian", {"rank": 2.0}, r"rank=2\.0: must be an integer"),
+        ("marian", {"rank": True}, r"rank=True: must be an integer"),
+        ("marian", {"rank": 4, "share": 1}, r"FactorizedEmbedding\(share=1\): must be True or False"),
+        ("marian", {"rank": 17}, r"FactorizedEmbedding\(rank=17\): must be in 1\.\.16, the hidden size of this marian"),
+        ("llama", {"rank": 17}, r"rank=17\): must be in 1\.\.16, the hidden size of this llama"),
+        ("marian", {"rank": 4, "share": True}, r"share=True\): this marian has one table, 'model\.shared', for source"),
+        ("gpt2", {"rank": 4, "share": True}, r"share=True\): gpt2 has one table; leave share out"),
+        ("llama-untied", {"rank": 4, "share": True}, r"share=True\): llama has one table; leave share out"),
+    ],
+)
+def test_settings_that_are_refused(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_variant(backbone(name), [methods.FactorizedEmbedding(**settings)])
+
+
+def test_bert_needs_a_norm_of_two():
+    for rank in (1, 17):
+        with pytest.raises(ValueError, match=rf"rank={rank}\): must be in 2\.\.16, the hidden size of this bert"):
+            factorized(bert(BertModel), rank)
+    with pytest.raises(ValueError, match=r"share=True\): bert has one table"):
+        factorized(bert(BertModel), share=True)
+
+
+def test_tables_of_unlike_sizes_are_not_shared():
+    native = backbone("marian-two-tables", decoder_vocab_size=50)
+    message = r"the tables have \{'model\.encoder\.embed_tokens': 40, 'model\.decoder.*': 50\} rows, which must be equal; leave"
+    with pytest.raises(ValueError, match=message):
+        factorized(native, share=True)
+    assert factorized(native).lm_head.weight.shape == (50, E)
+
+
+@pytest.mark.parametrize("native", [backbone("gpt2"), bert(BertForMaskedLM)], ids=["gpt2", "bert"])
+def test_a_table_is_factorised_once(native):
+    once = factorized(native, H)
+    for target in (once, copy.deepcopy(native)):
+        applied = [methods.FactorizedEmbedding(rank=4)] * (1 if target is once else 2)
+        with pytest.raises(
+            ValueError, match=r"\Amethod 'factorized_embedding': .* already, which another method made.*\Z"
+        ):
+            make_variant(target, applied)

@@ -1,0 +1,119 @@
+"""PEFT on any variant: adapters go in with the default targets, train, are saved beside it, and are merged or refused."""
+
+import itertools
+import re
+import warnings
+
+import pytest
+import torch
+from support.cases import MODEL, PLAIN, Case
+from support.models import build, differences, outputs, reload
+
+from hf_freeze import methods
+from hf_freeze.architectures.registry import ARCHITECTURES
+
+peft = pytest.importorskip("peft")
+
+CONFIGS = {"lora": peft.LoraConfig, "vera": peft.VeraConfig}
+ON_ATTENTION = [
+    methods.LowRank(rank=2, components=["attention"]),
+    methods.TensorTrain(rank=2, components=["attention"]),
+    methods.MagnitudePruning(sparsity=0.5, components=["attention"]),
+]
+LORA_CASES = [case for case in PLAIN if not case.finalized]
+LORA_CASES += [
+    Case(architecture, architecture.tasks[0], MODEL, (method,))
+    for method, architecture in zip(itertools.cycle(ON_ATTENTION), ARCHITECTURES.values(), strict=False)
+]
+# VeRA differs in its layers alone: each method once, the architectures by turns.
+BY_METHODS: dict = {}
+for each in LORA_CASES:
+    BY_METHODS.setdefault(str(each.methods), []).append(each)
+VERA_CASES = [cases[number % len(cases)] for number, cases in enumerate(BY_METHODS.values())]
+PAIRS = [("lora", case) for case in LORA_CASES] + [("vera", case) for case in VERA_CASES]
+assert len(VERA_CASES) > len(ON_ATTENTION)
+
+
+def wrapped(model, kind, **settings):
+    """With adapters that are not zero, in the default targets."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a Conv1D that it is one, and that some layers are none
+        found = peft.get_peft_model(model, CONFIGS[kind](r=2, **settings))
+    trained = [p for _, p in found.named_parameters() if p.requires_grad]
+    assert trained
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return found.eval()
+
+
+@pytest.mark.parametrize(("kind", "case"), PAIRS, ids=[f"{kind}-{case.id}" for kind, case in PAIRS])
+def test_an_adapter_goes_into_any_variant_and_is_merged_or_refused(kind, case, tmp_path):
+    model, batch = build(case), case.batch()
+    expected, seeded = outputs(model, batch), {name: model.get_parameter(name).clone() for name in model.seeded_tensors}
+    adapted = wrapped(model, kind)
+    names = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert all(kind in name for name in names)
+    tuned = outputs(adapted, batch)
+    assert differences(tuned, expected, 1e-4) != []
+    with adapted.disable_adapter():
+        assert differences(outputs(adapted, batch), expected) == []
+    with pytest.raises(ValueError, match=r"\Amerge\(\) with adapters of PEFT in the model: .*\Z"):
+        model.merge()
+    adapted.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(build(case), tmp_path)
+    assert differences(outputs(again, batch), tuned) == []
+    refusal = None
+    try:
+        merged = adapted.merge_and_unload()
+    except ValueError as error:
+        refusal = str(error)
+    if refusal is not None:
+        assert case.methods
+        assert re.fullmatch("cannot merge the adapter of '.+': .+; merge\\(\\) the variant without it, .+", refusal)
+        merged = peft.PeftModel.from_pretrained(build(case).merge(), tmp_path).merge_and_unload()  # what it advises
+    else:
+        assert type(merged) is type(model)
+        assert not hasattr(merged, "peft_config")
+        assert all(torch.equal(merged.get_parameter(name), value) for name, value in seeded.items())
+    assert differences(outputs(merged, batch), tuned, 1e-4) == []
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4", "fp4"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_an_adapter_trains_on_a_quantised_base(architecture, scheme, tmp_path):
+    quantize = methods.Quantize(scheme=scheme, components=["attention", "ffn", "embeddings"])
+    case = Case(architecture, architecture.tasks[0], MODEL, (quantize,))
+    model, batch = build(case), case.batch()
+    model.save_pretrained(tmp_path / "base")
+    packed = {name: value.clone() for name, value in model.named_buffers() if name.endswith(("packed", "scales"))}
+    model = wrapped(model, "lora")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for _ in range(6):
+        loss = model.train()(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    held = {name.replace(".base_layer", ""): buffer for name, buffer in model.get_base_model().named_buffers()}
+    assert all(torch.equal(value, held[name]) for name, value in packed.items())
+    model.save_pretrained(tmp_path / "adapter")
+    base, _ = reload(case, tmp_path / "base")
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    tuned = outputs(model, batch)
+    assert differences(outputs(again, batch), tuned) == []
+    with pytest.warns(UserWarning, match=f"merged into weights in {scheme}, which rounds it"):
+        rounded = model.merge_and_unload()
+    assert type(rounded) is type(base)
+    rounded.save_pretrained(tmp_path / "rounded")
+    reloaded, _ = reload(case, tmp_path / "rounded")
+    assert differences(outputs(reloaded, batch), outputs(rounded, batch)) == []
+    if scheme == "int8":
+        assert differences(outputs(rounded, batch), tuned, 0.2) == []
+    base, _ = reload(case, tmp_path / "base")
+    exact = peft.PeftModel.from_pretrained(
+        base.merge(), tmp_path / "adapter"
+    ).merge_and_unload()  # what the warning advises
+    assert differences(outputs(exact, batch), tuned, 1e-4) == []

@@ -1,0 +1,167 @@
+"""Every method beside Freeze, in both orders: what Freeze holds is none of the method's business, and the other way round."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.cases import Case, seeds, sources, supports
+from support.models import (
+    add_noise,
+    build,
+    differences,
+    finished,
+    native,
+    outputs,
+    reload,
+    reload_problems,
+    seeded_names,
+    snapshot,
+    trainability,
+    trainability_before_training,
+)
+from support.training import training_step
+
+from hf_freeze import make_variant
+from hf_freeze.architectures.base import base_name, canonical_parameters, is_of_predecessor
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.methods import Freeze
+from hf_freeze.methods.registry import METHODS
+
+CELLS = [(method.example, a) for a in ARCHITECTURES.values() for method in METHODS.values() if supports(method, a)]
+
+
+def over(cells):
+    return pytest.mark.parametrize(
+        ("method", "architecture"), cells, ids=[f"{a.model_type}-{method.name}" for method, a in cells]
+    )
+
+
+every_cell = over(CELLS)
+every_finalizable = over([(method, architecture) for method, architecture in CELLS if method.finalizable])
+orders = pytest.mark.parametrize("order", [1, -1], ids=["method, freeze", "freeze, method"])
+
+
+def case_of(architecture, *methods):
+    return Case(architecture, architecture.tasks[0], sources(methods)[0], methods)
+
+
+def parameters_of(model, *components):
+    """Names of the parameters of these components, except those that have ties or are gone when training ends."""
+    return [
+        name
+        for name, _ in canonical_parameters(model)
+        if model.architecture.component(base_name(model, name)) in components and not is_of_predecessor(name)
+    ]
+
+
+def depths(architecture):
+    """The config fields that hold numbers of layers."""
+    return {stack.depth for stack in architecture.stacks.values()}
+
+
+def left_alone(method, architecture):
+    """Attention, or the FFNs where the method changes the attentions: what has the shapes of the backbone, where it is at all."""
+    backbone = {name: p.shape for name, p in canonical_parameters(native(case_of(architecture)))}
+    model = build(case_of(architecture, method))
+    here = parameters_of(model, "attention")
+    return "attention" if all(model.get_parameter(name).shape == backbone.get(name) for name in here) else "ffn"
+
+
+@every_cell
+@orders
+def test_what_the_method_leaves_alone_may_be_random(method, architecture, order, tmp_path):
+    """A component from a seed and the table frozen, the method on the rest: reloads bit-equal, and nothing seeded is stored."""
+    component = left_alone(method, architecture)
+    freeze = Freeze(**{component: "random"}, embeddings="frozen", seed=11)
+    case = case_of(architecture, *[method, freeze][::order])
+    model = build(case)
+    matrices = [
+        name for name in parameters_of(model, component) if not trainability(model)[name] and name.endswith("weight")
+    ]
+    assert set(matrices) <= seeded_names(model)
+    assert not any(trainability(model)[name] for name in parameters_of(model, component, "embeddings"))
+    alone = build(case_of(architecture, freeze))
+    if not seeds(method, component) and not method.from_scratch:  # whose blocks have other shapes
+        left = {name for name, _ in canonical_parameters(model)}  # layers may be gone, or one with others
+        expected = {name: definition for name, definition in alone.seeded_tensors.items() if name in left}
+        assert expected
+        if order == -1 and method.config_changes(architecture, native(case).config).keys() & depths(architecture):
+            # Kept layers have new numbers, and the values of their old ones.
+            assert model.seeded_tensors.keys() >= expected.keys()
+            assert set(model.seeded_tensors.values()) <= set(alone.seeded_tensors.values())
+        else:
+            assert model.seeded_tensors.items() >= expected.items()
+    states = ["made", "trained"] + ["finalized", "trained on"] * method.finalizable
+    for state in states:
+        if state == "finalized":
+            finished(model)
+        elif state != "made" and any(trainability(model).values()):
+            before = snapshot(model)
+            training_step(model, case.batch())
+            frozen = [name for name, trainable in trainability(model).items() if not trainable]
+            assert all(torch.equal(model.get_parameter(name), before[name]) for name in frozen)
+        folder = tmp_path / state
+        model.save_pretrained(folder)
+        assert not load_file(folder / "model.safetensors").keys() & seeded_names(model)
+        reloaded, info = reload(case, folder)
+        grads, expected = trainability_before_training(model), outputs(model, case.batch())
+        assert reload_problems(reloaded, info, expected, grads, case.batch()) == []
+        digests = json.loads((folder / "config.json").read_text())["digests"]
+        assert digests.keys() == {base_name(model, name) for name in model.seeded_tensors}
+
+
+@every_finalizable
+@orders
+def test_what_is_frozen_stays_frozen_after_finalize(method, architecture, order, tmp_path):
+    """Also what the method itself holds: its values, whatever module they are in."""
+    case = case_of(architecture, *[method, Freeze(ffn="frozen", norm="frozen")][::order])
+    model = build(case)
+    add_noise(model, architecture)
+    for state in ("made", "finalized", "reloaded"):
+        if state == "finalized":
+            expected = outputs(model, case.batch())
+            model.finalize()
+            assert differences(outputs(model, case.batch()), expected, 1e-6) == []
+        if state == "reloaded":
+            model.save_pretrained(tmp_path)
+            model, _ = reload(case, tmp_path)
+        held = parameters_of(model, "ffn", "norm")
+        before = snapshot(model)
+        assert not any(trainability(model)[name] for name in held), state
+        training_step(model, case.batch())
+        for name, trainable in trainability(model).items():
+            left_out = state == "made" and case.skips and model.get_parameter(name).grad is None
+            assert torch.equal(model.get_parameter(name), before[name]) == (left_out or not trainable), (state, name)
+
+
+@every_finalizable
+def test_a_finalized_variant_takes_another_freeze(method, architecture, tmp_path):
+    case = case_of(architecture, method)
+    model = finished(build(case))
+    expected = outputs(model, case.batch())
+    further = make_variant(model, [Freeze(attention="frozen")])
+    assert differences(outputs(further, case.batch()), expected) == []
+    assert not further.finalizable
+    assert [m["method"] for m in further.config.methods] == [method.name, "freeze"]
+    assert not any(trainability(further)[name] for name in parameters_of(further, "attention"))
+    others = parameters_of(further, "ffn", "norm", "embeddings")
+    assert all(trainability(further)[name] == trainability(model)[name] for name in others)
+    further.save_pretrained(tmp_path)
+    reloaded, info = reload(case, tmp_path)
+    assert reload_problems(reloaded, info, expected, trainability(further), case.batch()) == []
+
+
+@every_finalizable
+def test_finalize_in_the_middle_of_a_phase(method, architecture):
+    """What is frozen for a while is so after it as well, and thaws in time."""
+    model = make_variant(native(case_of(architecture)), [method, Freeze(attention="frozen", end=0.5)])
+    model.advance(1, 4)
+    model.finalize()
+    assert model.scheduled
+    attention = parameters_of(model, "attention")
+    assert not any(trainability(model)[name] for name in attention)
+    model.advance(2, 4)
+    assert all(trainability(model)[name] for name in attention)
+    model.rewind()
+    assert all(trainability(model)[name] for name in attention)

@@ -1,0 +1,352 @@
+"""Pushing to a Hub of this machine over real HTTP, loading from it in a fresh process, cards, and what goes wrong."""
+
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+from huggingface_hub import ModelCard, constants
+from safetensors.torch import load_file, save_file
+from support.cases import once, plain
+from support.hub import Hub
+from support.models import build
+from support.recipes import write_recipe
+from transformers import AutoModelForSequenceClassification, BertConfig, PreTrainedModel
+from typer.testing import CliRunner
+
+from hf_freeze import make_variant, methods
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.cli import app
+from hf_freeze.experiments.grid import run_grid
+from hf_freeze.experiments.recipe import load_recipe
+from hf_freeze.model.build import VariantMixin
+from hf_freeze.model.make import empty_model
+from hf_freeze.publish.cards import model_card, read_made
+from hf_freeze.publish.hub import assemble, check_whole, push, push_model
+
+TOKEN = "hf_loopback"
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    """Two finished runs: row 0, and row 2.1 with random attention."""
+    folder = tmp_path_factory.mktemp("grid")
+    run_grid(load_recipe(write_recipe(folder / "recipe.yaml")), folder / "runs", command="hf-freeze run recipe.yaml")
+    return folder / "runs"
+
+
+@pytest.fixture
+def loopback(tmp_path, monkeypatch):
+    server = Hub(tmp_path / "hub", token=TOKEN)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def fresh_process(code, server, home, **environment):
+    """What `code` prints, in a process that knows nothing but the address of the Hub."""
+    environment = (
+        os.environ
+        | environment
+        | {
+            "HF_ENDPOINT": server.url,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_XET": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+    )
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=home, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_a_pushed_run_translates_in_a_fresh_process(grid, loopback, tmp_path):
+    """By the three lines of its own card."""
+    folder = grid / "row-2.1-seed-1"
+    push(folder, "me/tiny", private=True)
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert loopback.files("me/tiny") == names | {"README.md", "results.json"}
+    assert json.loads((loopback.folder / "me/tiny/private").read_text()) is True
+    card = ModelCard.load("me/tiny").text
+    lines = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
+    assert len(lines.strip().splitlines()) == 4  # an import, two lines and a print
+    there = fresh_process(lines, loopback, tmp_path)
+    here = fresh_process(lines.replace("me/tiny", str(folder / "model")), loopback, tmp_path)
+    assert there == here
+    assert "translation_text" in there
+
+
+def test_a_card_says_what_the_run_left_and_nothing_else(grid):
+    made = read_made(grid / "row-2.1-seed-1")
+    record = made.record
+    card = model_card(made, "me/tiny", language=["de", "en"], license="mit")
+    data = card.data.to_dict()
+    assert data["library_name"] == "hf_freeze"
+    assert data["pipeline_tag"] == "translation"
+    assert data["language"] == ["de", "en"]
+    assert data["license"] == "mit"
+    assert {"hf_freeze", "freeze"} <= set(data["tags"])
+    assert "base_model" not in data
+    (entry,) = data["model-index"]
+    values = {m["type"]: m["value"] for m in entry["results"][0]["metrics"]}
+    assert values == {"sacrebleu": record["metrics"]["test_bleu"], "chrf": record["metrics"]["test_chrf"]}
+    assert f"{record['parameters']['stored_bytes']:,} bytes" in card.text
+    assert f"| BLEU | the built-in corpus of hf_freeze | {record['metrics']['test_bleu']:.1f} |" in card.text
+    assert "`hf-freeze run recipe.yaml`" in card.text
+    assert record["environment"]["torch"] in card.text
+    assert "Row 0 of the same grid" in card.text
+    assert '`{"attention": "random", "seed": 1}`' in card.text
+    assert "https://arxiv.org/abs/2010.11859" in card.text
+    # Every figure with decimals is one of the record, of row 0's, or of a version.
+    known = json.dumps([record, json.loads((grid / "row-0-seed-1" / "metrics.json").read_text())])
+    rounded = {f"{float(n):.{d}f}" for n in re.findall(r"\d+\.\d+", known) for d in (1, 2)} | {"2010.11859", "2.1"}
+    versions = set(re.findall(r"\d+\.\d+", json.dumps(record["environment"]) + json.dumps(record["signatures"])))
+    assert set(re.findall(r"\d+\.\d+", card.text)) <= rounded | versions
+
+
+def test_other_seeds_and_folders_of_this_machine(grid, tmp_path):
+    """The scores of other seeds stand beside; no absolute path goes out."""
+    other = tmp_path / "runs"
+    shutil.copytree(grid, other)
+    again = other / "row-2.1-seed-2"
+    shutil.copytree(other / "row-2.1-seed-1", again)
+    record = json.loads((again / "metrics.json").read_text())
+    (again / "metrics.json").write_text(
+        json.dumps(record | {"seed": 2, "metrics": record["metrics"] | {"test_bleu": 98.7}})
+    )
+    settings = json.loads((other / "row-2.1-seed-1" / "run.json").read_text())
+    settings["data"] = {"root": str(tmp_path / "multi30k"), "train": ["a.de", "a.en"], "test": ["t.de.gz", "t.en.gz"]}
+    settings["backbone"] = {"pretrained": str(tmp_path / "mini")}
+    command = f"hf-freeze run {tmp_path}/r.yaml --set backbone.pretrained={tmp_path}/mini --set 'seeds=[1, 2]'"
+    (other / "command.txt").write_text(command)
+    (other / "row-2.1-seed-1" / "run.json").write_text(json.dumps(settings))
+    assemble(read_made(other / "row-2.1-seed-1"), tmp_path / "out", "me/x")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "BLEU 98.7 with seed 2" in text
+    assert "multi30k (t)" in text
+    assert "`hf-freeze run r.yaml --set backbone.pretrained=mini --set 'seeds=[1, 2]'`" in text
+    assert "from the weights of mini" in text
+    (other / "command.txt").write_text(f"{command}\nhf-freeze run {tmp_path}/more.yaml\n")
+    text = str(model_card(read_made(other / "row-2.1-seed-1")))
+    assert re.search(
+        r"^- Commands of the grid, .*: `hf-freeze run r\.yaml .*`; `hf-freeze run more\.yaml`$", text, re.M
+    )
+    for name in ("README.md", "results.json"):
+        assert str(tmp_path) not in (tmp_path / "out" / name).read_text()
+
+
+def test_a_card_without_a_record_has_no_figures_but_sizes(grid, tmp_path):
+    shutil.copytree(grid / "row-0-seed-1" / "model", tmp_path / "alone")
+    card = model_card(read_made(tmp_path / "alone"))
+    assert "model-index" not in card.data.to_dict()
+    assert "Nothing is on record" in card.text
+    assert "BLEU" not in card.text
+
+
+@pytest.mark.parametrize("case", once(), ids=lambda case: case.id)
+def test_every_method_has_a_card(case, tmp_path):
+    model = build(case)
+    model.save_pretrained(tmp_path)
+    card = model_card(read_made(tmp_path), "me/x")
+    for method in case.methods:
+        described = re.search(rf"- \*\*{type(method).__name__}\*\*\. (.+)\n +Settings: `({{.*}})`", card.text)
+        assert described
+        assert re.search(r"\(.*(et al|\d{4})", described[1])  # with its source
+    assert card.data.pipeline_tag
+    check_whole(tmp_path, empty_model(tmp_path))
+    ast_lines = re.search(r"```python\n(.*?)```", card.text, re.DOTALL)[1]
+    compile(ast_lines, "card", "exec")
+
+
+def test_a_card_of_ones_own_is_taken(grid, tmp_path, loopback):
+    shutil.copytree(grid / "row-0-seed-1", tmp_path / "run")
+    written = CliRunner().invoke(app, ["card", str(tmp_path / "run"), "--language", "de"])
+    assert written.exit_code == 0, written.output
+    assert (tmp_path / "run" / "model" / "results.json").exists()
+    path = tmp_path / "run" / "model" / "README.md"
+    path.write_text(path.read_text() + "\nWritten by hand.\n")
+    push(tmp_path / "run", "me/own")
+    assert (loopback.folder / "me/own/main/README.md").read_text().endswith("Written by hand.\n")
+
+
+def test_the_command_line_pushes_to_a_branch(grid, loopback):
+    done = CliRunner().invoke(app, ["push", str(grid / "row-0-seed-1"), "me/tiny", "--revision", "half", "--public"])
+    assert done.exit_code == 0, done.output
+    assert "Pushed" in done.output
+    assert loopback.files("me/tiny") == set()
+    assert "model.safetensors" in loopback.files("me/tiny", "half")
+
+
+def test_push_to_hub_of_a_model_writes_a_card_once(loopback):
+    config = BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=2
+    )
+    model = make_variant(config, [methods.Freeze(ffn="random", seed=1)], task="sequence-classification")
+    native = set(inspect.signature(PreTrainedModel.push_to_hub).parameters)
+    assert set(inspect.signature(push_model).parameters) >= native - {"self", "commit_description", "create_pr"}
+    model.push_to_hub("me/bert", tags=["mine"], commit_message="first", commit_description="more", create_pr=False)
+    card = ModelCard.load("me/bert")
+    assert {"mine", "hf_freeze", "freeze"} <= set(card.data.tags)
+    assert "**Freeze**" in card.text
+    path = loopback.folder / "me/bert/main/README.md"
+    path.write_text(path.read_text() + "\nBy hand.\n")
+    model.push_to_hub("me/bert", private=True)
+    assert path.read_text().endswith("By hand.\n")
+    again = AutoModelForSequenceClassification.from_pretrained("me/bert")
+    assert isinstance(again, VariantMixin)
+    inputs = {"input_ids": torch.tensor([[1, 2, 3]])}
+    torch.testing.assert_close(again.eval()(**inputs).logits, model.eval()(**inputs).logits)
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_upload_publishes_nothing_and_is_done_again(grid, loopback, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    loopback.faults["PUT lfs"] = ["cut"] * 50
+    with pytest.raises(OSError, match="Nothing was published: push again"):
+        push(grid / "row-0-seed-1", "me/tiny")
+    assert loopback.files("me/tiny") == set()
+    loopback.faults.clear()
+    push(grid / "row-0-seed-1", "me/tiny")
+    assert "model.safetensors" in loopback.files("me/tiny")
+
+
+def test_a_passing_fault_of_the_server_is_waited_out(grid, loopback, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    loopback.faults["PUT lfs"] = [503, "cut"]
+    push(grid / "row-0-seed-1", "me/tiny")
+    assert loopback.seen.count("PUT lfs") == 3
+    assert "model.safetensors" in loopback.files("me/tiny")
+
+
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        ({"POST commit": [500] * 20}, "push again: nothing was published"),
+        ({"POST commit": [409]}, "409"),
+        ({"POST create": [403]}, "the token may not write there"),
+        ({"POST create": ["cut"] * 20}, "cannot be reached .*nothing was published"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(faults, message, grid, loopback, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    loopback.faults = faults
+    done = CliRunner().invoke(app, ["push", str(grid / "row-0-seed-1"), "me/tiny"])
+    assert done.exit_code == 2
+    assert re.search(message, " ".join(done.output.split())), done.output
+    assert not loopback.faults or loopback.files("me/tiny") == set()
+
+
+def test_a_wrong_token_is_one_line(grid, loopback, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    with pytest.raises(OSError, match="log in with `hf auth login`, or set HF_TOKEN"):
+        push(grid / "row-0-seed-1", "me/tiny")
+    assert not (loopback.folder / "me").exists()
+
+
+def test_no_network_is_one_line(grid, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with pytest.raises(ConnectionError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
+        push(grid / "row-0-seed-1", "me/tiny", token="hf_any")
+
+
+def test_only_whole_models_are_pushed(grid, tmp_path, loopback):
+    run = tmp_path / "run"
+    shutil.copytree(grid / "row-0-seed-1", run)
+    weights = run / "model" / "model.safetensors"
+    whole = load_file(weights)
+    name = "model.encoder.layers.0.fc1.weight"
+    for message, tensors in (
+        (f"{name!r} is not there", {n: t for n, t in whole.items() if n != name}),
+        (rf"{name!r} has the shape \[1, 16\], not \[16, 16\]", whole | {name: whole[name][:1].clone()}),
+    ):
+        save_file(tensors, weights, {"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            push(run, "me/tiny")
+    weights.write_bytes((grid / "row-0-seed-1" / "model" / "model.safetensors").read_bytes()[:-50])
+    with pytest.raises(ValueError, match="truncated or damaged"):
+        push(run, "me/tiny")
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"no \*\.safetensors is there"):
+        push(run, "me/tiny")
+    (run / "metrics.json").unlink()
+    with pytest.raises(ValueError, match="is not finished"):
+        push(run, "me/tiny")
+    with pytest.raises(ValueError, match="holds no model"):
+        push(tmp_path, "me/tiny")
+    assert loopback.seen == []
+
+
+# -- remote code -----------------------------------------------------------------------------------------------------------------
+
+WITHOUT_US = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "hf_freeze":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Refuse())
+import torch
+from transformers import {auto}
+model = {auto}.from_pretrained("me/remote", trust_remote_code=True).eval()
+assert "hf_freeze" not in sys.modules
+print(model(**{inputs}).logits.flatten()[:5].tolist())
+"""
+
+
+@pytest.mark.parametrize(
+    "applied",
+    [
+        [methods.Freeze(embeddings="random", attention="zero_diagonal", ffn="diagonal", seed=5)],
+        [methods.LayerSelection(share=0.5), methods.Freeze(ffn="random", seed=2)],
+        [
+            methods.Freeze(embeddings="random", ffn="random", seed=2),
+            methods.LayerSelection(share=0.5),
+            methods.VocabularyTrimming(keep=[*range(26), 31, 39]),
+        ],
+    ],
+    ids=["seeded", "fewer layers", "slices of seeded tensors"],
+)
+@pytest.mark.parametrize("task", ["seq2seq-lm", "sequence-classification"])
+def test_remote_code_needs_no_hf_freeze(applied, task, loopback, tmp_path):
+    architecture = ARCHITECTURES["marian" if task == "seq2seq-lm" else "bert"]
+    case = plain(architecture, task=task)
+    model = make_variant(build(case), applied)
+    inputs = case.batch()
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = inputs["labels"].clamp(min=0)
+    model.save_pretrained(tmp_path / "model")
+    push(tmp_path / "model", "me/remote", remote_code=True)
+    assert "trust_remote_code=True" in ModelCard.load("me/remote").text
+    values = {name: value.tolist() for name, value in inputs.items() if name != "labels"}
+    given = "{" + ", ".join(f"{name!r}: torch.tensor({value})" for name, value in values.items()) + "}"
+    code = WITHOUT_US.format(auto=case.auto_class.__name__, inputs=given)
+    printed = fresh_process(code, loopback, tmp_path)
+    arguments = {name: torch.tensor(value) for name, value in values.items()}
+    assert json.loads(printed) == model.eval()(**arguments).logits.flatten()[:5].tolist()
+
+
+def test_remote_code_is_refused_where_layers_are_ours(loopback, tmp_path):
+    build(plain(ARCHITECTURES["bert"], methods.LowRank(rank=4))).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no remote code for the methods low_rank: their layers need hf_freeze"):
+        push(tmp_path, "me/remote", remote_code=True)
+    assert loopback.seen == []

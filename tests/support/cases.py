@@ -1,0 +1,322 @@
+"""The cases of the contract tests: which methods on which architecture, tiny config, task and source of weights.
+
+No name of a method or an architecture appears here or in the contract tests: registering one is enough for it to be tested.
+
+The full product has thousands of cases, so the tests draw from it, deterministically:
+
+- `covering()`: for every method and architecture, few cases that hold every tiny config, every task and every source;
+- `once_on_each_architecture()`: one case for every method and architecture, with rotating configs, tasks and sources;
+- `once()`: one case for every method, on rotating architectures and configs;
+- `pairs()`: one case for every ordered pair of methods, on rotating architectures and configs.
+
+`HF_FREEZE_TESTS=all` in the environment has each of them return the full product instead.
+"""
+
+import functools
+import inspect
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from hf_freeze.architectures.base import TRAINED, Architecture
+from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX
+from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.parts import Schedule, SeededValues, parts_of
+from hf_freeze.methods.registry import METHODS, method_to_dict
+from hf_freeze.model.config import INITS
+
+MODEL = "trained"  # the source that is a native model with weights; the others are a config, with that init
+SOURCES = (MODEL, *(f"init_{init}" for init in INITS))
+BASE = "base"  # the name of an architecture's first tiny config
+ALL = os.environ.get("HF_FREEZE_TESTS") == "all"
+
+Predicate = Callable[["Case"], bool]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Methods applied, in order, to a backbone. Without methods it is the baseline, for which the contract holds as well."""
+
+    architecture: Architecture
+    task: str
+    source: str
+    methods: tuple[Method, ...]
+    finalized: bool = False  # the state after `finalize()`, for methods whose training ends with it
+    config: str = BASE
+
+    @property
+    def id(self) -> str:
+        names = "+".join(method.name for method in self.methods) or "baseline"
+        config = "" if self.config == BASE else f"-{self.config}"
+        model_type = self.architecture.model_type
+        return f"{model_type}{config}-{self.task}-{self.source}-{names}{'-finalized' * self.finalized}"
+
+    @property
+    def exact(self) -> bool:
+        return all(method.exact for method in self.methods)
+
+    @property
+    def finalizable(self) -> bool:
+        return not self.finalized and any(method.finalizable for method in self.methods)
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether two forwards in training mode differ."""
+        return not self.finalized and any(method.stochastic for method in self.methods)
+
+    @property
+    def skips(self) -> bool:
+        """Whether a training step may leave a trainable parameter without a gradient."""
+        return not self.finalized and any(part.skips for _, part in parts_of(self.methods, Schedule))
+
+    @property
+    def seeded(self) -> bool:
+        """Whether a part of it is regenerated from a seed instead of being stored."""
+        return any(seeds(method, component) for method in self.methods for component in TRAINED)
+
+    @property
+    def from_model(self) -> bool:
+        """Whether the backbone is a model with weights, not a config."""
+        return self.source == MODEL
+
+    @property
+    def generates(self) -> bool:
+        return self.native_class.can_generate()
+
+    @property
+    def has_loss(self) -> bool:
+        return self.task in _tasks_with_loss(self.architecture.model_type)
+
+    @property
+    def auto_class(self) -> Any:
+        return AUTO_CLASSES[self.task]
+
+    @property
+    def native_class(self) -> Any:
+        return _native_class(self.architecture.model_type, self.task)
+
+    @property
+    def tiny_config(self) -> dict[str, Any]:
+        return self.architecture.tiny_configs[self.config]
+
+    @property
+    def takes_its_batch(self) -> bool:
+        """Whether the model of this task takes all that the config asks for: with cross-attention, only some tasks do."""
+        return _takes_its_batch(self.architecture.model_type, self.config, self.task)
+
+    @property
+    def accepted(self) -> bool:
+        """Whether every method's `check` accepts the config."""
+        return self.refusal is None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the methods do not fit the config, or None where they do. Nothing is allocated."""
+        return _refusal(self.architecture.model_type, self.config, json.dumps([*map(method_to_dict, self.methods)]))
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        """The architecture's tiny batch; a decoder with cross-attention gets the states of an encoder too."""
+        batch = self.architecture.tiny_inputs(self.task)
+        config = native_config(self.architecture, self.config)
+        if getattr(config, "add_cross_attention", False):
+            generator = torch.Generator().manual_seed(7)
+            batch["encoder_hidden_states"] = torch.randn(2, 3, config.hidden_size, generator=generator)
+            batch["encoder_attention_mask"] = torch.tensor([[1, 1, 1], [1, 1, 0]])
+        return batch
+
+
+def native_config(architecture: Architecture, config: str = BASE) -> Any:
+    """A tiny config without dropout, so that two forwards in training mode can be compared."""
+    native = AutoConfig.for_model(architecture.model_type, **architecture.tiny_configs[config])
+    for name, value in native.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(native, name, 0.0)
+    return native
+
+
+def seeds(method: Method, component: str) -> bool:
+    """Whether a seed regenerates weights of this component."""
+    part = method.part(SeededValues)
+    return part is not None and component in part.components
+
+
+def supports(method: type[Method], architecture: Architecture) -> bool:
+    return method.supports(architecture.model_type)
+
+
+def sources(methods: tuple[Method, ...]) -> tuple[str, ...]:
+    """The sources that these methods can start from."""
+    return SOURCES[1:] if any(method.from_scratch for method in methods) else SOURCES
+
+
+def plain(architecture: Architecture, *methods: Method, **changes: Any) -> Case:
+    """A case with the first config, the first task, and trained weights where the methods can take them over."""
+    return replace(Case(architecture, architecture.tasks[0], sources(methods)[0], methods), **changes)
+
+
+@functools.cache
+def _native_class(model_type: str, task: str) -> Any:
+    return AUTO_CLASSES[task]._model_mapping[type(AutoConfig.for_model(model_type))]
+
+
+@functools.cache
+def _tasks_with_loss(model_type: str) -> list[str]:
+    architecture = ARCHITECTURES[model_type]
+    return [
+        task for task in architecture.tasks if {"labels", "start_positions"} & architecture.tiny_inputs(task).keys()
+    ]
+
+
+@functools.cache
+def _takes_its_batch(model_type: str, config: str, task: str) -> bool:
+    case = Case(ARCHITECTURES[model_type], task, MODEL, (), config=config)
+    return case.batch().keys() <= inspect.signature(case.native_class.forward).parameters.keys()
+
+
+@functools.cache
+def _refusal(model_type: str, config: str, methods: str) -> str | None:
+    settings = ARCHITECTURES[model_type].tiny_configs[config] | {
+        "methods": json.loads(methods),
+        "original_fields": None,
+    }
+    try:
+        AutoConfig.for_model(f"{VARIANT_PREFIX}{model_type}", **settings)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# -- drawing from the product ------------------------------------------------------------------------------------------------
+
+
+def _candidates(architecture: Architecture, methods: tuple[Method, ...]) -> list[Case]:
+    """Every config, task and source of these methods on an architecture."""
+    product = itertools.product(architecture.tiny_configs, architecture.tasks, sources(methods))
+    cases = [Case(architecture, task, source, methods, config=config) for config, task, source in product]
+    return [case for case in cases if case.refusal is None and case.takes_its_batch]
+
+
+@functools.cache
+def _choices() -> list[list[Case]]:
+    """The candidates of each method, and of none, on each architecture."""
+    applied = [(), *((method.example,) for method in METHODS.values())]
+    return [
+        _candidates(architecture, methods)
+        for methods in applied
+        for architecture in ARCHITECTURES.values()
+        if all(supports(type(method), architecture) for method in methods)
+    ]
+
+
+def _usable(where: Predicate, finalized: bool) -> list[list[Case]]:
+    """Of the candidates, the ones that a test is for."""
+    choices = _choices()
+    if finalized:
+        choices = [[replace(case, finalized=True) for case in cases if case.finalizable] for cases in choices]
+    return [[case for case in cases if where(case)] for cases in choices]
+
+
+def _in_rotation(choices: Iterable[list[Case]]) -> list[Case]:
+    """One case of each list: the next of its architectures and configs in turn, then the next of its tasks and sources."""
+    if ALL:
+        return [case for cases in choices for case in cases]
+    drawn, turns = [], Counter[tuple[Any, ...]]()
+    for cases in filter(None, choices):
+        places = tuple(dict.fromkeys((case.architecture.model_type, case.config) for case in cases))
+        turn, turns[places] = turns[places], turns[places] + 1
+        place = places[turn % len(places)]
+        there = [case for case in cases if (case.architecture.model_type, case.config) == place]
+        drawn.append(there[(turn + turn // len(places)) % len(there)])
+    return drawn
+
+
+def covering(where: Predicate = lambda case: True) -> list[Case]:
+    """For each method on each architecture, few cases that hold every config, every task and every source.
+
+    Pairs of these values differ from method to method. Finalized cases come once on each architecture.
+    """
+    drawn: list[Case] = []
+    combined: set[Any] = set()
+    for candidates in _usable(where, finalized=False):
+        drawn += candidates if ALL else _cover(candidates, combined)
+    return drawn + once_on_each_architecture(where, finalized=True)
+
+
+def _cover(candidates: list[Case], combined: set[Any]) -> list[Case]:
+    """Greedily, a few of the candidates that hold all their values, in pairs that are not in `combined` yet."""
+
+    def values(case: Case) -> set[tuple[str, str]]:
+        return {("config", case.config), ("task", case.task), ("source", case.source)}
+
+    def pairs_of(case: Case) -> set[Any]:
+        return {(case.architecture.model_type, *pair) for pair in itertools.combinations(sorted(values(case)), 2)}
+
+    missing = set().union(*map(values, candidates))
+    drawn = []
+    while missing:
+        best = max(candidates, key=lambda case: (len(missing & values(case)), len(pairs_of(case) - combined)))
+        missing -= values(best)
+        combined |= pairs_of(best)
+        drawn.append(best)
+    return drawn
+
+
+def once_on_each_architecture(where: Predicate = lambda case: True, *, finalized: bool = False) -> list[Case]:
+    """One case for each method on each architecture; configs, tasks and sources rotate."""
+    return _in_rotation(_usable(where, finalized))
+
+
+def once(where: Predicate = lambda case: True, *, finalized: bool = False) -> list[Case]:
+    """One case for each method; architectures, configs, tasks and sources rotate."""
+    of_methods: dict[str, list[list[Case]]] = {}
+    for cases in filter(None, _usable(where, finalized)):
+        of_methods.setdefault(str(cases[0].methods), []).append(cases)
+    return _in_rotation(_interleaved(lists) for lists in of_methods.values())
+
+
+def _interleaved(lists: Iterable[list[Any]]) -> list[Any]:
+    """The first of each list, then the second of each, and so on."""
+    return [item for turn in itertools.zip_longest(*lists) for item in turn if item is not None]
+
+
+def pairs() -> Iterator[Case]:
+    """One case for each ordered pair of methods, a method with itself included (under another seed, if it takes one).
+
+    Architectures and configs rotate, among those that accept either method alone.
+    """
+    places = _interleaved([plain(a, config=config) for config in a.tiny_configs] for a in ARCHITECTURES.values())
+    for number, (first, second) in enumerate(itertools.product(METHODS.values(), repeat=2)):
+        example = second.example
+        if first is second and "seed" in {field.name for field in fields(second)}:
+            example = replace(example, seed=example.seed + 1)
+        methods = (first.example, example)
+        usable = [
+            replace(place, methods=methods, source=sources(methods)[0])
+            for place in places
+            if first.supports(place.architecture.model_type)
+            and second.supports(place.architecture.model_type)
+            and all(replace(place, methods=(method,)).refusal is None for method in methods)
+        ]
+        yield from usable if ALL else usable[7 * number % len(usable) :][:1]
+
+
+BASELINES = [
+    plain(architecture) for architecture in ARCHITECTURES.values()
+]  # one without methods for each architecture
+
+
+def _plain_cases() -> Iterator[Case]:
+    for candidates in _choices():
+        case = plain(candidates[0].architecture, *candidates[0].methods)
+        yield from [case, replace(case, finalized=True)] if case.finalizable else [case]
+
+
+PLAIN = list(_plain_cases())  # each method, and none, on each architecture, with the first config, task and source

@@ -1,0 +1,55 @@
+"""Invariant 5 of `generate`: neither the cache nor padding changes the result."""
+
+from typing import Any
+
+import torch
+
+from support.models import differences
+
+
+def generation_problems(model: Any, batch: dict[str, torch.Tensor]) -> list[str]:
+    """Invariant 5 of `generate`: the cache and the padding change nothing, in greedy and in beam search."""
+    model.eval()
+    sentences = [
+        ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]  # of unequal lengths
+    problems: list[str] = []
+    for beams in (1, 3):
+        cached = _generate(model, sentences, num_beams=beams)
+        for name, other in {
+            "without cache": _generate(model, sentences, num_beams=beams, use_cache=False),
+            "alone": torch.cat([_generate(model, [sentence], num_beams=beams) for sentence in sentences], dim=1),
+        }.items():
+            problems += [
+                f"{beams} beams, {name}: {p}" for p in differences({"scores": other}, {"scores": cached}, 1e-4)
+            ]
+    return problems
+
+
+def _generate(model: Any, sentences: list[torch.Tensor], **arguments: Any) -> torch.Tensor:
+    """Scores of the tokens of `generate`, (tokens, sentences, vocabulary); of beams, the best one's tokens and score."""
+    length = max(map(len, sentences))
+    pad = model.config.pad_token_id or 0
+    rows, masks = [], []
+    for sentence in sentences:
+        fill, ones = torch.full((length - len(sentence),), pad), torch.ones(len(sentence), dtype=torch.long)
+        left = not model.config.is_encoder_decoder  # the last token of each prompt must be a real one
+        rows.append(torch.cat([fill, sentence] if left else [sentence, fill]))
+        masks.append(torch.cat([0 * fill, ones] if left else [ones, 0 * fill]))
+    result = model.generate(
+        torch.stack(rows),
+        attention_mask=torch.stack(masks),
+        pad_token_id=pad,
+        do_sample=False,
+        min_new_tokens=6,
+        max_new_tokens=6,
+        return_dict_in_generate=True,
+        output_logits=True,
+        output_scores=True,
+        **({"use_cache": True} | arguments),
+    )
+    assert (result.past_key_values is not None) == arguments.get("use_cache", True), "the cache was not switched"
+    new = result.sequences[:, -6:].T  # (tokens, sentences)
+    if arguments["num_beams"] == 1:
+        return torch.cat([new[..., None].float(), torch.stack(result.logits)], dim=-1)
+    return torch.stack([new.float(), result.sequences_scores.expand_as(new)], dim=-1)
