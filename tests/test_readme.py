@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_freeze.cli import methods_by_architectures
+from hf_freeze.cli.methods import methods_by_architectures
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
