@@ -4,29 +4,54 @@ Importing it registers the variants with the Auto classes and gives back the tra
 """
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
-from hf_freeze import methods as methods
 from hf_freeze._version import __version__ as __version__
-from hf_freeze.analysis.accounting import ParameterCount as ParameterCount
-from hf_freeze.analysis.accounting import count_parameters as count_parameters
-from hf_freeze.analysis.accounting import multiply_adds as multiply_adds
-from hf_freeze.analysis.accounting import stored_bytes as stored_bytes
-from hf_freeze.compat.pipelines import register_pipelines
-from hf_freeze.model.make import make_variant as make_variant
 
 if TYPE_CHECKING:
     from hf_freeze import analysis as analysis
+    from hf_freeze import methods as methods
+    from hf_freeze.analysis.accounting import ParameterCount as ParameterCount
+    from hf_freeze.analysis.accounting import count_parameters as count_parameters
+    from hf_freeze.analysis.accounting import multiply_adds as multiply_adds
+    from hf_freeze.analysis.accounting import stored_bytes as stored_bytes
+    from hf_freeze.model.make import make_variant as make_variant
     from hf_freeze.training import VariantCallback as VariantCallback
 
-register_pipelines()
+_ROOMS = ("analysis", "methods")
+_MODULES = {  # public name -> the module that is imported when the name is first used
+    "ParameterCount": "hf_freeze.analysis.accounting",
+    "count_parameters": "hf_freeze.analysis.accounting",
+    "multiply_adds": "hf_freeze.analysis.accounting",
+    "stored_bytes": "hf_freeze.analysis.accounting",
+    "make_variant": "hf_freeze.model.make",
+    "VariantCallback": "hf_freeze.training",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "VariantCallback":  # importing the Trainer takes longer than all else here
-        from hf_freeze.training import VariantCallback
+    if name in _ROOMS:
+        return importlib.import_module(f"hf_freeze.{name}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
 
-        return VariantCallback
-    if name == "analysis":
-        return importlib.import_module("hf_freeze.analysis")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ROOMS, *_MODULES})
+
+
+def _is_command_line() -> bool:
+    """Whether this process is `hf-freeze` or `python -m hf_freeze`. Its commands import what they need, and `--help` nothing."""
+    program = os.path.splitext(os.path.basename(sys.argv[0] if sys.argv else ""))[0]
+    return program == "hf-freeze" or sys.orig_argv[1:3] == ["-m", "hf_freeze"]
+
+
+if not _is_command_line():
+    from hf_freeze.compat.pipelines import register_pipelines
+
+    importlib.import_module("hf_freeze.model.make")  # registers the variants
+    register_pipelines()

@@ -8,7 +8,7 @@ import sys
 import pytest
 from support import ROOT
 
-from hf_freeze.cli import methods_by_architectures
+from hf_freeze.cli.methods import methods_by_architectures
 
 PAGES = [
     ROOT / "README.md",

@@ -441,7 +441,7 @@ def test_run_seeds(recipe_file, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "hf_freeze.experiments.grid.run_grid", lambda recipe, out, **k: seen.update(recipe=recipe, out=out, **k)
     )
-    monkeypatch.setattr("hf_freeze.cli.report", lambda folders: seen.update(reported=folders))
+    monkeypatch.setattr("hf_freeze.cli.run.report", lambda folders: seen.update(reported=folders))
     monkeypatch.chdir(tmp_path)
     cli("run", recipe_file, "--seeds", "3", "--jobs", "2", "--smoke")
     assert seen["recipe"]["seeds"] == [1, 2, 3]

@@ -525,7 +525,7 @@ def run_report(*arguments, code=0):
 
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch):
-    monkeypatch.setattr("hf_freeze.cli.console", Console(width=300))
+    monkeypatch.setattr("hf_freeze.cli.terminal.console", Console(width=300))
 
 
 def test_the_command_says_what_it_found_and_wrote(tmp_path, monkeypatch):

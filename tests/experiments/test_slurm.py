@@ -80,7 +80,7 @@ def test_the_command_of_a_job_runs_that_job(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--on", "kubernetes"], "choose from ['local', 'ray', 'slurm']"), (["--sbatch", "--x"], "is of --on slurm")],
+    [(["--on", "kubernetes"], "choose from ['local', 'ray', 'slurm']"), (["--sbatch", "--x"], "needs --on slurm")],
 )
 def test_what_cannot_be_is_one_line(options, message, tmp_path):
     done = CliRunner().invoke(app, ["run", str(write_recipe(tmp_path / "r.yaml")), *options])

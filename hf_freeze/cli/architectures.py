@@ -1,0 +1,18 @@
+"""`hf-freeze architectures`."""
+
+from rich.table import Table
+
+from hf_freeze.cli import terminal
+
+
+def architectures() -> None:
+    """List the supported model families, their tasks and their stacks of layers.
+
+    Example: hf-freeze architectures
+    """
+    from hf_freeze.architectures.registry import ARCHITECTURES
+
+    table = Table("architecture", "tasks", "stacks")
+    for name, architecture in ARCHITECTURES.items():
+        table.add_row(name, ", ".join(architecture.tasks), ", ".join(architecture.stacks))
+    terminal.console.print(table)

@@ -1,0 +1,17 @@
+"""Options that `card` and `push` share: the folder, and what the metadata of a card says."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a model or of a finished run.")]
+Datasets = Annotated[
+    list[str] | None, typer.Option("--dataset", help="Hub id of a data set it was trained on; may be repeated.")
+]
+Languages = Annotated[list[str] | None, typer.Option("--language", help="ISO 639 code; may be repeated.")]
+License = Annotated[str | None, typer.Option(help="Such as apache-2.0.")]
+BaseModel = Annotated[str | None, typer.Option(help="Hub id of the model that it was made from.")]
+RemoteCode = Annotated[
+    bool, typer.Option("--remote-code", help="Add code with which trust_remote_code loads it without hf_freeze.")
+]

@@ -1,0 +1,58 @@
+"""`hf-freeze report`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from hf_freeze.cli import terminal
+
+if TYPE_CHECKING:
+    from hf_freeze.experiments.report import Report
+
+# A narrow terminal leaves these columns to the written report.
+_FOR_WIDE_TERMINALS = ("chrF", "dev ppl", "seeds", "best epoch", "epochs", "total k", "parameters", "train min")
+_WIDE = 110  # characters
+
+
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders that `hf-freeze run` wrote.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the report; the first FOLDER if not given.")] = None,
+) -> None:
+    """Compare the rows of one or more grids, finished or not: a table, plots, and which differences are significant.
+
+    Rows are compared only if they share test set, metric and training data; other rows get a section of their own.
+
+    Example: hf-freeze report runs/freeze-ablation
+
+    Example: hf-freeze report runs/freeze-ablation runs/ffn-compression runs/head-pruning --out runs/all
+    """
+    from hf_freeze.experiments.report import write_reports
+
+    with terminal.one_line_errors():
+        reports = write_reports(*folders, out=out, say=terminal.say)
+    for written in reports:
+        if len(reports) > 1:
+            terminal.say(f"\n{written.title}")
+        _print_rows(written)
+    files = ", ".join(str((out or folders[0]) / f"report.{kind}") for kind in ("html", "md", "png"))
+    terminal.say(f"Written: {files}")
+
+
+def _print_rows(report: "Report") -> None:
+    from hf_freeze.experiments.report import table_cells
+    from hf_freeze.experiments.text import legend
+
+    console = terminal.console
+    headings, cells = table_cells(report)
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    shown = [i for i, heading in enumerate(headings) if console.width >= _WIDE or heading not in _FOR_WIDE_TERMINALS]
+    for column in shown:
+        table.add_column(headings[column], no_wrap=column < 2, justify="left" if column < 2 else "right")
+    for row in cells:
+        table.add_row(*(escape(row[column]) for column in shown))
+    console.print(table)
+    terminal.say("\n".join(legend(report)))

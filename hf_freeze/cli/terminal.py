@@ -1,0 +1,32 @@
+"""What all commands print with, and how they report a user's mistakes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+console = Console()
+
+
+def say(text: str) -> None:
+    """Print plain text, without wrapping it."""
+    console.print(escape(text), soft_wrap=True, highlight=False)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn the errors that a user can cause into one line and exit code 2, without a traceback."""
+    try:
+        yield
+    except Exception as error:
+        from huggingface_hub.errors import StrictDataclassError
+
+        from hf_freeze.experiments.grid import FailedRuns
+
+        if not isinstance(error, (ValueError, OSError, FailedRuns, StrictDataclassError)):
+            raise
+        message = escape(" ".join(str(error).split()))
+        Console(stderr=True).print(f"[red]Error:[/red] {message}", soft_wrap=True, highlight=False)
+        raise typer.Exit(2) from error

@@ -1,0 +1,119 @@
+"""The command line as such: quick help, the version, methods explained."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+import hf_freeze
+from hf_freeze import methods
+from hf_freeze.cli import app
+from hf_freeze.methods.registry import METHODS, method_from_dict
+
+COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+SLOW = ("torch", "transformers", "numpy", "matplotlib", "datasets")
+
+
+def invoke(*arguments, code=0):
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
+    assert result.exit_code == code, (result.output, result.exception)
+    return re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+
+
+# -- help ------------------------------------------------------------------------------------------------------------------------
+
+
+def imported_by(command, *arguments):
+    """The top-level packages that a new process imports, and what it prints."""
+    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1", "COLUMNS": "100"}
+    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.MULTILINE)
+    assert "typer" in lines, "imports were not listed"
+    return {line.split(".")[0] for line in lines}, done.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)], ids=lambda words: " ".join(words))
+def test_help_imports_nothing_slow(arguments):
+    """torch and transformers take seconds; without them help takes some tenths of one."""
+    packages, printed = imported_by([sys.executable, "-m", "hf_freeze"], *arguments, "--help")
+    assert "Usage: hf-freeze" in printed
+    assert not packages & set(SLOW)
+
+
+def test_the_installed_program_is_as_quick():
+    program = Path(sys.executable).parent / "hf-freeze"
+    if not program.exists():
+        pytest.skip("hf-freeze is not installed beside this Python")
+    for option in ("--help", "--version"):
+        packages, _ = imported_by([program], option)
+        assert not packages & set(SLOW)
+
+
+def test_importing_the_package_still_registers_variants():
+    """In any program but the command line."""
+    code = (
+        "import hf_freeze; from transformers import AutoConfig; from transformers.pipelines import PIPELINE_REGISTRY; "
+        "AutoConfig.for_model('hf_freeze_bert'); print('translation' in PIPELINE_REGISTRY.supported_tasks)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_public_names_are_listed_and_found():
+    for name in ("make_variant", "count_parameters", "VariantCallback", "methods", "analysis"):
+        assert name in dir(hf_freeze)
+        assert getattr(hf_freeze, name) is not None
+    with pytest.raises(AttributeError, match="module 'hf_freeze' has no attribute 'make_varaint'"):
+        _ = hf_freeze.make_varaint  # type: ignore[attr-defined]
+
+
+def test_the_version():
+    assert invoke("--version") == f"hf-freeze {hf_freeze.__version__}\n"
+
+
+# -- methods ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_explained(name):
+    printed = invoke("methods", name)
+    method = METHODS[name]
+    assert f"methods.{method.__name__}" in printed
+    for field in fields(method):
+        assert re.search(rf"^\W*{field.name}\b", printed, re.MULTILINE), field.name
+    python = re.search(r"^ *Python: (.*)$", printed, re.MULTILINE)
+    recipe = re.search(r"^ *Recipe: (.*)$", printed, re.MULTILINE)
+    assert eval(python[1], {"methods": methods}) == method.example, "the Python example is code that runs"
+    assert method_from_dict(yaml.safe_load(recipe[1])) == method.example, "the recipe example loads"
+
+
+def test_a_method_is_explained_with_defaults_and_architectures():
+    printed = " ".join(invoke("methods", "freeze").split())
+    assert re.search(r"seed\W+int\W+0\b", printed)
+    assert re.search(r"ffn\W+str\W+'trainable'", printed)
+    assert "https://arxiv.org/abs/2010.11859" in printed
+    assert "Works on: bert, gpt2, llama, marian" in printed
+    assert "ones on the main diagonal" in printed
+    assert re.search(r"rank\W+int\b.*required", invoke("methods", "factorized_embedding"))
+
+
+@pytest.mark.parametrize("name", ["low_rank", "LowRank", "low-rank", "methods.LowRank"])
+def test_a_method_has_the_names_that_users_know(name):
+    assert "methods.LowRank" in invoke("methods", name)
+
+
+def test_an_unknown_method_is_one_line():
+    result = CliRunner().invoke(app, ["methods", "lowrnk"])
+    assert result.exit_code == 2
+    assert "Error: unknown method 'lowrnk'; did you mean 'low_rank'? Choose from ['adaptive_embedding'" in result.stderr
+    result = CliRunner().invoke(app, ["methods", "freeze", "--markdown"])
+    assert result.exit_code == 2
+    assert "--markdown lists all methods: leave 'freeze' out" in result.stderr
