@@ -24,6 +24,7 @@ quality: $(STAMP)  ## what CI checks besides the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
 
 style: $(STAMP)  ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .

@@ -2,34 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
-
-from torch import nn
+from typing import Any, ClassVar
 
 from hf_freeze.architectures.base import Architecture
+from hf_freeze.methods.parts import Model as Model
 from hf_freeze.methods.parts import P, Part
-
-if TYPE_CHECKING:
-    from hf_freeze.seeded import SeededTensor
-
-
-class Model(Protocol):
-    """What methods use of a variant."""
-
-    config: Any
-    methods: "list[Method]"
-    base_model_prefix: str
-    all_tied_weights_keys: dict[str, str]
-
-    @property
-    def architecture(self) -> Architecture: ...
-    @property
-    def base_model(self) -> Any: ...
-    def get_submodule(self, target: str) -> nn.Module: ...
-    def get_parameter(self, target: str) -> nn.Parameter: ...
-    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterable[tuple[str, nn.Parameter]]: ...
-    def get_output_embeddings(self) -> Any: ...
-    def get_teacher(self) -> Any: ...
+from hf_freeze.seeded import SeededTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +96,7 @@ class Method:
     def prepare(self, model: Model, architecture: Architecture) -> None:
         """Set what depends on the values of the new modules, converted or fresh. Called once, by `make_variant`."""
 
-    def freeze(self, model: Model, architecture: Architecture) -> "Iterable[tuple[str, SeededTensor | None]]":
+    def freeze(self, model: Model, architecture: Architecture) -> Iterable[tuple[str, SeededTensor | None]]:
         """(full parameter name, definition) of everything that it freezes. A definition regenerates the values, which are then
         not stored; None keeps the present ones."""
         return ()

@@ -1,19 +1,36 @@
-"""What only some methods have: small objects that a method owns and returns from `Method.parts`.
+"""What only some methods have: small objects that a method owns and returns from `Method.parts`; and what methods use of a model.
 
 The model asks for a part by its type, `method.part(Schedule)`, and gets None where the method has no such part.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.seeded import Origin
 
-if TYPE_CHECKING:
-    from hf_freeze.methods.base import Method, Model
+
+class Model(Protocol):
+    """What methods use of a variant."""
+
+    config: Any
+    methods: list[Any]
+    base_model_prefix: str
+    all_tied_weights_keys: dict[str, str]
+
+    @property
+    def architecture(self) -> Architecture: ...
+    @property
+    def base_model(self) -> Any: ...
+    def get_submodule(self, target: str) -> nn.Module: ...
+    def get_parameter(self, target: str) -> nn.Parameter: ...
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterable[tuple[str, nn.Parameter]]: ...
+    def get_output_embeddings(self) -> Any: ...
+    def get_teacher(self) -> Any: ...
 
 
 class Part:
@@ -23,7 +40,7 @@ class Part:
 P = TypeVar("P", bound=Part)
 
 
-def parts_of(methods: "Iterable[Method]", kind: type[P]) -> Iterator[tuple["Method", P]]:
+def parts_of(methods: Iterable[Any], kind: type[P]) -> Iterator[tuple[Any, P]]:
     """(method, its part of this kind) for every method that has one."""
     for method in methods:
         if (part := method.part(kind)) is not None:
@@ -45,10 +62,10 @@ class Schedule(Part):
         """Description in words -> value when `step` of `total_steps` are done; reports plot these."""
         raise NotImplementedError
 
-    def advance(self, model: "Model", architecture: Architecture, step: int, total_steps: int) -> None:
+    def advance(self, model: Model, architecture: Architecture, step: int, total_steps: int) -> None:
         """Set what `step` decides (a rate, a mask, a draw), and nothing else. Runs before every optimiser step: keep it cheap."""
 
-    def rewind(self, model: "Model", architecture: Architecture) -> None:
+    def rewind(self, model: Model, architecture: Architecture) -> None:
         """Undo what holds for one step alone, such as a draw."""
 
 
@@ -61,7 +78,7 @@ class FreezePhase(Schedule):
         raise NotImplementedError
 
 
-def frozen_at(method: "Method", progress: float | None) -> bool:
+def frozen_at(method: Any, progress: float | None) -> bool:
     """Whether what `method.freeze` names is frozen when this share of training is done (None: before training)."""
     phase = method.part(FreezePhase)
     return phase is None or phase.frozen_at(progress)
@@ -82,15 +99,15 @@ class Objective(Part):
     label_weight: float = 1.0  # factor on the loss of the labels
     needs_teacher: bool = False  # whether training needs `model.set_teacher`
 
-    def loss(self, model: "Model", architecture: Architecture, step: Step | None = None) -> torch.Tensor | None:
+    def loss(self, model: Model, architecture: Architecture, step: Step | None = None) -> torch.Tensor | None:
         """A scalar that counts once per optimiser step. `step`: the forward that it belongs to; None outside of one."""
         raise NotImplementedError
 
-    def watched(self, model: "Model", architecture: Architecture) -> Iterable[str]:
+    def watched(self, model: Model, architecture: Architecture) -> Iterable[str]:
         """Names, below the base model, of the modules whose outputs `loss` finds in `step.seen`."""
         return ()
 
-    def check_teacher(self, model: "Model", architecture: Architecture, teacher: Any) -> None:
+    def check_teacher(self, model: Model, architecture: Architecture, teacher: Any) -> None:
         """Raise ValueError for a teacher that does not fit this model."""
 
 
@@ -102,7 +119,7 @@ class KeptTokens(Part):
 
     kept: Sequence[int]
 
-    def with_kept(self, kept: list[int]) -> "Method":
+    def with_kept(self, kept: list[int]) -> Any:
         """The method with other kept ids, after `resize_token_embeddings`."""
         raise NotImplementedError
 
@@ -125,8 +142,8 @@ class Selection(Part):
     a seeded tensor is kept; None if it always names positions.
     """
 
-    origins: "Callable[[Model, Architecture], dict[str, Origin]]"
-    decided: "Callable[[Any, Architecture], Method] | None" = None
+    origins: Callable[[Model, Architecture], dict[str, Origin]]
+    decided: Callable[[Any, Architecture], Any] | None = None
 
 
 class ResizedTables(Part):

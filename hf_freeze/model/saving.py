@@ -1,5 +1,6 @@
 """Saving, loading and pushing a variant: what a seed regenerates is not stored, and a checkpoint is whole or refused."""
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,6 @@ class SavingMixin(_Model):
                 )
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """As the native one, with a card of the methods and sizes where the repository has none."""
-        from hf_freeze.publish.hub import push_model  # here: it imports this file
-
-        return push_model(self, repo_id, **kwargs)
+        """As the native method, with a card of the methods and sizes if the repository has none."""
+        # By name and late: publish/ builds on this room, and only a push needs it.
+        return importlib.import_module("hf_freeze.publish.hub").push_model(self, repo_id, **kwargs)
