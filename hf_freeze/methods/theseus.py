@@ -118,6 +118,10 @@ class Theseus(Method):
         architecture.check_layers({stack: [] for stack in self.successor or {}}, config)
         for stack, depth in self._depths(architecture, config).items():
             before = architecture.depths(config)[stack]
+            if before == 1:
+                raise ValueError(
+                    f"Theseus: stack {stack!r} has one layer, not more to replace; name other stacks by successor="
+                )
             if before % depth or depth == before:
                 choices = [d for d in range(1, before) if before % d == 0]
                 raise ValueError(

@@ -163,8 +163,11 @@ def match_scales(old: Any, new: Any, attentions: Iterable[Attention]) -> None:
     replaced the queries' linear in `new`.
     """
     for attention in attentions:
-        before, after = (getattr(model.get_submodule(attention.module), "scaling", None) for model in (old, new))
-        if None in (before, after) or before == after:
+        former, module = old.get_submodule(attention.module), new.get_submodule(attention.module)
+        if isinstance(former, NoAttention):  # no scores
+            continue
+        ratio = getattr(former, "scaling", 1.0) / getattr(module, "scaling", 1.0)
+        if ratio == 1:
             continue
         linear = new.get_submodule(attention.q)
         if type(linear) not in DENSE:
@@ -173,9 +176,9 @@ def match_scales(old: Any, new: Any, attentions: Iterable[Attention]) -> None:
             )
         queries = features(linear)[1] // attention.linears[attention.q]
         weight = linear.weight[:, :queries] if isinstance(linear, Conv1D) else linear.weight[:queries]
-        weight *= before / after
+        weight *= ratio
         if linear.bias is not None:
-            linear.bias[:queries] *= before / after
+            linear.bias[:queries] *= ratio
 
 
 @torch.no_grad()

@@ -69,14 +69,14 @@ def test_a_merged_model_computes_the_same_with_new_numbers(name, tmp_path):
 
 @pytest.mark.parametrize("fields", [{}, {"scale_attn_weights": False}, {"add_cross_attention": True}], ids=str)
 def test_selected_layers_compute_what_they_did(fields):
-    model = inverse_scaled(**fields)
+    model = inverse_scaled(use_cache=False, **fields)
     batch = BATCH | ({"encoder_hidden_states": torch.randn(2, 4, 16)} if "add_cross_attention" in fields else {})
     variant = make_variant(model, [LayerSelection(keep={"decoder": [1, 3]})])
     merged = variant.merge()
     model.transformer.h = nn.ModuleList([model.transformer.h[1], model.transformer.h[3]])
-    expected = outputs(model, batch | {"use_cache": False})
-    assert differences(outputs(variant, batch | {"use_cache": False}), expected) == []
-    assert differences(outputs(merged, batch | {"use_cache": False}), expected, 1e-5) == []
+    expected = outputs(model, batch)
+    assert differences(outputs(variant, batch), expected) == []
+    assert differences(outputs(merged, batch), expected, 1e-5) == []
 
 
 def test_reordered_attention_keeps_its_scale_too():
