@@ -18,8 +18,9 @@ from unittest.mock import patch
 import torch
 import transformers
 
-from hf_freeze.experiments.environment import environment
-from hf_freeze.experiments.recipe import expand, load_recipe
+from hf_freeze.experiments.recipes.expand import expand
+from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.runs.environment import environment
 from hf_freeze.training.precision import uses_bf16
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "freeze_ablation" / "recipe.yaml"

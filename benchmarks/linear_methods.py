@@ -361,16 +361,17 @@ def plot(bench: Bench, size: Size, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-    from hf_freeze.experiments import plots
+    from hf_freeze.experiments.report.plots.style import INK, STYLE
+    from hf_freeze.experiments.report.signs import style_of
 
     kinds = {"low rank": methods.LowRank, "tensor train": methods.TensorTrain, "Tucker": methods.Tucker}
     dense = size.linear().eval()
-    with mpl.rc_context(plots._STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(10, 3.8), layout="constrained")
         for axes, (name, ranks) in zip(figure.subplots(1, len(kinds), sharey=True), RANKS.items(), strict=True):
             ranks = [rank for rank in ranks if rank <= size.rank(1)] if name == "low rank" else ranks
             for index, tokens in enumerate(bench.options.tokens):
-                colour, marker = plots.style_of(index)
+                colour, marker = style_of(index)
                 x = torch.randn(tokens, size.inputs, device=_shared.DEVICE)
                 for execution, look in (("auto", "-"), ("factors", ":")):
                     points = []
@@ -380,7 +381,7 @@ def plot(bench: Bench, size: Size, path: Path) -> None:
                         points.append(pair.ratio)
                     label = f"{tokens} token{'s' * (tokens > 1)}, {execution}"
                     axes.plot(ranks, points, look, color=colour, marker=marker, markersize=5, label=label)
-            axes.axhline(1, color=plots._INK, linewidth=0.8)
+            axes.axhline(1, color=INK, linewidth=0.8)
             axes.set(title=name, xlabel="rank", xscale="log", yscale="log")
             axes.xaxis.set_major_locator(FixedLocator(ranks))
             axes.xaxis.set_minor_locator(NullLocator())

@@ -37,10 +37,10 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
 from hf_freeze import data
-from hf_freeze.experiments.environment import environment
-from hf_freeze.experiments.grid import LATENCY, teacher_folder
-from hf_freeze.experiments.run import choose_attention
+from hf_freeze.experiments.runs.environment import environment
+from hf_freeze.experiments.runs.text_training import choose_attention
 from hf_freeze.io import write_whole
+from hf_freeze.run_folder import LATENCY, teacher_folder
 from hf_freeze.training import label_smoothed_loss
 
 BAR = 1.05

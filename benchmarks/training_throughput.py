@@ -32,8 +32,8 @@ from transformers import DataCollatorForSeq2Seq, MarianMTModel, PrinterCallback,
 from transformers.utils import logging
 
 from hf_freeze import data, make_variant, multiply_adds
-from hf_freeze.experiments import run as run_module
-from hf_freeze.experiments import translation
+from hf_freeze.experiments.runs.text_training import backbone_config, choose_attention, training_arguments
+from hf_freeze.experiments.tasks import translation
 from hf_freeze.training import TokenBatchTrainer, label_smoothed_loss
 
 
@@ -69,7 +69,7 @@ def trainer_turn(
     """With `sentences` a batch the Trainer's defaults, else ours."""
     settings = run["training"]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = run_module.training_arguments(run, Path(folder))
+        arguments = training_arguments(run, Path(folder))
         arguments.max_steps, arguments.save_strategy, arguments.eval_strategy = steps, "no", "no"
         arguments.load_best_model_at_end = False
         shared = {"model": model, "args": arguments, "train_dataset": dataset, "data_collator": meter}
@@ -122,7 +122,7 @@ def main() -> None:
     text = data.read_parallel(options.source, options.target) if options.source else data.builtin_corpus()["train"]
     vocabulary = run["tokenizer"]["vocab_size"] if options.source else 800
     tokenizer = data.train_tokenizer([*text["source"], *text["target"]], vocabulary)
-    config = run_module.backbone_config(run["backbone"], tokenizer)
+    config = backbone_config(run["backbone"], tokenizer)
     tokenizer.model_max_length = config.max_position_embeddings
     dataset = translation.encode(text, tokenizer)
     batches = len(sampler(run, dataset))
@@ -130,10 +130,10 @@ def main() -> None:
         raise SystemExit(f"--steps {options.steps} is outside 2..{batches}, the batches of an epoch")
     sentences = round(len(dataset) / batches)
     ours = make_variant(config, [], task="seq2seq-lm", init="marian").to(_shared.DEVICE)
-    run_module.choose_attention(ours)
+    choose_attention(ours)
     natives = [MarianMTModel(copy.deepcopy(config)).to(_shared.DEVICE) for _ in range(4)]
     for model in natives[1::2]:
-        run_module.choose_attention(model)
+        choose_attention(model)
     paths: dict[str, Callable[[Meter], None]] = {
         "ours": lambda meter: trainer_turn(ours, run, dataset, meter, options.steps, None),
         "plain loop": lambda meter: plain_turn(natives[0], run, dataset, meter, options.steps),

@@ -11,7 +11,7 @@ from rich.table import Table
 from hf_freeze.cli import terminal
 
 if TYPE_CHECKING:
-    from hf_freeze.experiments.report import Report
+    from hf_freeze.experiments.report.report import Report
 
 # A narrow terminal leaves these columns to the written report.
 _FOR_WIDE_TERMINALS = ("chrF", "dev ppl", "seeds", "best epoch", "epochs", "total k", "parameters", "train min")
@@ -30,7 +30,7 @@ def report(
 
     Example: hf-freeze report runs/freeze-ablation runs/ffn-compression runs/head-pruning --out runs/all
     """
-    from hf_freeze.experiments.report import write_reports
+    from hf_freeze.experiments.report.write import write_reports
 
     with terminal.one_line_errors():
         reports = write_reports(*folders, out=out, say=terminal.say)
@@ -43,8 +43,8 @@ def report(
 
 
 def _print_rows(report: "Report") -> None:
-    from hf_freeze.experiments.report import table_cells
-    from hf_freeze.experiments.text import legend
+    from hf_freeze.experiments.report.table import table_cells
+    from hf_freeze.experiments.report.wording import legend
 
     console = terminal.console
     headings, cells = table_cells(report)

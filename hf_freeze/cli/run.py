@@ -10,7 +10,7 @@ from hf_freeze.cli import terminal
 from hf_freeze.cli.report import report
 
 if TYPE_CHECKING:
-    from hf_freeze.experiments.on_ray import RayOptions
+    from hf_freeze.experiments.runs.on_ray import RayOptions
 
 _PLACES = ("local", "ray", "slurm")
 
@@ -63,8 +63,9 @@ def run(
 
     Example: hf-freeze run recipes/freeze_ablation/recipe.yaml --on ray --address auto --gpus 0.5 --out /shared/runs
     """
-    from hf_freeze.experiments.grid import FailedRuns, is_first_process, is_launched, leave_processes, run_grid
-    from hf_freeze.experiments.recipe import load_recipe
+    from hf_freeze.experiments.recipes.load import load_recipe
+    from hf_freeze.experiments.runs.grid import FailedRuns, run_grid
+    from hf_freeze.experiments.runs.launcher import is_first_process, is_launched, leave_processes
 
     settings = settings or []
     ray_settings = {"address": address, "cpus": cpus, "gpus": gpus, "retries": retries}
@@ -115,7 +116,7 @@ def _check_place(on: str, sbatch: str, ray_settings: dict[str, Any]) -> None:
 
 
 def _ray_options(ray_settings: dict[str, Any]) -> "RayOptions":
-    from hf_freeze.experiments.on_ray import RayOptions
+    from hf_freeze.experiments.runs.on_ray import RayOptions
 
     return RayOptions(**ray_settings)
 
@@ -130,7 +131,7 @@ def _print_job_script(
     smoke: bool,
     resume_anyway: bool,
 ) -> None:
-    from hf_freeze.experiments.slurm import job_script
+    from hf_freeze.experiments.runs.slurm import job_script
 
     words = ["hf-freeze", "run", str(recipe), *(word for setting in settings for word in ("--set", setting))]
     words += ["--smoke"] * smoke + ["--resume-anyway"] * resume_anyway + ["--out", str(folder)]

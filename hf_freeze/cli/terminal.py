@@ -23,7 +23,7 @@ def one_line_errors() -> Iterator[None]:
     except Exception as error:
         from huggingface_hub.errors import StrictDataclassError
 
-        from hf_freeze.experiments.grid import FailedRuns
+        from hf_freeze.experiments.runs.grid import FailedRuns
 
         if not isinstance(error, (ValueError, OSError, FailedRuns, StrictDataclassError)):
             raise

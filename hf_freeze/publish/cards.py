@@ -15,10 +15,10 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from hf_freeze.analysis.accounting import count_parameters, stored_bytes
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.compat.transformers import mapped_class
-from hf_freeze.experiments.grid import commands_of, run_folder
 from hf_freeze.methods.registry import METHODS
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.make import empty_model
+from hf_freeze.run_folder import commands_of, run_folder
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 PICTURES = ("report.png",)  # of the grid that a run belongs to

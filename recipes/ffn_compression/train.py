@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Seq2SeqTrainingA
 
 from hf_freeze import VariantCallback, count_parameters, make_variant, stored_bytes
 from hf_freeze.data import builtin_corpus, read_parallel, train_tokenizer
-from hf_freeze.experiments.run import backbone_config
+from hf_freeze.experiments.runs.text_training import backbone_config
 from hf_freeze.methods.registry import method_from_dict
 from hf_freeze.training import TokenBatchTrainer, label_smoothed_loss
 

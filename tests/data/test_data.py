@@ -276,8 +276,8 @@ def test_a_named_part_of_a_data_set_of_the_hub(load, column, tmp_path, own_cache
 
 def test_multi30k_has_its_published_sizes():
     """The real data, where it is: 29000, 1014 and 1000 pairs."""
-    from hf_freeze.experiments.recipe import load_recipe
-    from hf_freeze.experiments.translation import load_data
+    from hf_freeze.experiments.recipes.load import load_recipe
+    from hf_freeze.experiments.tasks.translation import load_data
 
     root = ROOT
     data = Path(os.environ.get("HF_FREEZE_DATA", root.parent / "shared" / "data")) / "multi30k"

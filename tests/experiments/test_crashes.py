@@ -26,10 +26,14 @@ from typer.testing import CliRunner
 from hf_freeze import make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.cli import app
-from hf_freeze.experiments import run as runs
-from hf_freeze.experiments.grid import FailedRuns, run_folder, run_grid
-from hf_freeze.experiments.recipe import expand, load_recipe
-from hf_freeze.experiments.run import execute, last_whole_checkpoint
+from hf_freeze.experiments.recipes.expand import expand
+from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.runs import execute as runs
+from hf_freeze.experiments.runs import text_training
+from hf_freeze.experiments.runs.execute import execute
+from hf_freeze.experiments.runs.grid import FailedRuns, run_grid
+from hf_freeze.experiments.runs.resume import last_whole_checkpoint
+from hf_freeze.run_folder import run_folder
 
 
 def in_one_thread(command, **kwargs):
@@ -146,7 +150,7 @@ def test_a_run_that_diverges_stops_and_keeps_the_checkpoint_before(tmp_path, mon
         if module.training and len(evaluations) == 2:
             next(p for p in module.parameters() if p.requires_grad).data.fill_(float("nan"))
 
-    monkeypatch.setattr(runs, "choose_attention", lambda model: model.register_forward_pre_hook(spoil))
+    monkeypatch.setattr(text_training, "choose_attention", lambda model: model.register_forward_pre_hook(spoil))
 
     with pytest.raises(FloatingPointError, match=r"loss.* is nan at step \d+; the checkpoints before it are kept"):
         runs.execute(
@@ -172,10 +176,11 @@ def test_a_learning_rate_out_of_reason_is_one_line(tmp_path):
 FULL = """
     import resource, signal, sys
     from pathlib import Path
-    from hf_freeze.experiments import run as runs
-    from hf_freeze.experiments.recipe import expand, load_recipe
+    from hf_freeze.experiments.runs import execute as runs, text_training
+    from hf_freeze.experiments.recipes.expand import expand
+    from hf_freeze.experiments.recipes.load import load_recipe
 
-    class Filler(runs._Progress):
+    class Filler(text_training._ReportProgress):
         saved = 0
 
         def on_save(self, args, state, control, **kwargs):
@@ -185,7 +190,7 @@ FULL = """
 
     if __name__ == "__main__":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        runs._Progress = Filler
+        text_training._ReportProgress = Filler
         (run,) = expand(load_recipe({recipe!r}))
         runs.execute(run, Path({folder!r}))
 """

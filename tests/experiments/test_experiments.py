@@ -28,14 +28,16 @@ from hf_freeze import count_parameters, make_variant
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.cli import app
 from hf_freeze.data import builtin_corpus
-from hf_freeze.experiments.grid import FailedRuns, commands_of, run_folder, run_grid
-from hf_freeze.experiments.recipe import expand, load_recipe
-from hf_freeze.experiments.report import write_report
-from hf_freeze.experiments.results import read_results
-from hf_freeze.experiments.run import training_arguments
+from hf_freeze.experiments.recipes.expand import expand
+from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.report.finished_runs import read_results
+from hf_freeze.experiments.report.write import write_report
+from hf_freeze.experiments.runs.grid import FailedRuns, run_grid
+from hf_freeze.experiments.runs.text_training import training_arguments
 from hf_freeze.methods import Freeze, LowRank
 from hf_freeze.methods.registry import METHODS
 from hf_freeze.metrics import load as load_metric
+from hf_freeze.run_folder import commands_of, run_folder
 
 ABLATION = ROOT / "recipes" / "freeze_ablation"
 
@@ -319,7 +321,7 @@ def test_a_grid_leaves_models_scores_and_records(grid):
 
 
 def test_the_scores_are_those_of_the_translations(grid):
-    from hf_freeze.experiments.translation import load_data
+    from hf_freeze.experiments.tasks.translation import load_data
 
     recipe, out, _, records = grid
     references = list(load_data(recipe["data"])["test"]["target"])
@@ -330,7 +332,9 @@ def test_the_scores_are_those_of_the_translations(grid):
 
 def test_finished_runs_are_skipped(grid, monkeypatch):
     recipe, out, _, records = grid
-    monkeypatch.setattr("hf_freeze.experiments.grid._execute", lambda *args: pytest.fail("something was run again"))
+    monkeypatch.setattr(
+        "hf_freeze.experiments.runs.grid._execute_all", lambda *args: pytest.fail("something was run again")
+    )
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if "results" not in path.name and path != out}
     console = Console(record=True, width=200)
     (out / "results.jsonl").unlink()
@@ -392,7 +396,7 @@ def test_runs_share_the_cores_unless_the_environment_says_otherwise(tmp_path, mo
         def set_forkserver_preload(self, modules): ...
 
     Context.Process = Process
-    monkeypatch.setattr("hf_freeze.experiments.processes.multiprocessing.get_context", lambda method: Context())
+    monkeypatch.setattr("hf_freeze.experiments.runs.processes.multiprocessing.get_context", lambda method: Context())
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", wanted or "")
     if wanted is None:
@@ -439,7 +443,7 @@ def test_run_and_report(recipe_file, tmp_path, monkeypatch):
 def test_run_seeds(recipe_file, tmp_path, monkeypatch):
     seen = {}
     monkeypatch.setattr(
-        "hf_freeze.experiments.grid.run_grid", lambda recipe, out, **k: seen.update(recipe=recipe, out=out, **k)
+        "hf_freeze.experiments.runs.grid.run_grid", lambda recipe, out, **k: seen.update(recipe=recipe, out=out, **k)
     )
     monkeypatch.setattr("hf_freeze.cli.run.report", lambda folders: seen.update(reported=folders))
     monkeypatch.chdir(tmp_path)

@@ -6,8 +6,9 @@ from support import ROOT
 from transformers import AutoConfig
 
 from hf_freeze import count_parameters, make_variant
-from hf_freeze.experiments.recipe import expand, load_recipe
-from hf_freeze.experiments.tasks import task_of
+from hf_freeze.experiments.recipes.expand import expand
+from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.tasks.registry import task_of
 from hf_freeze.methods.registry import method_from_dict
 
 RECIPES = ROOT / "recipes" / "factorized_embeddings"

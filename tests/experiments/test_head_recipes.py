@@ -12,14 +12,19 @@ from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 import hf_freeze
 from hf_freeze import analysis
-from hf_freeze.experiments import heads, statistics
-from hf_freeze.experiments.grid import run_folder, run_grid
-from hf_freeze.experiments.plots import _quality_figure, named
-from hf_freeze.experiments.recipe import expand, load_recipe
-from hf_freeze.experiments.report import Series, make_report, write_report
-from hf_freeze.experiments.results import HEAD_SCORES, read_head_scores
-from hf_freeze.experiments.run import execute
-from hf_freeze.experiments.translation import encode, load_data
+from hf_freeze.experiments.recipes.expand import expand
+from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.report import significance
+from hf_freeze.experiments.report.build import make_report
+from hf_freeze.experiments.report.plots.costs import cost_figure
+from hf_freeze.experiments.report.plots.style import named
+from hf_freeze.experiments.report.report import Series
+from hf_freeze.experiments.report.write import write_report
+from hf_freeze.experiments.runs import measured_heads as heads
+from hf_freeze.experiments.runs.execute import execute
+from hf_freeze.experiments.runs.grid import run_grid
+from hf_freeze.experiments.tasks.translation import encode, load_data
+from hf_freeze.run_folder import HEAD_SCORES, read_head_scores, run_folder
 
 ALL = {"label": "all", "methods": [], "head_scores": ["importance", "ablation", "one_head"]}
 
@@ -314,10 +319,10 @@ def test_rows_without_heads_are_drawn_against_their_fraction(grid):
 
 
 def test_numbers_of_the_heat_maps(grid):
-    from hf_freeze.experiments.plots import _heads, _short
+    from hf_freeze.experiments.report.plots.heat_maps import _short, heads_figure
 
     _, out = grid
-    figure = _heads(make_report([out], lambda _: None))
+    figure = heads_figure(make_report([out], lambda _: None))
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == list(
         read_head_scores(out / "row-0-seed-1")["importance"]
     )
@@ -331,7 +336,7 @@ def test_many_rows_are_compared_with_the_first_alone(monkeypatch, grid):
     assert few.all_pairs
     assert len(few.differences) == 8 * 7 // 2
     assert len(set(few.signs().values())) == len(few.rows) == 8
-    monkeypatch.setattr(statistics, "MANY", 8)
+    monkeypatch.setattr(significance, "MANY", 8)
     for user in ("report", "text"):
         monkeypatch.setattr(f"hf_freeze.experiments.{user}.MANY", 7 if user == "text" else 8)
     many = write_report(out, say=lambda _: None)
@@ -350,7 +355,7 @@ def test_many_rows_are_compared_with_the_first_alone(monkeypatch, grid):
     assert all(len({signs[row["row"]] for row in each.rows}) == 1 for each in series)
     assert len(set(signs.values())) == len(series) < len(many.rows)
     assert list(named(many).values()) == [each.name for each in series]
-    (axes,) = _quality_figure(many, "stored").axes
+    (axes,) = cost_figure(many, "stored").axes
     assert {text.get_text() for text in axes.texts} <= {row["row"] for row in many.front("stored")}
 
 

@@ -14,12 +14,14 @@ from safetensors.torch import load_file
 from support import ROOT
 
 from hf_freeze import count_parameters, methods, stored_bytes
-from hf_freeze.experiments.grid import FailedRuns, run_folder, run_grid
-from hf_freeze.experiments.image_classification import classify, load_data
-from hf_freeze.experiments.perceptron import ARCHITECTURE, Perceptron, PerceptronConfig, make_perceptron
-from hf_freeze.experiments.recipe import expand, load_recipe
-from hf_freeze.experiments.report import write_report
-from hf_freeze.experiments.run import execute
+from hf_freeze.experiments.recipes.expand import expand
+from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.report.write import write_report
+from hf_freeze.experiments.runs.execute import execute
+from hf_freeze.experiments.runs.grid import FailedRuns, run_grid
+from hf_freeze.experiments.tasks.image_classification import classify, load_data
+from hf_freeze.experiments.tasks.perceptron import ARCHITECTURE, Perceptron, PerceptronConfig, make_perceptron
+from hf_freeze.run_folder import run_folder
 
 RECIPE = ROOT / "recipes" / "ffn_compression" / "mnist.yaml"
 SIZES = [36, 16, 10]

@@ -6,7 +6,8 @@ from support import ROOT
 from transformers import AutoConfig
 
 from hf_freeze import count_parameters, make_variant, multiply_adds
-from hf_freeze.experiments.recipe import expand, load_recipe
+from hf_freeze.experiments.recipes.expand import expand
+from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.methods.registry import method_from_dict
 
 FOLDER = ROOT / "recipes" / "light_blocks"

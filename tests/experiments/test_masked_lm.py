@@ -13,8 +13,9 @@ from transformers import BertConfig, DataCollatorForSeq2Seq, Seq2SeqTrainingArgu
 from hf_freeze import make_variant
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.data import Masking, TokenBatchSampler, builtin_corpus, masked_blocks, train_tokenizer
-from hf_freeze.experiments.recipe import expand, load_recipe
-from hf_freeze.experiments.run import execute
+from hf_freeze.experiments.recipes.expand import expand
+from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.runs.execute import execute
 from hf_freeze.methods import FactorizedEmbedding
 from hf_freeze.training import MaskedTokenTrainer, label_smoothed_loss
 from hf_freeze.training.masked_lm import TEST_KEY

@@ -14,11 +14,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 from support.recipes import LONGER, TINY, cli, figures, one_line_error, write_recipe
 
-from hf_freeze.experiments import on_ray
-from hf_freeze.experiments.environment import environment
-from hf_freeze.experiments.grid import FailedRuns, run_folder, run_grid
-from hf_freeze.experiments.on_ray import RayOptions
-from hf_freeze.experiments.recipe import expand, load_recipe
+from hf_freeze.experiments.recipes.expand import expand
+from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.runs import on_ray
+from hf_freeze.experiments.runs.environment import environment
+from hf_freeze.experiments.runs.grid import FailedRuns, run_grid
+from hf_freeze.experiments.runs.on_ray import RayOptions
+from hf_freeze.run_folder import run_folder
 
 ray = pytest.importorskip("ray")
 NODE = {"object_store_memory": 80 * 2**20, "num_cpus": 1}

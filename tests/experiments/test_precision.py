@@ -11,10 +11,12 @@ import torch
 from rich.console import Console
 from support.recipes import TINY, write_recipe
 
-from hf_freeze.experiments.grid import PRECISION, run_grid
-from hf_freeze.experiments.recipe import load_recipe
-from hf_freeze.experiments.report import write_report
-from hf_freeze.experiments.run import execute, training_arguments
+from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.report.write import write_report
+from hf_freeze.experiments.runs.execute import execute
+from hf_freeze.experiments.runs.grid import run_grid
+from hf_freeze.experiments.runs.text_training import training_arguments
+from hf_freeze.run_folder import PRECISION
 from hf_freeze.training import precision
 
 AUTO = {"presets/small/training/bf16": ...}
@@ -42,7 +44,7 @@ def run_here(tmp_path, row="0", **changes):
 
 
 def expand_one(recipe):
-    from hf_freeze.experiments.recipe import expand
+    from hf_freeze.experiments.recipes.expand import expand
 
     return expand(recipe)[0]
 

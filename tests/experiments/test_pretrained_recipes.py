@@ -3,7 +3,8 @@
 import pytest
 from support.recipes import TINY, write_recipe
 
-from hf_freeze.experiments.recipe import expand, load_recipe
+from hf_freeze.experiments.recipes.expand import expand
+from hf_freeze.experiments.recipes.load import load_recipe
 
 PRETRAINED = {"backbone": {"pretrained": "x"}}
 LM = {"task": "language-modelling", "presets/small/backbone/model_type": "gpt2", "presets/small/backbone/config": {}}

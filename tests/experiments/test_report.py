@@ -11,10 +11,12 @@ from support.reports import ENVIRONMENT, EVIL, ROWS, SIGNATURE, Page, make_runs,
 from typer.testing import CliRunner
 
 from hf_freeze.cli import app
-from hf_freeze.experiments.plots import draw, svg_plots
-from hf_freeze.experiments.report import make_report, table_cells, write_report
-from hf_freeze.experiments.results import read_results, read_runs
-from hf_freeze.experiments.text import findings
+from hf_freeze.experiments.report.build import make_report
+from hf_freeze.experiments.report.findings import findings
+from hf_freeze.experiments.report.finished_runs import read_results, read_runs
+from hf_freeze.experiments.report.plots.draw import draw, svg_plots
+from hf_freeze.experiments.report.table import table_cells
+from hf_freeze.experiments.report.write import write_report
 
 
 def cells_of(report):
@@ -300,11 +302,11 @@ def test_the_picture(tmp_path):
 
 
 def test_names_of_points_do_not_collide(tmp_path):
-    from hf_freeze.experiments.plots import _quality_figure
+    from hf_freeze.experiments.report.plots.costs import cost_figure
 
     same = {str(i): (f"row {i}", 0.8) for i in range(6)}
     make_runs(tmp_path, rows=same, seeds=(1,), count=5000)
-    figure = _quality_figure(make_report([tmp_path], lambda text: None), "share")
+    figure = cost_figure(make_report([tmp_path], lambda text: None), "share")
     names = [text for text in figure.axes[0].texts if text.get_text() in same]
     assert len(names) == 6
     boxes = [text.get_window_extent() for text in names]
@@ -313,18 +315,18 @@ def test_names_of_points_do_not_collide(tmp_path):
 
 @pytest.mark.parametrize(("smallest", "scale"), [(60_000, "linear"), (10_000, "log"), (0, "linear")])
 def test_sizes_far_apart_are_on_a_logarithmic_axis(tmp_path, smallest, scale):
-    from hf_freeze.experiments.plots import _quality_figure
+    from hf_freeze.experiments.report.plots.costs import cost_figure
 
     make_runs(tmp_path, seeds=(1,), changes=sizes(500_000, 250_000, smallest))
     report = make_report([tmp_path], lambda text: None)
-    (axes,) = _quality_figure(report, "stored").axes
+    (axes,) = cost_figure(report, "stored").axes
     assert axes.get_xscale() == scale
     assert {text.get_text() for text in axes.texts} == set(ROWS)
     low, high = axes.get_xlim()
     assert low <= 4e-6 * smallest <= 2.0 < high
     if scale == "log":
         assert {"0.05", "1"} <= {label.get_text() for label in axes.get_xticklabels()}
-    assert _quality_figure(report, "share").axes[0].get_xscale() == "linear"
+    assert cost_figure(report, "share").axes[0].get_xscale() == "linear"
     assert "stored" in svg_plots(report)
 
 
@@ -348,7 +350,7 @@ def test_plots_show_the_parameters_where_all_rows_train_the_same_share(tmp_path)
 @pytest.mark.parametrize("task", ["translation", "language-modelling"])
 def test_the_pareto_front(tmp_path, task):
     """By its definition: no row costs no more and is as good; two that are alike count once."""
-    from hf_freeze.experiments.plots import _quality_figure
+    from hf_freeze.experiments.report.plots.costs import cost_figure
 
     qualities, stored = [0.5, 0.9, 0.7, 0.9, 0.6, 0.8, 0.55, 0.85], [10, 80, 40, 80, 50, 60, 10, 90]
     rows = {str(i): (f"row {i}", quality) for i, quality in enumerate(qualities)}
@@ -368,7 +370,7 @@ def test_the_pareto_front(tmp_path, task):
     front = [row["row"] for row in report.front("stored")]
     assert set(front) == best
     assert [points[row] for row in front] == sorted(points[row] for row in best)
-    (line,) = [line for line in _quality_figure(report, "stored").axes[0].lines if line.get_linestyle() == "--"]
+    (line,) = [line for line in cost_figure(report, "stored").axes[0].lines if line.get_linestyle() == "--"]
     assert len(line.get_xdata()) == len(front) > 2
     assert any(what.startswith("Best at their size") for what, _ in findings(report))
 
@@ -376,7 +378,7 @@ def test_the_pareto_front(tmp_path, task):
 @pytest.mark.parametrize("task", ["translation", "language-modelling"])
 def test_scores_against_a_setting(tmp_path, task):
     """Two series, of which one has a row without the method; the methods are those of the model where there is one."""
-    from hf_freeze.experiments.plots import _setting
+    from hf_freeze.experiments.report.plots.setting import setting_figure
 
     ranks = {"full": None, "e8": 8, "e2": 2, "e4-shared": 4, "e8-shared": 8}
     rows = {row: (f"row {row}", 0.5 + index / 10) for index, row in enumerate(ranks)}
@@ -395,7 +397,7 @@ def test_scores_against_a_setting(tmp_path, task):
     assert [(value, row["row"]) for value, row in own.points] == [(2, "e2"), (8, "e8")]
     assert [row["row"] for row in own.without] == ["full"]
     assert [(value, row["row"]) for value, row in shared.points] == [(4, "e4-shared"), (8, "e8-shared")]
-    (axes,) = _setting(report).axes
+    (axes,) = setting_figure(report).axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["row full", "row e2 …", "row e4-shared …"]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["2", "4", "8"]
     scores = {row["row"]: row[report.task.quality][0] for row in report.rows}
@@ -440,13 +442,13 @@ def test_no_line_joins_rows_of_other_settings_of_the_method(tmp_path):
 @pytest.mark.parametrize(("task", "worst"), [("translation", 0.1), ("language-modelling", -9)])
 def test_rows_far_worse_than_the_others_lie_on_the_edge(tmp_path, task, worst):
     """By hand: what lies beyond the box plot's outer fence, on the bad side only."""
-    from hf_freeze.experiments.plots import _quality_figure
+    from hf_freeze.experiments.report.plots.costs import cost_figure
 
     qualities = [0.8 + i / 100 for i in range(8)]
     rows = {str(i): (f"row {i}", quality) for i, quality in enumerate([*qualities, worst])}
     make_runs(tmp_path / "one", task=task, rows=rows, seeds=(1,), count=2000)
     report = make_report([tmp_path / "one"], lambda text: None)
-    (axes,) = _quality_figure(report, "stored").axes
+    (axes,) = cost_figure(report, "stored").axes
     scores = {row["row"]: row[report.task.quality][0] for row in report.rows}
     limits = sorted(axes.get_ylim())
     inside = [limits[0] <= score <= limits[1] for score in scores.values()]
@@ -460,7 +462,7 @@ def test_rows_far_worse_than_the_others_lie_on_the_edge(tmp_path, task, worst):
 
     rows["8"] = ("far better", 0.999 if task == "translation" else 9)
     make_runs(tmp_path / "other", task=task, rows=rows, seeds=(1,), count=2000)
-    (axes,) = _quality_figure(make_report([tmp_path / "other"], lambda text: None), "stored").axes
+    (axes,) = cost_figure(make_report([tmp_path / "other"], lambda text: None), "stored").axes
     assert {text.get_text() for text in axes.texts} == set(rows)
 
 

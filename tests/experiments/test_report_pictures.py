@@ -14,10 +14,11 @@ import pytest
 from support.browser import dump_page, needs_browser
 from support.reports import make_runs
 
-from hf_freeze.experiments.report import COMPARISONS, write_reports
-from hf_freeze.experiments.results import HEAD_SCORES
+from hf_freeze.experiments.report.write import write_reports
+from hf_freeze.experiments.tasks.scoring import SCORING
+from hf_freeze.run_folder import HEAD_SCORES
 
-PUBLISHED = Path(__file__).parents[1] / "docs" / "results"
+PUBLISHED = Path(__file__).parents[2] / "docs" / "results"
 METRICS = {"test_bleu": 20.0, "test_chrf": 50.0, "test_perplexity": 9.0, "test_accuracy": 0.8}
 METRICS |= {"dev_perplexity": 7.4, "dev_accuracy": 0.7}
 # Loads the pages one after the other in a frame of the same origin, and each of their pictures once more with the frame's own
@@ -78,7 +79,7 @@ def write_page(folder, task):
     )
     rng = np.random.default_rng(0)
     for run in (folder / "runs").glob("row-*"):
-        if METRICS.keys() & {where[-1] for _, where, _ in COMPARISONS[task].qualities.values()} >= {"test_accuracy"}:
+        if METRICS.keys() & {where[-1] for _, where, _ in SCORING[task].qualities.values()} >= {"test_accuracy"}:
             right = rng.random(200) < 0.8
             np.save(run / "items.npy", np.stack([right, np.ones(200), np.arange(200) % 3], axis=1).astype(np.int64))
         (run / HEAD_SCORES).write_text(json.dumps({"importance": {"encoder.0.self": [0.1, 0.9, 0.4]}}))
@@ -91,12 +92,12 @@ def write_page(folder, task):
 @needs_browser
 def test_every_picture_of_every_kind_of_page_is_shown(widths, tmp_path):
     folder = tmp_path / "pages"
-    for task in COMPARISONS:
+    for task in SCORING:
         write_page(folder / task, task)
-    runs = [folder / task / "runs" for task in COMPARISONS]
+    runs = [folder / task / "runs" for task in SCORING]
     write_reports(*runs, out=folder / "several", say=lambda _: None)
     shown = widths(folder)
-    assert set(shown) == {f"{name}/report.html" for name in (*COMPARISONS, "several")}
+    assert set(shown) == {f"{name}/report.html" for name in (*SCORING, "several")}
     for page, pixels in shown.items():
         assert pixels, f"{page} has no picture: nothing was tested"
         assert all(pixels), f"{page}: of its pictures {pixels.count(0)} of {len(pixels)} are not shown"

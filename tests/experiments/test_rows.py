@@ -16,13 +16,16 @@ from torch import nn
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from hf_freeze import count_parameters, stored_bytes
-from hf_freeze.experiments.grid import FailedRuns, run_folder, run_grid
-from hf_freeze.experiments.recipe import expand, load_recipe
-from hf_freeze.experiments.report import table_cells, write_report
-from hf_freeze.experiments.run import execute
+from hf_freeze.experiments.recipes.expand import expand
+from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.report.table import table_cells
+from hf_freeze.experiments.report.write import write_report
+from hf_freeze.experiments.runs.execute import execute
+from hf_freeze.experiments.runs.grid import FailedRuns, run_grid
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.registry import METHODS, register_method
 from hf_freeze.model.build import VariantMixin
+from hf_freeze.run_folder import run_folder
 
 FREEZE = {"method": "freeze", "ffn": "frozen"}
 ROWS = {
@@ -161,7 +164,7 @@ def pretend(monkeypatch, *, broken=(), slow=()):
         def set_forkserver_preload(self, modules): ...
 
     Context.Process = Process
-    monkeypatch.setattr("hf_freeze.experiments.processes.multiprocessing.get_context", lambda method: Context())
+    monkeypatch.setattr("hf_freeze.experiments.runs.processes.multiprocessing.get_context", lambda method: Context())
     return events
 
 
@@ -282,7 +285,7 @@ def test_a_report_of_rows_that_were_not_trained(grid, tmp_path):
 
 def test_other_settings_of_a_start_are_others_of_what_starts_from_it(grid, tmp_path, monkeypatch):
     recipe, out, _ = grid
-    monkeypatch.setattr("hf_freeze.experiments.grid._execute", lambda *args: pytest.fail("something was run"))
+    monkeypatch.setattr("hf_freeze.experiments.runs.grid._execute_all", lambda *args: pytest.fail("something was run"))
     other = json.loads(json.dumps(recipe))
     other["rows"]["0"]["training"] = {"learning_rate": 0.5}
     shutil.copytree(out, tmp_path / "out")

@@ -11,11 +11,13 @@ from support.recipes import CLASSIFICATION, MASKED, write_recipe
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_freeze.data import builtin_corpus, builtin_tenses
-from hf_freeze.experiments.grid import run_folder, run_grid
-from hf_freeze.experiments.recipe import expand, load_recipe
-from hf_freeze.experiments.report import make_report
-from hf_freeze.experiments.run import execute
-from hf_freeze.experiments.sequence_classification import load_data
+from hf_freeze.experiments.recipes.expand import expand
+from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.report.build import make_report
+from hf_freeze.experiments.runs.execute import execute
+from hf_freeze.experiments.runs.grid import run_grid
+from hf_freeze.experiments.tasks.sequence_classification import load_data
+from hf_freeze.run_folder import run_folder
 
 ROWS = {
     "0": {"label": "all", "methods": []},

@@ -12,9 +12,10 @@ from transformers import MarianConfig
 
 from hf_freeze import make_variant
 from hf_freeze.architectures.base import canonical_parameters
-from hf_freeze.experiments.grid import run_grid
-from hf_freeze.experiments.recipe import expand, load_recipe
-from hf_freeze.experiments.translation import load_data
+from hf_freeze.experiments.recipes.expand import expand
+from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.runs.grid import run_grid
+from hf_freeze.experiments.tasks.translation import load_data
 from hf_freeze.methods import AdaptiveEmbedding, FactorizedEmbedding, LayerSharing
 from hf_freeze.methods.registry import method_from_dict
 

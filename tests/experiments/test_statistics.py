@@ -6,7 +6,8 @@ from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 
 from hf_freeze.data import builtin_corpus
-from hf_freeze.experiments.statistics import bleu, bleu_items, compare, holm, log_perplexity
+from hf_freeze.experiments.report.significance import compare, holm
+from hf_freeze.experiments.tasks.items import bleu, bleu_items, log_perplexity
 
 TRANSLATIONS = ["the cat sat on the mat today .", "a dog runs", "x", "", "two men are here, are they?"]
 REFERENCES = ["the cat sat on a mat .", "a dog runs fast in the park", "hello there", "nothing", "two men are here."]

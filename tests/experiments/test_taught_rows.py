@@ -14,12 +14,14 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Trainer, Training
 
 from hf_freeze import VariantCallback, make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
-from hf_freeze.experiments.grid import FailedRuns, run_grid
-from hf_freeze.experiments.recipe import expand, load_recipe
-from hf_freeze.experiments.report import write_report
-from hf_freeze.experiments.run import execute
-from hf_freeze.experiments.translation import load_data, translate
+from hf_freeze.experiments.recipes.expand import expand
+from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.report.write import write_report
+from hf_freeze.experiments.runs.execute import execute
+from hf_freeze.experiments.runs.grid import FailedRuns, run_grid
+from hf_freeze.experiments.tasks.translation import load_data
 from hf_freeze.training import teacher_translations
+from hf_freeze.training.decoding import translate
 
 RECIPES = ROOT / "recipes"
 HALF = {"method": "layer_selection", "keep": {"encoder": [0], "decoder": [0]}}
@@ -112,11 +114,11 @@ def test_what_is_kept_is_not_decoded_again(grid, tmp_path, monkeypatch):
 
 
 def test_a_report_draws_the_schedules(grid):
-    from hf_freeze.experiments.plots import _schedules
+    from hf_freeze.experiments.report.plots.training import schedules_figure
 
     _, out = grid
     report = write_report(out, say=lambda _: None)
-    (axes,) = _schedules(report).axes
+    (axes,) = schedules_figure(report).axes
     (line,) = axes.lines
     assert line.get_label() == "theseus: replacing rate"
     assert line.get_ydata()[0] == 0.3

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from hf_freeze import make_variant, methods
 from hf_freeze.cli import app
-from hf_freeze.experiments.grid import run_grid
-from hf_freeze.experiments.recipe import load_recipe
+from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.runs.grid import run_grid
 
 MISSING = ["./nowhere", "../nowhere/model", "/nowhere", "runs/nowhere/model"]
 COMMANDS = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_freeze.experiments.grid import leave_processes
+from hf_freeze.experiments.runs.launcher import leave_processes
 from hf_freeze.seeded.tensor import digest
 from support import TESTS
 

@@ -22,10 +22,11 @@ from transformers.utils import logging
 
 from hf_freeze import make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
-from hf_freeze.experiments.grid import run_grid
-from hf_freeze.experiments.recipe import expand, load_recipe
-from hf_freeze.experiments.report import write_report
-from hf_freeze.experiments.run import execute
+from hf_freeze.experiments.recipes.expand import expand
+from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.report.write import write_report
+from hf_freeze.experiments.runs.execute import execute
+from hf_freeze.experiments.runs.grid import run_grid
 from support.recipes import LONGER, SCHEDULED, figures, write_recipe
 
 

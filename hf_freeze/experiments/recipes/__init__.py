@@ -1,0 +1,1 @@
+"""Recipes: which data, backbone, rows and seeds a grid runs."""

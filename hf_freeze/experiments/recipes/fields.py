@@ -1,0 +1,151 @@
+"""The fields that recipes have, by section and task, and how their values are read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hf_freeze.training.precision import AUTO
+
+FIELDS = {
+    "name": str,
+    "task": str,
+    "data": dict,
+    "tokenizer": dict,
+    "presets": dict,
+    "preset": str,
+    "backbone": dict,
+    "training": dict,
+    "decoding": dict,
+    "start": str,  # the folder of another grid, where each row starts from the run of the same row and seed
+    "axis": str,  # a setting of a method, such as factorized_embedding.rank, that the report draws the score against
+    "rows": dict,
+    "only": list,
+    "seeds": list,
+    "smoke": dict,
+}
+
+
+def _precision(value: Any) -> Any:
+    if not isinstance(value, bool) and value != AUTO:
+        raise ValueError
+    return value
+
+
+# YAML reads 1e-3 as text: numbers are converted, not only checked.
+_TRAINING: dict[str, Callable[[Any], Any]] = {
+    "epochs": float,
+    "max_tokens": int,
+    "learning_rate": float,
+    "learning_rates": lambda rates: {component: float(rate) for component, rate in rates.items()},
+    "warmup_steps": int,
+    "schedule": str,
+    "adam_betas": lambda betas: [float(beta) for beta in betas],
+    "adam_epsilon": float,
+    "weight_decay": float,
+    "max_grad_norm": float,
+    "label_smoothing": float,
+    "bf16": _precision,
+    "accumulation": int,
+    "patience": int,
+    "block_size": int,
+    "evaluations": int,
+    "masking": float,
+}
+
+SECTIONS = {
+    "data": {
+        "builtin",
+        "root",
+        "train",
+        "dev",
+        "test",
+        "hub",
+        "name",
+        "source",
+        "target",
+        "column",
+        "columns",
+        "label",
+        "unit",
+        "holdout",
+        "limit",
+    },
+    "tokenizer": {"kind", "vocab_size"},
+    "backbone": {"model_type", "init", "config", "pretrained"},
+    "training": set(_TRAINING),
+    "decoding": {"num_beams", "max_tokens"},
+}
+
+
+def _integer(number: Any) -> int:
+    if float(number) != int(number):
+        raise ValueError
+    return int(number)
+
+
+def _lr_steps(steps: Any) -> dict[str, Any]:
+    if set(steps) != {"gamma", "at"}:
+        raise ValueError
+    return {"gamma": float(steps["gamma"]), "at": [_integer(epoch) for epoch in steps["at"]]}
+
+
+_IMAGE_TRAINING: dict[str, Callable[[Any], Any]] = {
+    "epochs": _integer,
+    "batch_size": _integer,
+    "learning_rate": float,
+    "lr_steps": _lr_steps,  # the rate is multiplied by `gamma` before each of the epochs `at`, counted from 0
+    "weight_decay": float,
+}
+
+
+@dataclass(frozen=True)
+class TaskFields:
+    """The fields that the recipes of a task have.
+
+    `sections`: the names in each section. `training`: how each setting of that section is read. `needed`: the required ones.
+    `files`: what the two files of a split are; None where a split is a list of any number of files. `tokenizers`: the kinds
+    that fit. `is_per_token`: the score is per token, so rows with different tokenizers cannot be compared.
+    """
+
+    sections: dict[str, set[str]]
+    training: dict[str, Callable[[Any], Any]]
+    needed: tuple[str, ...]
+    files: str | None
+    tokenizers: tuple[str, ...] = ("bpe", "unigram")
+    is_per_token: bool = False
+
+
+_NEEDED_IN_TRAINING = ("epochs", "max_tokens", "learning_rate", "warmup_steps")
+_ENCODER_SECTIONS = {name: names for name, names in SECTIONS.items() if name != "decoding"}
+
+TASK_FIELDS = {
+    "translation": TaskFields(SECTIONS, _TRAINING, _NEEDED_IN_TRAINING, files="[source, target]"),
+    "language-modelling": TaskFields(SECTIONS, _TRAINING, _NEEDED_IN_TRAINING, files=None, is_per_token=True),
+    "masked-lm": TaskFields(
+        _ENCODER_SECTIONS, _TRAINING, _NEEDED_IN_TRAINING, files=None, tokenizers=("wordpiece",), is_per_token=True
+    ),
+    "sequence-classification": TaskFields(
+        _ENCODER_SECTIONS, _TRAINING, _NEEDED_IN_TRAINING, files=None, tokenizers=("wordpiece",)
+    ),
+    "image-classification": TaskFields(
+        {
+            "data": {"root", "train", "dev", "test", "holdout", "limit"},
+            "backbone": {"sizes"},
+            "training": set(_IMAGE_TRAINING),
+        },
+        _IMAGE_TRAINING,
+        ("epochs", "batch_size", "learning_rate"),
+        files="[images, labels]",
+    ),
+}
+
+_TEXT_TASKS = {"language-modelling", "masked-lm"}
+# Fields of `data` that mean something to some tasks and forms only. (`source` and `target` may lie unused in a recipe whose data
+# of the Hub is replaced by the user's files.)
+DATA_FIELDS: dict[str, tuple[set[str], set[str]]] = {
+    "name": (set(TASK_FIELDS), {"hub"}),
+    "column": (_TEXT_TASKS, {"hub"}),
+    "unit": (_TEXT_TASKS, {"files"}),
+    "columns": ({"sequence-classification"}, {"hub", "files"}),
+    "label": ({"sequence-classification"}, {"hub", "files"}),
+}

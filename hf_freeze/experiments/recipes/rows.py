@@ -1,0 +1,122 @@
+"""What the rows of a recipe may say, beyond their methods: checked here, and what they need of other rows."""
+
+from typing import Any
+
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import METHODS, method_from_dict
+
+OF_A_ROW = ("training", "backbone", "tokenizer")  # sections that a row may change
+
+ROW_FIELDS = (
+    "label",
+    "methods",
+    "start",
+    "teacher",
+    "targets",
+    *OF_A_ROW,
+    "heads",
+    "head_scores",
+)  # the first two are needed
+
+HEAD_SCORES = ("importance", "ablation", "one_head")  # what can be measured of a finished run's heads
+HEAD_ORDERS = ("importance", "ablation", "random")  # by which heads are removed from what a run starts from
+
+
+def check_heads(row: dict[str, Any], rows: dict[str, Any], task: str, elsewhere: bool, path: Any) -> None:
+    """`head_scores: [importance]`, and `heads: {by: importance, fraction: 0.3}`, which may name the `attentions` too."""
+    for field in ("heads", "head_scores"):
+        if field in row and task == "image-classification":
+            raise ValueError(f"{path}: {field} is of transformers, not of task {task!r}")
+    scores = row.get("head_scores", [])
+    if not isinstance(scores, list) or any(score not in HEAD_SCORES for score in scores):
+        raise ValueError(f"{path}: head_scores={scores!r} must be a list; choose from {list(HEAD_SCORES)}")
+    if "heads" not in row:
+        return
+    heads = row["heads"]
+    if not isinstance(heads, dict) or not {"by", "fraction"} <= set(heads) <= {"by", "fraction", "attentions"}:
+        raise ValueError(f"{path}: heads={heads!r} must have 'by' and 'fraction', and may have 'attentions'")
+    if heads["by"] not in HEAD_ORDERS:
+        raise ValueError(f"{path}: unknown heads.by={heads['by']!r}; choose from {list(HEAD_ORDERS)}")
+    if type(heads["fraction"]) is not float or not 0 < heads["fraction"] <= 1:
+        raise ValueError(f"{path}: heads.fraction={heads['fraction']!r} must be a share in (0, 1]")
+    attentions = heads.get("attentions", ["encoder.self"])
+    if not isinstance(attentions, list) or not attentions or not all(isinstance(name, str) for name in attentions):
+        raise ValueError(f"{path}: heads.attentions={attentions!r} must be a list such as ['encoder.self']")
+    if elsewhere:
+        return  # what is measured there is known when it is read
+    if "start" not in row:
+        raise ValueError(f"{path} has 'heads' but no 'start': they are removed from the model that it starts from")
+    start = rows[row["start"]]
+    if heads["by"] != "random" and heads["by"] not in (start.get("head_scores", []) if isinstance(start, dict) else []):
+        raise ValueError(f"{path}: heads.by={heads['by']!r} is not in the head_scores of row {row['start']!r}")
+
+
+def check_pretrained(backbone: Any, path: Any, *, has_tokenizer: bool) -> None:
+    """A backbone with weights has its own config and tokenizer."""
+    if not isinstance(backbone, dict) or "pretrained" not in backbone:
+        return
+    if not isinstance(backbone["pretrained"], str):
+        raise ValueError(
+            f"{path}: backbone.pretrained={backbone['pretrained']!r} must be a folder or a name on the Hub"
+        )
+    for field in [*(f"backbone.{name}" for name in backbone if name != "pretrained"), *["tokenizer"] * has_tokenizer]:
+        raise ValueError(f"{path} has both 'backbone.pretrained' and {field!r}: pretrained weights come with their own")
+
+
+def check_from_scratch(row: dict[str, Any], trained: bool, path: Any) -> None:
+    """Blocks that cannot take over weights, where a row has weights to begin with."""
+    for method in row["methods"]:
+        if trained and METHODS[method["method"]].from_scratch:
+            raise ValueError(
+                f"{path}: the blocks of method {method['method']!r} train from scratch: it can have neither 'start' nor "
+                "'backbone.pretrained'"
+            )
+
+
+def check_start(name: str, rows: dict[str, Any], path: Any) -> None:
+    for section in ("backbone", "tokenizer"):
+        if "start" in rows[name] and section in rows[name]:
+            raise ValueError(
+                f"{path} has both 'start' and {section!r}: it takes the {section} of the row that it starts from"
+            )
+    _check_way([name], rows, path)
+
+
+def _check_way(way: list[str], rows: dict[str, Any], path: Any) -> None:
+    """What a row starts from or learns from, and that in turn."""
+    for field, needed in needed_rows(rows[way[-1]]).items():
+        if not isinstance(needed, str) or needed not in rows:
+            raise ValueError(f"{path}: {field}={needed!r} is no row; choose from {list(rows)}")
+        if needed in way:
+            raise ValueError(f"{path}: {field!r} goes in a circle: {' <- '.join([*way, needed])}")
+        _check_way([*way, needed], rows, path)
+
+
+def needed_rows(row: Any) -> dict[str, Any]:
+    """The rows whose models a row needs, by the field that names them."""
+    return {field: row[field] for field in ("start", "teacher") if isinstance(row, dict) and field in row}
+
+
+def check_teacher(row: dict[str, Any], task: str, path: Any) -> None:
+    """`teacher: "0"`, a row whose model distillation learns from; with `targets: teacher`, from its translations."""
+    distils = any(method["method"] == "distillation" for method in row["methods"])
+    if "targets" in row and (row["targets"] != "teacher" or task != "translation"):
+        raise ValueError(
+            f"{path}: targets={row['targets']!r} must be 'teacher', and the task 'translation', not {task!r}"
+        )
+    if (distils or "targets" in row) != ("teacher" in row):
+        raise ValueError(
+            f"{path}: 'teacher' names the row that distillation learns from, among the methods or by targets: teacher; it has "
+            + ("none of these" if "teacher" in row else "no 'teacher'")
+        )
+    if "teacher" in row and task == "image-classification":
+        raise ValueError(f"{path}: teacher is of transformers, not of task {task!r}")
+
+
+def method_of(data: Any, tokenizer: Any = None) -> Method:
+    """The method of a row. Where it says `continuations: tokenizer`, they are those of the run's, if there is one yet."""
+    if isinstance(data, dict) and data.get("continuations") == "tokenizer":
+        from hf_freeze.analysis import word_continuations  # here: it imports much
+
+        data = data | {"continuations": [] if tokenizer is None else word_continuations(tokenizer)}
+    return method_from_dict(data)

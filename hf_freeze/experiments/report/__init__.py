@@ -1,0 +1,1 @@
+"""Reports: what finished runs show, as tables, plots and a page."""

@@ -1,0 +1,110 @@
+"""From finished runs to a report."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_freeze.experiments.report.finished_runs import Run, Source, label_of, read_runs, unlike_settings
+from hf_freeze.experiments.report.report import Report
+from hf_freeze.experiments.report.significance import MANY, compare
+from hf_freeze.experiments.tasks.scoring import SCORING, TO_FIRST, TaskScoring
+from hf_freeze.run_folder import commands_of
+
+FEW_ITEMS = 100  # a bootstrap over fewer understates how far a score may be off
+
+
+def make_report(folders: Sequence[Path], say: Callable[[str], Any] = print) -> Report:
+    """Read and compare the finished runs of `folders`; the first row of the first is what all are compared with."""
+    runs = read_runs(folders, say)
+    if runs[0].task not in SCORING:
+        raise ValueError(f"{folders[0]} holds runs of {runs[0].task!r}; reports are made of {sorted(SCORING)}")
+    return report_of(runs, [Source(list(folders), runs)], say)
+
+
+def report_of(runs: list[Run], sources: Sequence[Source], say: Callable[[str], Any] = print) -> Report:
+    """Compare `runs` of one task, which came from `sources`; the first row is what all are compared with."""
+    task = SCORING[runs[0].task]
+    rows = summarise([run.record | {"row": run.row} for run in runs], task)
+    items, notes = _items_of_rows(runs, task)
+    notes = unlike_settings(runs) + notes
+    if min(row["seeds"] for row in rows) == 1:
+        single = [row["row"] for row in rows if row["seeds"] == 1]
+        which = "One seed" if len(single) == len(rows) else f"One seed of {_rows(single)}"
+        covers = "the intervals and marks cover the choice of the test items only; another seed may differ by more"
+        notes.append(f"{which}: {covers if items else 'small differences mean nothing'}.")
+    tested = len(next(iter(items.values()))[0]) if items else 0
+    if 0 < tested < FEW_ITEMS:
+        notes.append(f"Only {tested} test {task.item}: too few to trust the intervals and marks.")
+    for note in notes:
+        say(note)
+    titles = dict.fromkeys(run.record.get("recipe") or run.grid.resolve().name for run in runs)
+    return Report(
+        title=", ".join(titles),
+        task=task,
+        runs=runs,
+        rows=rows,
+        differences=compare(items, task.score) if len(items) > 1 else [],
+        items=tested,
+        notes=notes,
+        commands=[command for source in sources for folder in source.folders for command in commands_of(folder)],
+        sources=sources,
+    )
+
+
+def _items_of_rows(runs: list[Run], task: TaskScoring) -> tuple[dict[str, list[np.ndarray]], list[str]]:
+    """The items of every row that can be tested, and what keeps the others from it."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.row, []).append(run)
+    items = {row: [run.items for run in group if run.items is not None] for row, group in groups.items()}
+    lacking = [row for row, group in groups.items() if len(items[row]) < len(group)]
+    items = {row: found for row, found in items.items() if row not in lacking}
+    notes = []
+    if lacking:
+        whose = "Its" if len(lacking) < MANY else "Their"
+        notes.append(f"Not tested: {_rows(lacking)}. {whose} runs kept no test items (items.npy); run them again.")
+    # The last column is of the test set alone: words of the reference, tokens of a block.
+    if len({found[:, -1].tobytes() for row in items.values() for found in row}) > 1:
+        notes.append("Not tested: the runs were scored on different test sets, so their scores cannot be compared.")
+        items = {}
+    return items, notes
+
+
+def _rows(names: list[str]) -> str:
+    return f"row {', '.join(names)}" if len(names) < MANY else f"{len(names)} rows"
+
+
+def summarise(records: list[dict[str, Any]], task: TaskScoring = SCORING["translation"]) -> list[dict[str, Any]]:
+    """One dict a row, in grid order: for each column its mean and, over two or more seeds, standard deviation."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        rows.setdefault(record["row"], []).append(record)
+    found: list[dict[str, Any]] = []
+    for row, group in rows.items():
+        columns: dict[str, list[float]] = {}
+        for column, (_, where, _) in task.columns.items():
+            if where[0] == TO_FIRST:
+                own = columns[where[1]]
+                columns[column] = [(found[0][where[1]][0] if found else statistics.fmean(own)) / each for each in own]
+            elif column != "work" or all(record.get("multiply_adds") for record in group):  # old records have none
+                columns[column] = _values(group, column, task)
+        spreads = {
+            column: (statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+            for column, values in columns.items()
+        }
+        score = statistics.fmean(map(task.scale, columns[task.quality]))
+        found.append({"row": row, "label": label_of(group[0]), "seeds": len(group), "score": score} | spreads)
+    return found
+
+
+def _values(group: list[dict[str, Any]], column: str, task: TaskScoring) -> list[float]:
+    values = []
+    for record in group:
+        value: Any = record
+        for key in task.columns[column][1]:
+            value = value[key]
+        values.append(value * task.units.get(column, 1))
+    return values

@@ -1,0 +1,95 @@
+"""The findings of a report in sentences."""
+
+from typing import Any
+
+from hf_freeze.experiments.report.report import Report
+from hf_freeze.experiments.report.significance import MANY, Difference
+
+
+def findings(report: Report) -> list[tuple[str, str]]:
+    """(what, sentence) in plain words: what was asked, the best and the cheapest rows, which differences are real."""
+    task, rows, first = report.task, report.rows, report.rows[0]
+    better = "higher" if task.higher else "lower"
+    counts = sorted({row["seeds"] for row in rows})
+    seeds = "one seed" if counts == [1] else f"{'–'.join(map(str, counts))} seeds"
+    on = f"the same {report.items:,} test {task.item}" if report.items else "the test set"
+    asked = (
+        f"What does each change of the model cost in quality, and what does it save? Each of {len(rows)} rows was trained "
+        f"with {seeds} and scored on {on} by {task.name} ({better} is better). All are compared with row {_row_and_label(first)}."
+    )
+    found = [("Asked", asked)]
+    best = sorted(rows, key=lambda row: row[task.quality][0], reverse=task.higher)
+    found.append(
+        (
+            f"{'Highest' if task.higher else 'Lowest'} {task.name}",
+            f"{quality(report, best[0])}, row {_row_and_label(best[0])}.",
+        )
+    )
+    stored = task.columns["stored"][0].split()[-1]  # MB
+    for what, column, unit in (
+        ("Fewest trained parameters" if report.one_size else "Smallest trained share", "share", "of all"),
+        ("Smallest checkpoint", "stored", stored),
+    ):
+        if column not in task.columns:
+            continue
+        least = min(row[column][0] for row in rows)
+        amount = f"{least:{task.columns[column][2]}} {unit}"
+        cheapest = [row for row in best if row[column][0] == least]
+        listed = "; ".join(f"row {_row_and_label(row)}, {task.name} {quality(report, row)}" for row in cheapest)
+        if len(cheapest) < len(rows):
+            found.append((what, f"{amount}, {listed}."))
+    front = report.front("stored")
+    if 1 < len(front) < len(rows):
+        listed = "; ".join(f"row {_row_and_label(row)}, {quality(report, row)}" for row in front)
+        found.append(
+            (
+                f"Best at their size in {stored}",
+                f"{listed}. All other rows are no smaller and no better than one of these.",
+            )
+        )
+    return found + _significant(report)
+
+
+def _significant(report: Report) -> list[tuple[str, str]]:
+    groups: dict[str, list[str]] = {"worse": [], "better": [], "unclear": []}
+    for row in report.rows[1:]:
+        difference, test = report.to_first(row)
+        if test is None:
+            continue
+        text = f"row {_row_and_label(row)} {report.task.signed(difference)}"
+        if test.real_to_first:
+            groups["better" if (difference > 0) is report.task.higher else "worse"].append(text)
+        else:
+            groups["unclear"].append(f"{text} ({interval(report, test)})")
+    first = report.rows[0]["row"]
+    found = [
+        (f"Really {side} than row {first}", _listed(groups[side]) + ".") for side in ("worse", "better") if groups[side]
+    ]
+    if groups["unclear"]:
+        unclear = (
+            _listed(groups["unclear"]) + ". Such a difference may be chance; this does not show that they are equal."
+        )
+        found.append((f"Not told apart from row {first}", unclear))
+    return found
+
+
+def _listed(rows: list[str]) -> str:
+    return "; ".join(rows) if len(rows) < MANY else f"{len(rows)} rows, as the table says"
+
+
+def quality(report: Report, row: dict[str, Any]) -> str:
+    mean, spread = row[report.task.quality]
+    form = report.task.columns[report.task.quality][2]
+    return f"{mean:{form}}" + (f" ± {spread:{form}}" if spread is not None else "")
+
+
+def _row_and_label(row: dict[str, Any]) -> str:
+    return f"{row['row']} ({row['label']})"
+
+
+def interval(report: Report, test: Difference) -> str:
+    return f"95% interval {report.task.signed(test.low, 2)} to {report.task.signed(test.high, 2)}"
+
+
+def p_value(p: float) -> str:
+    return "< .001" if p < 0.001 else f"{p:.3f}".lstrip("0")

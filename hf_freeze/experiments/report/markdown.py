@@ -1,0 +1,54 @@
+"""A report as a Markdown page."""
+
+import re
+from collections.abc import Sequence
+
+from hf_freeze.experiments.report.findings import findings
+from hf_freeze.experiments.report.report import Report
+from hf_freeze.experiments.report.table import table_cells
+from hf_freeze.experiments.report.wording import (
+    head_scores,
+    legend,
+    machines,
+    method,
+    one_head_cells,
+    pair_cells,
+    signatures,
+)
+
+
+def markdown(report: Report) -> str:
+    lines = [f"# {report.title}", "", *_markdown_table(*table_cells(report), left=2), ""]
+    against = "trained share" if "share" in report.axes else "parameters"
+    lines += [f"![{report.task.name} against {against} and stored size]({report.picture('report')})", ""]
+    lines += [report.tested_on, ""] * bool(report.tested_on)
+    lines += [f"**{note}**" for note in report.notes] + [""] * bool(report.notes)
+    lines += [" ".join(legend(report)), ""]
+    lines += [f"- {_escape(what)}: {_escape(sentence)}" for what, sentence in findings(report)] + [""]
+    if report.measured:
+        picture = report.picture("heads")
+        lines += ["## Attention heads", "", f"![what the heads are worth]({picture})", "", head_scores(report), ""]
+        if cells := one_head_cells(report):
+            headings = ["attention", "best head", f"{report.task.name} with it alone"]
+            lines += [*_markdown_table(headings, cells, left=1), ""]
+    if any(run.schedules() for run in report.runs):
+        picture = report.picture("schedules")
+        lines += ["## Schedules", "", f"![what methods scheduled in training]({picture})", ""]
+    if report.all_pairs:
+        lines += ["## Differences between all rows", "", *_markdown_table(*pair_cells(report), left=2), ""]
+    lines += [method(report), ""]
+    if len(report.sources) > 1:
+        lines += [*(f"- {source.letter}: {source.described}" for source in report.sources), ""]
+    lines += [f"Command: `{command}`" for command in report.commands] + [""] * bool(report.commands)
+    lines += [f"Seeds {', '.join(map(str, report.seeds))}. " + "; ".join(f"`{s}`" for s in signatures(report)), ""]
+    return "\n".join([*lines, *machines(report)]) + "\n"
+
+
+def _markdown_table(headings: Sequence[str], cells: Sequence[Sequence[str]], left: int) -> list[str]:
+    lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * left + " ---: |" * (len(headings) - left)]
+    return lines + ["| " + " | ".join(map(_escape, row)) + " |" for row in cells]
+
+
+def _escape(text: str) -> str:
+    """What a label holds is text, and no Markdown table or HTML."""
+    return re.sub(r"<(?=[a-zA-Z/!?])", "&lt;", " ".join(text.split()).replace("|", "\\|"))

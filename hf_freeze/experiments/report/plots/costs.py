@@ -1,0 +1,102 @@
+"""Plots of quality against what a row costs."""
+
+import math
+import statistics
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, ScalarFormatter
+
+from hf_freeze.experiments.report.plots.point_names import name_points
+from hf_freeze.experiments.report.plots.style import FRONT, SIZE, named
+from hf_freeze.experiments.report.report import Report
+from hf_freeze.experiments.report.signs import style_of
+
+_MANY = 8  # rows, of which some may be called outliers
+
+
+def cost_figure(report: Report, cost: str) -> Figure:
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = [figure.subplots()]
+    draw_costs(axes, report, [cost])
+    name_rows(axes, report, [cost])
+    return figure
+
+
+def draw_costs(plots: list[Any], report: Report, costs: list[str]) -> None:
+    """One plot for each of `costs`: a point a row, with bars over seeds. Rows that are far worse than all
+    others lie on the edge, or they would press the others together."""
+    task = report.task
+    edge, signs = _edge(report), report.signs()
+    for axes, cost in zip(plots, costs, strict=True):
+        for row in report.rows:
+            (x, y, spread), (colour, marker) = _point(report, row, cost), style_of(signs[row["row"]])
+            if _beyond(report, y, edge):
+                axes.plot(x, edge, marker, color=colour, markersize=7, fillstyle="none", clip_on=False)
+            elif spread is None:  # an error bar takes ten times as long, and rows may be thousands
+                axes.plot(x, y, marker, color=colour, markersize=7, alpha=0.85)
+            else:
+                axes.errorbar(x, y, yerr=spread, fmt=marker, color=colour, markersize=7, capsize=4, alpha=0.85)
+        points = [_point(report, row, cost)[:2] for row in report.front(cost)]
+        front = [point for point in points if not _beyond(report, point[1], edge)]
+        if len(front) > 1:
+            axes.step(*zip(*front, strict=True), where="post", **FRONT)
+        axes.set_xlabel(task.axes[cost].label)
+        set_score_axis(axes, report)
+        if edge is not None:
+            axes.set_ylim(**{"bottom" if task.higher else "top": edge})
+            axes.set_title("hollow: far beyond this edge, at the score in brackets", fontsize=8, loc="right")
+        costs_of_rows = [_point(report, row, cost)[0] for row in report.rows]
+        if cost != "share" and 0 < 10 * min(costs_of_rows) < max(costs_of_rows):
+            axes.set_xscale("log")  # or the small ones would lie on each other
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.margins(x=0.1)
+        else:
+            axes.set_xlim(0, 1.1 * max(costs_of_rows))
+        axes.grid()
+
+
+def set_score_axis(axes: Any, report: Report) -> None:
+    axes.set_ylabel(f"{report.task.name} ({'higher' if report.task.higher else 'lower'} is better)")
+    if not report.task.higher:
+        axes.set_yscale("log")
+        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            set_formatter(ScalarFormatter())
+    axes.margins(y=0.14)
+
+
+def _edge(report: Report) -> float | None:
+    """Beyond which a row is an outlier, on the bad side; None where none is. By the outer fence of the box plot (Tukey, 1977):
+    three times the distance of the quartiles from the nearer of them."""
+    if len(report.rows) < _MANY:
+        return None
+    scale = report.task.scale
+    low, _, high = statistics.quantiles([scale(row[report.task.quality][0]) for row in report.rows], method="inclusive")
+    sign = 1 if report.task.higher else -1
+    edge = (low if sign > 0 else high) - sign * 3 * (high - low)
+    edge = math.exp(edge) if scale is math.log else edge
+    return edge if any(_beyond(report, row[report.task.quality][0], edge) for row in report.rows) else None
+
+
+def _beyond(report: Report, score: float, edge: float | None) -> bool:
+    return edge is not None and (score < edge if report.task.higher else score > edge)
+
+
+def _point(report: Report, row: dict[str, Any], cost: str) -> tuple[float, float, float | None]:
+    return report.task.axes[cost].unit * row[cost][0], *row[report.task.quality]
+
+
+def name_rows(plots: list[Any], report: Report, costs: list[str]) -> None:
+    plots[0].figure.draw_without_rendering()  # or it is not known where the points lie
+    edge, form = _edge(report), report.task.columns[report.task.quality][2]
+    crowded = len(named(report)) < len(report.rows)
+    for axes, cost in zip(plots, costs, strict=True):
+        points = []
+        front = report.front(cost)
+        for row in (row for row in report.rows if not crowded or row in front):
+            x, y, _ = _point(report, row, cost)
+            beyond = _beyond(report, y, edge)
+            points.append((x, edge if beyond else y, f"{row['row']} ({y:{form}})" if beyond else row["row"]))
+        name_points(axes, points)

@@ -1,0 +1,45 @@
+"""Heat-maps of what attention heads are worth."""
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from hf_freeze.experiments.report.report import Report
+
+
+def heads_figure(report: Report) -> Figure | None:
+    """A heat-map a score: an attention a line, a head a cell, with its number. Dark: more is lost without it, or, of one head
+    alone, with it."""
+    if report.measured is None:
+        return None
+    found = report.measured.head_scores
+    most = max(len(values) for scores in found.values() for values in scores.values())
+    lines = max(map(len, found.values()))
+    figure = Figure(figsize=(2 + len(found) * (0.5 + 0.42 * most), 0.9 + 0.26 * lines), layout="constrained")
+    plots = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
+    for axes, (name, scores) in zip(plots, found.items(), strict=True):
+        cells = np.full((len(scores), most), np.nan)  # an attention may have fewer heads
+        for line, values in enumerate(scores.values()):
+            cells[line, : len(values)] = values
+        low, high = min(0.0, float(np.nanmin(cells))), float(np.nanmax(cells))
+        axes.imshow(cells, cmap="Blues", vmin=low, vmax=high, aspect="auto")
+        for (line, head), value in np.ndenumerate(cells):
+            if not np.isnan(value):
+                dark = value > (low + high) / 2
+                axes.text(
+                    head,
+                    line,
+                    _short(value),
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white" if dark else "#222222",
+                )
+        axes.set_xticks(range(most))
+        axes.set_yticks(range(len(scores)), list(scores))
+        axes.set(title=name.replace("_", " "), xlabel="head")
+        axes.spines[:].set_visible(False)
+    return figure
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"

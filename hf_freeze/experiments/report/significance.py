@@ -1,0 +1,133 @@
+"""Which differences between rows are significant.
+
+A paired bootstrap over test items (Koehn, 2004, as in sacrebleu), with Student's t for the seeds and Holm's correction (Holm,
+1979) for the number of comparisons.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+MANY = 24  # rows, of which all pairs would fill pages
+LEVEL = 0.05  # a difference is called real where its corrected p lies below
+_CHUNK = 1 << 22  # item weights that are held at a time
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Score of `row` minus score of `base`, means over seeds, in the units of the score that was compared."""
+
+    base: str
+    row: str
+    difference: float
+    low: float  # of the 95 % interval, of this comparison alone
+    high: float
+    p: float  # two-sided
+    p_pairs: float = 1.0  # p after Holm's correction over all pairs
+    p_first: float | None = None  # over the comparisons with the first row; None where neither row is the first
+    seeds: bool = False  # whether the interval covers the choice of seeds, of both rows
+
+    @property
+    def real(self) -> bool:
+        return self.p_pairs < LEVEL
+
+    @property
+    def real_to_first(self) -> bool:
+        return self.p_first is not None and self.p_first < LEVEL
+
+
+def compare(
+    rows: Mapping[str, Sequence[np.ndarray]],
+    score: Callable[[np.ndarray], np.ndarray],
+    *,
+    replicates: int | None = None,
+    seed: int = 0,
+) -> list[Difference]:
+    """Every pair of `rows`, the first named first; of `MANY` rows and more, those with the first. Each row is one (N, k) array
+    of items a seed, N and its order shared.
+
+    Raises ValueError where the runs were tested on different numbers of items.
+    """
+    if len({len(items) for runs in rows.values() for items in runs}) > 1:
+        counts = {row: [len(items) for items in runs] for row, runs in rows.items()}
+        raise ValueError(f"runs tested on different numbers of items cannot be paired: {counts}")
+    first = next(iter(rows), None)
+    pairs = [pair for pair in combinations(rows, 2) if len(rows) < MANY or pair[0] == first]
+    if not pairs:
+        return []
+    replicates = replicates or enough_replicates(len(pairs))
+    rng = np.random.default_rng(seed)
+    observed = {row: np.array([float(score(items.sum(0))) for items in runs]) for row, runs in rows.items()}
+    means = _bootstrap_means(rows, score, replicates, rng)
+    found = []
+    for base, row in pairs:
+        difference = float(observed[row].mean() - observed[base].mean())
+        drawn = means[row] - means[base] + _seed_deviations(observed[base], observed[row], replicates, rng)
+        low, high = np.quantile(drawn, [0.025, 0.975])
+        beyond = min(np.count_nonzero(drawn <= 0), np.count_nonzero(drawn >= 0))
+        p = min(1.0, 2 * (beyond + 1) / (replicates + 1))
+        if difference == 0 and not drawn.any():
+            p = 1.0
+        both = min(len(observed[base]), len(observed[row])) > 1
+        found.append(Difference(base, row, difference, float(low), float(high), p, seeds=both))
+    return _corrected(found, first=pairs[0][0])
+
+
+def enough_replicates(pairs: int) -> int:
+    """2000, or more for many pairs: the smallest p of B replicates is 2/(B+1), and Holm multiplies it by `pairs`."""
+    return max(2000, int(4 / LEVEL) * pairs)
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """p-values after Holm's step-down correction, in the order given."""
+    corrected, highest = [0.0] * len(values), 0.0
+    for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        highest = max(highest, min(1.0, (len(values) - rank) * values[index]))
+        corrected[index] = highest
+    return corrected
+
+
+def _bootstrap_means(
+    rows: Mapping[str, Sequence[np.ndarray]], score: Callable, replicates: int, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """For each row (replicates,): its score, averaged over its seeds, on the same resampled items for all rows."""
+    runs = [items for row in rows.values() for items in row]
+    count, width = runs[0].shape
+    stacked = np.concatenate([np.asarray(items, float) for items in runs], axis=1)
+    chunk, scores = max(1, _CHUNK // count), []
+    for start in range(0, replicates, chunk):
+        size = min(chunk, replicates - start)
+        weights = rng.multinomial(count, np.full(count, 1 / count), size=size)
+        scores.append(score((weights @ stacked).reshape(size, len(runs), width)))
+    columns = np.concatenate(scores).T
+    means, at = {}, 0
+    for row, items in rows.items():
+        means[row], at = columns[at : at + len(items)].mean(0), at + len(items)
+    return means
+
+
+def _seed_deviations(base: np.ndarray, row: np.ndarray, replicates: int, rng: np.random.Generator) -> np.ndarray:
+    """(replicates,): how far the difference of two means over seeds may lie from that of all seeds; 0 for one seed each.
+
+    Drawing seeds with replacement, as items are drawn, understates this: of S seeds by sqrt(S/(S-1)), and after that factor
+    still, since so few seeds say little about their own spread. In 600 simulated tests of rows that differ by their seeds
+    only, at a level of 5 %, it called 23 % real with two seeds a row and 14 % with three. Student's t, with the degrees of
+    freedom of both rows, called 5.5 %; where one row scatters four times as much as the other, 9 % and 7 %. The spread over
+    seeds also holds some of the noise of the items, which so counts twice: where training scatters little, the test is cautious.
+    """
+    freedom = len(base) + len(row) - 2
+    if freedom == 0:
+        return np.zeros(replicates)
+    variance = sum(scores.var(ddof=1) / len(scores) for scores in (base, row) if len(scores) > 1)
+    return np.sqrt(variance) * rng.standard_t(freedom, size=replicates)
+
+
+def _corrected(found: list[Difference], first: str) -> list[Difference]:
+    pairs = holm([d.p for d in found])
+    with_first = iter(holm([d.p for d in found if d.base == first]))
+    return [
+        Difference(**{**vars(d), "p_pairs": p, "p_first": next(with_first) if d.base == first else None})
+        for d, p in zip(found, pairs, strict=True)
+    ]

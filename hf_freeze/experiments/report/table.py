@@ -1,0 +1,32 @@
+"""The rows of a report as a table of text."""
+
+from typing import Any
+
+from hf_freeze.experiments.report.report import Report
+
+
+def table_cells(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Headings and formatted rows."""
+    task, first, columns = report.task, report.rows[0]["row"], report.columns
+    shown = [heading for heading, _, _ in columns.values()]
+    qualities, costs = shown[: len(task.qualities)], shown[len(task.qualities) :]
+    headings = ["row", task.rows_are, qualities[0], f"vs row {first}", *qualities[1:], "seeds", *costs]
+    cells = []
+    for row in report.rows:
+        values = [cell_text(row[column][0], row[column][1], form) for column, (_, _, form) in columns.items()]
+        values.insert(len(task.qualities), str(row["seeds"]))
+        cells.append([row["row"], row["label"], values[0], _against_first(report, row), *values[1:]])
+    return headings, cells
+
+
+def _against_first(report: Report, row: dict[str, Any]) -> str:
+    if row is report.rows[0]:
+        return "–"
+    difference, test = report.to_first(row)
+    return report.task.signed(difference) + (" *" if test and test.real_to_first else "")
+
+
+def cell_text(mean: float, spread: float | None, form: str) -> str:
+    """A number as the table shows it, with its standard deviation where that is more than none."""
+    varies = spread is not None and f"{spread:{form}}" != f"{0:{form}}"
+    return f"{mean:{form}}" + (f" ± {spread:{form}}" if varies else "")

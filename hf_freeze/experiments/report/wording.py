@@ -1,0 +1,104 @@
+"""What columns, marks, pictures and tests of a report mean, in words."""
+
+from hf_freeze.experiments.report.findings import p_value
+from hf_freeze.experiments.report.report import Report
+from hf_freeze.experiments.report.significance import LEVEL, enough_replicates
+
+
+def legend(report: Report) -> list[str]:
+    """What the columns and marks of the table mean."""
+    first, task = report.rows[0]["row"], report.task
+    what = f"mean {task.name} minus that of row {first}"
+    if task.signed(0).startswith("×"):
+        what = f"{task.name} divided by that of row {first} (means over seeds are geometric); more than 1 is worse"
+    lines = [f"vs row {first}: {what}."]
+    if report.differences:
+        lines[0] = lines[0][:-1] + f". * marks a real difference (corrected p < {LEVEL}); one without * may be chance."
+    if len(report.seeds) > 1:
+        lines.append("± is the standard deviation over seeds.")
+    stored = task.columns["stored"][0]
+    if "fewer" in task.columns:
+        lines.append(
+            f"parameters: of the whole network, biases too; {stored}: tensors of the file, with the places of weights that are "
+            f"left; times fewer, times smaller: row {first} divided by this row."
+        )
+        return lines
+    share = "share %: trained parameters of all; " if "share" in report.columns else ""
+    total = "total k: all parameters, in thousands; " if "total" in report.columns else ""
+    work = "macs k: thousands of multiply-adds for a token at length 32; " if "work" in report.columns else ""
+    lines.append(f"{share}{total}{work}{stored}: tensors that the checkpoint holds.")
+    return lines
+
+
+def head_scores(report: Report) -> str:
+    """What the heat-maps of heads show, in a sentence; empty where no heads were measured."""
+    run = report.measured
+    if run is None:
+        return ""
+    meanings = {
+        "importance": "importance is that of Michel et al. (2019) on the training set, divided by its norm over the attention",
+        "ablation": f"ablation is what {report.task.name} on the dev set loses without the head",
+        "one_head": f"one head is what {report.task.name} on the dev set loses where it alone is left of its attention",
+    }
+    shown = [meaning for name, meaning in meanings.items() if name in run.head_scores]
+    return f"Row {run.row}, seed {run.record['seed']}: {'; '.join(shown)}."
+
+
+def one_head_cells(report: Report) -> list[list[str]]:
+    """A line an attention: its best head alone, and what is lost with it; empty where it was not measured."""
+    scores = report.measured.head_scores.get("one_head", {}) if report.measured else {}
+    best = {name: min(enumerate(values), key=lambda each: each[1]) for name, values in scores.items()}
+    return [[name, str(head), f"{0.0 - lost:+.2f}".replace("-", "−")] for name, (head, lost) in best.items()]
+
+
+def method(report: Report) -> str:
+    """How it was decided which differences are real."""
+    if not report.differences:
+        return "No difference was tested."
+    times = enough_replicates(len(report.differences))
+    item, several = report.task.item, any(d.seeds for d in report.differences)
+    return (
+        f"A paired bootstrap: {times:,} times, {report.items:,} test {item} were drawn with replacement from "
+        f"the {report.items:,}, the same ones for all rows, and all rows scored on them; the 95% interval of a difference holds "
+        "the middle 95% of what came out, and p (two-sided) says how easily a difference as large arises by chance. "
+        + ("Where rows have several seeds, Student's t adds the spread between seeds. " if several else "")
+        + "Testing many rows finds some difference by luck, so p is corrected (Holm): over the comparisons with row "
+        f"{report.rows[0]['row']}"
+        + (
+            " for the marks of the first table, and over all pairs for those of the second."
+            if report.all_pairs
+            else "."
+        )
+    )
+
+
+def signatures(report: Report) -> list[str]:
+    """Which version of a metric gave the scores, as sacrebleu writes it."""
+    found = [sign for run in report.runs for sign in run.record.get("signatures", {}).items()]
+    return list(dict.fromkeys(f"{name}: {signature}" for name, signature in found))
+
+
+def machines(report: Report) -> list[str]:
+    return [
+        f"Code {e['commit'] or 'version ' + e['hf_freeze']}, torch {e['torch']}, transformers {e['transformers']}; "
+        f"{e['device']}, {e['threads']} of {e['cores']} cores for each run{'; ' * bool(e['precision'])}{e['precision']}."
+        for e in report.environments
+    ]
+
+
+def pair_cells(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Headings and formatted rows of the table of all pairs."""
+    signed = report.task.signed
+    cells = [
+        [
+            d.row,
+            d.base,
+            signed(d.difference, 2),
+            f"{signed(d.low, 2)} to {signed(d.high, 2)}",
+            p_value(d.p),
+            p_value(d.p_pairs),
+            "real *" if d.real else "may be chance",
+        ]
+        for d in report.differences
+    ]
+    return ["row", "against", "difference", "95% interval", "p", "p corrected", ""], cells

@@ -1,0 +1,38 @@
+"""Write a report: Markdown, pictures and one self-contained page."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_freeze.experiments.report.build import make_report
+from hf_freeze.experiments.report.groups import make_reports
+from hf_freeze.experiments.report.markdown import markdown
+from hf_freeze.experiments.report.page import page
+from hf_freeze.experiments.report.plots.draw import draw, draw_extra
+from hf_freeze.experiments.report.report import Report
+from hf_freeze.io import write_whole
+
+
+def write_reports(*folders: Path, out: Path | None = None, say: Callable[[str], Any] = print) -> list[Report]:
+    """As `write_report`, of any grids: a section, and a `report-2.png` and so on, for each group of rows that may be compared."""
+
+    reports = make_reports(folders, say)
+    _write(reports, out or folders[0])
+    return reports
+
+
+def write_report(*folders: Path, out: Path | None = None, say: Callable[[str], Any] = print) -> Report:
+    """Write `report.md`, `report.html` and `report.png` of all `folders` of a grid into `out`, the first of them if not given;
+    and `heads.png` and `schedules.png`, where heads were measured and methods followed a schedule."""
+    report = make_report(folders, say)
+    _write([report], out or folders[0])
+    return report
+
+
+def _write(reports: Sequence[Report], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(out / "report.md", "\n".join(map(markdown, reports)))
+    write_whole(out / "report.html", page(reports, out))
+    for report in reports:
+        draw(report, out / report.picture("report"))
+        draw_extra(report, out)

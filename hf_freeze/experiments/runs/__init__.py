@@ -1,0 +1,1 @@
+"""Grids of runs: processes, Ray, Slurm, checkpoints and records."""

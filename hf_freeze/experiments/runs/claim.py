@@ -1,0 +1,80 @@
+"""Before a grid runs: check that its folder fits the recipe, and enter the settings of every run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_freeze.experiments.runs.precision import noted_precision, resolve_precision
+from hf_freeze.experiments.tasks.data_forms import SPLITS, data_form
+from hf_freeze.io import write_whole
+from hf_freeze.run_folder import COMMANDS, commands_of, run_folder, start_folder
+from hf_freeze.training.precision import AUTO, uses_bf16
+
+
+def check_files(data: dict[str, Any]) -> None:
+    """Raise FileNotFoundError once, rather than in every run."""
+    splits = SPLITS if data_form(data) == "files" else ()
+    for path in (Path(data.get("root", ".")) / file for split in splits for file in data.get(split, ())):
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist; say where the files are: --set data.root=DIRECTORY")
+
+
+def check_folder(folder: Path, run: dict[str, Any]) -> None:
+    """Raise ValueError where `folder` holds a run of other settings. Where the data lies may change, and what is drawn."""
+    path = folder / "run.json"
+    if not path.exists():
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}); remove {folder}") from error
+    wanted = json.loads(json.dumps(run))
+    noted = noted_precision(folder.parent)
+    auto = uses_bf16(AUTO) if noted is None else noted == "bf16"
+    for settings in (found, wanted):
+        settings["data"].pop("root", None)
+        settings.pop("axis", None)  # of the report only
+        if "bf16" in run["training"]:
+            resolve_precision(settings, auto)
+    if difference := _first_difference(found, wanted):
+        raise ValueError(f"{folder} holds a run of other settings ({difference}); choose another --out, or remove it")
+
+
+def _first_difference(old: Any, new: Any, where: str = "") -> str | None:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*old, *new]):
+            if found := _first_difference(old.get(key), new.get(key), f"{where}.{key}".lstrip(".")):
+                return found
+        return None
+    return None if old == new else f"{where} was {old!r}, now {new!r}"
+
+
+def check_other_grid(out: Path, run: dict[str, Any]) -> None:
+    """Raise ValueError where `run` is to start from a run of another grid that is not there, or not finished."""
+    start = start_folder(out, run)
+    if start is None or "grid" not in run["start"] or (run_folder(out, run) / "metrics.json").exists():
+        return
+    if not (start / "metrics.json").exists():
+        raise ValueError(
+            f"{run['start']['grid']} holds no finished run of row {run['row']!r} with seed {run['seed']} to start from: run that "
+            "grid first, or say where it is: --set start=FOLDER"
+        )
+
+
+def claim_all(runs: list[dict[str, Any]], out: Path, command: str | None) -> list[dict[str, Any]]:
+    """Enter the settings of every run, and the command; returns the runs that are not finished."""
+    for run in runs:
+        _claim(run_folder(out, run), run)
+    if command is not None:
+        command = " ".join(command.splitlines())
+        others = {path.parent for path in out.glob("row-*/run.json")} - {run_folder(out, run) for run in runs}
+        # One for all the runs stands alone; of a grid that grew by several, such as a job each, all are kept.
+        before = [each for each in commands_of(out) if each != command] if others else []
+        write_whole(out / COMMANDS, "\n".join([*before, command]) + "\n")
+    return [run for run in runs if not (run_folder(out, run) / "metrics.json").exists()]
+
+
+def _claim(folder: Path, run: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "run.json").exists():
+        write_whole(folder / "run.json", json.dumps(run, indent=1, ensure_ascii=False) + "\n")

@@ -1,0 +1,107 @@
+"""One run of a grid: train, test, and write the record."""
+
+import functools
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+from torch import distributed
+
+from hf_freeze.analysis.accounting import count_parameters, multiply_adds, stored_bytes
+from hf_freeze.experiments.runs.environment import environment, peak_memory
+from hf_freeze.experiments.runs.launcher import is_first_process
+from hf_freeze.experiments.runs.resume import agreed_precision, check_origin, last_whole_checkpoint
+from hf_freeze.experiments.runs.text_training import execute_text
+from hf_freeze.experiments.tasks.base import OwnTask, ProgressCallback
+from hf_freeze.experiments.tasks.items import digest_of_test_set
+from hf_freeze.experiments.tasks.registry import task_of
+from hf_freeze.io import write_whole
+from hf_freeze.run_folder import start_folder, teacher_folder
+
+
+def execute(
+    run: dict[str, Any], folder: Path, report: ProgressCallback = lambda _: None, *, resume_anyway: bool = False
+) -> dict[str, Any]:
+    """Train and test one row; writes model, metrics and log into `folder`, which may hold a killed run to resume. What the
+    run starts from is the finished run in its folder beside this one, or in that of another grid.
+
+    Under a launcher (torchrun, accelerate launch) every process calls it; the first one writes. Returns the record that goes
+    to results.jsonl. Raises FloatingPointError where the loss is no number, and the checkpoint before it is kept; ValueError
+    where the checkpoint to resume was made by other code or in another way, unless `resume_anyway`, or what the run starts
+    from is not finished.
+    """
+    started = time.perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = last_whole_checkpoint(folder / "checkpoints")
+    start = start_folder(folder.parent, run)
+    if start is not None and not (start / "metrics.json").exists():
+        raise ValueError(f"{folder} starts from {start}, which is not finished: run row {run['start']['row']} first")
+    teacher = teacher_folder(folder.parent, run)
+    if teacher is not None and not (teacher / "metrics.json").exists():
+        raise ValueError(
+            f"{folder} learns from {teacher}, which is not finished: run row {run['teacher']['row']} first"
+        )
+    precision = agreed_precision(folder.parent, run, resume_anyway)
+    run = run | {"training": run["training"] | {"bf16": precision == "bf16"}}
+    check_origin(folder, checkpoint if not resume_anyway else None, precision, start=start, teacher=teacher)
+    transformers.set_seed(run["seed"])
+    task = task_of(run["task"])
+    train = task.execute if isinstance(task, OwnTask) else functools.partial(execute_text, task)
+    trained = train(run, folder, report, checkpoint=checkpoint, start=start)
+    parameters = count_parameters(trained.model)
+    record = {
+        "recipe": run["name"],
+        "task": run["task"],
+        "row": run["row"],
+        "label": run["label"],
+        "seed": run["seed"],
+        "metrics": trained.outcome.metrics,
+        "signatures": trained.outcome.signatures,
+        "epochs_trained": round(trained.epochs, 3),
+        "epochs_to_convergence": round(trained.best_epoch, 3),
+        "steps": trained.steps,
+        "parameters": {
+            "total": parameters.total,
+            "trainable": parameters.trainable,
+            "stored": parameters.stored,
+            "stored_bytes": stored_bytes(trained.model),
+            "trainable_share": parameters.trainable / parameters.total,
+            "by_component": {
+                name: {"total": part.total, "trainable": part.trainable, "stored": part.stored}
+                for name, part in parameters.by_component.items()
+            },
+        },
+        "multiply_adds": None if isinstance(task, OwnTask) else _forward_multiply_adds(trained.model),
+        "seconds": {
+            "train": trained.train_seconds,
+            "test": trained.test_seconds,
+            "all": time.perf_counter() - started,
+        },
+        "resumed": trained.resumed,
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "precision": precision,
+        "peak_memory_bytes": peak_memory(),
+        "environment": environment(),
+        # What rows must have in common to be compared, so that a record says it without its folder.
+        "data": {key: value for key, value in run["data"].items() if key != "root"},
+        "tokenizer": run.get("tokenizer") or run.get("backbone", {}).get("pretrained"),
+        "test_set": digest_of_test_set(trained.outcome.items),
+    } | ({"start": run["start"]["row"]} if "start" in run and "grid" not in run["start"] else {})
+    if is_first_process():
+        np.save(folder / "items.npy", trained.outcome.items)
+        write_whole(folder / "log.jsonl", "".join(json.dumps(entry) + "\n" for entry in trained.log))
+        # Written last: a run with metrics.json is a finished one.
+        write_whole(folder / "metrics.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    if distributed.is_initialized():
+        distributed.barrier()
+    return record
+
+
+def _forward_multiply_adds(model: Any) -> int:
+    """Of a token of a sequence of 32 (of source and target each)."""
+    length = min(32, getattr(model.config, "max_position_embeddings", 32))
+    return round(multiply_adds(model, length=length).forward)

@@ -1,0 +1,86 @@
+"""Attention heads in a grid: what those of a finished run are worth to it, and runs that start without some of them."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_freeze import analysis, methods
+from hf_freeze.analysis.heads import count_heads, output_projections
+from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.experiments.tasks.base import Task
+from hf_freeze.experiments.tasks.scoring import SCORING
+from hf_freeze.io import write_whole
+from hf_freeze.run_folder import HEAD_SCORES, read_head_scores
+
+
+def measure(
+    wanted: list[str],
+    task: Task,
+    run: dict[str, Any],
+    folder: Path,
+    trainer: Any,
+    tokenizer: Any,
+    splits: Any,
+    encoded: Any,
+) -> None:
+    """Write the `wanted` scores of the trainer's model into `folder`; a broken measurement goes on where it was.
+
+    `importance`: `head_importance` on the training split. `ablation`: what the score of the task loses on the dev split without
+    each head; `one_head`: without all others of its attention.
+    """
+
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    comparison = SCORING[run["task"]]
+    metric = comparison.columns[comparison.quality][1][-1]
+    unit = comparison.units.get(comparison.quality, 1) * (1 if comparison.higher else -1)
+
+    def evaluate(_: Any) -> float:
+        with tempfile.TemporaryDirectory() as scratch:
+            outcome = task.test(run, Path(scratch), trainer, tokenizer, splits["dev"], encoded["dev"])
+        return unit * outcome.metrics[metric]
+
+    found = {}
+    for name in wanted:
+        if name == "importance":
+            scores = analysis.head_importance(model, trainer.get_eval_dataloader(encoded["train"]))
+        else:
+            alone = trainer.args.world_size == 1  # processes that go on from different places would wait for each other
+            path = folder / f"head_{name}.jsonl" if alone else None
+            scores = analysis.head_ablation(model, evaluate=evaluate, keep_one=name == "one_head", path=path)
+        found[name] = {attention: values.tolist() for attention, values in scores.items()}
+    if trainer.is_world_process_zero():
+        write_whole(folder / HEAD_SCORES, json.dumps(found, indent=1) + "\n")
+
+
+def pruning(settings: dict[str, Any], start: Path, model: Any, seed: int) -> methods.HeadPruning:
+    """What removes the heads that a row's `heads` asks for, by the scores of the run in `start`, or drawn from `seed`: the same
+    order for all fractions, so that a larger one removes the heads of a smaller one and more.
+
+    Raises ValueError for scores that were not measured there, attentions that the model has not, and fractions that are no
+    head.
+    """
+    architecture = architecture_for(model)
+    if settings["by"] == "random":
+        draw = np.random.default_rng(seed)
+        counts = count_heads(*output_projections(model, architecture))
+        scores = {name: torch.from_numpy(draw.random(count)) for name, count in counts.items()}
+    else:
+        measured = read_head_scores(start)
+        if settings["by"] not in measured:
+            raise ValueError(
+                f"heads.by={settings['by']!r}: {start} has no such scores, only {sorted(measured)}; give its row "
+                f"head_scores: [{settings['by']}]"
+            )
+        scores = {name: torch.tensor(values) for name, values in measured[settings["by"]].items()}
+    kinds = {name: ".".join(name.split(".")[::2]) for name in scores}  # encoder.0.self is of encoder.self
+    for kind in settings.get("attentions", ()):
+        if kind not in kinds.values():
+            raise ValueError(f"heads.attentions names {kind!r}; choose from {list(dict.fromkeys(kinds.values()))}")
+    chosen = settings.get("attentions", kinds.values())
+    scores = {name: values for name, values in scores.items() if kinds[name] in chosen}
+    group = max(architecture.attentions(model.config)[name].group_size(model.config) for name in scores)
+    return analysis.select_heads(scores, fraction=settings["fraction"], group_size=group)

@@ -1,0 +1,103 @@
+"""The runs of a grid as processes of this machine."""
+
+import multiprocessing.connection
+import os
+import queue
+import shutil
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# A run in its own process has a peak memory of its own, and its crash stops no other. The fork server imports torch and
+# transformers once; forking from the parent itself would copy its threads' locks.
+_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+# Memory of a step that goes back to the system comes back page by page, zeroed: a sixth of the time of a small model's step.
+# glibc reads these when a process starts; others ignore them.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
+
+
+class Processes:
+    """Runs at most `jobs` at a time."""
+
+    def __init__(self, jobs: int, resume_anyway: bool) -> None:
+        for name, value in KEEP_MEMORY.items():
+            os.environ.setdefault(name, value)
+        self._context: Any = multiprocessing.get_context(_METHOD)
+        if _METHOD == "forkserver":
+            self._context.set_forkserver_preload(["hf_freeze.experiments.runs.execute"])
+        # More threads than cores make a step many times slower, so who says OMP_NUM_THREADS is heard.
+        self._threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // jobs))
+        self._messages = self._context.Queue()
+        self._jobs, self._resume_anyway = jobs, resume_anyway
+        self._running: dict[Path, Any] = {}
+
+    def has_room(self) -> bool:
+        return len(self._running) < self._jobs
+
+    def start(self, run: dict[str, Any], folder: Path) -> None:
+        arguments = (run, folder, self._threads, self._messages, self._resume_anyway)
+        self._running[folder] = self._context.Process(target=_child, args=arguments)
+        self._running[folder].start()
+        self._messages.put((folder, {"stage": "starting"}))
+
+    def message(self) -> tuple[Path, dict[str, Any]] | None:
+        """The next word of a run, by its folder; None where none came within half a second."""
+        try:
+            return self._messages.get(timeout=0.5)
+        except queue.Empty:
+            return None
+
+    def ended(self) -> list[tuple[Path, str]]:
+        """The folders of the runs that ended since the last call, each with what to say where it left no figures and no error."""
+        gone = [folder for folder, process in self._running.items() if not process.is_alive()]
+        return [(folder, f"the process ended with exit code {self._running.pop(folder).exitcode}") for folder in gone]
+
+    def close(self) -> None:
+        for process in self._running.values():
+            process.terminate()
+
+
+def work(
+    run: dict[str, Any], folder: Path, threads: int, report: Callable[[dict[str, Any]], None], resume_anyway: bool
+) -> None:
+    """One run, in a process of its own. An error is raised again, and its traceback is left in the folder."""
+    import datasets
+    import torch
+    import transformers
+
+    from hf_freeze.experiments.runs.execute import execute
+
+    torch.set_num_threads(threads)
+    # The grid shows its own progress, and the Trainer warns of every tensor that a seed regenerates when it reloads the best.
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    (folder / "error.log").unlink(missing_ok=True)
+    try:
+        execute(run, folder, report, resume_anyway=resume_anyway)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    except BaseException:
+        (folder / "error.log").write_text(traceback.format_exc(), encoding="utf-8")
+        raise
+
+
+def _child(run: dict[str, Any], folder: Path, threads: int, messages: Any, resume_anyway: bool) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        work(run, folder, threads, lambda message: messages.put((folder, message)), resume_anyway)
+    except BaseException:
+        raise SystemExit(1) from None
+
+
+def _end_with_parent() -> None:
+    """A killed grid must not leave runs behind that nobody watches."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)

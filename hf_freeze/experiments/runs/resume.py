@@ -1,0 +1,58 @@
+"""Checkpoints, and whether to resume from one gives the results of an uninterrupted run."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from hf_freeze.experiments.runs.environment import environment
+from hf_freeze.experiments.runs.launcher import is_first_process, is_launched
+from hf_freeze.experiments.runs.precision import note_precision, precision_of
+from hf_freeze.io import write_whole
+
+
+def last_whole_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that was written to its end: the Trainer writes trainer_state.json last."""
+    for checkpoint in sorted(folder.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]), reverse=True):
+        try:
+            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # not there, or cut off by a full disk
+            continue
+        return str(checkpoint)
+    return None
+
+
+def agreed_precision(out: Path, run: dict[str, Any], resume_anyway: bool) -> str:
+    """As `precision_of`, and noted for the other runs of the grid; several processes take that of the first."""
+    precision: list[Any] = [None]
+    if is_first_process():
+        precision = [precision_of(out, run, resume_anyway=resume_anyway)]
+        note_precision(out, run, precision[0])
+    if is_launched():
+        PartialState(cpu=not torch.cuda.is_available())
+        broadcast_object_list(precision)
+    return precision[0]
+
+
+def check_origin(folder: Path, checkpoint: str | None, precision: str, **origins: Path | None) -> None:
+    """Raise ValueError where a resumed run would not end with the figures of an undisturbed one; else note who runs it."""
+    path = folder / "environment.json"
+    now = environment() | {"processes": int(os.environ.get("WORLD_SIZE", "1")), "precision": precision}
+    for name, origin in origins.items():
+        if origin is not None:  # the weights: run again under other code, the same row has others
+            files = (origin / "model").glob("*.safetensors")
+            now[name] = " ".join(sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in files))
+    if checkpoint is not None and path.exists():
+        then = json.loads(path.read_text(encoding="utf-8"))
+        if differs := [f"{key} {then.get(key)!r}, now {now[key]!r}" for key in now if then.get(key) != now[key]]:
+            raise ValueError(
+                f"{checkpoint} was made with {'; '.join(differs)}: going on would not give the figures of one undisturbed run. "
+                f"Run it as it was, remove {folder}, or add --resume-anyway"
+            )
+    if is_first_process():
+        write_whole(path, json.dumps(now, indent=1) + "\n")

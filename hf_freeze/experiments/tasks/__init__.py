@@ -1,0 +1,1 @@
+"""What a grid can train, one file a task."""

@@ -1,0 +1,47 @@
+"""Language modelling: running text in blocks, scored by perplexity."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from hf_freeze import data as hf_data
+from hf_freeze.data import text_blocks
+from hf_freeze.experiments.tasks.base import Outcome, Task, scored
+from hf_freeze.experiments.tasks.data_forms import data_form
+from hf_freeze.experiments.tasks.splits import read_splits, take
+
+_READERS = {"lines": hf_data.read_lines, "documents": hf_data.read_documents}
+
+
+def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
+    """Splits train, dev and test with the column `text`, as the recipe's `data` section says. The built-in text is the target
+    side of the built-in translations."""
+    form = data_form(settings)
+    if form == "builtin":
+        corpus = hf_data.builtin_corpus(**settings["builtin"])
+        return take({str(name): _texts(split["target"]) for name, split in corpus.items()}, settings)
+    if form == "hub":
+        column = {"column": settings.get("column", "text"), "name": settings.get("name")}
+        return read_splits(settings, lambda split: hf_data.load_hub_text(settings["hub"], split, **column))
+    root, read = Path(settings.get("root", ".")), _READERS[settings.get("unit", "lines")]
+    return read_splits(settings, lambda files: _texts(text for file in files for text in read(root / file)))
+
+
+def _texts(texts: Any) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"text": list(texts)})
+
+
+def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
+    items, metrics = scored(trainer, encoded)
+    return Outcome(metrics=metrics, items=items)
+
+
+TASK = Task(
+    head="causal-lm",
+    eos="before",
+    load=load_data,
+    texts=lambda split: list(split["text"]),
+    encode=lambda split, tokenizer, run: text_blocks(split["text"], tokenizer, run["training"]["block_size"]),
+    test=_test,
+)

@@ -1,0 +1,18 @@
+"""The tasks by the names that recipes use."""
+
+import importlib
+
+from hf_freeze.experiments.tasks.base import OwnTask, Task
+
+TASK_MODULES = {  # name in a recipe -> module of this package that defines TASK, imported when it is used: they import much
+    "translation": "translation",
+    "language-modelling": "language_modelling",
+    "image-classification": "image_classification",
+    "masked-lm": "masked_lm",
+    "sequence-classification": "sequence_classification",
+}
+
+
+def task_of(name: str) -> Task | OwnTask:
+    """The task of that name in a recipe."""
+    return importlib.import_module(f"hf_freeze.experiments.{TASK_MODULES[name]}").TASK

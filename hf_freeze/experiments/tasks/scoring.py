@@ -1,0 +1,151 @@
+"""How the rows of each task are scored and compared: its columns, their units, and what a plot shows."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hf_freeze.experiments.tasks.items import accuracy, bleu, log_perplexity
+
+Columns = dict[str, tuple[str, tuple[str, ...], str]]  # name -> (heading, where it is in a record, format)
+TO_FIRST = "first"  # in place of a place in a record: how many times the first row has what this row has of a column
+
+_COSTS: Columns = {
+    "epochs": ("best epoch", ("epochs_to_convergence",), ".1f"),
+    "share": ("share %", ("parameters", "trainable_share"), ".1%"),
+    "total": ("total k", ("parameters", "total"), ",.0f"),  # shown where the rows differ in it
+    "work": ("macs k", ("multiply_adds",), ",.0f"),  # the same
+    "stored": ("stored MB", ("parameters", "stored_bytes"), ".2f"),
+    "minutes": ("train min", ("seconds", "train"), ".1f"),
+}
+
+_UNITS = {"total": 1e-3, "work": 1e-3, "stored": 1e-6, "minutes": 1 / 60}
+
+_IMAGE_COSTS: Columns = {
+    "epochs": ("epochs", ("epochs_trained",), ".0f"),
+    "total": ("parameters", ("parameters", "total"), ",.0f"),
+    "fewer": ("times fewer", (TO_FIRST, "total"), ".2f"),
+    "stored": ("stored kB", ("parameters", "stored_bytes"), ",.1f"),
+    "smaller": ("times smaller", (TO_FIRST, "stored"), ".2f"),
+    "minutes": ("train min", ("seconds", "train"), ".1f"),
+}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Of a plot of quality against a cost. `unit`: of the axis, in that of the column; `asks`: what the plot answers."""
+
+    label: str
+    unit: float
+    asks: str
+
+
+_STORED_ASKS = "What a smaller checkpoint costs"
+
+
+@dataclass(frozen=True)
+class TaskScoring:
+    """How the rows of a task are compared: by the first of its columns."""
+
+    name: str  # of that column, in a sentence
+    qualities: dict[str, tuple[str, tuple[str, ...], str]]
+    higher: bool  # is a higher score better?
+    score: Callable[[np.ndarray], np.ndarray]  # of summed items
+    item: str  # what is resampled
+    scale: Callable[[float], float]  # of the column to the scale of `score`, on which differences are taken
+    costs: Columns = field(default_factory=lambda: _COSTS)
+    units: dict[str, float] = field(default_factory=lambda: _UNITS)
+    axes: dict[str, Axis] = field(
+        default_factory=lambda: {
+            "share": Axis("trained parameters, % of all", 100, "What training fewer parameters costs"),
+            "total": Axis("parameters, thousands", 1, "What fewer parameters cost"),
+            "stored": Axis("stored in the checkpoint, MB", 1, _STORED_ASKS),
+        }
+    )
+    rows_are: str = "trained"  # heading of the labels
+    digits: int = 1  # of a difference in the table
+
+    @property
+    def columns(self) -> Columns:
+        return self.qualities | self.costs
+
+    @property
+    def quality(self) -> str:
+        return next(iter(self.qualities))
+
+    def signed(self, difference: float, digits: int | None = None) -> str:
+        """A difference of scores as it is shown: of BLEU in points, of log-perplexity as a ratio of perplexities."""
+        digits = self.digits if digits is None else digits
+        if self.scale is math.log:
+            return f"×{math.exp(difference):.{digits + 2}f}"
+        text = f"{difference:+.{digits}f}"
+        return (text if float(text) else text[1:]).replace("-", "−")
+
+
+SCORING = {
+    "translation": TaskScoring(
+        "BLEU",
+        {
+            "bleu": ("BLEU", ("metrics", "test_bleu"), ".1f"),
+            "chrf": ("chrF", ("metrics", "test_chrf"), ".1f"),
+            "perplexity": ("dev ppl", ("metrics", "dev_perplexity"), ".2f"),
+        },
+        higher=True,
+        score=bleu,
+        item="sentences",
+        scale=float,
+    ),
+    "language-modelling": TaskScoring(
+        "test perplexity",
+        {
+            "test_perplexity": ("test ppl", ("metrics", "test_perplexity"), ".2f"),
+            "perplexity": ("dev ppl", ("metrics", "dev_perplexity"), ".2f"),
+        },
+        higher=False,
+        score=log_perplexity,
+        item="blocks of text",
+        scale=math.log,
+    ),
+    "masked-lm": TaskScoring(
+        "test perplexity of masked tokens",
+        {
+            "test_perplexity": ("test ppl", ("metrics", "test_perplexity"), ".2f"),
+            "accuracy": ("masked acc %", ("metrics", "test_accuracy"), ".1f"),
+            "perplexity": ("dev ppl", ("metrics", "dev_perplexity"), ".2f"),
+        },
+        higher=False,
+        score=log_perplexity,
+        item="blocks of text",
+        scale=math.log,
+        units=_UNITS | {"accuracy": 100},
+    ),
+    "sequence-classification": TaskScoring(
+        "accuracy",
+        {
+            "accuracy": ("accuracy %", ("metrics", "test_accuracy"), ".1f"),
+            "dev_accuracy": ("dev acc %", ("metrics", "dev_accuracy"), ".1f"),
+        },
+        higher=True,
+        score=accuracy,
+        item="examples",
+        scale=float,
+        units=_UNITS | {"accuracy": 100, "dev_accuracy": 100},
+    ),
+    "image-classification": TaskScoring(
+        "accuracy",
+        {"accuracy": ("accuracy %", ("metrics", "test_accuracy"), ".2f")},
+        higher=True,
+        score=accuracy,
+        item="images",
+        scale=float,
+        costs=_IMAGE_COSTS,
+        units={"accuracy": 100, "stored": 1e-3, "minutes": 1 / 60},
+        axes={
+            "total": Axis("parameters", 1, "What fewer parameters cost"),
+            "stored": Axis("stored in the checkpoint, kB", 1, _STORED_ASKS),
+        },
+        rows_are="method",
+        digits=2,
+    ),
+}

@@ -1,0 +1,81 @@
+"""Translation: parallel text, scored by BLEU and chrF."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from hf_freeze import data as hf_data
+from hf_freeze.experiments.tasks.base import Outcome, Task
+from hf_freeze.experiments.tasks.data_forms import data_form
+from hf_freeze.experiments.tasks.items import bleu_items
+from hf_freeze.experiments.tasks.splits import read_splits, take
+from hf_freeze.io import write_whole
+from hf_freeze.metrics import load as load_metric
+from hf_freeze.training.decoding import teacher_translations, translate
+from hf_freeze.training.precision import AUTO, uses_bf16
+
+
+def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
+    """Splits train, dev and test with columns `source` and `target`, as the recipe's `data` section says."""
+    form = data_form(settings)
+    if form == "builtin":
+        corpus = hf_data.builtin_corpus(**settings["builtin"])
+        return take({str(name): split for name, split in corpus.items()}, settings)
+    if form == "hub":
+        columns = {"source": settings["source"], "target": settings["target"], "name": settings.get("name")}
+        return read_splits(settings, lambda split: hf_data.load_hub_parallel(settings["hub"], split, **columns))
+    root = Path(settings.get("root", "."))
+    return read_splits(settings, lambda files: hf_data.read_parallel(*(root / file for file in files)))
+
+
+def encode(split: datasets.Dataset, tokenizer: Any, run: dict[str, Any] | None = None) -> datasets.Dataset:
+    """Columns `input_ids` and `labels` from `source` and `target`."""
+
+    def ids(batch: dict[str, list[str]]) -> dict[str, Any]:
+        return {
+            "input_ids": tokenizer(batch["source"], truncation=True)["input_ids"],
+            "labels": tokenizer(batch["target"], truncation=True)["input_ids"],
+        }
+
+    return split.map(ids, batched=True, remove_columns=split.column_names, keep_in_memory=True)
+
+
+def taught(split: datasets.Dataset, teacher: Path, run: dict[str, Any]) -> datasets.Dataset:
+    """`split` with the translations of the run in the folder `teacher` as its targets, decoded once and kept there."""
+    translations = teacher_translations(
+        teacher / "model",
+        list(split["source"]),
+        teacher / "translations-train.jsonl",
+        bf16=uses_bf16(run["training"].get("bf16", AUTO)),
+        **run["decoding"],
+    )
+    return split.remove_columns("target").add_column("target", translations)
+
+
+def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    sentences, references = list(split["source"]), list(split["target"])
+    translations = [""] * len(sentences)
+    if trainer.is_world_process_zero():  # the others wait
+        translations = translate(model, tokenizer, sentences, bf16=trainer.args.bf16, **run["decoding"])
+        write_whole(folder / "translations.txt", "\n".join(translations) + "\n")
+    scores: dict[str, Any] = {
+        name: load_metric(name).compute(predictions=translations, references=references)
+        for name in ("sacrebleu", "chrf")
+    }
+    return Outcome(
+        metrics={"test_bleu": scores["sacrebleu"]["score"], "test_chrf": scores["chrf"]["score"]},
+        items=bleu_items(translations, references),
+        signatures={"test_bleu": scores["sacrebleu"]["signature"], "test_chrf": scores["chrf"]["signature"]},
+    )
+
+
+TASK = Task(
+    head="seq2seq-lm",
+    eos="after",
+    load=load_data,
+    texts=lambda split: [*split["source"], *split["target"]],
+    encode=encode,
+    test=_test,
+)

@@ -1,0 +1,41 @@
+"""Where the runs of a grid lie, and what their folders hold: names and readers of files, for all that write or read them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+COMMANDS = "command.txt"  # in the folder of a grid, a line each
+PRECISION = "precision.txt"  # in the folder of a grid: what `training.bf16: auto` means in all of its runs
+LATENCY = "latency.json"  # in the folder of a run: how long its model decodes, as benchmarks/run_latency.py leaves it
+HEAD_SCORES = "head_scores.json"  # in the folder of a run: name of a score -> attention -> a number for each head
+
+
+def run_folder(out: Path, run: dict[str, Any]) -> Path:
+    return out / f"row-{run['row']}-seed-{run['seed']}"
+
+
+def start_folder(out: Path, run: dict[str, Any]) -> Path | None:
+    """The folder of the run that `run` starts from, in `out` or another grid; None where it starts from fresh weights."""
+    return run_folder(Path(run["start"].get("grid", out)), run["start"]) if "start" in run else None
+
+
+def teacher_folder(out: Path, run: dict[str, Any]) -> Path | None:
+    """The folder of the run whose model `run` learns from; None where it learns from none."""
+    return run_folder(out, run["teacher"]) if "teacher" in run else None
+
+
+def needed_folders(out: Path, run: dict[str, Any]) -> list[Path]:
+    """The folders of the runs that must be finished before `run`."""
+    return [folder for folder in (start_folder(out, run), teacher_folder(out, run)) if folder is not None]
+
+
+def commands_of(out: Path) -> list[str]:
+    """The commands that the runs of a grid were made by."""
+    file = out / COMMANDS
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+
+
+def read_head_scores(folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Those in the folder of a run; empty where none were measured."""
+    path = folder / HEAD_SCORES
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
