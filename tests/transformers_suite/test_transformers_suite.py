@@ -62,3 +62,11 @@ def test_a_variant_passes_what_its_backbone_passes(suite, number):
         outdated = [difference.why for difference in meant if not any(map(difference.covers, lost))]
         assert not outdated, f"listed in differences.py, but not seen: {outdated}"
     assert len(failures) < len(outcomes), "no test passed"
+
+
+def test_every_test_of_transformers_has_its_cells(suite):
+    names, count = names_of(suite), len(CELLS)
+    turns = [in_turn(names, SLOW, number, count) for number in range(count)]
+    assert set().union(*turns) == set(names)
+    assert set(SLOW) <= set(names)
+    assert len(turns[0]) > 100
