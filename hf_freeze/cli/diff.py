@@ -22,7 +22,7 @@ def diff(
     Example: hf-freeze diff runs/freeze-ablation/row-0-seed-1/model runs/freeze-ablation/row-3-seed-1/model
     """
     from hf_freeze.analysis.diff import KINDS, SAME, compare
-    from hf_freeze.model.make import load_model
+    from hf_freeze.model.loading import load_model
     from hf_freeze.publish.cards import shortened
 
     with terminal.one_line_errors():

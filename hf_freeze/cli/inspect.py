@@ -28,7 +28,7 @@ def inspect(
     Example: hf-freeze inspect runs/freeze-ablation/row-3-seed-1/model --latency --tokens 1 64
     """
     from hf_freeze.analysis.accounting import count_parameters, multiply_adds, stored_bytes
-    from hf_freeze.model.make import empty_model
+    from hf_freeze.model.loading import empty_model
     from hf_freeze.publish.cards import shortened
 
     with terminal.one_line_errors():

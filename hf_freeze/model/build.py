@@ -60,7 +60,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         self._collect_ties()
         # 4. What is frozen, and what is not stored because a seed regenerates it.
         self._collect_unstored()
-        self._apply_freeze()
+        self.apply_freeze()
         # 5. Values: fresh draws, then the seeded tensors. On meta there are none yet; `from_pretrained` fills them in and calls
         #    `initialize_weights` at its end.
         if not any(parameter.is_meta for parameter in self.parameters()):
@@ -101,10 +101,8 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         # A native tie whose source is tied by a method now ends there.
         self._own_ties = {t: _end_of(ties, s) for t, s in ties.items() if t in by_methods or s in by_methods}
         self.all_tied_weights_keys = native | self._own_ties
-        for module, prefix in {
-            self: "",
-            self.base_model: full_name(self, ""),
-        }.items():  # the base model can be saved alone
+        prefixes = {self: "", self.base_model: full_name(self, "")}  # the base model can be saved alone
+        for module, prefix in prefixes.items():
             declare_ties(module, prefix, self._own_ties, self._gone_ties)
 
     def tie_weights(self, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> None:
@@ -143,13 +141,12 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         """Constants are computed, so they are not stored, though native classes do store them."""
         constants = {name for name, _ in self.named_parameters() if self._component(name) == "constant"}
         on_save, on_load = keys_to_ignore(self)
-        trained_bias = {
-            self.architecture.output_bias
-        } & self._parameters.keys()  # natively a buffer, which may be missing
+        # Natively a buffer, which a checkpoint may lack.
+        trained_bias = {self.architecture.output_bias} & self._parameters.keys()
         self._ignored = on_save | constants, (on_load - trained_bias) | constants
         self._declared_digests = frozenset(self.config.digests)
 
-    def _apply_freeze(self) -> None:
+    def apply_freeze(self) -> None:
         """Set `requires_grad`, and find out which tensors are seeded: neither stored nor expected in a checkpoint."""
         frozen: set[str] = {n for n, _ in canonical_parameters(self) if self._component(n) == "constant"}
         self.seeded_tensors = {}
@@ -202,7 +199,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         if self.config.init == "marian":
             draw_like_marian(self, fresh)
         balance_factors(self, fresh)
-        self._apply_freeze()  # loading has made every loaded tensor trainable
+        self.apply_freeze()  # loading has made every loaded tensor trainable
         regenerate(self)
 
     # -- and back ----------------------------------------------------------------------------------------------------------

@@ -1,15 +1,20 @@
-"""`make_variant`: from a backbone and methods to a variant."""
+"""What happens in `make_variant`: from a backbone and methods to a variant.
+
+1. The arguments are checked.
+2. `_variant_config` makes the config of the variant: that of the backbone, with the methods as plain data. Its construction
+   checks each method against the sizes of the backbone and against the methods before it (`config.py`, `methods/order.py`).
+3. The variant class builds the model from that config: backbone, structure, ties, freezing, values (`build.py`).
+4. A config as backbone needs 2 and 3 once (`_from_config`). For a backbone with weights they are repeated for each method that
+   changes the structure, and this method converts the weights of the model before it (`_from_model`).
+"""
 
 import copy
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from huggingface_hub.utils import HFValidationError, validate_repo_id
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name
@@ -22,6 +27,7 @@ from hf_freeze.methods.registry import method_to_dict
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.classes import VARIANT_CLASSES
 from hf_freeze.model.config import INITS
+from hf_freeze.model.loading import check_exists
 from hf_freeze.model.merging import copy_runtime
 from hf_freeze.model.resizing import vocabulary_size
 from hf_freeze.model.token_ids import renumber_token_ids
@@ -39,21 +45,28 @@ def make_variant(
     """Apply `methods`, in order, to a backbone; returns a variant, which is an instance of the backbone's class.
 
     `backbone`: a model (its weights are kept), a config (fresh weights; also under `torch.device("meta")`), or a Hub id or
-    directory. It is never modified; where it is a variant, its own methods come first. `task`: one of `AUTO_CLASSES`;
-    needed where the backbone is a config or a name. `init`: how trainable fresh weights are drawn, natively or `"marian"` (Glorot
+    directory. It is never modified. If it is itself a variant, its own methods come first. `task`: a key of `AUTO_CLASSES`;
+    required for a config or a name. `init`: how trainable fresh weights are drawn, natively or as `"marian"` does (Glorot
     matrices, tables U(±sqrt(3/d)), and a trained output bias where the native class has a constant one). `seed`: of the
     fresh weights.
 
     Raises ValueError for an unsupported backbone, task, init or method setting, FileNotFoundError for a missing directory.
     """
-    model = _made(backbone, methods, task, init, seed)
+    _check_arguments(backbone, methods, task, init)
+    if isinstance(backbone, PreTrainedConfig):
+        variant = _from_config(backbone, methods, task, init, seed)
+    elif isinstance(backbone, PreTrainedModel):
+        variant = _from_model(backbone, methods)
+    else:
+        check_exists(backbone)
+        variant = _from_model(AUTO_CLASSES[str(task)].from_pretrained(backbone), methods)
     for method in methods:
         if (teacher := getattr(method, "teacher", None)) is not None:
-            model.set_teacher(teacher)
-    return model
+            variant.set_teacher(teacher)
+    return variant
 
 
-def _made(backbone: Any, methods: Sequence[Method], task: str | None, init: str, seed: int) -> Any:
+def _check_arguments(backbone: Any, methods: Any, task: str | None, init: str) -> None:
     if isinstance(methods, Method):
         raise ValueError(f"methods is a list: write [{methods!r}]")
     for method in methods:
@@ -61,48 +74,71 @@ def _made(backbone: Any, methods: Sequence[Method], task: str | None, init: str,
             raise ValueError(f"methods must be instances such as methods.Freeze(ffn='random'), not {method!r}")
     if init not in INITS:
         raise ValueError(f"unknown init {init!r}; choose from {list(INITS)}")
-    is_model = isinstance(backbone, PreTrainedModel)
-    if not is_model and not isinstance(backbone, (transformers.PreTrainedConfig, str, os.PathLike)):
+    is_model, is_config = isinstance(backbone, PreTrainedModel), isinstance(backbone, PreTrainedConfig)
+    if not is_model and not is_config and not isinstance(backbone, str | os.PathLike):
         raise ValueError(f"backbone must be a model, a config or a name, not {type(backbone).__name__}")
     if task not in AUTO_CLASSES and not (is_model and task is None):
         raise ValueError(f"task={task!r}: a config or name needs one of {list(AUTO_CLASSES)}")
+    if not is_config and init != "backbone":
+        what = "the backbone is a model with weights" if is_model else f"{backbone!r} names trained ones"
+        raise ValueError(f"init={init!r} draws fresh weights, but {what}: pass a config")
     for method in methods:
-        if method.from_scratch and not isinstance(backbone, transformers.PreTrainedConfig):
+        if method.from_scratch and not is_config:
             raise ValueError(
                 f"method {method.name!r}: its blocks train from scratch and cannot take over trained weights; pass the config of "
                 "the backbone, not a model or a name"
             )
-    if is_model:
-        if init != "backbone":
-            raise ValueError(
-                f"init={init!r} draws fresh weights, but the backbone is a model with weights: pass its config"
-            )
-        return _from_model(backbone, methods)
-    if isinstance(backbone, transformers.PreTrainedConfig):
-        return _from_config(backbone, methods, task, init, seed)
-    if init != "backbone":
-        raise ValueError(f"init={init!r} draws fresh weights, but {backbone!r} names trained ones: pass a config")
-    check_exists(backbone)
-    auto_class = AUTO_CLASSES[str(task)]
-    return _from_model(auto_class.from_pretrained(backbone), methods)
 
 
 def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, seed: int) -> Any:
-    drawn = next((number for number, method in enumerate(methods) if method.converts_fresh), len(methods))
-    for method in methods[drawn:]:
+    """A variant with fresh weights; methods from the first that cannot draw values on are applied to these weights."""
+    fresh = next((number for number, method in enumerate(methods) if method.converts_fresh), len(methods))
+    for method in methods[fresh:]:
         if method.from_scratch:
             raise ValueError(
-                f"method {method.name!r}: its blocks train from scratch, and {methods[drawn].name!r} before it takes weights "
+                f"method {method.name!r}: its blocks train from scratch, and {methods[fresh].name!r} before it takes weights "
                 f"over; put {method.name!r} first"
             )
     variant_class = _variant_class(_native_class(config, task))
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
-        model = variant_class(_variant_config(variant_class, config, methods[:drawn], init))
+        model = variant_class(_variant_config(variant_class, config, methods[:fresh], init))
     for method in model.methods:
         _prepare(method, model)
     regenerate(model)  # `prepare` may have copied fresh values over seeded ones
-    return _from_model(model, methods[drawn:]) if methods[drawn:] else model
+    return _from_model(model, methods[fresh:]) if methods[fresh:] else model
+
+
+def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
+    """A variant with the weights of `model`, by way of one model for each method that changes the structure."""
+    variant_class = _variant_class(type(model))
+    added = list(added)
+    on_meta = model.device.type == "meta"
+    structural = {number for number, method in enumerate(added, 1) if method.structural}
+    # Later methods may select by seeded values, so these are drawn when their method has its turn.
+    seeding = {number for number, method in enumerate(added, 1) if method.part(SeededValues)}
+    current: Any = model
+    for number in sorted({*structural, *seeding, len(added)}):
+        if number and not on_meta:
+            added[number - 1] = _decided(added[number - 1], current)
+        config = _variant_config(variant_class, model.config, added[:number], "backbone")
+        with torch.device("meta") if on_meta else no_draws():
+            new = variant_class(config)
+        if not on_meta:
+            new.tie_weights(recompute_mapping=False)  # `no_draws` leaves the ties out too
+            _copy_weights(current, new, strict=number not in structural)
+            if number in structural:
+                added[number - 1].convert(current, new)
+                new.tie_weights(recompute_mapping=False)  # `convert` may have put new modules in
+                _prepare(added[number - 1], new)
+            new.apply_freeze()  # `convert` may have put modules in, which are trainable
+            new.config.digests = {}
+            regenerate(new)
+        current = new
+    copy_runtime(model, current)
+    if getattr(current, "generation_config", None) is not None:
+        renumber_token_ids(current.generation_config, added, vocabulary_size(model.config))
+    return current
 
 
 def _native_class(config: Any, task: Any) -> type[PreTrainedModel]:
@@ -123,47 +159,17 @@ def _variant_class(model_class: type[PreTrainedModel]) -> Any:
 
 
 def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], init: str) -> Any:
-    data = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name != "model_type"}
-    data |= data.get("original_fields", {}) | {"original_fields": None}
-    data["methods"] = data.get("methods", []) + [method_to_dict(method) for method in added]
-    data["init"] = data.get("init", init) if init == "backbone" else init
-    # Freezing and randomising anew changes what the digests are of.
-    data |= {"digests": {}, "hf_freeze_version": __version__, "architectures": [variant_class.__name__]}
-    made = variant_class.config_class.from_dict(data)
-    renumber_token_ids(made, added, vocabulary_size(config))
-    copy_attention_implementation(config, made)
-    return made
-
-
-def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
-    """Up to each structural method in turn, so that its `convert` sees what its predecessors left; freezing comes last."""
-    variant_class = _variant_class(type(model))
-    added = list(added)
-    steps = [number for number, method in enumerate(added, 1) if method.structural]
-    # Later methods may select by seeded values, so these are drawn when their method has its turn.
-    seeding = [number for number, method in enumerate(added, 1) if method.part(SeededValues)]
-    current: Any = model
-    for step in sorted({*steps, *seeding, len(added)}):
-        if step and model.device.type != "meta":
-            added[step - 1] = _decided(added[step - 1], current)
-        config = _variant_config(variant_class, model.config, added[:step], "backbone")
-        with torch.device("meta") if model.device.type == "meta" else no_draws():
-            new = variant_class(config)
-        if model.device.type != "meta":
-            new.tie_weights(recompute_mapping=False)  # no_init_weights leaves the ties out too
-            _load_matching(new, current, strict=step not in steps)
-            if step in steps:
-                added[step - 1].convert(current, new)
-                new.tie_weights(recompute_mapping=False)  # it may have put new modules in
-                _prepare(added[step - 1], new)
-            new._apply_freeze()  # `convert` may have put modules in, which are trainable
-            new.config.digests = {}
-            regenerate(new)
-        current = new
-    copy_runtime(model, current)
-    if getattr(current, "generation_config", None) is not None:
-        renumber_token_ids(current.generation_config, added, vocabulary_size(model.config))
-    return current
+    """A config of `variant_class`: the fields of `config`, its methods if it is a variant's, and those that are `added`."""
+    fields = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name != "model_type"}
+    fields |= fields.get("original_fields", {}) | {"original_fields": None}
+    fields["methods"] = fields.get("methods", []) + [method_to_dict(method) for method in added]
+    fields["init"] = fields.get("init", init) if init == "backbone" else init
+    # The new methods may change the tensors that the digests are of.
+    fields |= {"digests": {}, "hf_freeze_version": __version__, "architectures": [variant_class.__name__]}
+    variant_config = variant_class.config_class.from_dict(fields)
+    renumber_token_ids(variant_config, added, vocabulary_size(config))
+    copy_attention_implementation(config, variant_config)
+    return variant_config
 
 
 def _decided(method: Method, old: Any) -> Method:
@@ -182,59 +188,9 @@ def _prepare(method: Method, model: Any) -> None:
         method.prepare(model, model.architecture)
 
 
-def _load_matching(new: Any, old: Any, *, strict: bool) -> None:
+def _copy_weights(old: Any, new: Any, *, strict: bool) -> None:
+    """Copy all tensors of the same name and shape; `strict`: there must be no others."""
     new.to(device=old.device, dtype=old.dtype)
     shapes = {name: tensor.shape for name, tensor in new.state_dict().items()}
     state = {name: tensor for name, tensor in old.state_dict().items() if strict or shapes.get(name) == tensor.shape}
     new.load_state_dict(state, strict=strict)
-
-
-def check_exists(name: str | os.PathLike[str]) -> None:
-    """Raise FileNotFoundError where `name` is no folder here and cannot be a Hub id either, such as `./missing` or `a/b/c`."""
-    if Path(name).exists():
-        return
-    try:
-        validate_repo_id(os.fspath(name))
-    except HFValidationError:
-        message = (
-            f"{name} does not exist: neither a folder here nor a Hub id such as 'bert-base-uncased' or 'user/model'"
-        )
-        raise FileNotFoundError(message) from None
-
-
-def empty_model(name: str | os.PathLike[str]) -> Any:
-    """The model of a directory or Hub id on `meta`, of the class that it was saved from: its structure without its weights.
-
-    Raises ValueError for an architecture that is not registered, FileNotFoundError for a missing directory.
-    """
-    config, model_class = _saved_class(name)
-    with torch.device("meta"):
-        model = model_class(config)
-    return model.to(config.dtype or torch.float32)
-
-
-def load_model(name: str | os.PathLike[str]) -> Any:
-    """The model of a directory or Hub id, of the class that it was saved from.
-
-    Raises ValueError where that class is not supported, FileNotFoundError for a missing directory.
-    """
-    config, model_class = _saved_class(name)
-    if model_class.__name__ not in (config.architectures or ()):
-        raise ValueError(
-            f"{name} holds {config.architectures or 'no class of model'}; choose from {list(_classes(config))}"
-        )
-    return model_class.from_pretrained(name)
-
-
-def _saved_class(name: str | os.PathLike[str]) -> tuple[Any, Any]:
-    """The config of a saved model, and the class that wrote it; where that is unknown, that of the first task."""
-    check_exists(name)
-    config = AutoConfig.from_pretrained(name)
-    classes = _classes(config)
-    named = [c for name, c in classes.items() if name in (config.architectures or ())]
-    return config, (named or list(classes.values()))[0]
-
-
-def _classes(config: Any) -> dict[str, Any]:
-    found = (native_class(task, type(config)) for task in architecture_of(config.model_type).tasks)
-    return {each.__name__: each for each in found}

@@ -89,7 +89,7 @@ class ResizingMixin(_Model):
         if len(set(held)) < len(held):
             raise ValueError("resizing tied two tables that were apart, and both are random; merge() first")
         before = self.seeded_tensors
-        self._apply_freeze()
+        self.apply_freeze()
         for name, definition in self.seeded_tensors.items():
             if definition != before.get(name):
                 self.config.digests.pop(base_name(self, name), None)

@@ -111,7 +111,7 @@ class TrainingMixin(_Model):
             method.finalize(model, self.architecture) if method.finalizable else method for method in self.methods
         ]
         self.config.set_methods(self.methods)
-        model._apply_freeze()
+        model.apply_freeze()
 
     def set_teacher(self, teacher: Any) -> None:
         """Give the model that Distillation learns from, or None. It is neither stored nor copied with this one.

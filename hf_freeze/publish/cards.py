@@ -17,7 +17,7 @@ from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.compat.transformers import mapped_class
 from hf_freeze.methods.registry import METHODS
 from hf_freeze.model.build import VariantMixin
-from hf_freeze.model.make import empty_model
+from hf_freeze.model.loading import empty_model
 from hf_freeze.run_folder import commands_of, run_folder
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from hf_freeze.architectures.base import canonical_parameters
 from hf_freeze.compat.transformers import keys_to_ignore
-from hf_freeze.model.make import empty_model
+from hf_freeze.model.loading import empty_model
 from hf_freeze.publish.cards import Made, model_card, published_record, read_made, task_of
 from hf_freeze.publish.remote_code import write_loader
 

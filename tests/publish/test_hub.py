@@ -27,7 +27,7 @@ from hf_freeze.cli import app
 from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.runs.grid import run_grid
 from hf_freeze.model.build import VariantMixin
-from hf_freeze.model.make import empty_model
+from hf_freeze.model.loading import empty_model
 from hf_freeze.publish.cards import model_card, read_made
 from hf_freeze.publish.hub import assemble, check_whole, push, push_model
 

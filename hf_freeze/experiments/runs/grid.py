@@ -21,7 +21,7 @@ from hf_freeze.experiments.runs.on_ray import RayOptions, RayTasks
 from hf_freeze.experiments.runs.precision import precision_of
 from hf_freeze.experiments.runs.processes import Processes
 from hf_freeze.experiments.runs.progress import show_progress, summary_line
-from hf_freeze.model.make import check_exists
+from hf_freeze.model.loading import check_exists
 from hf_freeze.run_folder import needed_folders, run_folder, start_folder
 
 

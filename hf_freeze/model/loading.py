@@ -1,0 +1,64 @@
+"""Open a saved model, native or a variant, by the class that it was saved from."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+from transformers import AutoConfig
+
+import hf_freeze.model.classes  # noqa: F401 (registers the variants)
+from hf_freeze.architectures.registry import architecture_of
+from hf_freeze.architectures.tasks import native_class
+
+
+def check_exists(name: str | os.PathLike[str]) -> None:
+    """Raise FileNotFoundError if `name` is not a folder and cannot be a Hub id, such as `./missing` or `a/b/c`."""
+    if Path(name).exists():
+        return
+    try:
+        validate_repo_id(os.fspath(name))
+    except HFValidationError:
+        message = (
+            f"{name} does not exist: neither a folder here nor a Hub id such as 'bert-base-uncased' or 'user/model'"
+        )
+        raise FileNotFoundError(message) from None
+
+
+def empty_model(name: str | os.PathLike[str]) -> Any:
+    """The model of a directory or Hub id on `meta`, of the class that it was saved from: its structure without its weights.
+
+    Raises ValueError for an architecture that is not registered, FileNotFoundError for a missing directory.
+    """
+    config, model_class = _saved_class(name)
+    with torch.device("meta"):
+        model = model_class(config)
+    return model.to(config.dtype or torch.float32)
+
+
+def load_model(name: str | os.PathLike[str]) -> Any:
+    """The model of a directory or Hub id, of the class that it was saved from.
+
+    Raises ValueError if that class is not supported, FileNotFoundError for a missing directory.
+    """
+    config, model_class = _saved_class(name)
+    if model_class.__name__ not in (config.architectures or ()):
+        raise ValueError(
+            f"{name} holds {config.architectures or 'no class of model'}; choose from {list(_classes(config))}"
+        )
+    return model_class.from_pretrained(name)
+
+
+def _saved_class(name: str | os.PathLike[str]) -> tuple[Any, Any]:
+    """The config of a saved model and the class that wrote it; if the config names none, the class of the first task."""
+    check_exists(name)
+    config = AutoConfig.from_pretrained(name)
+    classes = _classes(config)
+    written_by = [model_class for name, model_class in classes.items() if name in (config.architectures or ())]
+    return config, (written_by or list(classes.values()))[0]
+
+
+def _classes(config: Any) -> dict[str, Any]:
+    classes = (native_class(task, type(config)) for task in architecture_of(config.model_type).tasks)
+    return {model_class.__name__: model_class for model_class in classes}

@@ -1,0 +1,110 @@
+"""Every private name of another library that compat/ uses still exists and does what we use it for.
+
+A failure names what a new version has moved, and the file to mend.
+"""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModel, BertConfig, BertModel, PreTrainedModel, Trainer, initialization
+from transformers.pipelines import PIPELINE_REGISTRY
+from transformers.pipelines.base import Pipeline
+
+import hf_freeze
+from hf_freeze.compat.transformers import is_initialized, mark_initialized, mark_uninitialized
+
+PACKAGE = Path(inspect.getfile(hf_freeze)).parent
+VERSION = f"transformers {transformers.__version__}"
+
+ATTRIBUTES = [  # (owner, name, what we use it for)
+    (PreTrainedModel, "_init_weights", "drawing fresh values of our modules"),
+    (PreTrainedModel, "_get_resized_embeddings", "resizing tables of other forms"),
+    (PreTrainedModel, "_get_resized_lm_head", "resizing output matrices of other forms"),
+    (PreTrainedModel, "_adjust_bias", "resizing the bias of banded outputs"),
+    (PreTrainedModel, "_tied_weights_keys", "declaring ties of methods"),
+    (PreTrainedModel, "_keys_to_ignore_on_save", "leaving seeded tensors out of checkpoints"),
+    (PreTrainedModel, "_keys_to_ignore_on_load_missing", "loading checkpoints without seeded tensors"),
+    (PreTrainedModel, "initialize_weights", "regenerating seeded tensors at the end of from_pretrained"),
+    (PreTrainedModel, "mark_tied_weights_as_initialized", "loading tied buffers"),
+    (PreTrainedModel, "get_expanded_tied_weights_keys", "ties that a method has removed"),
+    (AutoModel, "_model_mapping", "finding the class of a config"),
+    (AutoModel._model_mapping, "_extra_content", "building native base models inside variants"),
+    (BertConfig(), "_attn_implementation", "copying the attention implementation"),
+    (Trainer, "_prepare_inputs", "putting batches on the Trainer's device"),
+    (Pipeline, "_default_generation_config", "the length of generated text in pipelines"),
+    (PIPELINE_REGISTRY, "check_task", "tasks such as translation_tr_to_en"),
+    (nn.Module, "_get_name", "label smoothing of causal language models"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "use"), ATTRIBUTES, ids=[name for _, name, _ in ATTRIBUTES])
+def test_the_name_is_still_there(owner, name, use):
+    label = getattr(owner, "__name__", type(owner).__name__)
+    assert hasattr(owner, name), (
+        f"{VERSION} has no {label}.{name}; hf_freeze needs it for {use}: mend hf_freeze/compat/"
+    )
+
+
+def test_the_mark_of_drawn_values_is_respected():
+    marked, unmarked = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+    mark_initialized([marked])
+    assert is_initialized(marked)
+    assert not is_initialized(unmarked)
+    for parameter in (marked, unmarked):
+        initialization.ones_(parameter)
+    message = f"{VERSION} no longer reads _is_hf_initialized: mend hf_freeze/compat/transformers.py"
+    assert (marked.sum().item(), unmarked.sum().item()) == (0, 4), message
+
+
+def test_a_module_that_is_marked_for_redrawing_is_drawn_again():
+    config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9)
+    model = BertModel(config)
+    linear = model.encoder.layer[0].intermediate.dense
+    linear.weight = nn.Parameter(torch.zeros(8, 8))
+    for name in (
+        "encoder.layer.0.intermediate.dense",
+        "encoder.layer.0.intermediate",
+        "encoder.layer.0",
+        "encoder",
+        "",
+    ):
+        mark_uninitialized(model.get_submodule(name))
+    mark_uninitialized(model.encoder.layer)
+    model.initialize_weights()
+    assert linear.weight.any(), f"{VERSION} no longer redraws such modules: mend hf_freeze/compat/transformers.py"
+
+
+def test_distributed_training_still_asks_which_tensors_to_leave_out():
+    source = inspect.getsource(nn.parallel.DistributedDataParallel)
+    assert "_ddp_params_and_buffers_to_ignore" in source, f"torch {torch.__version__} asks by another name"
+
+
+def test_saving_adapters_alone_is_still_told_by_the_same_mark():
+    source = inspect.getsource(PreTrainedModel.save_pretrained)
+    assert "_hf_peft_config_loaded" in source, f"{VERSION} marks models with PEFT adapters by another name"
+
+
+def test_default_targets_of_peft_are_still_tables_by_model_type():
+    constants = importlib.import_module("peft.utils.constants")
+    tables = [table for table in vars(constants).values() if isinstance(table, dict) and "llama" in table]
+    assert tables, "peft.utils.constants has no table of default targets by model type: mend hf_freeze/compat/peft.py"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_stand_in_compat_alone(path):
+    if path.parent == PACKAGE / "compat":
+        return
+    private = {name for _, name, _ in ATTRIBUTES if name.startswith("_")}
+    private |= {"_is_hf_initialized", "_hf_peft_config_loaded", "_ddp_params_and_buffers_to_ignore", "REMOVED_TASKS"}
+    named = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        named |= {getattr(node, "attr", None), getattr(node, "name", None)}
+        if isinstance(node, ast.Constant):
+            named.add(node.value if isinstance(node.value, str) else None)
+    assert not named & private, f"{path.name} names {sorted(named & private)}: move this to hf_freeze/compat/"
