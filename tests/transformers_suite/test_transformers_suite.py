@@ -1,24 +1,21 @@
 """A variant passes every model test of transformers that its backbone passes, except those in `differences.py`.
 
-By default every architecture without methods, and every method on one architecture and one or two of its
-tasks; with
-HF_FREEZE_TESTS=all in the environment every method on every architecture and task.
+By default every architecture without methods, and every method on one architecture and one or two of its tasks. With
+HF_FREEZE_TESTS=all in the environment, every method on every architecture and task.
 """
 
-import os
 import re
 from pathlib import Path
 
 import pytest
-from differences import SLOW, differences_of
-from fetch import model_tests
-from model_suite import PASSED, Cell, in_turn, load_suite, names_of, run
+from support.cases import ALL
 from transformers import testing_utils
+from transformers_suite.differences import SLOW, differences_of
+from transformers_suite.fetch import model_tests
+from transformers_suite.model_suite import PASSED, Cell, in_turn, load_suite, names_of, run
 
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.methods.registry import METHODS
-
-ALL = os.environ.get("HF_FREEZE_TESTS") == "all"
 
 
 def cells():
