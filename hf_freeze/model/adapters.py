@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -9,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.layers.derived import Computed, Derived
 from hf_freeze.layers.gated import Gated
+from hf_freeze.model.atomic_save import finish_adapter
 
 if TYPE_CHECKING:  # what the mixin is always combined with
     from transformers import PreTrainedModel as _Model
@@ -18,6 +20,12 @@ else:
 
 class AdaptingMixin(_Model):
     """Of a variant: sees to what PEFT puts in."""
+
+    def load_adapter(self, peft_model_id: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the native one; an adapter whose saving was interrupted is completed first."""
+        if peft_model_id is not None:
+            finish_adapter(Path(peft_model_id))
+        return super().load_adapter(peft_model_id, *args, **kwargs)
 
     @property
     def peft_config(self) -> Any:
