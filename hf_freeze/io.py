@@ -1,6 +1,7 @@
 """Files that a killed process, a power cut or a full disk leaves whole."""
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -17,6 +18,34 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Have `target` be the file `source` as well, in one move: by a hard link, or a copy where the file system has none."""
+    part = source.with_name(f"{source.name}.part")
+    part.unlink(missing_ok=True)
+    try:
+        os.link(source, part)
+    except OSError:
+        try:
+            shutil.copyfile(source, part)
+            sync(part)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+    os.replace(part, target)
+    part.unlink(missing_ok=True)  # a rename of one link over another of the same file leaves both
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold the file, or the names in the folder, before this returns."""
+    if path.is_dir() and os.name == "nt":  # folders cannot be opened there
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def whole_lines(path: Path) -> list[str]:

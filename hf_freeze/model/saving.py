@@ -1,16 +1,20 @@
 """Saving, loading and pushing a variant: what a seed regenerates is not stored, and a checkpoint is whole or refused."""
 
 import importlib
+import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from torch import distributed
 
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name
 from hf_freeze.compat.transformers import saves_adapters_alone
+from hf_freeze.model.atomic_save import finish_adapter, replacing_adapter, replacing_model, staged_subfolder
 from hf_freeze.seeded import SeededTensor, digest
 
 if TYPE_CHECKING:  # what the mixin is always combined with
@@ -32,10 +36,19 @@ class SavingMixin(_Model):
     _gone_ties: set[str]
 
     def save_pretrained(
-        self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: Any = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
     ) -> None:
-        """As the native one, without the seeded tensors; weights that the folder holds are removed first, so that one whose
-        writing was stopped holds the old model, the new one, or none. Raises ValueError where a seeded tensor was changed."""
+        """As the native one, without the seeded tensors. A model that the folder holds is replaced in one step: whatever stops
+        the process leaves the old model or the new one. The disk holds both for a moment.
+
+        Raises ValueError where a seeded tensor was changed, or where the folder also holds weights of another `variant=` that
+        the new settings do not fit.
+        """
         for name, definition in self.seeded_tensors.items():
             held = self.get_parameter(name) if state_dict is None else state_dict.get(name)
             if held is None or held.is_meta or type(held).__name__ == "DTensor":
@@ -53,11 +66,28 @@ class SavingMixin(_Model):
         if self._gone_ties:
             self.config.tie_word_embeddings = True
         self.config.hf_freeze_version = __version__
-        adapter_alone = saves_adapters_alone(self)
-        if is_main_process and kwargs.get("variant") is None and not adapter_alone:
-            for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-                Path(save_directory, name).unlink(missing_ok=True)
-        super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
+        grouped = distributed.is_available() and distributed.is_initialized()
+        writes = is_main_process and not (grouped and distributed.get_rank() > 0)
+        if not writes or kwargs.get("distributed_checkpoint") or os.path.isfile(save_directory):
+            super().save_pretrained(save_directory, writes, state_dict, push_to_hub, **kwargs)
+        else:
+            adapter_alone = saves_adapters_alone(self)
+            replacing = replacing_adapter if adapter_alone else replacing_model
+            with replacing(Path(save_directory)) as staged:
+                state = None if state_dict is None else dict(state_dict)  # it is emptied
+                super().save_pretrained(staged, True, state, **kwargs)
+            if push_to_hub:  # of its own files: what else the folder holds stays here
+                options = {"repo_id": Path(save_directory).name} | kwargs
+                with tempfile.TemporaryDirectory() as folder:
+                    super().save_pretrained(folder, True, state_dict, True, **options)
+        if getattr(self.config, "distributed_config", None) is not None:
+            self.barrier_after_gathered_checkpoint_save(self.config.distributed_config)
+
+    def load_adapter(self, peft_model_id: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the native method; an adapter whose saving was interrupted is completed first."""
+        if peft_model_id is not None:
+            finish_adapter(Path(peft_model_id))
+        return super().load_adapter(peft_model_id, *args, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,6 +98,8 @@ class SavingMixin(_Model):
         given = dict(kwargs.get("state_dict") or {})
         if given:  # a copy: the model keeps these tensors, and the seeded ones are written anew
             kwargs["state_dict"] = {name: value.clone() for name, value in given.items()}
+        if pretrained_model_name_or_path is not None:
+            finish_adapter(Path(pretrained_model_name_or_path))
         try:
             loaded: Any = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
@@ -77,6 +109,12 @@ class SavingMixin(_Model):
             raise ValueError(
                 f"the weights of {pretrained_model_name_or_path} are truncated or damaged: {error}"
             ) from error
+        if (staged := staged_subfolder(vars(model.config))) is not None:  # whoever saved it did not come to the end
+            del model.config.transformers_weights
+            if kwargs.get("generation_config") is None and model.can_generate():
+                folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder", ""), staged)
+                settings: Any = transformers.GenerationConfig
+                model.generation_config = settings.from_pretrained(folder)
         where = f"the checkpoint {pretrained_model_name_or_path}"
         if info["mismatched_keys"] and not resizes:
             name, found, wanted = sorted(info["mismatched_keys"])[0]

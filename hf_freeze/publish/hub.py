@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from hf_freeze.architectures.base import canonical_parameters
 from hf_freeze.compat.transformers import keys_to_ignore
+from hf_freeze.model.atomic_save import finish_model
 from hf_freeze.model.loading import empty_model
 from hf_freeze.publish.cards import Made, model_card, published_record, read_made, task_of
 from hf_freeze.publish.remote_code import write_loader
@@ -49,6 +50,7 @@ def push(
     Raises ValueError where the folder holds no whole model, and OSError where the Hub cannot be reached or refuses.
     """
     made = read_made(Path(folder))
+    finish_model(made.model)
     with tempfile.TemporaryDirectory() as stage:
         assemble(made, Path(stage), repo_id, **of_card)
         return _upload(Path(stage), repo_id, private, revision, token, message or f"Push {made.model.parent.name}")

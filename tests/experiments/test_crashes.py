@@ -118,8 +118,7 @@ def test_what_is_killed_at_any_moment_is_whole_or_not_there(work, kills, tmp_pat
         assert found["equal"] == found["runs"]
         assert found["resumed"] > 0
     elif work == "saving":
-        assert found["whole"] > 0
-        assert found["refused"] > 0
+        assert found["whole"] == kills
     else:
         assert found["there"] > 0
 
@@ -218,7 +217,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(limit, tmp_path):
 
 
 @pytest.mark.parametrize("shard", ["50GB", "10KB"])
-def test_new_settings_are_never_taken_with_old_weights(shard, tmp_path, monkeypatch):
+def test_a_failed_save_leaves_the_old_model(shard, tmp_path, monkeypatch):
     config = GPT2Config(**ARCHITECTURES["gpt2"].tiny)
     old, new = (make_variant(config, [methods.Freeze(ffn="random", seed=seed)], task="causal-lm") for seed in (1, 2))
     old.save_pretrained(tmp_path, max_shard_size=shard)
@@ -229,8 +228,9 @@ def test_new_settings_are_never_taken_with_old_weights(shard, tmp_path, monkeypa
     monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", full)
     with pytest.raises(OSError, match="No space left"):
         new.save_pretrained(tmp_path, max_shard_size=shard)
-    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
-        type(new).from_pretrained(tmp_path)
+    kept = type(old).from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(kept[name], value) for name, value in old.state_dict().items())
+    assert not list(tmp_path.glob(".*"))
 
 
 @contextmanager

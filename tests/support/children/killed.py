@@ -85,7 +85,7 @@ def training(folder, kills, draw):
 
 
 def saving(folder, kills, draw):
-    """Two variants of other random values in turns into one folder: it holds one of them, or is refused."""
+    """Two variants of other random values in turns into one folder: it always holds one of them."""
     config = AutoConfig.for_model("gpt2", **ARCHITECTURES["gpt2"].tiny | {"n_embd": 64, "vocab_size": 4000})
     models = [make_variant(config, [methods.Freeze(ffn="random", seed=seed)], task="causal-lm") for seed in (1, 2)]
     expected = [model.state_dict() for model in models]
@@ -95,14 +95,11 @@ def saving(folder, kills, draw):
             model.save_pretrained(folder / "model", max_shard_size=shard)
             time.sleep(0.05)  # for some to find it finished
 
-    found = {"kills": kills, "whole": 0, "refused": 0}
-    while found["whole"] + found["refused"] < kills:
+    models[0].save_pretrained(folder / "model")
+    found = {"kills": kills, "whole": 0}
+    while found["whole"] < kills:
         lives(save, draw.uniform(0, 0.4))
-        try:
-            state = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
-        except (OSError, ValueError):
-            found["refused"] += 1
-            continue
+        state = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
         assert any(all(torch.equal(state[name], one[name]) for name in one) for one in expected), "a mixture was loaded"
         found["whole"] += 1
     return found
