@@ -138,7 +138,7 @@ def lookup(model: Any, tokens: int) -> Work:
     width = model.config.d_model
     batches = itertools.cycle([random_ids(model, tokens) for _ in range(8)])
     if isinstance(table, DeFINEEmbedding):
-        rank, projection = table.kept_table().shape[1], 0
+        rank, projection = table.cached_table().shape[1], 0
     else:
         entries = sum(band.weight.numel() for band in getattr(table, "bands", [table]))
         rank, projection = entries // model.config.vocab_size, bytes_of(table) - 4 * entries

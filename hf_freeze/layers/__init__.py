@@ -1,6 +1,6 @@
-"""What methods put in: linears and tables whose weight follows from fewer, or other, parameters, attentions, blocks."""
+"""The layers that methods insert into a model: linears, embeddings, attentions and convolutions."""
 
-from hf_freeze.layers.adaptive_embedding import AdaptiveEmbedding as AdaptiveEmbedding
+from hf_freeze.layers.adaptive_embedding import AdaptiveInputEmbedding as AdaptiveInputEmbedding
 from hf_freeze.layers.adaptive_embedding import AdaptiveSoftmax as AdaptiveSoftmax
 from hf_freeze.layers.adaptive_embedding import BandedOutput as BandedOutput
 from hf_freeze.layers.convolution import KernelConvolution as KernelConvolution

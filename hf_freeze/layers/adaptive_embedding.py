@@ -1,11 +1,11 @@
-"""Token tables of several widths, and the output matrices that go with them: frequent tokens get wide rows, rare ones narrow
-ones (Grave et al., 2017, "Efficient softmax approximation for GPUs", https://arxiv.org/abs/1609.04309; Baevski & Auli, 2019,
-"Adaptive Input Representations for Neural Language Modeling", https://arxiv.org/abs/1809.10853).
+"""Adaptive embeddings and outputs: frequent tokens get wide rows, rare tokens narrow ones (Grave et al., 2017, "Efficient
+softmax approximation for GPUs", https://arxiv.org/abs/1609.04309; Baevski & Auli, 2019, "Adaptive Input Representations for
+Neural Language Modeling", https://arxiv.org/abs/1809.10853).
 
-Band i holds the ids from c_i to c_(i+1) - 1. The table of the first band has the name `weight` that native models tie by; the
-others, the tails, are modules that hold factors only.
+The vocabulary is cut into bands: band i holds the ids from c_i to c_(i+1) - 1. The table of the first band is named `weight`,
+the name by which native models tie. The other bands, the tails, are submodules.
 
-Shapes: V tokens, n_i of band i, d_i its width, H hidden size, N positions.
+Shapes: V tokens, n_i tokens of band i, d_i width of band i, H hidden size, N positions.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from hf_freeze.layers.factorized_embedding import Factors, LowRankEmbedding, Low
 
 
 def band_edges(cutoffs: Sequence[int], rows: int) -> list[tuple[int, int]]:
-    """The first id of each band and the one after its last."""
+    """(first id, last id + 1) of each band."""
     return list(zip((0, *cutoffs), (*cutoffs, rows), strict=True))
 
 
 class _Banded(Factors):
-    """Holds the factors of the first band itself, and in `tails` those of the others."""
+    """Factors of several bands: `weight` and `projection` are those of the first band, `tails` has those of the others."""
 
     cutoffs: list[int]
     tails: nn.ModuleList
@@ -39,12 +39,12 @@ class _Banded(Factors):
         """(V, H)"""
         return torch.cat([band.weight @ band.projection for band in self.bands])
 
-    def rows_of_last(self, rows: int) -> int:
-        """Of the last band when all have so many. Raises ValueError where it would have none."""
+    def last_band_rows(self, rows: int) -> int:
+        """Rows of the last band if all bands together have `rows`. Raises ValueError if the last band would be empty."""
         if rows <= self.cutoffs[-1]:
             raise ValueError(
                 f"adaptive embeddings with cutoffs={self.cutoffs} cannot be resized to {rows} tokens: the last band begins at "
-                f"{self.cutoffs[-1]}, so at least {self.cutoffs[-1] + 1} must be left"
+                f"{self.cutoffs[-1]}, so the size must be at least {self.cutoffs[-1] + 1}"
             )
         return rows - self.cutoffs[-1]
 
@@ -52,10 +52,10 @@ class _Banded(Factors):
         return f"cutoffs={self.cutoffs}, widths={[band.weight.shape[1] for band in self.bands]}"
 
 
-class AdaptiveEmbedding(_Banded, LowRankEmbedding):
-    """Takes the place of `table` (V, H): a table (n_i, d_i) and a projection (d_i, H), without bias, for each band.
+class AdaptiveInputEmbedding(_Banded, LowRankEmbedding):
+    """Replaces `table` (V, H) by a table (n_i, d_i) and a projection (d_i, H), without bias, for each band.
 
-    Raises ValueError for a resizing to no row of the last band.
+    Resizing raises ValueError if the last band would be empty.
     """
 
     def __init__(self, table: nn.Embedding, cutoffs: Sequence[int], widths: Sequence[int]) -> None:
@@ -68,45 +68,45 @@ class AdaptiveEmbedding(_Banded, LowRankEmbedding):
 
     @property
     def dense_padding_idx(self) -> int | None:
-        """That of the dense table, whatever band it is in."""
+        """The padding id in the dense table, in any band; None without padding."""
         starts = (0, *self.cutoffs)
-        found = (s + b.padding_idx for s, b in zip(starts, self.bands, strict=True) if b.padding_idx is not None)
-        return next(found, None)
+        padding_ids = (s + b.padding_idx for s, b in zip(starts, self.bands, strict=True) if b.padding_idx is not None)
+        return next(padding_ids, None)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(...) token ids -> (..., H)"""
         ids = input.flatten()
-        found = self._gathered(ids) if ids.device.type == "cpu" else self._summed(ids)
-        return found.view(*input.shape, found.shape[-1])
+        embeddings = self._gathered(ids) if ids.device.type == "cpu" else self._summed(ids)
+        return embeddings.view(*input.shape, embeddings.shape[-1])
 
     def _gathered(self, ids: torch.Tensor) -> torch.Tensor:
-        """(N,) -> (N, H), each token multiplied with its band's projection only.
+        """(N,) -> (N, H): multiplies each token with the projection of its own band only.
 
-        In training, a band without tokens gets zero gradients: DistributedDataParallel waits for them.
+        In training, a band without tokens still runs and gets zero gradients: DistributedDataParallel needs them.
         """
-        trained = torch.is_grad_enabled()
-        found = self.weight.new_empty(len(ids), self.projection.shape[1])
+        training = torch.is_grad_enabled()
+        embeddings = self.weight.new_empty(len(ids), self.projection.shape[1])
         for number, (start, band) in enumerate(zip((0, *self.cutoffs), self.bands, strict=True)):
             index = self._inside(ids, number).nonzero()[:, 0]
-            if not len(index) and not trained:
+            if not len(index) and not training:
                 continue
             rows = functional.embedding(ids[index] - start, band.weight, band.padding_idx)
-            # As in LowRankEmbedding: the precision of the table, under autocast too.
-            found.index_copy_(0, index, (rows @ band.projection).to(rows.dtype))
-        return found
+            # As in LowRankEmbedding, the result has the dtype of the table, under autocast too.
+            embeddings.index_copy_(0, index, (rows @ band.projection).to(rows.dtype))
+        return embeddings
 
     def _summed(self, ids: torch.Tensor) -> torch.Tensor:
-        """The same with shapes that do not depend on the ids, whose numbers a GPU would have to be waited for."""
-        found = self.weight.new_zeros(len(ids), self.projection.shape[1])
+        """The same result with shapes that do not depend on the ids, so that a GPU need not synchronise with the CPU."""
+        embeddings = self.weight.new_zeros(len(ids), self.projection.shape[1])
         for number, (start, band) in enumerate(zip((0, *self.cutoffs), self.bands, strict=True)):
             inside = self._inside(ids, number)
             rows = functional.embedding(torch.where(inside, ids - start, 0), band.weight, band.padding_idx)
             rows = rows.masked_fill(~inside[:, None], 0)
-            found = found + (rows @ band.projection).to(rows.dtype)
-        return found
+            embeddings = embeddings + (rows @ band.projection).to(rows.dtype)
+        return embeddings
 
     def _inside(self, ids: torch.Tensor, number: int) -> torch.Tensor:
-        """Which ids band `number` looks up. What is no id falls to the first or last, which raise the error of nn.Embedding."""
+        """bool (N,): the ids of band `number`. Invalid ids count to the first or last band, which raises nn.Embedding's error."""
         if number == 0:
             return ids < self.cutoffs[0]
         inside = ids >= self.cutoffs[number - 1]
@@ -117,9 +117,10 @@ class AdaptiveEmbedding(_Banded, LowRankEmbedding):
 
 
 class BandedOutput(_Banded, LowRankOutput):
-    """Takes the place of `linear` (H -> V): x P_iᵀ E_iᵀ of every band, side by side, with a bias (V) if `linear` has one.
+    """Replaces `linear` (H -> V) by the logits x P_iᵀ E_iᵀ of all bands side by side, plus a bias (V) if `linear` has one.
 
-    `std`: of an entry of the dense matrix when it is fresh; None where the bands will be tied to an AdaptiveEmbedding's.
+    `std`: initial standard deviation of an entry of the dense matrix; None if the bands will be tied to an
+    AdaptiveInputEmbedding's.
     """
 
     def __init__(self, linear: nn.Linear, cutoffs: Sequence[int], widths: Sequence[int], std: float | None) -> None:
@@ -141,15 +142,15 @@ class BandedOutput(_Banded, LowRankOutput):
         return torch.cat([self._logits(x, number, self.bias) for number in range(len(self.bands))], dim=-1)
 
     def _logits(self, x: torch.Tensor, number: int, bias: torch.Tensor | None) -> torch.Tensor:
-        """(..., H) -> (..., n_i) of one band, its part of `bias` (V) included."""
+        """(..., H) -> (..., n_i): the logits of one band, including its part of `bias` (V)."""
         band = self.bands[number]
         start = (0, *self.cutoffs)[number]
-        own = None if bias is None else bias[start : start + band.weight.shape[0]]
-        return functional.linear(functional.linear(x, band.projection), band.weight, own)
+        band_bias = None if bias is None else bias[start : start + band.weight.shape[0]]
+        return functional.linear(functional.linear(x, band.projection), band.weight, band_bias)
 
     @torch.no_grad()
     def resize_bias(self) -> None:
-        """To as many values as there are tokens: new ones are zero."""
+        """Resize the bias to the number of tokens; new values are zero."""
         if self.bias is not None and len(self.bias) != self.out_features:
             self.bias.data = functional.pad(self.bias.data, (0, self.out_features - len(self.bias)))
 
@@ -158,13 +159,14 @@ class BandedOutput(_Banded, LowRankOutput):
 
 
 class AdaptiveSoftmax(BandedOutput):
-    """Takes the place of `linear` (H -> V) and of the softmax after it.
+    """Replaces `linear` (H -> V) and the softmax after it.
 
-    The head is a softmax over the tokens of the first band and one logit for each tail, of a matrix `to_tails` (tails, H); a tail
-    divides what it gets among its tokens by a softmax of its own (Grave et al., 2017, section 4.2). Biases of tokens, where
-    there are some, lie inside these softmaxes.
+    The head is a softmax over the tokens of the first band and one logit for each tail, computed by `to_tails` (tails, H). Each
+    tail distributes its probability over its tokens by a softmax of its own (Grave et al., 2017, section 4.2). Token biases,
+    if any, are added inside these softmaxes.
 
-    `outside`: (module, attribute) of a bias (..., V) that the backbone adds to what comes out; it counts as one of these too.
+    `external_bias`: (module, attribute) of a bias (..., V) that the backbone adds to the output. It is treated as a token bias:
+    `forward` applies it inside the softmaxes and subtracts it from the result.
     """
 
     def __init__(
@@ -173,54 +175,56 @@ class AdaptiveSoftmax(BandedOutput):
         cutoffs: Sequence[int],
         widths: Sequence[int],
         std: float | None,
-        outside: tuple[nn.Module, str] | None = None,
+        external_bias: tuple[nn.Module, str] | None = None,
     ) -> None:
         super().__init__(linear, cutoffs, widths, std)
-        self.outside = outside  # a tuple: as a plain attribute, the model would become a module inside itself
-        made = nn.Linear(self.in_features, len(cutoffs), bias=False, device="meta")
-        made.weight = nn.Parameter(torch.zeros_like(linear.weight[: len(cutoffs)]))
-        self.to_tails = made  # a linear, so that it is drawn as the backbone draws its own
+        # A tuple, because nn.Module would register a plain attribute as a submodule, and the model contains this layer.
+        self.external_bias = external_bias
+        to_tails = nn.Linear(self.in_features, len(cutoffs), bias=False, device="meta")
+        to_tails.weight = nn.Parameter(torch.zeros_like(linear.weight[: len(cutoffs)]))
+        self.to_tails = to_tails  # an nn.Linear, so that the backbone's own initialisation draws it
         self._recorded: list[torch.Tensor] | None = None
 
     def dense_weight(self) -> torch.Tensor:
-        raise NotImplementedError("no one matrix computes an adaptive softmax")
+        raise NotImplementedError("an adaptive softmax has no dense weight")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., H) -> (..., V), log-probabilities in at least fp32, which a further softmax leaves as they are."""
+        """(..., H) -> (..., V), log-probabilities in at least fp32. A softmax over them gives the same probabilities."""
         if self._recorded is not None:
             self._recorded.append(x)
             return x.new_zeros(1, 1, 1)
-        bias = self._biases()
+        bias = self._bias()
         head = self._head(x, bias)
-        first = self.weight.shape[0]
-        parts = [head[..., :first]]
+        head_tokens = self.weight.shape[0]
+        parts = [head[..., :head_tokens]]
         for number in range(1, len(self.bands)):
-            inside = _log_softmax(self._logits(x, number, bias))
-            parts.append(inside + head[..., first + number - 1, None])
-        found = torch.cat(parts, dim=-1)
-        return found if self.outside is None or bias is None else found - bias  # the backbone adds it again
+            within_band = _log_softmax(self._logits(x, number, bias))
+            parts.append(within_band + head[..., head_tokens + number - 1, None])
+        log_probs = torch.cat(parts, dim=-1)
+        # The backbone adds an external bias again.
+        return log_probs if self.external_bias is None or bias is None else log_probs - bias
 
     def loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """(N, H), (N,) token ids -> the sum of -log p, without the logits of tails in which no label lies.
+        """(N, H), (N,) token ids -> the sum of -log p. Each tail computes logits only for the positions whose label it holds.
 
-        Every parameter gets a gradient, which is zero where there is nothing to learn: DistributedDataParallel waits for it.
+        Every parameter gets a gradient, perhaps a zero one: DistributedDataParallel needs all of them.
         """
-        bias = self._biases()
-        head, first = self._head(x, bias), self.weight.shape[0]
-        place, total = labels, head.new_zeros(())
+        bias = self._bias()
+        head, head_tokens = self._head(x, bias), self.weight.shape[0]
+        head_labels, total = labels, head.new_zeros(())
         for number, (start, end) in enumerate(band_edges(self.cutoffs, self.out_features)):
             if number == 0:
                 continue
             inside = (labels >= start) & (labels < end)
-            place = torch.where(inside, first + number - 1, place)
+            head_labels = torch.where(inside, head_tokens + number - 1, head_labels)
             index = inside.nonzero()[:, 0]
-            scores = _log_softmax(self._logits(x[index], number, bias))
-            total = total + functional.nll_loss(scores, labels[index] - start, reduction="sum")
-        return total + functional.nll_loss(head, place, reduction="sum")
+            log_probs = _log_softmax(self._logits(x[index], number, bias))
+            total = total + functional.nll_loss(log_probs, labels[index] - start, reduction="sum")
+        return total + functional.nll_loss(head, head_labels, reduction="sum")
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[torch.Tensor]]:
-        """Inside, the forward keeps what it is given, in the list, and returns one zero, to which a bias can be added."""
+        """Inside this context, the forward appends its input to the list and returns a zero (1, 1, 1) instead of logits."""
         self._recorded = recorded = []
         try:
             yield recorded
@@ -232,9 +236,9 @@ class AdaptiveSoftmax(BandedOutput):
         tails = functional.linear(x, self.to_tails.weight)
         return _log_softmax(torch.cat([self._logits(x, 0, bias), tails], dim=-1))
 
-    def _biases(self) -> torch.Tensor | None:
+    def _bias(self) -> torch.Tensor | None:
         """(V,)"""
-        return self.bias if self.outside is None else getattr(*self.outside).flatten()
+        return self.bias if self.external_bias is None else getattr(*self.external_bias).flatten()
 
 
 def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
@@ -242,14 +246,14 @@ def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_of_table(table: nn.Embedding, start: int, end: int) -> nn.Embedding:
-    """A view of these rows, in which the padding row has its number there."""
+    """A view of the rows from `start` to `end` - 1; its padding index counts from `start`."""
     padding = table.padding_idx
-    own = padding - start if padding is not None and start <= padding < end else None
-    return nn.Embedding(end - start, table.embedding_dim, own, _weight=table.weight.detach()[start:end])
+    band_padding = padding - start if padding is not None and start <= padding < end else None
+    return nn.Embedding(end - start, table.embedding_dim, band_padding, _weight=table.weight.detach()[start:end])
 
 
 def _rows_of_linear(linear: nn.Linear, start: int, end: int) -> nn.Linear:
-    """A view of these outputs, without the bias."""
-    made = nn.Linear(linear.in_features, end - start, bias=False, device="meta")
-    made.weight = nn.Parameter(linear.weight.detach()[start:end])
-    return made
+    """A view of the outputs from `start` to `end` - 1, without the bias."""
+    view = nn.Linear(linear.in_features, end - start, bias=False, device="meta")
+    view.weight = nn.Parameter(linear.weight.detach()[start:end])
+    return view

@@ -1,10 +1,10 @@
-"""Boolean masks as bits, eight to a byte."""
+"""Boolean masks stored as bits, eight in a byte."""
 
 import torch
 
 
 def packed_size(entries: int) -> int:
-    """Bytes of a mask."""
+    """The number of bytes that hold a mask of so many entries."""
     return -(-entries // 8)
 
 

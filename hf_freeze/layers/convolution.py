@@ -1,5 +1,5 @@
-"""Convolutions over time whose kernels are a softmax: fixed, or made of each token (Wu et al., 2019, "Pay Less Attention with
-Lightweight and Dynamic Convolutions", https://arxiv.org/abs/1901.10430).
+"""Lightweight and dynamic convolutions over time: kernels are softmax-normalised, and either parameters or computed from each
+token (Wu et al., 2019, "Pay Less Attention with Lightweight and Dynamic Convolutions", https://arxiv.org/abs/1901.10430).
 
 Shapes: B batch, T tokens, C channels, h heads, K taps of a kernel. The C/h channels of a head share its kernel.
 """
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import initialization
 
-from hf_freeze.layers.derived import Fresh
+from hf_freeze.layers.derived import SelfInitialized
 
 KINDS = ("dynamic", "lightweight")
 _TILE = 32  # tokens whose kernels are laid out as one band matrix
@@ -20,8 +20,8 @@ _TILE = 32  # tokens whose kernels are laid out as one band matrix
 def convolve(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
     """(B, T + K - 1, C), (B, T, h, K) -> (B, T, C): token t gets the sum over k of kernels[t, k] · x[t + k].
 
-    As products of band matrices, one for each head and so many tokens: K multiplications of all the channels, one after another,
-    read and write them K times.
+    It multiplies by band matrices, one for each head and tile of tokens. This is faster than K multiplications one after
+    another, which read and write all channels K times.
     """
     tokens, heads, taps = kernels.shape[1:]
     channels = x.unflatten(-1, (heads, -1))
@@ -30,22 +30,22 @@ def convolve(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
     tile = max(min(tokens, _TILE), taps - 1)
     missing = -tokens % tile
     kernels = functional.pad(kernels, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, tile)).permute(0, 3, 1, 2, 4)
-    # Each row one longer than the band, and read as if it were not: every row starts one further to the right.
+    # Rows are stored one entry longer than the matrix is wide, then read at the matrix width: each row shifts right by one.
     band = functional.pad(kernels, (0, tile)).flatten(-2)[..., : tile * (tile + taps - 1)]
     band = band.unflatten(-1, (tile, tile + taps - 1))  # (B, h, tiles, tile, tile + K - 1)
     tiles = functional.pad(channels, (0, 0, 0, 0, 0, missing + tile - (taps - 1))).unflatten(1, (-1, tile))
-    # Of a tile and the next. (`Tensor.unfold` has a slow gradient.)
+    # A window is a tile and the start of the next tile. (`Tensor.unfold` has a slow gradient.)
     windows = torch.cat([tiles[:, :-1], tiles[:, 1:, : taps - 1]], dim=2)
-    made = band @ windows.permute(0, 3, 1, 2, 4)
-    return made.permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2)[:, :tokens]
+    convolved = band @ windows.permute(0, 3, 1, 2, 4)
+    return convolved.permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2)[:, :tokens]
 
 
-class KernelConvolution(Fresh):
-    """Takes the channels of a token into twice as many, of which one half gates the other ("dynamic"), or into as many
-    ("lightweight"); convolves, with K taps around the token or, if `causal`, up to it; and takes them into C again.
+class KernelConvolution(SelfInitialized):
+    """Input projection, convolution, output projection.
 
-    A kernel is a softmax over its taps of what a linear makes of the token ("dynamic"), or of parameters (h, K). `dropout` leaves
-    out taps in training (DropConnect).
+    The input projection is C -> 2C followed by a gated linear unit ("dynamic") or C -> C ("lightweight"). The convolution has K
+    taps centred on the token or, if `causal`, ending at it. A kernel is a softmax over taps: of a linear of the token
+    ("dynamic") or of parameters (h, K) ("lightweight"). `dropout` drops taps in training (DropConnect).
     """
 
     def __init__(
@@ -63,30 +63,30 @@ class KernelConvolution(Fresh):
         self.initialize_parameters()
 
     def initialize_parameters(self) -> None:
-        """Static kernels, after Glorot; linears are native."""
+        """Draw the kernels of "lightweight" after Glorot. The native initialisation draws the linears."""
         if not self.dynamic:
             bound = (6 / (self.heads + self.taps)) ** 0.5
             initialization.uniform_(self.kernel, -bound, bound)
 
     def inputs(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """(B, T, C) -> (B, T, C): what is convolved, zero where `mask`, bool (B, T), says that there is no token."""
-        made = self.expand(x)
+        """(B, T, C) -> (B, T, C): the inputs of the convolution, zero where `mask`, bool (B, T), is False (padding)."""
+        expanded = self.expand(x)
         if self.dynamic:
-            made = functional.glu(made)
-        return made if mask is None else made * mask[..., None].to(made.dtype)
+            expanded = functional.glu(expanded)
+        return expanded if mask is None else expanded * mask[..., None].to(expanded.dtype)
 
     def forward(self, inputs: torch.Tensor, past: torch.Tensor | None = None) -> torch.Tensor:
-        """(B, T, C) of `inputs`, and (B, K - 1, C) of the tokens before them or None, -> (B, T, C)."""
+        """`inputs` (B, T, C) from `inputs()`, and `past` (B, K - 1, C), those of the tokens before them, or None -> (B, T, C)."""
         kernels = self.kernel(inputs).unflatten(-1, (self.heads, self.taps)) if self.dynamic else self.kernel
         kernels = functional.dropout(kernels.softmax(-1), self.dropout, self.training)
         if past is not None:
-            around = torch.cat([past.to(inputs.dtype), inputs], dim=1)
+            padded = torch.cat([past.to(inputs.dtype), inputs], dim=1)
         else:
             before = self.taps - 1 if self.causal else self.taps // 2
-            around = functional.pad(inputs, (0, 0, before, self.taps - 1 - before))
+            padded = functional.pad(inputs, (0, 0, before, self.taps - 1 - before))
         if not self.dynamic:
             kernels = kernels.to(inputs.dtype).expand(*inputs.shape[:2], -1, -1)
-        return self.project(convolve(around, kernels.to(around.dtype)))
+        return self.project(convolve(padded, kernels.to(padded.dtype)))
 
     def extra_repr(self) -> str:
         return f"taps={self.taps}, heads={self.heads}, kind={KINDS[not self.dynamic]!r}, causal={self.causal}"

@@ -1,5 +1,5 @@
-"""DeFINE: token embeddings that a deep, group-wise network makes of a narrow table (Mehta et al., 2020, "DeFINE: Deep Factorized
-Input Token Embeddings for Neural Sequence Modeling", https://arxiv.org/abs/1911.12385).
+"""DeFINE: token embeddings computed from a narrow table by a deep network of group linears (Mehta et al., 2020, "DeFINE: Deep
+Factorized Input Token Embeddings for Neural Sequence Modeling", https://arxiv.org/abs/1911.12385).
 
 Shapes: V rows of the vocabulary, n columns of the table, k outputs of the last group layer, H hidden size, T tokens.
 """
@@ -16,24 +16,24 @@ from torch import nn
 from torch.nn import functional
 from transformers import initialization
 
+from hf_freeze.layers.expanded_embedding import SLICE, ExpandedEmbedding
 from hf_freeze.layers.group_linear import GroupLinear, mix
-from hf_freeze.layers.made_embedding import SLICE, MadeEmbedding
 from hf_freeze.seeded import uniform
 
 _GELU = 1 / 3 + 1 / (2 * math.pi * math.sqrt(3))  # the mean square of gelu(z), z ~ N(0, 1)
 
 
 def group_counts(depth: int, groups: int) -> list[int]:
-    """Of layers l = 1..depth: max(floor(groups / 2^(l-1)), 1), from many to one."""
+    """Groups of layers l = 1..depth: max(floor(groups / 2^(l-1)), 1)."""
     return [max(groups >> layer, 1) for layer in range(depth)]
 
 
 def output_widths(inputs: int, width: int, counts: Sequence[int]) -> list[int]:
-    """Outputs of each layer, on the line from `inputs` (before the first) to `width` (of the last), rounded up to a multiple of
-    what its groups and those of the next layer, which divide them anew, have in common."""
+    """Outputs of each layer: linear from `inputs` (before the first layer) to `width` (of the last), rounded up to a multiple of
+    its own group count and the next layer's, since both divide them."""
     widths = []
-    for layer, (groups, following) in enumerate(itertools.pairwise(counts), 1):
-        step = math.lcm(groups, following)
+    for layer, (groups, next_groups) in enumerate(itertools.pairwise(counts), 1):
+        step = math.lcm(groups, next_groups)
         exact = Fraction((width - inputs) * layer, len(counts)) + inputs
         widths.append(step * math.ceil(exact / step))
     return [*widths, width]
@@ -52,8 +52,8 @@ class HierarchicalLayer(nn.Module):
         return functional.dropout(functional.gelu(self.norm(self.linear(x))), dropout)
 
     @torch.no_grad()
-    def start(self, name: str) -> None:
-        """As fresh; a seed of 0 and `name` define the blocks."""
+    def reset(self, name: str) -> None:
+        """Draw fresh values. The blocks are a function of seed 0 and `name`."""
         shape, bound = tuple(self.linear.weight.shape), self.linear.bound
         self.linear.weight.copy_(uniform(0, name, shape, bound, device=self.linear.weight.device))
         self.norm.weight.fill_(1)
@@ -61,15 +61,15 @@ class HierarchicalLayer(nn.Module):
             bias.zero_()  # type: ignore[union-attr]
 
 
-class DeFINEEmbedding(MadeEmbedding):
-    """Of a row e of `weight` (V, n), layer l makes x_l = F_l(mix(e, x_{l-1})), the first of e alone, and the row of the token is
-    (W x_N + b) / √H.
+class DeFINEEmbedding(ExpandedEmbedding):
+    """The embedding of a token is (W x_N + b) / √H with x_1 = F_1(e) and x_l = F_l(mix(e, x_{l-1})), e its row of `weight`
+    (V, n).
 
-    The factor 1/√H gives W weights of the size of any other linear's: without it, they would have to be small for rows as short
-    as those of a table, which some backbones lengthen by √H again. Fresh: W such that an entry of a row has the standard
-    deviation `std`; blocks after Glorot.
+    With the factor 1/√H, W has weights of the usual size of a linear. Without it they would have to be small, because rows of a
+    table have a small norm; some backbones multiply them by √H again. Initial values: W such that an entry of a row has the
+    standard deviation `std`; blocks after Glorot.
 
-    `first`: the unit whose parameters this one will be tied to, and whose V x H rows it uses.
+    `first`: the unit that this one will be tied to; this one uses its cached table (V, H).
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class DeFINEEmbedding(MadeEmbedding):
         super().__init__(table, inputs, dropout=dropout)
         new: dict[str, Any] = {"device": table.weight.device, "dtype": table.weight.dtype}
         self.std = std
-        taken = [inputs, *(inputs + width for width in widths[:-1])]
+        input_widths = [inputs, *(inputs + width for width in widths[:-1])]
         self.layers: Any = nn.ModuleList(
-            HierarchicalLayer(*sizes, **new) for sizes in zip(taken, widths, counts, strict=True)
+            HierarchicalLayer(*sizes, **new) for sizes in zip(input_widths, widths, counts, strict=True)
         )
         self.reduce: Any = GroupLinear(widths[-1], table.embedding_dim, 1, **new)
-        self._first = () if first is None else (first,)  # in a tuple: it is no part of this module
+        self._first = () if first is None else (first,)  # in a tuple, so that it is not registered as a submodule
         self.initialize_parameters()
 
     @property
@@ -99,41 +99,44 @@ class DeFINEEmbedding(MadeEmbedding):
         return self.reduce.out_features**-0.5
 
     def initialize_parameters(self) -> None:
-        """The native model draws the table, as it draws every nn.Embedding, and the norms."""
+        """Draw the linears. The native model draws the table, as every nn.Embedding, and the norms."""
         for linear in (*(layer.linear for layer in self.layers), self.reduce):
             linear.initialize_parameters()
         initialization.normal_(self.reduce.weight, std=self.std / self.scale / (_GELU * self.reduce.in_features) ** 0.5)
 
     def features(self, rows: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
         """(T, n) rows of the table -> (T, k)"""
-        made = rows
+        x = rows
         for number, layer in enumerate(self.layers):
-            made = layer(mix(rows, made, layer.linear.groups) if number else rows, dropout)
-        return made
+            x = layer(mix(rows, x, layer.linear.groups) if number else rows, dropout)
+        return x
 
     def expand(self, rows: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
-        """(T, n) rows of the table -> (T, H), in the precision of the table under autocast too."""
+        """(T, n) rows of the table -> (T, H), in the dtype of the table, under autocast too."""
         return (self.reduce(self.features(rows, dropout)) * self.scale).to(rows.dtype)
 
-    def kept_table(self) -> torch.Tensor:
-        """(V, H), kept; by the first of those that are tied, for all."""
-        return self._first[0].kept_table() if self._first else super().kept_table()
+    def cached_table(self) -> torch.Tensor:
+        """(V, H), cached once by the first of the tied units."""
+        return self._first[0].cached_table() if self._first else super().cached_table()
 
     @torch.no_grad()
-    def start_from(self, table: torch.Tensor, rows: torch.Tensor, name: str) -> None:
-        """Fresh group layers, which a seed of 0 and `name` define, on the `rows` (V, n), and W and b with which they come nearest
-        to the `table` (V, H) in the Frobenius norm: least squares in fp64, by the normal equations, a slice at a time."""
+    def fit(self, table: torch.Tensor, rows: torch.Tensor, name: str) -> None:
+        """Approximate `table` (V, H) from `rows` (V, n), which become the `weight`.
+
+        The group layers get fresh values, a function of seed 0 and `name`. W and b minimise the distance to the table in the
+        Frobenius norm: least squares in fp64 by the normal equations, accumulated over slices.
+        """
         self.weight.copy_(rows)
         for number, layer in enumerate(self.layers):
-            layer.start(f"{name}.{number}")
-        twin = copy.deepcopy(self).double()
+            layer.reset(f"{name}.{number}")
+        double = copy.deepcopy(self).double()
         gram, cross = 0, 0
-        for part, wanted in zip(twin.weight.split(SLICE), table.double().split(SLICE), strict=True):
-            x = functional.pad(twin.features(part), (0, 1), value=1)
-            gram, cross = gram + x.T @ x, cross + x.T @ wanted
-        found = torch.linalg.pinv(gram, hermitian=True) @ cross / self.scale
-        self.reduce.weight.copy_(found[None, :-1])
-        self.reduce.bias.copy_(found[-1])
+        for part, target in zip(double.weight.split(SLICE), table.double().split(SLICE), strict=True):
+            x = functional.pad(double.features(part), (0, 1), value=1)
+            gram, cross = gram + x.T @ x, cross + x.T @ target
+        solution = torch.linalg.pinv(gram, hermitian=True) @ cross / self.scale
+        self.reduce.weight.copy_(solution[None, :-1])
+        self.reduce.bias.copy_(solution[-1])
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, hidden={self.reduce.out_features}, dropout={self.dropout}"

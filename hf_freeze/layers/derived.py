@@ -1,7 +1,7 @@
-"""What all linears share whose weight is computed: y = x Wᵀ + b, with W kept for inference once it is computed.
+"""Base classes of linears that compute their weight from other parameters: y = x Wᵀ + b, with W cached for inference.
 
-Shapes: I inputs, O outputs; `weight` and `dense_weight` are (O, I), as in nn.Linear, also where the linear that was replaced is
-GPT-2's Conv1D, whose `weight` is (I, O).
+Shapes: I inputs, O outputs; `weight` and `dense_weight` are (O, I), as in nn.Linear, even if the replaced linear is GPT-2's
+Conv1D, whose `weight` is (I, O).
 """
 
 import itertools
@@ -18,9 +18,9 @@ from hf_freeze.compat.transformers import NeverDrawn
 
 
 def features(linear: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of an nn.Linear, a Conv1D or one of our layers."""
-    found: Any = (linear.nx, linear.nf) if isinstance(linear, Conv1D) else (linear.in_features, linear.out_features)
-    return found
+    """(inputs, outputs) of an nn.Linear, a Conv1D or a layer of hf_freeze."""
+    sizes: Any = (linear.nx, linear.nf) if isinstance(linear, Conv1D) else (linear.in_features, linear.out_features)
+    return sizes
 
 
 def linear_like(
@@ -31,33 +31,35 @@ def linear_like(
     classes: tuple[type[nn.Module], type[nn.Module]] = (nn.Linear, Conv1D),
     device: Any = None,
 ) -> Any:
-    """An nn.Linear or Conv1D (or what `classes` has for them), whichever `linear` is or took the place of, with fresh values: in
-    its dtype, with a bias if it has one, of as many features and on the same device where nothing else is asked for."""
-    own_inputs, own_outputs = features(linear)
-    inputs, outputs = own_inputs if inputs is None else inputs, own_outputs if outputs is None else outputs
-    parameter = placed(linear)
-    with torch.device(parameter.device if device is None else device):
-        made = (
+    """A fresh nn.Linear or Conv1D (or the corresponding one of `classes`), whichever `linear` is or replaced.
+
+    It has the dtype of `linear`, and a bias if `linear` has one. Features and device default to those of `linear`.
+    """
+    old_inputs, old_outputs = features(linear)
+    inputs, outputs = old_inputs if inputs is None else inputs, old_outputs if outputs is None else outputs
+    reference = first_float_tensor(linear)
+    with torch.device(reference.device if device is None else device):
+        new = (
             classes[1](outputs, inputs)
             if dense_class(linear) is Conv1D
             else classes[0](inputs, outputs, bias=linear.bias is not None)
         )
-    return made.to(parameter.dtype)
+    return new.to(reference.dtype)
 
 
-def placed(module: nn.Module) -> torch.Tensor:
-    """A tensor of the module on its device and in its dtype: the first parameter, or of one without any, a buffer."""
+def first_float_tensor(module: nn.Module) -> torch.Tensor:
+    """A tensor with the device and dtype of the module: its first floating-point parameter, or without any, buffer."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     return next(tensor for tensor in tensors if tensor.is_floating_point())
 
 
 def dense_class(linear: nn.Module) -> type[nn.Module]:
-    """nn.Linear or Conv1D: what it is, or took the place of."""
+    """nn.Linear or Conv1D: the class of `linear`, or of the linear that it replaced."""
     return Conv1D if issubclass(getattr(linear, "dense_class", type(linear)), Conv1D) else nn.Linear
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """In which precision autocast multiplies; None where it is off."""
+    """The dtype in which autocast multiplies; None if autocast is off."""
     try:
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     except RuntimeError:  # a device without autocast, such as meta
@@ -65,43 +67,44 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Full precision inside; on a device without autocast, such as meta, it is so anyway."""
+    """A context that turns autocast off; it does nothing on a device without autocast, such as meta."""
     if not torch.amp.is_autocast_available(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
 
 
-class Fresh(nn.Module):
-    """Draws its own fresh values: the native initialisation knows nothing of them."""
+class SelfInitialized(nn.Module):
+    """Initialises its own parameters, which the native initialisation does not know."""
 
     def initialize_parameters(self) -> None:
-        """Draw them, all but those that the native initialisation draws."""
+        """Draw fresh values of all parameters except those that the native initialisation draws."""
 
 
-class Derived(Fresh):
-    """Keeps what inference computes from the parameters, until one of them changes.
+class Derived(SelfInitialized):
+    """Caches the values that inference computes from the parameters, until a parameter changes.
 
-    A change in place through `parameter.data` cannot be seen; switching `train()` and `eval()` forgets everything.
+    In-place changes through `parameter.data` are not detected. `train()` and `eval()` clear the cache.
     """
 
-    # key -> (the tensors it was computed from, their versions and addresses; the value)
+    # key -> ([(source tensor, its version, its address), ...], cached value)
     _kept: dict[Any, tuple[list[Any], Any]] | None = None
 
     def dense_weight(self) -> torch.Tensor:
-        """The weight (O, I) that the forward in eval mode stands for, differentiable."""
+        """The weight (O, I) equivalent to the forward in eval mode, differentiable."""
         raise NotImplementedError
 
     def keep(self, key: Any, compute: Callable[[], Any], sources: Iterable[Any] | None = None) -> Any:
-        """`compute()` under `key`, or what it gave before if no source has changed since: by default any parameter or buffer."""
+        """The cached result of `compute()`, recomputed if a source has changed. Default sources: all parameters and buffers."""
         sources = list(self._sources() if sources is None else sources)
         value = self._find(key, sources)
         if value is not None:
             return value
-        # What is made in inference mode could not be used in training later; autocast would round what is computed.
+        # Tensors created in inference mode cannot be used in training later; autocast would round the result.
         device = next(source.device.type for source in sources if source is not None)
         with torch.inference_mode(False), torch.no_grad(), without_autocast(device):
             value = compute()
-        if not any(source is not None and source.is_inference() for source in sources):  # these count no changes
+        # Inference tensors have no version counter, so changes could not be detected.
+        if not any(source is not None and source.is_inference() for source in sources):
             if self._kept is None:
                 self._kept = {}
             states = [None if source is None else (source, source._version, source.data_ptr()) for source in sources]
@@ -112,7 +115,7 @@ class Derived(Fresh):
         return (*self._parameters.values(), *self._buffers.values())
 
     def _find(self, key: Any, sources: Iterable[Any]) -> Any:
-        """What is kept under `key`, if anything is and no source has changed. This is part of each forward: it has to be fast."""
+        """The cached value of `key`; None if there is none or a source has changed. Every forward calls it: it must be fast."""
         if self._kept is None or key not in self._kept:
             return None
         states, value = self._kept[key]
@@ -125,11 +128,11 @@ class Derived(Fresh):
         return value
 
     def kept_weight(self, device_type: str) -> torch.Tensor:
-        """The dense weight, kept; in the precision of autocast where that is on, which would round it in every forward."""
+        """The cached dense weight. Under autocast it has autocast's dtype, so that a forward need not cast it."""
         dtype = autocast_dtype(device_type)
-        found = self._find(dtype, self._sources())
-        if found is not None:
-            return found
+        weight = self._find(dtype, self._sources())
+        if weight is not None:
+            return weight
 
         def compute() -> torch.Tensor:
             weight = self.dense_weight()
@@ -138,11 +141,11 @@ class Derived(Fresh):
         return self.keep(dtype, compute)
 
     def keeps_weight(self, device_type: str) -> bool:
-        """Whether `kept_weight` has its memory already."""
+        """Whether the dense weight is cached, so that `kept_weight` needs no further memory."""
         return self._kept is not None and autocast_dtype(device_type) in self._kept
 
     def needs_gradient(self) -> bool:
-        """Whether the forward must be differentiable with respect to what the weight is computed from."""
+        """Whether the forward must be differentiable with respect to the parameters that the weight is computed from."""
         return torch.is_grad_enabled() and any(
             parameter.requires_grad
             for name, parameter in self._parameters.items()
@@ -158,11 +161,13 @@ class Derived(Fresh):
         return super()._apply(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_kept"}  # neither copied nor pickled
+        return {
+            name: value for name, value in self.__dict__.items() if name != "_kept"
+        }  # the cache is not copied or pickled
 
 
 class DerivedWeight(Derived):
-    """y = x Wᵀ + b with the dense weight W: kept in inference, computed anew in training."""
+    """y = x Wᵀ + b with the dense weight W: cached in inference, recomputed in every training forward."""
 
     bias: nn.Parameter | None
 
@@ -173,11 +178,14 @@ class DerivedWeight(Derived):
 
 
 class ComputedWeight(NeverDrawn, torch.Tensor):
-    """A weight that the module `owner` computes. Its `data` is set by PEFT when it merges an adapter: the owner takes it, or
-    refuses, where in a plain tensor it would be lost."""
+    """A weight that the module `owner` computes.
+
+    PEFT sets `weight.data` when it merges an adapter. Here that calls `owner.take_weight`, which stores the new weight or raises
+    an error; setting the data of a plain tensor would lose it silently.
+    """
 
     owner: Any
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # what is computed of it is a plain tensor
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # results of operations are plain tensors
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -189,7 +197,7 @@ class ComputedWeight(NeverDrawn, torch.Tensor):
 
 
 class Computed(Derived):
-    """Has a `weight` that is no parameter, but computed anew at each look, (O, I)."""
+    """`weight` (O, I) is a property, computed at each access, not a parameter."""
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -199,22 +207,22 @@ class Computed(Derived):
 
     @weight.setter
     def weight(self, value: torch.Tensor) -> None:
-        if getattr(value, "owner", None) is not self:  # PEFT puts back what it has found
+        if getattr(value, "owner", None) is not self:  # PEFT assigns the weight that it has read back to the module
             self.take_weight(value)
 
     def take_weight(self, weight: torch.Tensor) -> None:
-        """Compute `weight` (O, I) from now on. Raises ValueError where the parameters cannot."""
+        """Set the parameters so that they give `weight` (O, I). Raises ValueError if this is impossible."""
         raise ValueError(f"{type(self).__name__} computes its weight from other parameters, and cannot take another")
 
 
 class DerivedLinear(Computed, DerivedWeight, nn.Linear):
-    """Takes the place of `linear` (nn.Linear or Conv1D), with a bias if that has one, on the same device in the same dtype.
+    """Replaces `linear` (nn.Linear or Conv1D); it has a bias if `linear` has one, and the same device and dtype.
 
-    It is an nn.Linear so that PEFT knows what to do with it, but has no parameter `weight`.
+    It is an nn.Linear, so that PEFT supports it, but has no parameter `weight`.
     """
 
     def __init__(self, linear: nn.Module) -> None:
-        nn.Module.__init__(self)  # that of nn.Linear would draw a weight
+        nn.Module.__init__(self)  # nn.Linear.__init__ would draw a weight
         self.in_features, self.out_features = features(linear)
         self.dense_class = dense_class(linear)
         if linear.bias is None:

@@ -1,8 +1,8 @@
 """DExTra, the deep and light transformation (Mehta et al., 2021, "DeLighT: Deep and Light-weight Transformer",
-https://arxiv.org/abs/2008.00623, §3.1): group linear transforms that first widen, then narrow, and that see their input again
-and again.
+https://arxiv.org/abs/2008.00623, §3.1): group linear layers that first widen, then narrow; the input is mixed into each of
+them.
 
-Shapes: I inputs, O outputs, p what the input is projected to, N group layers, g groups, T tokens.
+Shapes: I inputs, O outputs, p width of the projected input, N group layers, g groups, T tokens.
 """
 
 import math
@@ -14,36 +14,39 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hf_freeze.layers.derived import Fresh
+from hf_freeze.layers.derived import SelfInitialized
+from hf_freeze.layers.expanded_embedding import ExpandedEmbedding
 from hf_freeze.layers.group_linear import GroupLinear, mix, shuffle
-from hf_freeze.layers.made_embedding import MadeEmbedding
 
 SPECS = ("released", "paper")
-STEP = 8  # released: widths are multiples of it
+STEP = 8  # "released" rounds widths up to a multiple of it
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Sizes of a unit. `projected`: the p of "released"; the "paper" has no dense layer before or after the group layers."""
+class DExTraSizes:
+    """Sizes of a unit. `projected`: p of "released"; None for "paper", which has no dense layer before or after the group
+    layers."""
 
     inputs: int
     outputs: int
     projected: int | None
-    groups: tuple[int, ...]  # of each group layer, as all below
-    taken: tuple[int, ...]  # inputs, those mixed in among them
-    widths: tuple[int, ...]  # outputs
+    groups: tuple[int, ...]  # of each group layer
+    input_widths: tuple[int, ...]  # of each group layer, including the mixed-in inputs
+    widths: tuple[int, ...]  # outputs of each group layer
 
 
-def plan(inputs: int, outputs: int, *, depth: int, multiplier: float, groups: int, spec: str, projected: int) -> Plan:
-    """Of a unit with N = `depth` group layers, the widest of `multiplier` · I outputs, at most so many `groups`.
+def dextra_sizes(
+    inputs: int, outputs: int, *, depth: int, multiplier: float, groups: int, spec: str, projected: int
+) -> DExTraSizes:
+    """Sizes of a unit with N = `depth` group layers, a largest width of `multiplier` · I, and at most `groups` groups.
 
-    "released", as the authors' code has it: 2^l groups in layer l, up to `groups`, in the first ⌈N/2⌉ layers, and the same
-    backwards in the others; widths on the line from p to the widest (the `multiplier` to three decimals), and backwards, rounded
-    down to integers and then up to a multiple of 8 and of the groups on both sides; p numbers mixed in from the second layer on;
-    a dense layer before (I → p) and one after (O + p → O).
+    "released" follows the authors' code. The first ⌈N/2⌉ layers have 2^l groups in layer l, up to `groups`; the others mirror
+    them. Widths grow linearly from p to the largest (`multiplier` rounded to three decimals), then mirror; each is rounded down
+    to an integer and then up to a multiple of 8 and of the group counts on both sides. From the second layer on, p numbers are
+    mixed in. A dense layer comes before (I → p) and after (O + p → O) the group layers.
 
-    "paper" (§3.1, eq. 1): 2^(l-1) groups; widths on the line from I to the widest and from there to O; the I inputs themselves
-    mixed in; no dense layers, so that p is ignored.
+    "paper" (§3.1, eq. 1): 2^(l-1) groups; widths grow linearly from I to the largest, then fall to O; the I inputs themselves
+    are mixed in; there are no dense layers, so p is ignored.
     """
     half = -(-depth // 2)
     released = spec == "released"
@@ -59,22 +62,22 @@ def plan(inputs: int, outputs: int, *, depth: int, multiplier: float, groups: in
     line[-1] = Fraction(outputs)
     widths = []
     for layer, exact in enumerate(line):
-        after = counts[layer + 1] if layer + 1 < depth else 1
-        step = max(counts[layer], after, STEP) if released else math.lcm(counts[layer], after)
+        next_groups = counts[layer + 1] if layer + 1 < depth else 1
+        step = max(counts[layer], next_groups, STEP) if released else math.lcm(counts[layer], next_groups)
         exact = math.floor(exact) if released else exact
         widths.append(outputs if layer + 1 == depth else step * math.ceil(exact / step))
-    return Plan(
+    return DExTraSizes(
         inputs=inputs,
         outputs=outputs,
         projected=projected if released else None,
         groups=tuple(counts),
-        taken=(start, *(width + start for width in widths[:-1])),
+        input_widths=(start, *(width + start for width in widths[:-1])),
         widths=tuple(widths),
     )
 
 
 class DExTraLayer(nn.Module):
-    """Group linear, shuffle, one norm for all groups, swish, dropout."""
+    """Group linear, shuffle, one norm shared by all groups, swish, dropout."""
 
     def __init__(self, inputs: int, outputs: int, groups: int, **new: Any) -> None:
         super().__init__()
@@ -84,26 +87,27 @@ class DExTraLayer(nn.Module):
     def forward(self, x: torch.Tensor, dropout: float) -> torch.Tensor:
         """(..., I) -> (..., O)"""
         groups = self.linear.groups
-        # The copy that a shuffle in one with the linear's would save, the gradient of such a one makes several times.
-        made = shuffle(self.linear(x), groups).unflatten(-1, (groups, -1))
-        made = functional.silu(self.norm(made)).flatten(-2)
-        return functional.dropout(made, dropout) if dropout else made
+        # Fusing the shuffle into the linear would save one copy in the forward but cost several in the backward.
+        y = shuffle(self.linear(x), groups).unflatten(-1, (groups, -1))
+        y = functional.silu(self.norm(y)).flatten(-2)
+        return functional.dropout(y, dropout) if dropout else y
 
 
-class DExTraUnit(Fresh):
-    """The transformation that a `plan` gives the sizes of."""
+class DExTraUnit(SelfInitialized):
+    """A DExTra transformation of the given `sizes`."""
 
-    def __init__(self, sizes: Plan, dropout: float, **new: Any) -> None:
+    def __init__(self, sizes: DExTraSizes, dropout: float, **new: Any) -> None:
         super().__init__()
         self.dropout, self.dense = dropout, sizes.projected is not None
-        layers = [DExTraLayer(*each, **new) for each in zip(sizes.taken, sizes.widths, sizes.groups, strict=True)]
+        layer_sizes = zip(sizes.input_widths, sizes.widths, sizes.groups, strict=True)
+        layers = [DExTraLayer(*in_out_groups, **new) for in_out_groups in layer_sizes]
         if sizes.projected is not None:
             first = DExTraLayer(sizes.inputs, sizes.projected, 1, **new)
             layers = [first, *layers, DExTraLayer(sizes.outputs + sizes.projected, sizes.outputs, 1, **new)]
         self.layers: Any = nn.ModuleList(layers)
 
     def initialize_parameters(self) -> None:
-        """The blocks; the norms are native."""
+        """Draw the blocks. The native initialisation draws the norms."""
         for layer in self.layers:
             layer.linear.initialize_parameters()
 
@@ -111,27 +115,27 @@ class DExTraUnit(Fresh):
         """(..., I) -> (..., O)"""
         if dropout is None:
             dropout = self.dropout if self.training else 0.0
-        made, mixed = x, x
+        skip, y = x, x
         for number, layer in enumerate(self.layers):
             if number > self.dense:
-                made = mix(mixed, made, layer.linear.groups)
-            made = layer(made, dropout)
+                y = mix(skip, y, layer.linear.groups)
+            y = layer(y, dropout)
             if self.dense and not number:
-                mixed = made
-        return made
+                skip = y
+        return y
 
 
-class DExTraEmbedding(MadeEmbedding):
-    """√n times the row of the table, made into one of H numbers by a unit, and divided by what the backbone multiplies its
-    embeddings with, `scale`."""
+class DExTraEmbedding(ExpandedEmbedding):
+    """A unit maps √n times the row of the table to H numbers, which are divided by `scale`: the factor by which the backbone
+    multiplies its embeddings."""
 
-    def __init__(self, table: nn.Embedding, sizes: Plan, *, dropout: float, scale: float) -> None:
+    def __init__(self, table: nn.Embedding, sizes: DExTraSizes, *, dropout: float, scale: float) -> None:
         super().__init__(table, sizes.inputs, dropout=dropout)
         self.scale, self.hidden = scale, sizes.outputs
         self.unit = DExTraUnit(sizes, dropout, device=table.weight.device, dtype=table.weight.dtype)
 
     def expand(self, rows: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
-        """(T, n) rows of the table -> (T, H), in the precision of the table under autocast too."""
+        """(T, n) rows of the table -> (T, H), in the dtype of the table, under autocast too."""
         return (self.unit(rows * self.embedding_dim**0.5, dropout) / self.scale).to(rows.dtype)
 
     def extra_repr(self) -> str:
@@ -139,10 +143,9 @@ class DExTraEmbedding(MadeEmbedding):
 
 
 class DExTraAttention(nn.Module):
-    """Takes the place of a self-attention: the `attention`, which is narrower, attends to what a `dextra` unit makes of the
-    hidden states."""
+    """Replaces a self-attention: a DExTra unit narrows the hidden states, then a narrower `attention` attends to them."""
 
-    def __init__(self, attention: Any, sizes: Plan, dropout: float, **new: Any) -> None:
+    def __init__(self, attention: Any, sizes: DExTraSizes, dropout: float, **new: Any) -> None:
         super().__init__()
         self.dextra = DExTraUnit(sizes, dropout, **new)
         self.attention = attention

@@ -12,8 +12,7 @@ from torch import nn
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, full_name
-from hf_freeze.layers.adaptive_embedding import AdaptiveEmbedding as AdaptiveTable
-from hf_freeze.layers.adaptive_embedding import AdaptiveSoftmax, BandedOutput, band_edges
+from hf_freeze.layers.adaptive_embedding import AdaptiveInputEmbedding, AdaptiveSoftmax, BandedOutput, band_edges
 from hf_freeze.layers.factorized_embedding import nearest_factors
 from hf_freeze.methods._linear import check_positive, set_field
 from hf_freeze.methods.base import Method, Model
@@ -105,7 +104,7 @@ class AdaptiveEmbedding(Method):
         widths = self.widths(model.config.hidden_size)
         for name in surgery.token_tables(model, architecture):
             table = surgery.native_table(model, name, self.name)
-            surgery.replace_by_full_name(model, name, AdaptiveTable(table, self.cutoffs, widths))
+            surgery.replace_by_full_name(model, name, AdaptiveInputEmbedding(table, self.cutoffs, widths))
         if (output := surgery.output_name(model, architecture)) is None:
             return
         linear = surgery.native_module(model, output, nn.Linear, self.name)
@@ -114,8 +113,8 @@ class AdaptiveEmbedding(Method):
             made = BandedOutput(linear, self.cutoffs, widths, std)
         else:
             found = surgery.output_bias(model, architecture)
-            outside = None if found is None or linear.bias is not None else found[:2]
-            made = AdaptiveSoftmax(linear, self.cutoffs, widths, std, outside)
+            external_bias = None if found is None or linear.bias is not None else found[:2]
+            made = AdaptiveSoftmax(linear, self.cutoffs, widths, std, external_bias)
         surgery.replace_by_full_name(model, output, made)
 
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:

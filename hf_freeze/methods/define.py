@@ -112,7 +112,7 @@ class DeFINE(Method):
             if f"{name}.weight" not in tied:
                 weight = old.get_submodule(name).weight
                 rows, (projections[f"{name}.weight"],) = nearest_factors([weight], self.map_dim)
-                unit.start_from(weight, rows, base_name(new, name))
+                unit.fit(weight, rows, base_name(new, name))
         output = surgery.output_name(new, new.architecture)
         if output is not None and f"{output}.weight" in tied:
             # Of least squares: the axes that `rows` are the old matrix's coordinates on are orthonormal.

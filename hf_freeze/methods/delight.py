@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention
-from hf_freeze.layers.dextra import SPECS, STEP, DExTraAttention, DExTraEmbedding, Plan, plan
+from hf_freeze.layers.dextra import SPECS, STEP, DExTraAttention, DExTraEmbedding, DExTraSizes, dextra_sizes
 from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.methods._blocks import check_blocks, with_blocks
 from hf_freeze.methods._linear import check_positive, check_share
@@ -103,28 +103,28 @@ class DeLighT(Method):
             raise ValueError(
                 f"DeLighT(map_dim={self.map_dim}): must be at most {_WIDEST} times the hidden size {hidden}"
             )
-        plans = list(self._plans(hidden))
-        step = 2 * math.lcm(STEP, *(groups for sizes in plans for groups in sizes.groups))
+        all_sizes = list(self._all_sizes(hidden))
+        step = 2 * math.lcm(STEP, *(groups for sizes in all_sizes for groups in sizes.groups))
         if hidden % step:
             near = [each for each in (hidden // step * step, (hidden // step + 1) * step) if each]
             raise ValueError(
                 f"DeLighT: the hidden size {hidden} must be a multiple of {step}, for groups that divide half of it; choose from "
                 f"{near}, or fewer groups"
             )
-        for sizes in plans:
+        for sizes in all_sizes:
             self._check_groups(sizes)
 
-    def _plans(self, hidden: int) -> Iterator[Plan]:
-        yield from (self._plan(hidden, hidden // 2, hidden, *block) for block in self.blocks())
+    def _all_sizes(self, hidden: int) -> Iterator[DExTraSizes]:
+        yield from (self._sizes(hidden, hidden // 2, hidden, *block) for block in self.blocks())
         if self.map_dim is not None:
-            yield self._plan(self.map_dim, hidden, hidden, self.n_min, self.m_w)
+            yield self._sizes(self.map_dim, hidden, hidden, self.n_min, self.m_w)
 
-    def _plan(self, inputs: int, outputs: int, hidden: int, depth: int, multiplier: float) -> Plan:
+    def _sizes(self, inputs: int, outputs: int, hidden: int, depth: int, multiplier: float) -> DExTraSizes:
         groups = self.groups
         if groups is None:
             of = hidden if self.spec == "released" else inputs
             groups = max(1, -(-of // 32) if self.spec == "paper" else 2 ** math.ceil(math.log2(of / 32)))
-        return plan(
+        return dextra_sizes(
             inputs,
             outputs,
             depth=depth,
@@ -134,10 +134,10 @@ class DeLighT(Method):
             projected=hidden // 2,
         )
 
-    def _check_groups(self, sizes: Plan) -> None:
+    def _check_groups(self, sizes: DExTraSizes) -> None:
         mixed = sizes.inputs if sizes.projected is None else sizes.projected
-        for groups, taken, width in zip(sizes.groups, sizes.taken, sizes.widths, strict=True):
-            for what, value in (("mixes in", mixed), ("takes", taken), ("makes", width)):
+        for groups, inputs, width in zip(sizes.groups, sizes.input_widths, sizes.widths, strict=True):
+            for what, value in (("mixes in", mixed), ("takes", inputs), ("makes", width)):
                 if value % groups:
                     raise ValueError(
                         f"DeLighT: a layer of {groups} groups {what} {value} numbers, in a unit from {sizes.inputs} to "
@@ -150,7 +150,7 @@ class DeLighT(Method):
             if not name.endswith(".self"):
                 surgery.resize_attention(model, attention, 1, hidden // 2, self.name)
                 continue
-            sizes = self._plan(hidden, hidden // 2, hidden, *self.blocks()[int(name.split(".")[1])])
+            sizes = self._sizes(hidden, hidden // 2, hidden, *self.blocks()[int(name.split(".")[1])])
             surgery.resize_attention(model, attention, 1, hidden // 2, self.name, inputs=hidden // 2)
             new = surgery.device_and_dtype(model, attention.o)
             unit = DExTraAttention(model.base_model.get_submodule(attention.module), sizes, self.dropout, **new)
@@ -164,7 +164,7 @@ class DeLighT(Method):
 
     def _restructure_tables(self, model: Model, architecture: Architecture, hidden: int) -> None:
         scale = hidden**0.5 if getattr(model.config, "scale_embedding", False) else 1.0
-        sizes = self._plan(self.map_dim or 0, hidden, hidden, self.n_min, self.m_w)
+        sizes = self._sizes(self.map_dim or 0, hidden, hidden, self.n_min, self.m_w)
         for name in surgery.token_tables(model, architecture):
             table = surgery.native_table(model, name, self.name)
             surgery.replace_by_full_name(model, name, DExTraEmbedding(table, sizes, dropout=self.dropout, scale=scale))

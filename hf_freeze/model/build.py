@@ -21,7 +21,7 @@ from hf_freeze.compat.transformers import (
     native_base_model,
     set_keys_to_ignore,
 )
-from hf_freeze.layers.derived import Fresh
+from hf_freeze.layers.derived import SelfInitialized
 from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.layers.quantized import STORED
 from hf_freeze.methods.base import Method
@@ -181,7 +181,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         """Draw fresh values of one module: natively, or as the module itself does."""
         if not isinstance(module, LowRankOutput):  # as an nn.Linear, it would be drawn natively too
             native_draw(module)
-        if isinstance(module, Fresh):
+        if isinstance(module, SelfInitialized):
             module.initialize_parameters()
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from torch import nn
 from hf_freeze import surgery
 from hf_freeze.architectures.base import base_name
 from hf_freeze.architectures.registry import architecture_of
-from hf_freeze.layers.adaptive_embedding import AdaptiveEmbedding, BandedOutput
+from hf_freeze.layers.adaptive_embedding import AdaptiveInputEmbedding, BandedOutput
 from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.layers.quantized import Quantized
 from hf_freeze.methods.parts import KeptTokens, ResizedTables, parts_of
@@ -34,9 +34,9 @@ class ResizingMixin(_Model):
         **kwargs: Any,
     ) -> Any:
         """The table with so many rows; `native` resizes a plain one."""
-        if not isinstance(old_embeddings, AdaptiveEmbedding):
+        if not isinstance(old_embeddings, AdaptiveInputEmbedding):
             return native(old_embeddings, new_num_tokens, multiple, *args, **kwargs)
-        last = old_embeddings.rows_of_last(new_num_tokens)
+        last = old_embeddings.last_band_rows(new_num_tokens)
         native(old_embeddings.tails[-1], last, None, *args, **kwargs)
         old_embeddings.num_embeddings = new_num_tokens
         return old_embeddings
@@ -49,7 +49,7 @@ class ResizingMixin(_Model):
             return native(old_lm_head, new_num_tokens, *args, **kwargs)
         banded = isinstance(old_lm_head, BandedOutput)
         part: Any = old_lm_head.tails[-1] if banded else old_lm_head
-        rows = old_lm_head.rows_of_last(new_num_tokens) if banded else new_num_tokens
+        rows = old_lm_head.last_band_rows(new_num_tokens) if banded else new_num_tokens
         resized: Any = native(part.table(), rows, *args, **kwargs)
         part.set_table(resized)
         if banded:
@@ -71,14 +71,14 @@ class ResizingMixin(_Model):
         rows = vocabulary_size(self.config)
         self._check_resizable()
         table = self.get_input_embeddings()
-        if isinstance(table, AdaptiveEmbedding):
+        if isinstance(table, AdaptiveInputEmbedding):
             if new_num_tokens is None and pad_to_multiple_of is None:
                 return table
             new_num_tokens = table.num_embeddings if new_num_tokens is None else new_num_tokens
             if pad_to_multiple_of is not None:  # here: the native one looks at `weight` for the number that it comes to
                 new_num_tokens = -(-new_num_tokens // pad_to_multiple_of) * pad_to_multiple_of
                 pad_to_multiple_of = None
-            table.rows_of_last(new_num_tokens)  # before anything has changed
+            table.last_band_rows(new_num_tokens)  # before anything has changed
         demote_output_bias(self)
         embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         for _, tables in parts_of(self.methods, ResizedTables):

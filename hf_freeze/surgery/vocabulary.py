@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from hf_freeze.architectures.base import Architecture, base_name, full_name
+from hf_freeze.layers.expanded_embedding import ExpandedEmbedding
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
-from hf_freeze.layers.made_embedding import MadeEmbedding
 from hf_freeze.seeded import Origin
 from hf_freeze.surgery.replacing import native_module, put, select_features
 
@@ -62,7 +62,7 @@ def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: s
     Raises ValueError where a method has replaced one of them before by what has not one row for each token.
     """
     for name, module in vocabulary_modules(model, architecture).items():
-        if type(module) in (LowRankEmbedding, LowRankOutput) or isinstance(module, MadeEmbedding):
+        if type(module) in (LowRankEmbedding, LowRankOutput) or isinstance(module, ExpandedEmbedding):
             module.weight = nn.Parameter(module.weight.detach()[:count].clone())
             if isinstance(module, nn.Embedding):
                 module.num_embeddings = count

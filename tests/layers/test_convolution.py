@@ -10,7 +10,7 @@ from transformers.models.marian.modeling_marian import MarianAttention
 
 from hf_freeze.layers import convolution
 from hf_freeze.layers.convolution import KINDS, KernelConvolution, convolve
-from hf_freeze.layers.dextra import DExTraUnit, plan
+from hf_freeze.layers.dextra import DExTraUnit, dextra_sizes
 from hf_freeze.layers.long_short import LongShortAttention
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -203,7 +203,7 @@ def test_long_short_attention_is_one_graph():
 
 @pytest.mark.parametrize("spec", ["released", "paper"])
 def test_a_unit_is_one_graph(spec):
-    sizes = plan(16, 8, depth=4, multiplier=2.0, groups=4, spec=spec, projected=8)
+    sizes = dextra_sizes(16, 8, depth=4, multiplier=2.0, groups=4, spec=spec, projected=8)
     unit = perturbed(DExTraUnit(sizes, 0.0)).eval()
     whole = compiled(unit)
     for shape in ((B, 40, 16), (B, 1, 16)):

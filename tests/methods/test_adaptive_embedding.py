@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, BertForMaskedLM
 from hf_freeze import count_parameters, make_variant, methods, stored_bytes
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
-from hf_freeze.layers import AdaptiveEmbedding, AdaptiveSoftmax
+from hf_freeze.layers import AdaptiveInputEmbedding, AdaptiveSoftmax
 
 V, H, CUTOFFS = 40, 16, [7, 20]
 WIDTHS = [16, 8, 4]
@@ -48,7 +48,7 @@ def trained(name, **settings):
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for module in variant.modules():  # natively a padding row stays zero
-            if isinstance(module, AdaptiveEmbedding) and module.padding_idx is not None:
+            if isinstance(module, AdaptiveInputEmbedding) and module.padding_idx is not None:
                 module.weight[module.padding_idx] = 0
     return variant
 
@@ -62,7 +62,7 @@ def edges(rows=V):
 
 def filled(padding=None):
     torch.manual_seed(0)
-    layer = AdaptiveEmbedding(nn.Embedding(V, H, padding), CUTOFFS, WIDTHS)
+    layer = AdaptiveInputEmbedding(nn.Embedding(V, H, padding), CUTOFFS, WIDTHS)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_()
@@ -94,7 +94,7 @@ def test_look_ups_are_those_of_each_row(shape):
             torch.testing.assert_close(gradient, torch.zeros_like(gradient) if each is None else each)
 
 
-@pytest.mark.parametrize("path", [AdaptiveEmbedding.forward, AdaptiveEmbedding._summed])
+@pytest.mark.parametrize("path", [AdaptiveInputEmbedding.forward, AdaptiveInputEmbedding._summed])
 @pytest.mark.parametrize("padding", [3, 7, 39])
 def test_a_padding_row_gets_no_gradient_in_any_band(padding, path):
     layer = filled(padding)
@@ -104,7 +104,7 @@ def test_a_padding_row_gets_no_gradient_in_any_band(padding, path):
     assert moved.tolist() == [token != padding for token in range(V)]
 
 
-@pytest.mark.parametrize("path", [AdaptiveEmbedding.forward, AdaptiveEmbedding._summed])
+@pytest.mark.parametrize("path", [AdaptiveInputEmbedding.forward, AdaptiveInputEmbedding._summed])
 @pytest.mark.parametrize("token", [-1, V])
 def test_what_is_no_token_is_an_error(token, path):
     with pytest.raises(IndexError):
@@ -342,7 +342,7 @@ def test_a_trained_bias_of_the_logits_counts_inside():
     assert (after[..., 30] > before[..., 30] * 1.01).all()
     # A copy asks its own bias.
     twin = copy.deepcopy(variant)
-    assert twin.lm_head.outside[0] is twin
+    assert twin.lm_head.external_bias[0] is twin
     assert not [name for name, _ in variant.named_modules() if "outside" in name]
 
 

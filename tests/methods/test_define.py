@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2LMHeadModel, LlamaForC
 from hf_freeze import count_parameters, make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
-from hf_freeze.layers import DeFINEEmbedding, LowRankOutput, made_embedding
+from hf_freeze.layers import DeFINEEmbedding, LowRankOutput, expanded_embedding
 from hf_freeze.layers import define as layer_file
 from hf_freeze.layers.define import group_counts, output_widths
 
@@ -246,7 +246,7 @@ def made(monkeypatch):
 
 def test_all_rows_are_made_once_in_slices(made, monkeypatch):
     monkeypatch.setattr(layer_file, "SLICE", 16)
-    monkeypatch.setattr(made_embedding, "SLICE", 16)
+    monkeypatch.setattr(expanded_embedding, "SLICE", 16)
     unit, ids = a_unit(), torch.arange(V)
     with torch.no_grad():
         kept = unit(ids)
@@ -287,7 +287,7 @@ def test_what_is_kept_is_neither_copied_nor_made_again_for_tied_tables(made):
     expected = logits(variant, batch_of("marian"))
     assert made == [V]
     with torch.no_grad():
-        assert len({table.kept_table().data_ptr() for table in tables}) == 1
+        assert len({table.cached_table().data_ptr() for table in tables}) == 1
     twin = copy.deepcopy(variant)
     assert made == [V]
     assert torch.equal(logits(twin, batch_of("marian")), expected)
@@ -303,7 +303,7 @@ def test_inference_mode_leaves_what_training_can_use():
     with torch.inference_mode():
         unit(ids)
     with torch.no_grad():
-        kept = unit.kept_table()
+        kept = unit.cached_table()
     assert not kept.is_inference()
 
 
@@ -396,7 +396,7 @@ def test_the_start_is_of_least_squares():
     counts = group_counts(2, 2)
     unit = DeFINEEmbedding(nn.Embedding(V, H), N, output_widths(N, 12, counts), counts, dropout=0.3, std=0.25)
     rows = torch.randn(V, N)
-    unit.start_from(table, rows, "unit")
+    unit.fit(table, rows, "unit")
     assert torch.equal(unit.weight, rows)
     with torch.no_grad():
         ones = torch.cat([unit.features(rows), torch.ones(V, 1)], dim=1).double()
@@ -411,7 +411,7 @@ def test_the_start_is_the_same_in_slices_and_every_time(monkeypatch):
     native = backbone("marian")
     expected = defined(native)
     monkeypatch.setattr(layer_file, "SLICE", 16)
-    monkeypatch.setattr(made_embedding, "SLICE", 16)
+    monkeypatch.setattr(expanded_embedding, "SLICE", 16)
     torch.manual_seed(99)
     found = defined(native)
     for name, parameter in expected.named_parameters():

@@ -16,7 +16,7 @@ from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers import LowRankOutput
-from hf_freeze.layers.dextra import DExTraAttention, DExTraEmbedding, DExTraUnit, plan
+from hf_freeze.layers.dextra import DExTraAttention, DExTraEmbedding, DExTraUnit, dextra_sizes
 from hf_freeze.methods import DeLighT, Freeze, LayerSharing, LiteTransformer, LowRank, TensorTrain
 
 TASK = {"marian": "seq2seq-lm", "gpt2": "causal-lm"}
@@ -117,7 +117,7 @@ def by_formulas(unit, x, groups, dense):
 
 
 def a_unit(d, outputs, depth, multiplier, most, p, spec, dropout=0.0):
-    sizes = plan(d, outputs, depth=depth, multiplier=multiplier, groups=most, spec=spec, projected=p)
+    sizes = dextra_sizes(d, outputs, depth=depth, multiplier=multiplier, groups=most, spec=spec, projected=p)
     unit = DExTraUnit(sizes, dropout, dtype=torch.float64)
     with torch.no_grad():
         for parameter in unit.parameters():
@@ -334,7 +334,7 @@ def test_an_embedding_is_a_unit_of_a_row(name, groups):
         ids = torch.randint(40, (3, 7))
         with torch.no_grad():
             torch.testing.assert_close(table(ids), expected[ids], msg=place)
-            torch.testing.assert_close(table.kept_table(), expected)
+            torch.testing.assert_close(table.cached_table(), expected)
             table.unit.layers[0].norm.bias.add_(1)
             assert (table(ids) - expected[ids]).abs().max() > 0.01
             table.unit.layers[0].norm.bias.sub_(1)

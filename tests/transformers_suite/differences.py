@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_freeze import surgery
-from hf_freeze.layers.adaptive_embedding import AdaptiveEmbedding
+from hf_freeze.layers.adaptive_embedding import AdaptiveInputEmbedding
 from hf_freeze.layers.fixed_heads import FixedHeads
 from hf_freeze.layers.masked import Masked
 from hf_freeze.layers.quantized import Quantized
@@ -87,7 +87,7 @@ DIFFERENCES = [
     ),
     Difference(
         tests="test_resize_.*|test_load_with_mismatched_shapes",
-        applies=_has(AdaptiveEmbedding),
+        applies=_has(AdaptiveInputEmbedding),
         why="Its `weight` is the first band alone, which no resizing changes, and 10 tokens are fewer than its cutoffs.",
     ),
     Difference(
