@@ -83,6 +83,11 @@ class Case:
         return any(seeds(method, component) for method in self.methods for component in TRAINED)
 
     @property
+    def scheduled(self) -> bool:
+        """Whether the progress of training decides something."""
+        return any(method.part(Schedule) is not None for method in self.methods)
+
+    @property
     def from_model(self) -> bool:
         """Whether the backbone is a model with weights, not a config."""
         return self.source == MODEL
@@ -90,6 +95,12 @@ class Case:
     @property
     def generates(self) -> bool:
         return self.native_class.can_generate()
+
+    @property
+    def causal(self) -> bool:
+        """Whether some stack must not see the future."""
+        config = native_config(self.architecture, self.config)
+        return "decoder" in self.architecture.stacks or getattr(config, "is_decoder", False)
 
     @property
     def has_loss(self) -> bool:
