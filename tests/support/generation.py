@@ -7,7 +7,7 @@ import torch
 from support.models import differences
 
 
-def generation_problems(model: Any, batch: dict[str, torch.Tensor]) -> list[str]:
+def generation_problems(model: Any, batch: dict[str, torch.Tensor], widths: tuple[int, ...] = (1, 3)) -> list[str]:
     """Invariant 5 of `generate`: the cache and the padding change nothing, in greedy and in beam search."""
     model.eval()
     sentences = [
@@ -16,7 +16,7 @@ def generation_problems(model: Any, batch: dict[str, torch.Tensor]) -> list[str]
     states = {name: value for name, value in batch.items() if name.startswith("encoder_")}  # for cross-attention
     alone = [{name: value[row : row + 1] for name, value in states.items()} for row in range(len(sentences))]
     problems: list[str] = []
-    for beams in (1, 3):
+    for beams in widths:
         cached = _generate(model, sentences, num_beams=beams, **states)
         for name, other in {
             "without cache": _generate(model, sentences, num_beams=beams, use_cache=False, **states),
