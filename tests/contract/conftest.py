@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 import torch
 from support.cases import Case
-from support.models import build
+from support.models import add_noise, build, snapshot
 from support.training import training_step
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A variant after one training step, and the folder that holds it. Tests that change either make a copy."""
+    """A variant after one training step, and the folder that holds it. Tests that change either make a copy.
+
+    `before`: its parameters before the step. `reached`: names of those that had a gradient in it.
+    """
 
     model: Any
     folder: Path
+    before: dict[str, torch.Tensor]
+    reached: set[str]
 
 
 _KEPT = 8  # saved variants; the tests of a case follow one another
@@ -32,11 +37,16 @@ def saved(tmp_path_factory):
     def save(case: Case) -> Saved:
         if case.id not in kept:
             torch.manual_seed(0)
-            model = build(case)
+            # The gradient of some biases is zero but for rounding (a bias of all keys shifts a row of scores, which the
+            # softmax cancels), and weight decay keeps a zero at zero. Values away from zero must move, whatever their gradient.
+            model = add_noise(build(case), case.architecture)
+            before = snapshot(model)
             training_step(model, case.batch())
+            reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+            model.zero_grad()
             folder = tmp_path_factory.mktemp("saved")
             model.save_pretrained(folder)
-            kept[case.id] = Saved(model, folder)
+            kept[case.id] = Saved(model, folder, before, reached)
         if len(kept) > _KEPT:
             shutil.rmtree(kept.popitem(last=False)[1].folder)
         return kept[case.id]
@@ -45,12 +55,12 @@ def saved(tmp_path_factory):
 
 
 def pytest_collection_modifyitems(items):
-    """The tests of a module, case by case: what one test has built or saved is still there for the next."""
-    places: dict[tuple[str, str], int] = {}
+    """All tests of a case follow one another, whatever their module: what one has built or saved is still there for the next."""
+    places: dict[str, int] = {}
 
     def key(item):
         case = getattr(item, "callspec", None) and item.callspec.params.get("case")
-        return places.setdefault((item.module.__name__, case.id if isinstance(case, Case) else item.name), len(places))
+        return places.setdefault(case.id if isinstance(case, Case) else item.nodeid, len(places))
 
     ours = [item for item in items if Path(__file__).parent in item.path.parents]
     if ours:

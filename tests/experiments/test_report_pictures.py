@@ -7,10 +7,10 @@ import json
 import re
 import shutil
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
+from support import ROOT
 from support.browser import dump_page, needs_browser
 from support.reports import make_runs
 
@@ -18,7 +18,7 @@ from hf_freeze.experiments.report.write import write_reports
 from hf_freeze.experiments.tasks.scoring import SCORING
 from hf_freeze.run_folder import HEAD_SCORES
 
-PUBLISHED = Path(__file__).parents[2] / "docs" / "results"
+PUBLISHED = ROOT / "docs" / "results"
 METRICS = {"test_bleu": 20.0, "test_chrf": 50.0, "test_perplexity": 9.0, "test_accuracy": 0.8}
 METRICS |= {"dev_perplexity": 7.4, "dev_accuracy": 0.7}
 # Loads the pages one after the other in a frame of the same origin, and each of their pictures once more with the frame's own

@@ -83,6 +83,11 @@ class Case:
         return any(seeds(method, component) for method in self.methods for component in TRAINED)
 
     @property
+    def scheduled(self) -> bool:
+        """Whether the progress of training decides something."""
+        return any(method.part(Schedule) is not None for method in self.methods)
+
+    @property
     def from_model(self) -> bool:
         """Whether the backbone is a model with weights, not a config."""
         return self.source == MODEL
@@ -90,6 +95,12 @@ class Case:
     @property
     def generates(self) -> bool:
         return self.native_class.can_generate()
+
+    @property
+    def causal(self) -> bool:
+        """Whether some stack must not see the future."""
+        config = native_config(self.architecture, self.config)
+        return "decoder" in self.architecture.stacks or getattr(config, "is_decoder", False)
 
     @property
     def has_loss(self) -> bool:
@@ -287,7 +298,7 @@ def _interleaved(lists: Iterable[list[Any]]) -> list[Any]:
     return [item for turn in itertools.zip_longest(*lists) for item in turn if item is not None]
 
 
-def pairs() -> Iterator[Case]:
+def pairs(where: Predicate = lambda case: True) -> Iterator[Case]:
     """One case for each ordered pair of methods, a method with itself included (under another seed, if it takes one).
 
     Architectures and configs rotate, among those that accept either method alone.
@@ -304,8 +315,10 @@ def pairs() -> Iterator[Case]:
             if first.supports(place.architecture.model_type)
             and second.supports(place.architecture.model_type)
             and all(replace(place, methods=(method,)).refusal is None for method in methods)
+            and where(place)
         ]
-        yield from usable if ALL else usable[7 * number % len(usable) :][:1]
+        if usable:
+            yield from usable if ALL else [usable[7 * number % len(usable)]]
 
 
 BASELINES = [

@@ -7,18 +7,23 @@ import torch
 from support.models import differences
 
 
-def generation_problems(model: Any, batch: dict[str, torch.Tensor]) -> list[str]:
+def generation_problems(model: Any, batch: dict[str, torch.Tensor], widths: tuple[int, ...] = (1, 3)) -> list[str]:
     """Invariant 5 of `generate`: the cache and the padding change nothing, in greedy and in beam search."""
     model.eval()
     sentences = [
         ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
     ]  # of unequal lengths
+    states = {name: value for name, value in batch.items() if name.startswith("encoder_")}  # for cross-attention
+    alone = [{name: value[row : row + 1] for name, value in states.items()} for row in range(len(sentences))]
     problems: list[str] = []
-    for beams in (1, 3):
-        cached = _generate(model, sentences, num_beams=beams)
+    for beams in widths:
+        cached = _generate(model, sentences, num_beams=beams, **states)
         for name, other in {
-            "without cache": _generate(model, sentences, num_beams=beams, use_cache=False),
-            "alone": torch.cat([_generate(model, [sentence], num_beams=beams) for sentence in sentences], dim=1),
+            "without cache": _generate(model, sentences, num_beams=beams, use_cache=False, **states),
+            "alone": torch.cat(
+                [_generate(model, [ids], num_beams=beams, **rest) for ids, rest in zip(sentences, alone, strict=True)],
+                dim=1,
+            ),
         }.items():
             problems += [
                 f"{beams} beams, {name}: {p}" for p in differences({"scores": other}, {"scores": cached}, 1e-4)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_freeze import VariantCallback
-from support.cases import Case
-from support.models import is_scheduled, snapshot
+from hf_freeze.architectures.registry import ARCHITECTURES
+from support.cases import Case, plain
+from support.models import is_scheduled, native, snapshot
 
 BATCH_ROWS = 4
 
@@ -146,3 +148,28 @@ def changed_though_frozen(model: Any, before: dict[str, torch.Tensor]) -> list[s
         for name, parameter in model.named_parameters()
         if not parameter.requires_grad and (parameter != before[name]).any()
     ]
+
+
+def inputs_only(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The batch without labels; a decoder that labels would feed gets its tokens all the same."""
+    inputs = {
+        name: value
+        for name, value in batch.items()
+        if name == "input_ids" or "mask" in name or "_ids" in name or name.startswith("encoder_")
+    }
+    if model.config.is_encoder_decoder and "decoder_input_ids" not in inputs:
+        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch["labels"])
+    return inputs
+
+
+@functools.cache
+def _unreached(model_type: str, config: str, task: str) -> frozenset[str]:
+    case = plain(ARCHITECTURES[model_type], config=config, task=task)
+    model = native(case)
+    objective(model, case.batch()).backward()
+    return frozenset(name for name, p in model.named_parameters() if p.requires_grad and p.grad is None)
+
+
+def unreached_natively(case: Case) -> frozenset[str]:
+    """Trainable parameters of the native model that its loss does not use, such as an output bias beside that of the matrix."""
+    return _unreached(case.architecture.model_type, case.config, case.task)

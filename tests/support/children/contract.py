@@ -1,4 +1,4 @@
-"""Child of test_contract.py: one of two processes that train every case with the Trainer. Writes what is wrong, as JSON.
+"""Child of contract/test_processes.py: one of two processes that train every method with the Trainer. Writes problems as JSON.
 
 Each case is opened from the parent's files: opening must not make a constant trainable, or DDP stops at an unused parameter.
 """
@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import torch
-from contract_cases import CASES
 
+from support.cases import once
 from support.models import build, differences, is_scheduled, reload, snapshot
 from support.processes import left_processes, ranks_disagree
 from support.training import (
@@ -18,6 +18,7 @@ from support.training import (
     plain_update,
     sgd_step_of_trainer,
     training_rows,
+    unreached_natively,
     without_noise,
 )
 
@@ -30,9 +31,10 @@ def problems_of(case, folder, rank):
     torch.manual_seed(1000 + rank)
     before = snapshot(model)
     arguments = {"batch_size": 1, "accumulate": BATCH_ROWS // 2}
-    for_a_while = is_scheduled(model) and bool(model.frozen_for_a_while() or model.skips)  # then some have no gradient
+    for_a_while = is_scheduled(model) and bool(model.frozen_for_a_while() or model.skips)
+    some_unused = for_a_while or bool(unreached_natively(case))  # some parameters have no gradient
     with without_noise(case):
-        trainer = sgd_step_of_trainer(model, rows, folder, ddp_find_unused_parameters=for_a_while, **arguments)
+        trainer = sgd_step_of_trainer(model, rows, folder, ddp_find_unused_parameters=some_unused, **arguments)
     assert trainer.args.world_size == 2, f"{trainer.args.world_size} process: nothing distributed was tested"
     after = {name: p.detach() for name, p in model.named_parameters()}
     return differences(after, expected, 1e-4) + changed_though_frozen(model, before) + ranks_disagree(after)
@@ -41,9 +43,7 @@ def problems_of(case, folder, rank):
 result, rank = Path(sys.argv[1]), int(sys.argv[2])
 torch.manual_seed(1000 + rank)
 problems, trained = [], 0
-for case in CASES:
-    if not case.trained_by_trainer:
-        continue
+for case in once(lambda case: case.has_loss):
     print(case.id, file=sys.stderr, flush=True)  # the last one named is the one that hung
     problems += [f"{case.id}: {problem}" for problem in problems_of(case, result.parent / case.id, rank)]
     trained += 1

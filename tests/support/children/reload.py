@@ -1,4 +1,4 @@
-"""Child of test_contract.py: opens what the parent saved, under another global seed. Prints what is wrong, as JSON.
+"""Child of contract/test_processes.py: opens what the parent saved, under another global seed. Prints what is wrong, as JSON.
 
 Merged models come first, before hf_freeze is imported: they must load without it.
 """

@@ -1,0 +1,57 @@
+"""Invariants 1, 6 and 8 (CONTRIBUTING.md) in other processes: one that opens what this one saved, and two that train together.
+
+A new process imports for seconds, so each test gives its children all of its cases.
+"""
+
+import inspect
+import json
+
+import pytest
+from safetensors.torch import save_file
+from support.cases import Case, once, once_on_each_architecture
+from support.models import build, merge_or_none, outputs, trainability_before_training
+from support.processes import run_child, two_processes
+from transformers.trainer_pt_utils import LabelSmoother
+
+
+def test_a_new_process_opens_the_same_models(tmp_path):
+    """Invariants 1 and 6, for every method on every architecture, under another global seed."""
+    manifest = {"merged": [], "saved": []}
+
+    def enter(kind, model, case: Case, expected):
+        folder = tmp_path / kind / case.id
+        model.save_pretrained(folder)
+        save_file(case.batch(), folder / "batch.safetensors")
+        save_file({k: v.contiguous() for k, v in expected.items()}, folder / "expected.safetensors")
+        native_class = f"{case.native_class.__module__}.{case.native_class.__name__}"
+        entry = {"id": case.id, "folder": str(folder), "auto_class": case.auto_class.__name__}
+        requires_grad = trainability_before_training(model)
+        manifest[kind].append(entry | {"requires_grad": requires_grad, "native_class": native_class})
+
+    cases = once_on_each_architecture() + once_on_each_architecture(finalized=True)
+    for case in cases:
+        model = build(case)
+        expected = outputs(model, case.batch())
+        enter("saved", model, case, expected)
+        merged = merge_or_none(model)
+        if merged is not None:
+            enter("merged", merged, case, expected)
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(manifest))
+    result = run_child("reload", path)
+    assert result["problems"] == []
+    assert result["opened"] == len(manifest["merged"]) + len(manifest["saved"]) > 1.5 * len(cases)
+
+
+@pytest.mark.skipif(
+    "num_items_in_batch" not in inspect.signature(LabelSmoother.__call__).parameters,
+    reason="this version of transformers averages over accumulated batches",
+)
+def test_two_processes_give_the_update_of_one(tmp_path):
+    """One group of two processes opens and trains every method, as `test_accumulated_batches_give_the_update_of_one` does."""
+    cases = once(lambda case: case.has_loss)
+    for case in cases:
+        build(case).save_pretrained(tmp_path / case.id)
+    for result in two_processes("contract", tmp_path):
+        assert result["problems"] == []
+        assert result["trained"] == len(cases)
