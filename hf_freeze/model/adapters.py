@@ -22,18 +22,18 @@ def refuse_wrong_merges(model: Any) -> None:
 
 
 def _held_weight(module: nn.Module) -> Any:
-    """The tensor that may be one with that of another module."""
+    """The tensor that another module may share."""
     return module._parameters.get("weight", module._buffers.get("packed"))
 
 
 def _why_not(base: Any, users: Counter[int]) -> str | None:
-    """Why an adapter cannot be merged into `base`; None where it can."""
+    """Why an adapter cannot be merged into `base`; None if it can."""
     if isinstance(base, Computed) and type(base).take_weight is Computed.take_weight:
         return f"{type(base).__name__} computes its weight from other parameters"
     if isinstance(base, Derived | Gated) and not isinstance(base, Computed):
-        return f"what {type(base).__name__} leaves out of its own weight, it would leave out of the adapter's"
+        return f"{type(base).__name__} masks its weight, and would mask the adapter's too"
     if isinstance(base, nn.Linear | Conv1D) and users[id(_held_weight(base))] > 1:
-        return "its weight is also that of others, which have adapters of their own or none"
+        return "other modules share its weight, and have other adapters or none"
     return None
 
 

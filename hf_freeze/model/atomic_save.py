@@ -1,4 +1,4 @@
-"""Replace a saved model so that its folder holds the old model or the new one at any moment, whatever ends the process.
+"""Replace a saved model so that its folder holds the old model or the new one at any moment, even if the process is killed.
 
 A model is several files, and no rename replaces several at once. So:
 
@@ -36,10 +36,10 @@ _INDEPENDENT_OF_WEIGHTS = {"dtype", "torch_dtype", "transformers_version", "tran
 
 @contextlib.contextmanager
 def replacing_model(folder: Path) -> Iterator[Path]:
-    """A subfolder to write a model into, which then takes the place of the model in `folder`.
+    """Yields a subfolder to write a model into, which then replaces the model in `folder`.
 
-    Where writing fails, the old model stays. Raises ValueError where the folder also holds weights of another `variant=` that
-    the new settings do not fit.
+    If writing fails, the old model stays. Raises ValueError if the folder also holds weights of another `variant=` that do not
+    fit the new settings.
     """
     finish_model(folder)
     _clear(folder)
@@ -97,7 +97,7 @@ def staged_subfolder(config: Any) -> str | None:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what saves left that were interrupted before their switch, or after it and all that follows."""
+    """Remove the subfolders of interrupted saves, except one that config.json names."""
     named = staged_subfolder(_read_json(folder / "config.json"))
     for staged in folder.glob(".staged-*"):
         if _STAGED.fullmatch(staged.name) and staged.name != named:
@@ -170,7 +170,7 @@ def _check_other_weights(folder: Path, staged: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """{} where the file is not there or not JSON."""
+    """{} if the file is missing or not JSON."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -16,7 +16,7 @@ from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX
 from hf_freeze.architectures.tasks import AUTO_CLASSES, native_class
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.config import VARIANT_FIELDS, VariantConfigMixin
-from hf_freeze.model.training import trained_forward
+from hf_freeze.model.loss import trained_forward
 
 
 def _make_classes() -> dict[type[PreTrainedModel], type[PreTrainedModel]]:

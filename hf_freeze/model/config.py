@@ -1,4 +1,4 @@
-"""The config of a variant: its backbone's, with the methods applied. Untrusted input, checked before anything is allocated."""
+"""The config of a variant: that of its backbone, with the methods. Untrusted input is checked before anything is allocated."""
 
 import copy
 import re
@@ -27,12 +27,12 @@ VARIANT_FIELDS = ("methods", "init", "hf_freeze_version", "digests", "original_f
 
 
 class VariantConfigMixin(_Config):
-    """The fields that a variant's config adds to its backbone's; all are untrusted input, checked at construction.
+    """The fields that a variant adds to the config of its backbone; all are untrusted input, checked at construction.
 
     `methods`: the methods applied, in order, as plain data. `init`: how fresh weights are drawn, `"backbone"` (natively) or
     `"marian"` (`make_variant`). `digests`: name below `base_model_prefix` -> digest of the fp32 values of a tensor that is
     not stored. `original_fields`: native fields that methods have changed, such as the depth, with the values that the
-    backbone is built with; None has the methods change them now.
+    backbone is built with; None makes the methods change them at construction.
     """
 
     methods: list
@@ -50,7 +50,7 @@ class VariantConfigMixin(_Config):
             message = str(error)
             if len(message) <= _LONGEST:
                 raise
-            # It quotes a value, which in a config of somebody else's may be a book.
+            # The message quotes a value, which may be very long in a config from the Hub.
             raise ValueError(f"{message[: _LONGEST - 200]} ... {message[-200:]}") from None
 
     def _check(self) -> None:
@@ -84,7 +84,7 @@ class VariantConfigMixin(_Config):
         self._parsed = methods
 
     def before_methods(self) -> Any:
-        """A copy with the native fields that the backbone is built with. Raises ValueError for fields that it has not."""
+        """A copy with the native fields that the backbone is built with. Raises ValueError for unknown fields."""
         fields = self.original_fields
         if fields is not None and not isinstance(fields, dict):
             raise ValueError(f"original_fields must be a dict, not {fields!r}")
@@ -98,7 +98,7 @@ class VariantConfigMixin(_Config):
         return before
 
     def _follow(self, changed: dict[str, Any]) -> None:
-        """Take what the methods change; if that was done before, check it."""
+        """Apply the fields that the methods change; if they were applied before, check them."""
         if self.original_fields is None:
             self.original_fields = {name: getattr(self, name) for name in changed}
             set_fields(self, changed)
@@ -120,8 +120,8 @@ class VariantConfigMixin(_Config):
         self._parsed = list(methods)
 
     def to_dict(self) -> dict[str, Any]:
-        # PEFT reads a config by to_dict() and then looks its model_type up: the last moment to enter ours without
-        # importing PEFT for everybody.
+        # PEFT calls to_dict() and then looks up the model_type: the last moment to enter ours without importing PEFT for
+        # every user.
         variant_type = type(self).model_type
         architecture = architecture_of(variant_type)
         alike = (variant_type.removeprefix(VARIANT_PREFIX), architecture.named_like)

@@ -22,7 +22,7 @@ else:
 
 
 class ResizingMixin(_Model):
-    """A seeded table is regenerated, tables of other forms and trimmed ones grow as the native ones."""
+    """The part of a variant that resizes vocabularies: seeded tables are regenerated, factorised and trimmed ones can grow."""
 
     def resized_embeddings(
         self,
@@ -66,8 +66,8 @@ class ResizingMixin(_Model):
     def resize_token_embeddings(
         self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:
-        """As the native one; a seeded table is regenerated, its earlier rows unchanged. Raises ValueError where methods cannot
-        follow."""
+        """As the native method. A seeded table is regenerated; its earlier rows do not change. Raises ValueError if a method
+        cannot follow."""
         rows = vocabulary_size(self.config)
         self._check_resizable()
         table = self.get_input_embeddings()
@@ -75,7 +75,7 @@ class ResizingMixin(_Model):
             if new_num_tokens is None and pad_to_multiple_of is None:
                 return table
             new_num_tokens = table.num_embeddings if new_num_tokens is None else new_num_tokens
-            if pad_to_multiple_of is not None:  # here: the native one looks at `weight` for the number that it comes to
+            if pad_to_multiple_of is not None:  # here, because the native method reads the number of rows from `weight`
                 new_num_tokens = -(-new_num_tokens // pad_to_multiple_of) * pad_to_multiple_of
                 pad_to_multiple_of = None
             table.last_band_rows(new_num_tokens)  # before anything has changed
@@ -85,9 +85,9 @@ class ResizingMixin(_Model):
             tables.follow_resize(self, self.architecture)
         promote_output_bias(self)
         self._follow_resize(vocabulary_size(self.config) - rows)
-        held = [id(self.get_parameter(name)) for name in self.seeded_tensors]
-        if len(set(held)) < len(held):
-            raise ValueError("resizing tied two tables that were apart, and both are random; merge() first")
+        tables = [id(self.get_parameter(name)) for name in self.seeded_tensors]
+        if len(set(tables)) < len(tables):
+            raise ValueError("resizing tied two separate tables, and both are random; merge() first")
         before = self.seeded_tensors
         self.apply_freeze()
         for name, definition in self.seeded_tensors.items():
@@ -97,8 +97,8 @@ class ResizingMixin(_Model):
         return embeddings
 
     def resize_decoder_token_embeddings(self: Any, new_num_tokens: int) -> nn.Embedding:
-        """As the native one. Raises ValueError where a method made one table of source and target, or trimmed the vocabulary, and
-        AttributeError where the backbone has no such method."""
+        """As the native method. Raises ValueError if a method made one table of source and target or trimmed the vocabulary,
+        and AttributeError if the backbone has no such method."""
         if not hasattr(self.native_class, "resize_decoder_token_embeddings"):
             raise AttributeError(
                 f"{type(self).__name__} has one table: resize_token_embeddings({new_num_tokens}) is for it"
@@ -106,7 +106,7 @@ class ResizingMixin(_Model):
         self._check_resizable()
         apart = {f"{name}.weight" for name in surgery.token_tables(self, self.architecture)}
         joined = {target for target, source in self._own_ties.items() if {target, source} <= apart}
-        # `resize_token_embeddings` comes here for the second of two that are one.
+        # `resize_token_embeddings` calls this for the second of two tied tables.
         if joined and new_num_tokens != self.get_input_embeddings().num_embeddings:
             raise ValueError(
                 f"a method made {min(joined)!r} one with the table of the source: resize_token_embeddings({new_num_tokens}) is "
@@ -136,7 +136,7 @@ class ResizingMixin(_Model):
             )
 
     def _follow_resize(self: Any, added: int) -> None:
-        """The config as if the backbone had had as many more rows, and methods had kept them: so it loads again."""
+        """Change the config as if the backbone had had these rows and methods had kept them, so that it loads again."""
         fields = self.config.original_fields
         resized = [field for field in self.architecture.token_tables.values() if field in fields]
         if not resized or not added:

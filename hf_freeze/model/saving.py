@@ -1,4 +1,4 @@
-"""Saving, loading and pushing a variant: what a seed regenerates is not stored, and a checkpoint is whole or refused."""
+"""Saving, loading and pushing a variant. Seeded tensors are not stored; incomplete or damaged checkpoints are refused."""
 
 import importlib
 import os
@@ -28,7 +28,7 @@ class SizeMismatchError(ValueError, RuntimeError):
 
 
 class SavingMixin(_Model):
-    """Of a variant: everything that reads or writes its folder."""
+    """The part of a variant that reads and writes its folder."""
 
     config: Any
     seeded_tensors: dict[str, SeededTensor]
@@ -43,26 +43,26 @@ class SavingMixin(_Model):
         push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
-        """As the native one, without the seeded tensors. A model that the folder holds is replaced in one step: whatever stops
-        the process leaves the old model or the new one. The disk holds both for a moment.
+        """As the native method, without the seeded tensors. A model in the folder is replaced in one step: a process that is
+        killed at any moment leaves the old model or the new one. The disk must have room for both.
 
-        Raises ValueError where a seeded tensor was changed, or where the folder also holds weights of another `variant=` that
-        the new settings do not fit.
+        Raises ValueError if a seeded tensor was changed, or if the folder also holds weights of another `variant=` that do not
+        fit the new settings.
         """
         for name, definition in self.seeded_tensors.items():
-            held = self.get_parameter(name) if state_dict is None else state_dict.get(name)
-            if held is None or held.is_meta or type(held).__name__ == "DTensor":
+            value = self.get_parameter(name) if state_dict is None else state_dict.get(name)
+            if value is None or value.is_meta or type(value).__name__ == "DTensor":
                 continue
-            if held.dtype == torch.float32 and digest(held) == self.config.digests.get(base_name(self, name)):
+            if value.dtype == torch.float32 and digest(value) == self.config.digests.get(base_name(self, name)):
                 continue
-            value = definition.generate(held.device)
-            self.config.digests[base_name(self, name)] = digest(value)
-            if not torch.equal(value.to(held.dtype), held):
+            regenerated = definition.generate(value.device)
+            self.config.digests[base_name(self, name)] = digest(regenerated)
+            if not torch.equal(regenerated.to(value.dtype), value):
                 raise ValueError(
                     f"{name!r} is frozen at random values that are not stored, but it was changed, or cast to a lower "
                     "precision and back; merge() stores it, or load the model in the precision that you save in"
                 )
-        # PEFT, merging, takes tables whose weight is computed for untied, and says so in the config.
+        # When PEFT merges, it takes tables with a computed weight for untied, and changes the config accordingly.
         if self._gone_ties:
             self.config.tie_word_embeddings = True
         self.config.hf_freeze_version = __version__
@@ -74,9 +74,9 @@ class SavingMixin(_Model):
             adapter_alone = saves_adapters_alone(self)
             replacing = replacing_adapter if adapter_alone else replacing_model
             with replacing(Path(save_directory)) as staged:
-                state = None if state_dict is None else dict(state_dict)  # it is emptied
+                state = None if state_dict is None else dict(state_dict)  # the native method empties it
                 super().save_pretrained(staged, True, state, **kwargs)
-            if push_to_hub:  # of its own files: what else the folder holds stays here
+            if push_to_hub:  # from a folder of its own: other files in `save_directory` are not pushed
                 options = {"repo_id": Path(save_directory).name} | kwargs
                 with tempfile.TemporaryDirectory() as folder:
                     super().save_pretrained(folder, True, state_dict, True, **options)
@@ -91,13 +91,13 @@ class SavingMixin(_Model):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the native one. A damaged file, a tensor that is missing, too much or of another size, or a seeded one that has no
-        digest and is not in the `state_dict` given, or is another there, is a ValueError."""
+        """As the native method. Raises ValueError for a damaged file, for a tensor that is missing, unexpected or of another
+        size, and for a seeded tensor that has no digest or differs in `state_dict`."""
         with_info = kwargs.pop("output_loading_info", False)
         resizes = kwargs.pop("ignore_mismatched_sizes", False)
-        given = dict(kwargs.get("state_dict") or {})
-        if given:  # a copy: the model keeps these tensors, and the seeded ones are written anew
-            kwargs["state_dict"] = {name: value.clone() for name, value in given.items()}
+        in_memory = dict(kwargs.get("state_dict") or {})
+        if in_memory:  # a copy: the model would keep these tensors, and regenerating would overwrite the caller's
+            kwargs["state_dict"] = {name: value.clone() for name, value in in_memory.items()}
         if pretrained_model_name_or_path is not None:
             finish_adapter(Path(pretrained_model_name_or_path))
         try:
@@ -109,7 +109,7 @@ class SavingMixin(_Model):
             raise ValueError(
                 f"the weights of {pretrained_model_name_or_path} are truncated or damaged: {error}"
             ) from error
-        if (staged := staged_subfolder(vars(model.config))) is not None:  # whoever saved it did not come to the end
+        if (staged := staged_subfolder(vars(model.config))) is not None:  # a save that was interrupted after its switch
             del model.config.transformers_weights
             if kwargs.get("generation_config") is None and model.can_generate():
                 folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder", ""), staged)
@@ -117,23 +117,23 @@ class SavingMixin(_Model):
                 model.generation_config = settings.from_pretrained(folder)
         where = f"the checkpoint {pretrained_model_name_or_path}"
         if info["mismatched_keys"] and not resizes:
-            name, found, wanted = sorted(info["mismatched_keys"])[0]
+            name, stored, expected = sorted(info["mismatched_keys"])[0]
             raise SizeMismatchError(
-                f"size mismatch: {where} holds {name!r} of {list(found)}, the model has {list(wanted)}"
+                f"size mismatch: {where} holds {name!r} of {list(stored)}, the model has {list(expected)}"
             )
-        if model.config.architectures == [cls.__name__]:  # another class has other heads
+        if model.config.architectures == [cls.__name__]:  # a class of another task has another head
             if info["missing_keys"]:
                 raise ValueError(f"{where} lacks trained tensors: {sorted(info['missing_keys'])[:5]}")
             if info["unexpected_keys"]:
                 raise ValueError(
                     f"{where} holds tensors that its config knows nothing of: {sorted(info['unexpected_keys'])[:5]}"
                 )
-        model._check_seeded(given, pretrained_model_name_or_path)
+        model._check_seeded(in_memory, pretrained_model_name_or_path)
         return (model, info) if with_info else model
 
-    def _check_seeded(self, given: dict[str, torch.Tensor], path: Any) -> None:
-        """Compare the seeded tensors just regenerated with those of the state dict `given`; any other needs a digest."""
-        values = {base_name(self, name): value for name, value in given.items()}
+    def _check_seeded(self, in_memory: dict[str, torch.Tensor], path: Any) -> None:
+        """Compare the regenerated tensors with those of a state dict; every other seeded tensor needs a digest."""
+        values = {base_name(self, name): value for name, value in in_memory.items()}
         for name in self.seeded_tensors:
             regenerated, value = self.get_parameter(name), values.get(base_name(self, name))
             if value is not None and not torch.equal(value.to(regenerated), regenerated):

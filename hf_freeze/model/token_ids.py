@@ -1,4 +1,4 @@
-"""Token ids in the settings of a model, where methods remove some and number the others anew."""
+"""Token ids in the settings of a model, after methods have removed tokens and renumbered the others."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,12 +8,12 @@ from hf_freeze.methods.parts import KeptTokens, parts_of
 
 
 def renumber_token_ids(settings: Any, methods: Iterable[Method], vocabulary: int) -> None:
-    """Give the token ids in `settings`, a model's config or generation config, the numbers that `methods` leave them, in place.
+    """Renumber the token ids in `settings`, the config or generation config of a model, in place.
 
-    `vocabulary`: number of ids before. Of sequences that are forbidden or biased, those with a removed id go: they can no
-    longer occur. An id outside the vocabulary names no token, as in some configs on the Hub, and stays.
+    `vocabulary`: number of ids before. Forbidden or biased sequences with a removed id are dropped: they can no longer occur.
+    Ids outside the vocabulary, as in some configs on the Hub, stay.
 
-    Raises ValueError for a removed id that a field such as `pad_token_id` names.
+    Raises ValueError if a field such as `pad_token_id` names a removed id.
     """
     for method, part in parts_of(methods, KeptTokens):
         _renumber(settings, dict(zip(part.kept, range(len(part.kept)), strict=True)), vocabulary, method)
@@ -55,9 +55,10 @@ def _sequence(tokens: Sequence[int], numbers: Mapping[int, int]) -> list[int] | 
 
 
 def resize_kept_tokens(methods: Sequence[Method], vocabulary: int, added: int) -> tuple[list[Method], int]:
-    """The methods that make a vocabulary of `added` more (or fewer) ids at its end, and of how many ids, `vocabulary` so far.
+    """(methods, vocabulary of the backbone) after the model has got `added` more (or fewer) ids at its end.
 
-    Rows that are new at the end of the model are new at the end of the backbone's, and kept; what is cut off is kept no more.
+    New rows at the end of the model are new rows at the end of the backbone, which the methods keep; rows that are cut off are
+    no longer kept.
     """
     new = list(methods)
     trimming = [(number, part) for number, method in enumerate(new) for _, part in parts_of([method], KeptTokens)]

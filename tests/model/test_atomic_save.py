@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.processes import run_child
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_freeze import make_variant, methods
@@ -30,11 +29,7 @@ def names(folder):
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 @pytest.mark.parametrize("work", ["kills", "adapters", "full_disk"])
 def test_a_save_that_is_stopped_anywhere(work, tmp_path):
-    command = [sys.executable, Path(__file__).with_name("save_child.py"), work, tmp_path]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_child("saving", work, tmp_path)
     if work == "full_disk":
         assert found == {"failed": 5}
     else:

@@ -1,5 +1,7 @@
-"""python save_child.py WORK FOLDER: save one model over another in forked processes that end before the n-th operation on files,
-for every n, or that find the disk full; look at what each leaves. Prints a JSON object of what was found."""
+"""python -m support.children.saving WORK FOLDER: save one model over another in forked processes.
+
+Each process ends before the n-th operation on files, for every n, or finds the disk full. Prints what was left, as JSON.
+"""
 
 import builtins
 import itertools
