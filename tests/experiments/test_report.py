@@ -15,6 +15,7 @@ from hf_freeze.experiments.report.build import make_report
 from hf_freeze.experiments.report.findings import findings
 from hf_freeze.experiments.report.finished_runs import read_results, read_runs
 from hf_freeze.experiments.report.plots.draw import draw, svg_plots
+from hf_freeze.experiments.report.plots.style import named
 from hf_freeze.experiments.report.table import table_cells
 from hf_freeze.experiments.report.write import write_report
 
@@ -151,10 +152,10 @@ def test_the_table_of_translation(tmp_path):
         "±",
     ):
         assert said in text
-    assert re.search(r"Really worse than row 0: row 2\.1 \(✓✗✓ attention random\) −", text)
-    assert re.search(r"Not told apart from row 0: row 3 .*95% interval −\d\.\d\d to \+\d\.\d\d", text)
+    assert re.search(r"Significantly worse than row 0: row 2\.1 \(✓✗✓ attention random\) −", text)
+    assert re.search(r"No significant difference from row 0: row 3 .*95 % interval −\d\.\d\d to \+\d\.\d\d", text)
     assert re.search(
-        r"\| 2\.1 \| 0 \| −\d\d\.\d\d \| −\d\d\.\d\d to −\d\d\.\d\d \| [<.\d ]+ \| [<.\d ]+ \| real \* \|", text
+        r"\| 2\.1 \| 0 \| −\d\d\.\d\d \| −\d\d\.\d\d to −\d\d\.\d\d \| [<.\d ]+ \| [<.\d ]+ \| significant \* \|", text
     )
     assert len(re.findall("may be chance \\|$", text, re.MULTILINE)) == 1
     assert "seed may" not in text
@@ -172,10 +173,10 @@ def test_the_table_of_language_modelling_shows_ratios(tmp_path):
     assert "dev ppl" in cells["0"]
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "Lowest test perplexity: " in text
-    assert "blocks of text by test perplexity (lower is better)" in text
+    assert "scored by test perplexity (lower is better) on the same 200 test blocks of text" in text
     assert "more than 1 is worse" in text
     assert re.search(r"\| ×1\.\d{4} \| ×1\.\d{4} to ×1\.\d{4} \|", text)
-    assert "Really worse than row 0: row 2.1" in text
+    assert "Significantly worse than row 0: row 2.1" in text
 
 
 def test_one_seed_is_said(tmp_path):
@@ -307,7 +308,7 @@ def test_names_of_points_do_not_collide(tmp_path):
     same = {str(i): (f"row {i}", 0.8) for i in range(6)}
     make_runs(tmp_path, rows=same, seeds=(1,), count=5000)
     figure = cost_figure(make_report([tmp_path], lambda text: None), "share")
-    names = [text for text in figure.axes[0].texts if text.get_text() in same]
+    names = [text for text in figure.axes[0].texts if text.get_text() in {label for label, _ in same.values()}]
     assert len(names) == 6
     boxes = [text.get_window_extent() for text in names]
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
@@ -321,7 +322,7 @@ def test_sizes_far_apart_are_on_a_logarithmic_axis(tmp_path, smallest, scale):
     report = make_report([tmp_path], lambda text: None)
     (axes,) = cost_figure(report, "stored").axes
     assert axes.get_xscale() == scale
-    assert {text.get_text() for text in axes.texts} == set(ROWS)
+    assert {text.get_text() for text in axes.texts} == {label for label, _ in ROWS.values()}
     low, high = axes.get_xlim()
     assert low <= 4e-6 * smallest <= 2.0 < high
     if scale == "log":
@@ -458,12 +459,30 @@ def test_rows_far_worse_than_the_others_lie_on_the_edge(tmp_path, task, worst):
     edge = low - 3 * (high - low) if task == "translation" else np.exp(high + 3 * (high - low))
     assert limits[task != "translation"] == pytest.approx(edge)
     names = {text.get_text() for text in axes.texts}
-    assert {name for name in names if "(" in name} == {f"8 ({scores['8']:{'.1f' if task == 'translation' else '.2f'}})"}
+    assert {name for name in names if "(" in name} == {
+        f"row 8 ({scores['8']:{'.1f' if task == 'translation' else '.2f'}})"
+    }
 
     rows["8"] = ("far better", 0.999 if task == "translation" else 9)
     make_runs(tmp_path / "other", task=task, rows=rows, seeds=(1,), count=2000)
     (axes,) = cost_figure(make_report([tmp_path / "other"], lambda text: None), "stored").axes
-    assert {text.get_text() for text in axes.texts} == set(rows)
+    assert {text.get_text() for text in axes.texts} == {label for label, _ in rows.values()}
+
+
+def test_long_or_many_names_are_left_to_the_legend(tmp_path):
+    from hf_freeze.experiments.report.plots.costs import cost_figure
+
+    long = {"0": ROWS["0"], "1": ("a label that is far too long to stand beside a point", 0.5)}
+    make_runs(tmp_path / "long", rows=long, seeds=(1,))
+    report = make_report([tmp_path / "long"], lambda text: None)
+    assert not cost_figure(report, "stored").axes[0].texts
+    assert list(named(report).values()) == [label for label, _ in long.values()]
+
+
+def test_plots_name_rows_by_label_and_tell_equal_labels_apart(tmp_path):
+    make_runs(tmp_path, rows={"0": ("alike", 0.8), "1": ("alike", 0.7), "2": ("other", 0.6)}, seeds=(1,))
+    report = make_report([tmp_path], lambda text: None)
+    assert [report.name_of(row) for row in ("0", "1", "2")] == ["alike (0)", "alike (1)", "other"]
 
 
 def test_the_page_holds_all_it_shows(tmp_path):
@@ -482,7 +501,7 @@ def test_the_page_holds_all_it_shows(tmp_path):
     for said in (
         "Learning curves",
         "Where the parameters are",
-        "Which differences are real?",
+        "Which differences are significant?",
         "hf-freeze run tiny.yaml",
     ):
         assert said in text
@@ -540,7 +559,7 @@ def test_the_command_says_what_it_found_and_wrote(tmp_path, monkeypatch):
     assert "b/results.jsonl: the last line was cut off" in output
     assert "One seed: " in output
     assert "[red]x[/red]" in output
-    assert "* marks a real difference" in output
+    assert "* marks a significant difference" in output
     assert "Written: c/report.html, c/report.md, c/report.png" in output
     assert "Written: a/report.html" in run_report("a").output
 

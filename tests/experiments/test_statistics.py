@@ -95,7 +95,7 @@ def test_the_order_of_the_sentences_does_not_matter_and_a_system_equals_itself(t
     (shuffled,) = compare({"a": [items], "b": [np.random.default_rng(0).permutation(items)]}, bleu)
     assert shuffled.difference == 0
     assert shuffled.p > 0.5
-    assert not shuffled.real
+    assert not shuffled.significant
 
 
 def synthetic(rng, *, seeds, spread, shift=0.0, items=150):
@@ -112,7 +112,7 @@ def test_rows_that_do_not_differ_are_called_different_as_rarely_as_promised(seed
     flagged = 0
     for trial in range(400):
         rows = {name: synthetic(rng, seeds=seeds, spread=spread) for name in "ab"}
-        flagged += compare(rows, log_perplexity, replicates=400, seed=trial)[0].real
+        flagged += compare(rows, log_perplexity, replicates=400, seed=trial)[0].significant
     # 5 % of 400 is 20, with a standard deviation of 4.4; with equal seeds the items count twice, so there it is fewer.
     assert flagged / 400 <= most
     if spread or seeds == 1:
@@ -124,7 +124,7 @@ def test_one_of_many_rows_is_called_different_by_chance_as_rarely():
     flagged = 0
     for trial in range(150):
         rows = {name: synthetic(rng, seeds=1, spread=0, items=80) for name in "abcd"}
-        flagged += any(found.real for found in compare(rows, log_perplexity, seed=trial, replicates=480))
+        flagged += any(found.significant for found in compare(rows, log_perplexity, seed=trial, replicates=480))
     assert flagged / 150 <= 0.1
 
 
@@ -138,21 +138,23 @@ def test_a_clear_difference_is_found_and_its_direction_and_size():
     found = {(d.base, d.row): d for d in compare(rows, log_perplexity)}
     assert list(found) == [("0", "same"), ("0", "worse"), ("same", "worse")]
     worse = found["0", "worse"]
-    assert worse.real
-    assert worse.real_to_first
+    assert worse.significant
+    assert worse.significant_to_first
     assert worse.low < 0.5 < worse.high
     assert worse.low > 0.3
     assert worse.seeds
-    assert not found["0", "same"].real
-    assert found["same", "worse"].real
+    assert not found["0", "same"].significant
+    assert found["same", "worse"].significant
     assert found["same", "worse"].p_first is None
-    assert not found["same", "worse"].real_to_first
+    assert not found["same", "worse"].significant_to_first
 
 
 def test_a_difference_of_many_rows_can_still_be_real():
     rng = np.random.default_rng(0)
     rows = {str(i): synthetic(rng, seeds=1, spread=0, shift=i, items=50) for i in range(16)}
-    assert all(found.real for found in compare(rows, log_perplexity)), "p is not held up by the number of replicates"
+    assert all(found.significant for found in compare(rows, log_perplexity)), (
+        "p is not held up by the number of replicates"
+    )
 
 
 def test_the_spread_of_seeds_widens_the_interval():

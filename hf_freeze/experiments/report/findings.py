@@ -7,17 +7,17 @@ from hf_freeze.experiments.report.significance import MANY, Difference
 
 
 def findings(report: Report) -> list[tuple[str, str]]:
-    """(what, sentence) in plain words: what was asked, the best and the cheapest rows, which differences are real."""
+    """(what, sentence) in plain words: what was asked, the best and the cheapest rows, which differences are significant."""
     task, rows, first = report.task, report.rows, report.rows[0]
     better = "higher" if task.higher else "lower"
     counts = sorted({row["seeds"] for row in rows})
     seeds = "one seed" if counts == [1] else f"{'–'.join(map(str, counts))} seeds"
     on = f"the same {report.items:,} test {task.item}" if report.items else "the test set"
-    asked = (
-        f"What does each change of the model cost in quality, and what does it save? Each of {len(rows)} rows was trained "
-        f"with {seeds} and scored on {on} by {task.name} ({better} is better). All are compared with row {_row_and_label(first)}."
+    question = (
+        f"How much quality does each change of the model cost, and how much does it save? Each of {len(rows)} rows was trained "
+        f"with {seeds} and scored by {task.name} ({better} is better) on {on}. All are compared with row {_row_and_label(first)}."
     )
-    found = [("Asked", asked)]
+    found = [("Question", question)]
     best = sorted(rows, key=lambda row: row[task.quality][0], reverse=task.higher)
     found.append(
         (
@@ -44,7 +44,7 @@ def findings(report: Report) -> list[tuple[str, str]]:
         found.append(
             (
                 f"Best at their size in {stored}",
-                f"{listed}. All other rows are no smaller and no better than one of these.",
+                f"{listed}. Every other row is at least as large as one of these and no better.",
             )
         )
     return found + _significant(report)
@@ -57,24 +57,27 @@ def _significant(report: Report) -> list[tuple[str, str]]:
         if test is None:
             continue
         text = f"row {_row_and_label(row)} {report.task.signed(difference)}"
-        if test.real_to_first:
+        if test.significant_to_first:
             groups["better" if (difference > 0) is report.task.higher else "worse"].append(text)
         else:
             groups["unclear"].append(f"{text} ({interval(report, test)})")
     first = report.rows[0]["row"]
     found = [
-        (f"Really {side} than row {first}", _listed(groups[side]) + ".") for side in ("worse", "better") if groups[side]
+        (f"Significantly {side} than row {first}", _listed(groups[side]) + ".")
+        for side in ("worse", "better")
+        if groups[side]
     ]
     if groups["unclear"]:
         unclear = (
-            _listed(groups["unclear"]) + ". Such a difference may be chance; this does not show that they are equal."
+            _listed(groups["unclear"])
+            + ". These differences may be chance, which does not show that the rows are equal."
         )
-        found.append((f"Not told apart from row {first}", unclear))
+        found.append((f"No significant difference from row {first}", unclear))
     return found
 
 
 def _listed(rows: list[str]) -> str:
-    return "; ".join(rows) if len(rows) < MANY else f"{len(rows)} rows, as the table says"
+    return "; ".join(rows) if len(rows) < MANY else f"{len(rows)} rows; see the table"
 
 
 def quality(report: Report, row: dict[str, Any]) -> str:
@@ -88,8 +91,8 @@ def _row_and_label(row: dict[str, Any]) -> str:
 
 
 def interval(report: Report, test: Difference) -> str:
-    return f"95% interval {report.task.signed(test.low, 2)} to {report.task.signed(test.high, 2)}"
+    return f"95 % interval {report.task.signed(test.low, 2)} to {report.task.signed(test.high, 2)}"
 
 
 def p_value(p: float) -> str:
-    return "< .001" if p < 0.001 else f"{p:.3f}".lstrip("0")
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"

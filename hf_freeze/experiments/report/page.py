@@ -130,7 +130,7 @@ def _key(index: int) -> tuple[str, str]:
 
 
 def _matrix(report: Report) -> list[dict[str, Any]]:
-    """For each row its cells against every row: the text, and whether it is better or worse, for real."""
+    """For each row its cells against every row: the text, and whether it is significantly better or worse."""
     signed, better = report.task.signed, 1 if report.task.higher else -1
     lines = []
     for row in report.rows:
@@ -138,8 +138,8 @@ def _matrix(report: Report) -> list[dict[str, Any]]:
         for base in report.rows:
             if test := report.tested(base["row"], row["row"]) or report.tested(row["row"], base["row"]):
                 difference = test.difference if test.row == row["row"] else -test.difference
-                kind = ("better" if difference * better > 0 else "worse") if test.real else "chance"
-                line.append((signed(difference) + (" *" if test.real else ""), kind))
+                kind = ("better" if difference * better > 0 else "worse") if test.significant else "chance"
+                line.append((signed(difference) + (" *" if test.significant else ""), kind))
             else:
                 line.append(("–", "none"))
         lines.append({"row": row["row"], "label": row["label"], "cells": line})

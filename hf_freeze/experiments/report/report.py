@@ -95,6 +95,11 @@ class Report:
         """The file of a picture, such as report.png, or report-2.png of the second group of rows."""
         return f"{name}.png" if self.number == 1 else f"{name}-{self.number}.png"
 
+    def name_of(self, row: str) -> str:
+        """What plots call a row: its label, with the name of the row where other rows have the same label."""
+        label = next(each["label"] for each in self.rows if each["row"] == row)
+        return label if sum(each["label"] == label for each in self.rows) == 1 else f"{label} ({row})"
+
     def front(self, cost: str) -> list[dict[str, Any]]:
         """The Pareto front: those rows of which none of no higher cost is as good, from the cheapest to the best."""
         sign = -1 if self.task.higher else 1

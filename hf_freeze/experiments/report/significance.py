@@ -11,7 +11,7 @@ from itertools import combinations
 import numpy as np
 
 MANY = 24  # rows, of which all pairs would fill pages
-LEVEL = 0.05  # a difference is called real where its corrected p lies below
+LEVEL = 0.05  # a difference is called significant where its corrected p lies below
 _CHUNK = 1 << 22  # item weights that are held at a time
 
 
@@ -30,11 +30,11 @@ class Difference:
     seeds: bool = False  # whether the interval covers the choice of seeds, of both rows
 
     @property
-    def real(self) -> bool:
+    def significant(self) -> bool:
         return self.p_pairs < LEVEL
 
     @property
-    def real_to_first(self) -> bool:
+    def significant_to_first(self) -> bool:
         return self.p_first is not None and self.p_first < LEVEL
 
 
@@ -113,7 +113,7 @@ def _seed_deviations(base: np.ndarray, row: np.ndarray, replicates: int, rng: np
 
     Drawing seeds with replacement, as items are drawn, understates this: of S seeds by sqrt(S/(S-1)), and after that factor
     still, since so few seeds say little about their own spread. In 600 simulated tests of rows that differ by their seeds
-    only, at a level of 5 %, it called 23 % real with two seeds a row and 14 % with three. Student's t, with the degrees of
+    only, at a level of 5 %, it called 23 % significant with two seeds a row and 14 % with three. Student's t, with the degrees of
     freedom of both rows, called 5.5 %; where one row scatters four times as much as the other, 9 % and 7 %. The spread over
     seeds also holds some of the noise of the items, which so counts twice: where training scatters little, the test is cautious.
     """

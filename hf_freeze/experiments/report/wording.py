@@ -13,7 +13,7 @@ def legend(report: Report) -> list[str]:
         what = f"{task.name} divided by that of row {first} (means over seeds are geometric); more than 1 is worse"
     lines = [f"vs row {first}: {what}."]
     if report.differences:
-        lines[0] = lines[0][:-1] + f". * marks a real difference (corrected p < {LEVEL}); one without * may be chance."
+        lines[0] = lines[0][:-1] + f". * marks a significant difference (corrected p < {LEVEL}); others may be chance."
     if len(report.seeds) > 1:
         lines.append("± is the standard deviation over seeds.")
     stored = task.columns["stored"][0]
@@ -52,17 +52,17 @@ def one_head_cells(report: Report) -> list[list[str]]:
 
 
 def method(report: Report) -> str:
-    """How it was decided which differences are real."""
+    """How significance was tested."""
     if not report.differences:
         return "No difference was tested."
     times = enough_replicates(len(report.differences))
     item, several = report.task.item, any(d.seeds for d in report.differences)
     return (
-        f"A paired bootstrap: {times:,} times, {report.items:,} test {item} were drawn with replacement from "
-        f"the {report.items:,}, the same ones for all rows, and all rows scored on them; the 95% interval of a difference holds "
-        "the middle 95% of what came out, and p (two-sided) says how easily a difference as large arises by chance. "
-        + ("Where rows have several seeds, Student's t adds the spread between seeds. " if several else "")
-        + "Testing many rows finds some difference by luck, so p is corrected (Holm): over the comparisons with row "
+        f"A paired bootstrap: {times:,} times, {report.items:,} test {item} were drawn with replacement from the "
+        f"{report.items:,}, and all rows were scored on the same draw. The 95 % interval of a difference holds the middle 95 % "
+        "of its values; p (two-sided) is the probability that chance alone gives a difference as large. "
+        + ("For rows with several seeds, Student's t adds the spread between seeds. " if several else "")
+        + "Among many comparisons some differ by luck, so p is corrected by Holm's method: over the comparisons with row "
         f"{report.rows[0]['row']}"
         + (
             " for the marks of the first table, and over all pairs for those of the second."
@@ -97,8 +97,8 @@ def pair_cells(report: Report) -> tuple[list[str], list[list[str]]]:
             f"{signed(d.low, 2)} to {signed(d.high, 2)}",
             p_value(d.p),
             p_value(d.p_pairs),
-            "real *" if d.real else "may be chance",
+            "significant *" if d.significant else "may be chance",
         ]
         for d in report.differences
     ]
-    return ["row", "against", "difference", "95% interval", "p", "p corrected", ""], cells
+    return ["row", "against", "difference", "95 % interval", "p", "p corrected", ""], cells

@@ -1,5 +1,6 @@
 """A plot of the parameters of each row by component."""
 
+import textwrap
 from typing import Any
 
 from matplotlib.colors import to_rgba
@@ -23,7 +24,7 @@ def components_figure(report: Report) -> Figure | None:
         return None
     names = list(dict.fromkeys([*_COMPONENTS, *(name for parts in first.values() for name in parts)]))
     names = [name for name in names if any(parts.get(name, {}).get("total") for parts in first.values())]
-    figure = Figure(figsize=(SIZE[0], 1.5 + 0.28 * len(first)), layout="constrained")
+    figure = Figure(figsize=(SIZE[0], 1.5 + 0.32 * len(first)), layout="constrained")
     axes = figure.subplots()
     states = {"trained": 1.0, "frozen, stored": 0.4, "frozen, from a seed": 0.0}
     for y, parts in enumerate(first.values()):
@@ -35,7 +36,7 @@ def components_figure(report: Report) -> Figure | None:
                 if amount:
                     axes.barh(y, amount / 1e6, left=left, height=0.7, **_look(COLOURS[names.index(name)], alpha))
                     left += amount / 1e6
-    axes.set_yticks(range(len(first)), [f"row {row}" for row in first])
+    axes.set_yticks(range(len(first)), [textwrap.fill(report.name_of(row), 30) for row in first])
     axes.invert_yaxis()
     axes.set_xlabel("parameters, millions")
     axes.grid(axis="x")

@@ -8,11 +8,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, ScalarFormatter
 
 from hf_freeze.experiments.report.plots.point_names import name_points
-from hf_freeze.experiments.report.plots.style import FRONT, SIZE, named
+from hf_freeze.experiments.report.plots.style import FRONT, SIZE
 from hf_freeze.experiments.report.report import Report
 from hf_freeze.experiments.report.signs import style_of
 
 _MANY = 8  # rows, of which some may be called outliers
+_FEW, _BRIEF = 10, 24  # rows, and letters in their names, that have room beside the points; else the legend names them
 
 
 def cost_figure(report: Report, cost: str) -> Figure:
@@ -89,14 +90,18 @@ def _point(report: Report, row: dict[str, Any], cost: str) -> tuple[float, float
 
 
 def name_rows(plots: list[Any], report: Report, costs: list[str]) -> None:
+    """Write names beside the points where there is room, and the scores of those on the edge in brackets."""
     plots[0].figure.draw_without_rendering()  # or it is not known where the points lie
     edge, form = _edge(report), report.task.columns[report.task.quality][2]
-    crowded = len(named(report)) < len(report.rows)
+    names = {row["row"]: report.name_of(row["row"]) for row in report.rows}
+    if len(names) > _FEW or max(map(len, names.values())) > _BRIEF:
+        names = dict.fromkeys(names, "")
     for axes, cost in zip(plots, costs, strict=True):
         points = []
-        front = report.front(cost)
-        for row in (row for row in report.rows if not crowded or row in front):
+        for row in report.rows:
             x, y, _ = _point(report, row, cost)
             beyond = _beyond(report, y, edge)
-            points.append((x, edge if beyond else y, f"{row['row']} ({y:{form}})" if beyond else row["row"]))
+            name = f"{names[row['row']]} ({y:{form}})".lstrip() if beyond else names[row["row"]]
+            if name:
+                points.append((x, edge if beyond else y, name))
         name_points(axes, points)

@@ -13,7 +13,7 @@ from hf_freeze.experiments.report.plots.components import components_figure
 from hf_freeze.experiments.report.plots.costs import cost_figure, draw_costs, name_rows
 from hf_freeze.experiments.report.plots.heat_maps import heads_figure
 from hf_freeze.experiments.report.plots.setting import draw_setting, setting_figure
-from hf_freeze.experiments.report.plots.style import INK, STYLE, _legend_columns, draw_legend, named
+from hf_freeze.experiments.report.plots.style import INK, STYLE, draw_legend, legend_columns, named
 from hf_freeze.experiments.report.plots.training import curves_figure, schedules_figure
 from hf_freeze.experiments.report.report import Report
 from hf_freeze.io import write_whole
@@ -25,7 +25,7 @@ def draw(report: Report, path: Path) -> None:
         costs = list(report.axes)
         series = report.series()
         width = 10 + 4 * bool(series)
-        lines = len(named(report)) / _legend_columns(report, width)
+        lines = len(named(report)) / legend_columns(report, width)
         figure = Figure(figsize=(width, 4.6 + 0.2 * lines), layout="constrained")
         axes = list(figure.subplots(1, len(costs) + bool(series), squeeze=False)[0])
         if series:

@@ -16,7 +16,6 @@ def name_points(axes: Any, points: list[tuple[float, float, str]]) -> None:
     """Write each name beside its point, where it covers no other point and no other name, if there is such a place; with a line
     to the point where that is not near."""
     marks = [tuple(axes.transData.transform(point[:2])) for point in points]
-    whole = axes.figure.bbox
     taken: list[Any] = []
     for (x, y, name), mark in zip(points, marks, strict=True):
         text = axes.annotate(name, (x, y), xytext=(0, 0), textcoords="offset points", va="center")
@@ -30,7 +29,7 @@ def name_points(axes: Any, points: list[tuple[float, float, str]]) -> None:
             place = box(spot)
             near = place.padded(5)  # a mark is as wide
             outside = (
-                place.x0 < axes.bbox.x0 or place.x1 > whole.x1 or place.y0 < axes.bbox.y0 or place.y1 > axes.bbox.y1
+                place.x0 < axes.bbox.x0 or place.x1 > axes.bbox.x1 or place.y0 < axes.bbox.y0 or place.y1 > axes.bbox.y1
             )
             return (
                 sum(near.contains(*other) for other in marks if other != mark)

@@ -35,11 +35,11 @@ def named(report: Report) -> dict[int, str]:
     signs, series = report.signs(), report.series()
     rows = [row["row"] for row in report.rows]
     if len(set(signs.values())) == len(rows):
-        return {signs[row["row"]]: f"{row['row']}: {row['label']}" for row in report.rows}
+        return {signs[name]: report.name_of(name) for name in rows}
     if not series:  # the rows of a grid have one sign
         return {number: _grid_name(source) for number, source in enumerate(report.sources)}
     names = {signs[each.rows[0]["row"]]: each.name for each in series}
-    return names | {signs[name]: name for name in rows if signs[name] not in names}
+    return names | {signs[name]: report.name_of(name) for name in rows if signs[name] not in names}
 
 
 def _grid_name(source: Source) -> str:
@@ -53,10 +53,10 @@ def draw_legend(figure: Figure, report: Report) -> None:
     ]
     if any(len(report.front(cost)) > 1 for cost in report.axes):
         handles.append(Line2D([], [], label=" Pareto front: no row is better and costs no more", **FRONT))
-    columns = _legend_columns(report, figure.get_figwidth())
+    columns = legend_columns(report, figure.get_figwidth())
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, columnspacing=1)
 
 
-def _legend_columns(report: Report, inches: float) -> int:
+def legend_columns(report: Report, inches: float) -> int:
     longest = max(map(len, named(report).values())) + 6  # a sign and spaces
     return max(1, min(3, int(_LETTERS * inches / longest)))

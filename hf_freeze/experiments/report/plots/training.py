@@ -50,11 +50,11 @@ def schedules_figure(report: Report) -> Figure | None:
     for run in report.runs:
         for what, points in run.schedules().items() if run.row not in drawn else ():
             drawn.add(run.row)
-            colour, label = style_of(signs[run.row])[0], f"{run.row}: {what}"
+            colour, label = style_of(signs[run.row])[0], f"{report.name_of(run.row)}: {what}"
             axes.plot(*zip(*points, strict=True), color=colour, drawstyle="steps-post", label=label)
     if not drawn:
         return None
-    axes.set(xlabel="share of training", ylabel="value", xlim=(0, 1))
+    axes.set(xlabel="share of training", ylabel="value of the schedule", xlim=(0, 1))
     axes.set_ylim(bottom=0)
     axes.grid()
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, columnspacing=1)

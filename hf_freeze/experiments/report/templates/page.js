@@ -3,7 +3,8 @@
 // Without this script the tables are in the order of the grids, all rows shown, and the pictures as drawn. What the reader chooses is
 // in the fragment of the address, so that a view can be linked: find, group, from, method, machine and hide are of the page,
 // sort, x, y and with of the group whose number follows.
-const MISSING = "–", form = document.getElementById("filters");
+// A label of more letters than BRIEF is not written beside its point.
+const MISSING = "–", BRIEF = 32, form = document.getElementById("filters");
 const collator = new Intl.Collator("en", { numeric: true });
 const state = () => new URLSearchParams(location.hash.slice(1));
 
@@ -176,7 +177,7 @@ class Group {
     }
     const headings = axes.map(axis => axis.heading), more = axes.length > 2 ? `; ${axes.length}-D, none in ${headings.join(", ")}` : "";
     this.section.querySelector(".front-legend").textContent = `front, of the rows shown: 2-D, no row is as good in both `
-      + `${headings[0]} and ${headings[1]} and better in one${more}; rows that another one beats so are grey. By means: such a difference may be chance.`;
+      + `${headings[0]} and ${headings[1]} and better in one${more}; rows that another row beats in this sense are grey. Fronts compare means, so a place on one may be chance.`;
     this.draw(x, y, axes, shown, pair, all);
   }
 
@@ -209,8 +210,8 @@ class Group {
     }
     const named = [...onFront, ...drawn.filter(row => rank(row) === 1)];
     for (const row of drawn.length <= 24 ? [...named, ...drawn.filter(row => !named.includes(row))] : named)
-      plot.name(value(row, x), clipped(value(row, y)), row.name);
-    const listed = found => found.length > 24 ? `${found.length} rows` : found.map(row => row.name).join(", ") || "no row";
+      if (row.label.length <= BRIEF) plot.name(value(row, x), clipped(value(row, y)), row.label);
+    const listed = found => found.length > 24 ? `${found.length} rows` : found.map(row => row.label).join("; ") || "no row";
     const over = columns => columns.map(column => column.heading).join(", ");
     const front = `On the front over ${over([y, x])}: ${listed(onFront)}.`;
     const further = axes.length > 2 ? ` Over ${over(axes)}: ${listed(shown.filter(row => all.on.has(row)))}.` : "";
