@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.adaptive_embedding import AdaptiveSoftmax
-from hf_freeze.layers.watching import outputs_of
+from hf_freeze.layers.hooks import captured_outputs
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.parts import Objective, Schedule, Step, frozen_at, parts_of
 
@@ -318,7 +318,7 @@ def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
         trained = self.training and torch.is_grad_enabled()
         objectives = parts_of(self.methods if trained else (), Objective)
         watched = {name for _, part in objectives for name in part.watched(self, self.architecture)}
-        with outputs_of(self.base_model, watched) as seen:
+        with captured_outputs(self.base_model, watched) as seen:
             if trained and labels is not None and _needs_no_logits(self, inputs):
                 outputs = _forward_without_logits(self, native_forward, inputs)
             else:
