@@ -1,5 +1,5 @@
-"""Token embeddings of low rank: table · projection, for the lookup and for the output (Lan et al., 2020, "ALBERT: A Lite BERT
-for Self-supervised Learning of Language Representations", https://arxiv.org/abs/1909.11942).
+"""Token embeddings of low rank, table · projection, for input and output (Lan et al., 2020, "ALBERT: A Lite BERT for
+Self-supervised Learning of Language Representations", https://arxiv.org/abs/1909.11942).
 
 Shapes: V rows of the vocabulary, E rank, H hidden size, N tokens.
 """
@@ -18,55 +18,55 @@ from hf_freeze.layers.factorized import left_vectors
 
 
 class Factors(Derived):
-    """`weight` (V, E), the table, has the name that native models tie by and resize; `projection` is (E, H)."""
+    """The table `weight` (V, E), named so because native models tie and resize by this name, and the `projection` (E, H)."""
 
     weight: nn.Parameter
     projection: nn.Parameter
 
     def gain(self, projection: torch.Tensor) -> float:
-        """By what to multiply the `projection` just drawn, and to divide the table, before training.
+        """The factor that multiplies the freshly drawn `projection` and divides the table before training.
 
         It gives the projection the standard deviation sqrt(H) / E. A step of Adam moves every entry by about the learning rate.
-        With h the hidden state, it so moves a logit by the sum of |h| over H entries in a dense table, and by that of
-        |projection · h| over E here: as much with this deviation. With less, such as E^-½, a table of low rank learns far slower
-        than a dense one.
+        With h the hidden state, such a step moves a logit by the sum of |h| over H entries for a dense table, and by the sum of
+        |projection · h| over E entries here; this standard deviation makes both equal. With a smaller one, such as E^-½, a
+        low-rank table learns far more slowly than a dense one.
         """
         rank, hidden = projection.shape
-        drawn = 0.0 if projection.is_meta else float(projection.std())
-        # Where a checkpoint does not fit, which is said later, memory that nothing was drawn into is seen here: any number.
-        return hidden**0.5 / rank / drawn if 0 < drawn < math.inf else 1.0
+        std = 0.0 if projection.is_meta else float(projection.std())
+        # If a checkpoint does not fit, the projection is uninitialised memory here, and the error is reported later.
+        return hidden**0.5 / rank / std if 0 < std < math.inf else 1.0
 
     def dense_weight(self) -> torch.Tensor:
         """(V, H)"""
         return self.weight @ self.projection
 
     def initialize_projection(self) -> None:
-        """An entry of the product has the variance of an entry of the table, which is drawn as the dense one would be."""
+        """Draw the projection so that an entry of the product has the variance of an entry of the table."""
         initialization.normal_(self.projection, std=self.projection.shape[0] ** -0.5)
 
 
 class LowRankEmbedding(Factors, nn.Embedding):
-    """Takes the place of `table` (V, H): a table (V, E) whose rows are projected, without bias.
+    """Replaces `table` (V, H) by a table (V, E) whose rows are projected, without bias.
 
-    A padding row gets no gradient, as in nn.Embedding; the projection does, where that row is not zero.
+    A padding row gets no gradient, as in nn.Embedding. If it is not zero, the projection gets a gradient from it.
     """
 
     def __init__(self, table: nn.Embedding, rank: int) -> None:
         rows, hidden = table.weight.shape
         new: dict[str, Any] = {"device": table.weight.device, "dtype": table.weight.dtype}
-        # As an argument: nn.Embedding would draw the table from the global random state.
+        # Passing `_weight` keeps nn.Embedding from drawing the table, which would change the global random state.
         super().__init__(rows, rank, table.padding_idx, _weight=torch.zeros(rows, rank, **new))
         self.projection = nn.Parameter(torch.empty(rank, hidden, **new))
         self.initialize_parameters()
 
     def initialize_parameters(self) -> None:
-        """The projection; the native model draws the table, as it draws every nn.Embedding."""
+        """Draw the projection. The native model draws the table, as every nn.Embedding."""
         self.initialize_projection()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(...) token ids -> (..., H)"""
         rows = super().forward(input)
-        # What a decoder adds up from layer to layer begins here: under autocast too, it has the precision of the table.
+        # The residual stream of a decoder starts here: it keeps the dtype of the table, under autocast too.
         return (rows @ self.projection).to(rows.dtype)
 
     def extra_repr(self) -> str:
@@ -74,17 +74,17 @@ class LowRankEmbedding(Factors, nn.Embedding):
 
 
 class LowRankOutput(Factors, nn.Linear):
-    """Takes the place of `linear` (H -> V): hidden states are projected to E, without bias, and multiplied with the table.
+    """Replaces `linear` (H -> V): hidden states are projected to E, without bias, and multiplied with the table.
 
-    It is an nn.Linear, as transformers expects of output embeddings.
+    It is an nn.Linear, because transformers expects one as output embeddings.
 
-    `std`: of an entry of the dense matrix when it is fresh; None where both factors will be tied to a LowRankEmbedding's. The
-    V x H matrix is never made, in inference neither: E (H + V) multiply-adds of a token are fewer than its H V unless E is
-    almost H, and then more by H / V at most.
+    `std`: initial standard deviation of an entry of the dense matrix; None if both factors will be tied to a
+    LowRankEmbedding's. The V x H matrix is never computed, not even in inference: E (H + V) multiply-adds for a token are fewer
+    than H V unless E is almost H, and then more by the share H / V at most.
     """
 
     def __init__(self, linear: nn.Linear, rank: int, std: float | None) -> None:
-        nn.Module.__init__(self)  # that of nn.Linear would draw a weight
+        nn.Module.__init__(self)  # nn.Linear.__init__ would draw a weight
         rows, self.in_features = linear.weight.shape
         self.std = std
         new: dict[str, Any] = {"device": linear.weight.device, "dtype": linear.weight.dtype}
@@ -107,13 +107,13 @@ class LowRankOutput(Factors, nn.Linear):
         return functional.linear(functional.linear(x, self.projection), self.weight, self.bias)
 
     def table(self) -> nn.Linear:
-        """The linear (E -> V) with the table for a weight, which transformers can resize."""
-        made = nn.Linear(self.weight.shape[1], self.weight.shape[0], bias=self.bias is not None, device="meta")
-        made.weight, made.bias = self.weight, self.bias  # type: ignore[assignment]
-        return made
+        """A linear (E -> V) that shares the table as its weight; transformers can resize it."""
+        linear = nn.Linear(self.weight.shape[1], self.weight.shape[0], bias=self.bias is not None, device="meta")
+        linear.weight, linear.bias = self.weight, self.bias  # type: ignore[assignment]
+        return linear
 
     def set_table(self, resized: nn.Linear) -> None:
-        """(E -> V'): other rows, and a bias of as many, from now on."""
+        """Take the table and the bias of the linear `resized` (E -> V')."""
         self.weight, self.bias = resized.weight, resized.bias  # type: ignore[assignment]
 
     def extra_repr(self) -> str:
@@ -122,7 +122,7 @@ class LowRankOutput(Factors, nn.Linear):
 
 
 class ProjectedDropout(nn.Dropout):
-    """Takes the place of the dropout after embeddings in E: what it leaves is projected to H, with a bias, as ALBERT does."""
+    """Replaces the dropout after embeddings of width E: dropout, then a projection to H with a bias, as in ALBERT."""
 
     def __init__(self, dropout: nn.Dropout, rank: int, hidden: int, **new: Any) -> None:
         super().__init__(dropout.p)
@@ -134,29 +134,34 @@ class ProjectedDropout(nn.Dropout):
 
 
 def nearest_factors(weights: Sequence[torch.Tensor], rank: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A table (V, E) and for each weight (V, H) a projection (E, H): the nearest in the Frobenius norm, of all weights together.
+    """One table (V, E) and a projection (E, H) for each weight (V, H): the best approximation of all weights together in the
+    Frobenius norm.
 
-    By singular value decomposition: the projections, side by side, have orthonormal rows. A row of zeros stays one. fp64.
+    Computed by singular value decomposition in fp64: the projections, side by side, have orthonormal rows. A row of zeros
+    remains zero.
     """
-    beside = torch.cat([weight.double() for weight in weights], dim=1)
-    basis = principal_axes(beside)[:, :rank]
-    return beside @ basis, [part.T for part in basis.split([weight.shape[1] for weight in weights])]
+    stacked = torch.cat([weight.double() for weight in weights], dim=1)
+    basis = principal_axes(stacked)[:, :rank]
+    return stacked @ basis, [part.T for part in basis.split([weight.shape[1] for weight in weights])]
 
 
 def principal_axes(rows: torch.Tensor) -> torch.Tensor:
-    """(H, H), orthogonal: the right singular vectors of `rows` (V, H), in columns, by descending singular values; fp64."""
+    """(H, H), orthogonal, fp64: the columns are the right singular vectors of `rows` (V, H), by descending singular value."""
     rows = rows.double()
     missing = rows.shape[1] - rows.shape[0]
-    if missing > 0:  # fewer rows than axes; zeros have none of their own
+    if missing > 0:  # pad with rows of zeros, which add no direction, to get H axes
         rows = functional.pad(rows, (0, 0, 0, missing))
     return left_vectors(rows.T)[0]
 
 
 def centred_axes(rows: torch.Tensor, rank: int) -> torch.Tensor:
-    """(H, E) with E - 1 orthonormal axes of the `rows` (V, H) without their means, so turned that all that is projected on them
-    has the mean zero over E too: a norm over E then does what one over H does, exactly where E = H. fp64."""
+    """(H, E), fp64: the first E - 1 principal axes of the centred `rows` (V, H), rotated into E dimensions such that every
+    projected vector has mean zero over E.
+
+    A layer norm over E then acts like one over H; for E = H the two are exactly equal.
+    """
     rows = rows.double()
     axes = principal_axes(rows - rows.mean(dim=1, keepdim=True))[:, : rank - 1]
     ones = rows.new_ones(rank, 1)
-    around = torch.linalg.qr(torch.cat([ones, torch.eye(rank, dtype=rows.dtype, device=rows.device)[:, 1:]], dim=1)).Q
-    return axes @ around[:, 1:].T
+    rotation = torch.linalg.qr(torch.cat([ones, torch.eye(rank, dtype=rows.dtype, device=rows.device)[:, 1:]], dim=1)).Q
+    return axes @ rotation[:, 1:].T

@@ -1,19 +1,20 @@
-"""Self-attention some of whose heads attend by position alone (Raganato et al., 2020, https://arxiv.org/abs/2002.10260).
+"""Self-attention in which some heads have fixed patterns: they attend by position alone (Raganato et al., 2020,
+https://arxiv.org/abs/2002.10260).
 
-Shapes: B batch, T tokens, H hidden size, N heads of D numbers. Positions count the n tokens of a sentence that are no padding,
-from 0. In the context of token i, token j weighs
+Shapes: B batch, T tokens, H hidden size, N heads of D numbers. Positions count the n tokens of a sentence from 0, without
+padding. The attention weight of token j for token i, by pattern:
 
 1. the token itself: [j = i]
-2. the one before: [j = i - 1]
-3. the one after: [j = i + 1]
-4. what was before, the more the nearer: (j + 1)³ / Σ over j <= i - 2
-5. what comes after, the more the nearer: (n - j)³ / Σ over j >= i + 2
-6. all, the more towards the end: (j + 1)³ / Σ
-7. all, the more towards the start: (n - j)³ / Σ
+2. the previous token: [j = i - 1]
+3. the next token: [j = i + 1]
+4. earlier tokens, more weight for nearer ones: (j + 1)³ / Σ over j <= i - 2
+5. later tokens, more weight for nearer ones: (n - j)³ / Σ over j >= i + 2
+6. all tokens, more weight towards the end: (j + 1)³ / Σ
+7. all tokens, more weight towards the start: (n - j)³ / Σ
 8. the last token: [j = n - 1]
 
-None of these needs a matrix of T x T: they are shifts, running sums and single means. By words instead of tokens, i and j count
-words, a word's weight is spread evenly over its tokens, and the tokens of a word have one context.
+No pattern needs a T x T matrix: shifts, cumulative sums and means suffice. With words as units, i and j count words, the weight
+of a word is spread evenly over its tokens, and all tokens of a word get the same context.
 """
 
 import functools
@@ -25,7 +26,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_freeze.compat.transformers import attention_implementation
-from hf_freeze.layers.masks import unpadded
+from hf_freeze.layers.masks import unpadded, unreadable_mask
 
 PATTERNS = range(1, 9)
 EMPTY_ROWS = ("zero", "boundary")
@@ -33,10 +34,10 @@ UNITS = ("token", "word")
 
 
 def padding_mask(attention_mask: torch.Tensor | None, hidden_states: torch.Tensor) -> torch.Tensor:
-    """bool (B, T): True for tokens, from what the backbone gives its attentions: nothing where there is no padding, (B, T), or
-    (B, 1, T or 1, T) of bool or of numbers to add, 0 for tokens.
+    """bool (B, T), True for tokens, from the mask that the backbone passes to its attentions.
 
-    Raises ValueError for any other mask.
+    `attention_mask` is None without padding, (B, T), or (B, 1, T or 1, T): bool, or additive with 0 for tokens. Raises
+    ValueError for any other mask.
     """
     shape = hidden_states.shape[:2]
     if attention_mask is None:
@@ -44,30 +45,27 @@ def padding_mask(attention_mask: torch.Tensor | None, hidden_states: torch.Tenso
     mask = unpadded(attention_mask)
     if mask is not None and (attention_mask.ndim == 4 or mask.shape == shape):
         return mask.expand(shape)
-    raise ValueError(
-        f"fixed heads cannot read a mask of {type(attention_mask).__name__}, as this implementation of attention has: use "
-        "'eager', 'sdpa' or 'flash_attention_2'"
-    )
+    raise unreadable_mask("fixed heads", attention_mask)
 
 
-class Places:
-    """Where the tokens of a batch are. `mask`: bool (B, T)."""
+class Positions:
+    """Positions of the tokens of a batch, without padding. `mask`: bool (B, T), True for tokens."""
 
     def __init__(self, mask: torch.Tensor) -> None:
-        self.mask = mask[..., None]  # (B, T, 1), as all below
-        self.place = (mask.cumsum(1) - 1).clamp(min=0)[..., None]
+        self.mask = mask[..., None]  # (B, T, 1), the shape of all attributes but `length`, (B, 1, 1)
+        self.position = (mask.cumsum(1) - 1).clamp(min=0)[..., None]
         self.length = self.mask.sum(1, keepdim=True)
-        self.first = self.mask & (self.place == 0)
-        self.last = self.mask & (self.place == self.length - 1)
+        self.first = self.mask & (self.position == 0)
+        self.last = self.mask & (self.position == self.length - 1)
 
     def weights(self, *, ascending: bool) -> torch.Tensor:
         """fp32 (B, T, 1): (j + 1)³ or (n - j)³, 0 for padding."""
-        base = self.place + 1 if ascending else self.length - self.place
+        base = self.position + 1 if ascending else self.length - self.position
         return torch.where(self.mask, base, 0).float() ** 3
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """(B, T, any): token i gets that of token i - `by`, or 0."""
+    """(B, T, any): token i gets the value of token i - `by`, or 0 if there is no such token."""
     shifted = torch.zeros_like(x)
     if by > 0:
         shifted[:, by:] = x[:, :-by]
@@ -76,25 +74,25 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
     return shifted
 
 
-def context(values: torch.Tensor, pattern: int, places: Places, empty_rows: str) -> torch.Tensor:
-    """(B, T, D) -> (B, T, D), fp32: what a head of this pattern gathers from its `values`.
+def context(values: torch.Tensor, pattern: int, positions: Positions, empty_rows: str) -> torch.Tensor:
+    """(B, T, D) -> (B, T, D), fp32: the output of a head with this pattern and these `values`.
 
-    Rows that no weight is defined for (1 of patterns 2 and 3, up to 2 of 4 and 5) are 0, or those of the first or last token
-    (`empty_rows="boundary"`).
+    Patterns 2 and 3 define no weights for 1 token, patterns 4 and 5 for up to 2. The output for them is 0, or the value of the
+    first or last token (`empty_rows="boundary"`).
     """
-    values = torch.where(places.mask, values.float(), 0)
+    values = torch.where(positions.mask, values.float(), 0)
     if pattern == 1:
         return values
     if pattern == 8:
-        return (values * places.last).sum(1, keepdim=True).expand_as(values)
+        return (values * positions.last).sum(1, keepdim=True).expand_as(values)
     forwards = pattern in (2, 4, 6)
     if pattern in (6, 7):
-        weights = places.weights(ascending=pattern == 6)
+        weights = positions.weights(ascending=pattern == 6)
         return ((values * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp(min=1)).expand_as(values)
     if pattern in (2, 3):
-        gathered, empty = _shifted(values, 1 if forwards else -1), places.first if forwards else places.last
+        gathered, empty = _shifted(values, 1 if forwards else -1), positions.first if forwards else positions.last
     else:
-        weights = places.weights(ascending=forwards)
+        weights = positions.weights(ascending=forwards)
         sums = torch.cat([values * weights, weights], dim=2)
         sums = sums.cumsum(1) if forwards else sums.flip(1).cumsum(1).flip(1)
         sums = _shifted(sums, 2 if forwards else -2)
@@ -102,45 +100,54 @@ def context(values: torch.Tensor, pattern: int, places: Places, empty_rows: str)
         gathered, empty = sums[..., :-1] / total.clamp(min=1), total == 0
     if empty_rows == "zero":
         return gathered
-    boundary = (values * (places.first if forwards else places.last)).sum(1, keepdim=True)
-    return torch.where(empty & places.mask, boundary, gathered)
+    boundary = (values * (positions.first if forwards else positions.last)).sum(1, keepdim=True)
+    return torch.where(empty & positions.mask, boundary, gathered)
 
 
 class Words:
-    """Which word each token of a batch is in, for the heads that go by words. Told the ids in every forward of the stack that
-    `read` is a hook of. `continuations`: ids of the tokens that go on with the word before them; all others start one."""
+    """Maps the tokens of a batch to words, for heads that count positions in words.
+
+    `read` must be registered as a forward pre-hook of the stack, so that it sees the ids of every forward. `continuations`: ids
+    of the tokens that continue a word; every other token starts a word.
+    """
 
     def __init__(self, continuations: Sequence[int]) -> None:
         self.continuations = list(continuations)
-        self._ids: torch.Tensor | None = None  # the same, where they were needed last: a model may be made on meta
+        # The same ids on the device of the last forward; the model itself may have been created on meta.
+        self._ids: torch.Tensor | None = None
         self.starts: torch.Tensor | None = None  # bool (B, T)
 
     def read(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """A forward pre-hook that reads `input_ids`. Raises ValueError if the forward gets other inputs."""
         ids = named.get("input_ids", arguments[0] if arguments else None)
         if not torch.is_tensor(ids) or ids.is_floating_point():
-            raise ValueError("fixed heads by words need input_ids: other inputs do not say where a word starts")
+            raise ValueError("fixed heads by words need input_ids: other inputs do not show where a word starts")
         if self._ids is None or self._ids.device != ids.device:
             self._ids = torch.tensor(self.continuations, dtype=torch.long, device=ids.device)
         self.starts = ~torch.isin(ids, self._ids)
 
     def context(self, values: torch.Tensor, pattern: int, mask: torch.Tensor, empty_rows: str) -> torch.Tensor:
-        """(B, T, D) -> (B, T, D), fp32: what `context` gives with the mean of a word's values for each word."""
+        """(B, T, D) -> (B, T, D), fp32: like the function `context`, computed on words whose value is the mean of their tokens'.
+
+        Raises ValueError if `read` has not seen the ids of this batch.
+        """
         if self.starts is None or self.starts.shape != mask.shape:
-            raise ValueError("fixed heads by words were not told the input_ids: call the model, not a part of it")
+            raise ValueError("fixed heads by words have not seen the input_ids: call the whole model, not a part of it")
         first = mask & (mask.cumsum(1) == 1)
         word = (((self.starts | first) & mask).cumsum(1) - 1).clamp(min=0)[..., None]  # (B, T, 1)
-        counted = torch.zeros_like(word, dtype=torch.float32).scatter_add(1, word, mask[..., None].float())
-        whole = torch.where(mask[..., None], values.float(), 0)
-        sums = torch.zeros_like(whole).scatter_add(1, word.expand_as(whole), whole)
-        means = sums / counted.clamp(min=1)
-        found = context(means, pattern, Places(counted[..., 0] > 0), empty_rows)
-        return found.gather(1, word.expand_as(found))
+        counts = torch.zeros_like(word, dtype=torch.float32).scatter_add(1, word, mask[..., None].float())
+        token_values = torch.where(mask[..., None], values.float(), 0)
+        sums = torch.zeros_like(token_values).scatter_add(1, word.expand_as(token_values), token_values)
+        means = sums / counts.clamp(min=1)
+        word_contexts = context(means, pattern, Positions(counts[..., 0] > 0), empty_rows)
+        return word_contexts.gather(1, word.expand_as(word_contexts))
 
 
 class FixedHeads(nn.Module):
-    """Takes the place of the module that computes the heads of `attention`. Its first heads have the `patterns`, and no queries
-    or keys; the others are as before. The projections, which the caller adds, have the names that `projections` gives q, k, v
-    and, where the output projection lies within, o.
+    """Replaces the module that computes the heads of `attention`.
+
+    The first heads have the fixed `patterns` and no queries or keys; the others stay as they were. The caller adds the
+    projections as submodules. `projections` maps q, k, v and, if the module contains the output projection, o to their names.
     """
 
     def __init__(
@@ -168,19 +175,20 @@ class FixedHeads(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(B, T, H) -> (B, T, H), or (B, T, N x D) where the output projection lies outside; attentions of the other heads."""
+        """(B, T, H) -> (B, T, H), or (B, T, N x D) without the output projection; and the attention weights of the other
+        heads."""
         values = self._project("v", hidden_states)
         mask = padding_mask(attention_mask, hidden_states)
         if self.words is None:
-            gather = functools.partial(context, places=Places(mask), empty_rows=self.empty_rows)
+            fixed = functools.partial(context, positions=Positions(mask), empty_rows=self.empty_rows)
         else:
-            gather = functools.partial(self.words.context, mask=mask, empty_rows=self.empty_rows)
-        gathered = [gather(values[:, head], pattern).to(values.dtype) for head, pattern in enumerate(self.patterns)]
+            fixed = functools.partial(self.words.context, mask=mask, empty_rows=self.empty_rows)
+        contexts = [fixed(values[:, head], pattern).to(values.dtype) for head, pattern in enumerate(self.patterns)]
         weights = None
-        if len(gathered) < values.shape[1]:
-            learnt, weights = self._attend(hidden_states, values[:, len(gathered) :], attention_mask, kwargs)
-            gathered.append(learnt.to(values.dtype).flatten(2))
-        out = torch.cat(gathered, dim=-1)
+        if len(contexts) < values.shape[1]:
+            learned, weights = self._attend(hidden_states, values[:, len(contexts) :], attention_mask, kwargs)
+            contexts.append(learned.to(values.dtype).flatten(2))
+        out = torch.cat(contexts, dim=-1)
         if "o" in self.projections:
             out = self.get_submodule(self.projections["o"])(out)
         return out, weights
@@ -192,7 +200,7 @@ class FixedHeads(nn.Module):
         attention_mask: torch.Tensor | None,
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(B, T, heads, D) by queries and keys, in the implementation that the model was told to take."""
+        """(B, T, heads, D) of the heads with queries and keys, by the model's configured attention implementation."""
         attend: Any = ALL_ATTENTION_FUNCTIONS.get(attention_implementation(self.config), _eager)
         return attend(
             self,

@@ -1,4 +1,4 @@
-"""An output projection of attention with a gate for each head: y = Σ_n g_n W_n c_n + b, c_n the context of head n."""
+"""An output projection of attention with a gate g_n for each head n: y = Σ_n g_n W_n c_n + b, c_n the context of head n."""
 
 from typing import Any
 
@@ -11,17 +11,17 @@ from hf_freeze.layers.derived import DerivedWeight, linear_like
 
 
 class Gated(DerivedWeight):
-    """`gates` (heads,), ones where fresh. To be combined with nn.Linear or Conv1D."""
+    """A mixin for nn.Linear or Conv1D with `gates` (heads,), initially 1."""
 
     weight: nn.Parameter
     gates: nn.Parameter
 
     @classmethod
-    def take_place_of(cls, linear: Any, heads: int) -> "Gated":
-        """A fresh one of the same shapes."""
-        made: Any = linear_like(linear, classes=(GatedLinear, GatedConv1D))
-        made.gates = nn.Parameter(torch.ones(heads, device=linear.weight.device, dtype=linear.weight.dtype))
-        return made
+    def from_linear(cls, linear: Any, heads: int) -> "Gated":
+        """A fresh gated linear with the shapes of `linear`."""
+        gated: Any = linear_like(linear, classes=(GatedLinear, GatedConv1D))
+        gated.gates = nn.Parameter(torch.ones(heads, device=linear.weight.device, dtype=linear.weight.dtype))
+        return gated
 
     def initialize_parameters(self) -> None:
         initialization.ones_(self.gates)

@@ -1,5 +1,5 @@
 """Long-short range attention (Wu et al., 2020, "Lite Transformer with Long-Short Range Attention",
-https://arxiv.org/abs/2004.11886): half of the channels attend, the other half is convolved.
+https://arxiv.org/abs/2004.11886): attention over half of the channels, a convolution over the other half.
 
 Shapes: B batch, T tokens, H hidden size, h = H/2, K taps.
 """
@@ -11,20 +11,20 @@ from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
 
 from hf_freeze.layers.convolution import KernelConvolution
-from hf_freeze.layers.masks import unpadded
+from hf_freeze.layers.masks import unpadded, unreadable_mask
 
 
 class LongShortAttention(nn.Module):
-    """Takes the place of a self-attention: `attention`, of h inputs and outputs, beside `conv`.
+    """Replaces a self-attention: `attention` (h inputs and outputs) and `conv` side by side.
 
-    What generation keeps of the convolution lies in the cache of the attention, as further heads of its keys and values: so
-    every kind of cache holds it, reorders it for beams, and grows and shrinks with it.
+    For generation, the inputs of the convolution are stored in the cache of the attention, as additional heads of its keys and
+    values. Every kind of cache thus stores them, reorders them for beam search, and grows and shrinks with them.
     """
 
     def __init__(self, attention: Any, conv: KernelConvolution, head_size: int) -> None:
         super().__init__()
         self.attention, self.conv, self.head_size = attention, conv, head_size
-        self.dropout = getattr(attention, "resid_dropout", nn.Identity())  # GPT-2's, which lies within its attention
+        self.dropout = getattr(attention, "resid_dropout", nn.Identity())  # GPT-2 has it inside its attention
 
     def forward(
         self,
@@ -33,71 +33,72 @@ class LongShortAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(B, T, H) -> (B, T, H), attentions of the first half"""
+        """(B, T, H) -> (B, T, H), and the attention weights"""
         long, short = hidden_states.chunk(2, dim=-1)
         cache = past_key_values
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
-        # A static cache gives its own counter, which it moves on: the sum is a copy.
+        # Adding 0 copies the length: a static cache returns its own counter, which it later increments in place.
         seen = 0 if cache is None else cache.get_seq_length(self.attention.layer_idx) + 0
-        inputs = self.conv.inputs(short, _tokens(attention_mask, seen, hidden_states))
-        kept = None if cache is None else _KeptBeside(cache, inputs, self.head_size)
-        attended, weights = self.attention(long, past_key_values=kept, attention_mask=attention_mask, **kwargs)
-        past = None if kept is None else kept.before(seen, self.conv.taps - 1)
+        inputs = self.conv.inputs(short, _token_mask(attention_mask, seen, hidden_states))
+        shared_cache = None if cache is None else _SharedCache(cache, inputs, self.head_size)
+        attended, weights = self.attention(long, past_key_values=shared_cache, attention_mask=attention_mask, **kwargs)
+        past = None if shared_cache is None else shared_cache.past_inputs(seen, self.conv.taps - 1)
         convolved = self.dropout(self.conv(inputs, past))
         return torch.cat([attended, convolved.to(attended.dtype)], dim=-1), weights
 
 
-def _tokens(attention_mask: torch.Tensor | None, seen: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
-    """bool (B, T): which of the tokens of this forward, after `seen` others, are no padding; None where none is.
+def _token_mask(attention_mask: torch.Tensor | None, seen: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
+    """bool (B, T): True for the tokens of this forward, which follow `seen` cached ones, False for padding; None without mask.
 
-    Raises ValueError for a mask that cannot be read.
+    Raises ValueError for a mask of unknown form.
     """
     if attention_mask is None:
         return None
     mask = unpadded(attention_mask)
     if mask is None:
-        raise ValueError(
-            f"convolutions cannot read a mask of {type(attention_mask).__name__}, as this implementation of attention has: use "
-            "'eager', 'sdpa' or 'flash_attention_2'"
-        )
+        raise unreadable_mask("convolutions", attention_mask)
     batch, tokens = hidden_states.shape[:2]
-    return mask.index_select(1, _from(seen, tokens, mask.device)).expand(batch, -1)
+    return mask.index_select(1, _range(seen, tokens, mask.device)).expand(batch, -1)
 
 
-def _from(start: Any, count: int, device: torch.device) -> torch.Tensor:
+def _range(start: Any, count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(count, device=device) + start
 
 
-class _KeptBeside:
-    """Stands for `cache` in the attention: `inputs` (B, T, h) are kept with its keys and values."""
+class _SharedCache:
+    """A wrapper of `cache` for the attention: it stores the convolution's `inputs` (B, T, h) beside the keys and values.
+
+    The inputs are cut into heads of `head_size`; the first half of these heads is stored with the keys, the second with the
+    values.
+    """
 
     def __init__(self, cache: Any, inputs: torch.Tensor, head_size: int) -> None:
         self.cache, self.head_size = cache, head_size
-        pieces = inputs.unflatten(-1, (-1, head_size)).transpose(1, 2)  # (B, heads, T, D)
+        heads = inputs.unflatten(-1, (-1, head_size)).transpose(1, 2)  # (B, heads, T, D)
         self.channels = inputs.shape[-1]
-        self.in_keys = -(-pieces.shape[1] // 2)
-        self.first, self.second = pieces[:, : self.in_keys], pieces[:, self.in_keys :]
-        if self.second.shape[1] < self.in_keys:  # keys and values must have equally many
-            self.second = torch.cat([self.second, torch.zeros_like(self.first[:, :1])], dim=1)
-        self.kept: Any = None
+        half = -(-heads.shape[1] // 2)
+        self.with_keys, self.with_values = heads[:, :half], heads[:, half:]
+        if self.with_values.shape[1] < half:  # keys and values need the same number of heads
+            self.with_values = torch.cat([self.with_values, torch.zeros_like(self.with_keys[:, :1])], dim=1)
+        self._stored: Any = None
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As that of a cache, with keys and values of the attention alone."""
+        """The `update` of a cache; takes and returns the keys and values of the attention only."""
         heads = keys.shape[1]
-        if keys.shape[-1] != self.head_size:  # of an attention that has lost its heads
-            keys, values = (each.expand(*each.shape[:-1], self.head_size) for each in (keys, values))
-        with_first = torch.cat([keys, self.first.to(keys.dtype)], dim=1)
-        with_second = torch.cat([values, self.second.to(values.dtype)], dim=1)
-        keys, values = self.cache.update(with_first, with_second, layer_idx, *args, **kwargs)
-        self.kept = keys[:, heads:], values[:, heads:]
+        if keys.shape[-1] != self.head_size:  # all heads were removed: NoAttention stores one number for each token
+            keys, values = (tensor.expand(*tensor.shape[:-1], self.head_size) for tensor in (keys, values))
+        all_keys = torch.cat([keys, self.with_keys.to(keys.dtype)], dim=1)
+        all_values = torch.cat([values, self.with_values.to(values.dtype)], dim=1)
+        keys, values = self.cache.update(all_keys, all_values, layer_idx, *args, **kwargs)
+        self._stored = keys[:, heads:], values[:, heads:]
         return keys[:, :heads], values[:, :heads]
 
-    def before(self, seen: Any, count: int) -> torch.Tensor:
-        """(B, `count`, h): the inputs of the tokens before those of this forward, zero before the first."""
-        places = _from(seen, count, self.kept[0].device) - count
-        found = torch.cat([part.index_select(2, places.clamp(min=0)) for part in self.kept], dim=1)
-        found = found * (places >= 0)[:, None].to(found.dtype)
-        return found.transpose(1, 2).flatten(2)[..., : self.channels]
+    def past_inputs(self, seen: Any, count: int) -> torch.Tensor:
+        """(B, `count`, h): the inputs of the `count` tokens before this forward's; zero before the first token."""
+        positions = _range(seen, count, self._stored[0].device) - count
+        inputs = torch.cat([part.index_select(2, positions.clamp(min=0)) for part in self._stored], dim=1)
+        inputs = inputs * (positions >= 0)[:, None].to(inputs.dtype)
+        return inputs.transpose(1, 2).flatten(2)[..., : self.channels]

@@ -15,7 +15,7 @@ from hf_freeze.layers.factorized import FactorizedLinear, left_vectors
 
 
 class LowRankLinear(FactorizedLinear):
-    """`down` (R, I) and `up` (O, R). `std`: of an entry of the dense weight when it is fresh.
+    """W = up · down with `down` (R, I) and `up` (O, R). `std`: initial standard deviation of an entry of W.
 
     Raises ValueError for a rank outside 1..min(I, O).
     """
@@ -35,7 +35,7 @@ class LowRankLinear(FactorizedLinear):
         self.initialize_parameters()
 
     def initialize_parameters(self) -> None:
-        """A sum of R products of two normal numbers, with the variance of the dense weight: R σ⁴ = std²."""
+        """Draw both factors with standard deviation σ such that R σ⁴ = std²: an entry of W sums R products of two normals."""
         for factor in (self.down, self.up):
             initialization.normal_(factor, std=self.std**0.5 / self.rank**0.25)
         if self.bias is not None:
@@ -45,7 +45,8 @@ class LowRankLinear(FactorizedLinear):
         return self.up @ self.down
 
     def fill(self, weight: torch.Tensor) -> None:
-        """The nearest weight of this rank in the Frobenius norm: U √S and √S Vᵀ of the singular value decomposition."""
+        """Set the best approximation of `weight` (O, I) in the Frobenius norm: U √S and √S Vᵀ of its singular value
+        decomposition."""
         weight = weight.double()
         tall = weight.shape[0] > weight.shape[1]
         u, projected = left_vectors(weight.T if tall else weight)

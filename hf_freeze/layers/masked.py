@@ -1,4 +1,5 @@
-"""A linear of which some weights are zero and stay so, whatever the optimiser does: the mask acts in the forward."""
+"""A linear with masked weights. The mask is applied in the forward, so that masked weights act as zero whatever the optimiser
+does."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,17 +14,17 @@ from hf_freeze.layers.sparse import Sparsifiable
 
 
 class Masked(Sparsifiable):
-    """`mask`: the bits of `weight`, in its order."""
+    """`mask` has one bit for each entry of `weight`, in the same order; 1 keeps the entry."""
 
     mask: torch.Tensor
 
     @classmethod
-    def take_place_of(cls, linear: Any) -> "Masked":
-        """A fresh one of the same shapes; nothing is masked."""
-        made: Any = linear_like(linear, classes=(MaskedLinear, MaskedConv1D))
+    def from_linear(cls, linear: Any) -> "Masked":
+        """A fresh layer with the shapes of `linear`; nothing is masked."""
+        masked: Any = linear_like(linear, classes=(MaskedLinear, MaskedConv1D))
         ones = torch.full((packed_size(linear.weight.numel()),), 255, dtype=torch.uint8, device=linear.weight.device)
-        made.register_buffer("mask", ones)
-        return made
+        masked.register_buffer("mask", ones)
+        return masked
 
     def kept_entries(self) -> torch.Tensor:
         return self.keep(
@@ -31,7 +32,7 @@ class Masked(Sparsifiable):
         )
 
     def zeros(self) -> int:
-        """How many weights are masked."""
+        """The number of masked weights."""
         return self.keep("zeros", lambda: int((~self.kept_entries()).sum()), (self.mask,))
 
 
@@ -45,24 +46,27 @@ class MaskedConv1D(Masked, Conv1D):
 
 @torch.no_grad()
 def prune_smallest(modules: Sequence[Masked], sparsity: float, scope: str) -> None:
-    """Mask the smallest weights of what is left until the share `sparsity` is masked, of all modules together (`"global"`) or of
-    each (`"layer"`). What is masked stays masked. On meta it does nothing."""
-    if any(module.mask.is_meta for module in modules):  # without values nothing is smaller than anything
+    """Mask the smallest unmasked weights until the share `sparsity` of all weights is masked.
+
+    `scope`: `"global"` compares and counts weights over all modules together, `"layer"` in each module separately. Masked
+    weights stay masked. Does nothing on meta.
+    """
+    if any(module.mask.is_meta for module in modules):  # there are no values to compare
         return
     for group in [modules] if scope == "global" else [[module] for module in modules]:
-        removed = round(sparsity * sum(m.weight.numel() for m in group)) - sum(m.zeros() for m in group)
-        if removed <= 0:
+        to_mask = round(sparsity * sum(m.weight.numel() for m in group)) - sum(m.zeros() for m in group)
+        if to_mask <= 0:
             continue
         kept = [module.kept_entries() for module in group]
         sizes = torch.cat([module.weight[entries].abs().float() for module, entries in zip(group, kept, strict=True)])
-        limit = sizes.kthvalue(removed).values
-        left = sizes >= limit
-        ties = (sizes == limit).nonzero()[:, 0]
-        left[ties[: removed - int((~left).sum())]] = False  # exactly so many, whatever ties there are
+        threshold = sizes.kthvalue(to_mask).values
+        survives = sizes >= threshold
+        ties = (sizes == threshold).nonzero()[:, 0]
+        survives[ties[: to_mask - int((~survives).sum())]] = False  # mask exactly `to_mask` weights despite ties
         start = 0
         for module, entries in zip(group, kept, strict=True):
             count = int(entries.sum())
-            following = entries.clone()
-            following[entries] = left[start : start + count]
-            module.mask.copy_(pack(following))
+            new_mask = entries.clone()
+            new_mask[entries] = survives[start : start + count]
+            module.mask.copy_(pack(new_mask))
             start += count

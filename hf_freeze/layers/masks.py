@@ -1,4 +1,4 @@
-"""What backbones give their attentions as a mask, read."""
+"""Reads the attention masks that backbones pass to their attentions."""
 
 from typing import Any
 
@@ -6,11 +6,22 @@ import torch
 
 
 def unpadded(attention_mask: Any) -> torch.Tensor | None:
-    """bool (B, tokens): those that are no padding, of a mask (B, tokens), or (B, 1, any, tokens) of bool or of numbers
-    to add, 0 for tokens. The last token sees all that are none. None for any other mask."""
+    """bool (B, tokens), True for tokens and False for padding; None if the mask has another form than these two.
+
+    The mask is (B, tokens), or (B, 1, any, tokens): bool, or additive with 0 for tokens. The row of the last query is read,
+    because the last token attends to all others.
+    """
     if not torch.is_tensor(attention_mask) or attention_mask.ndim not in (2, 4):
         return None
     if attention_mask.ndim == 2:
         return attention_mask.bool()
     row = attention_mask[:, 0, -1]
     return row if row.dtype == torch.bool else row == 0
+
+
+def unreadable_mask(layer: str, attention_mask: Any) -> ValueError:
+    """The error of a layer that supports no masks of this form."""
+    return ValueError(
+        f"{layer} cannot read a mask of {type(attention_mask).__name__}: choose the attention implementation 'eager', 'sdpa' or "
+        "'flash_attention_2'"
+    )

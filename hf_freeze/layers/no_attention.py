@@ -1,4 +1,4 @@
-"""What takes the place of an attention that has lost all its heads: the bias of its output projection, and no computation."""
+"""Replacements for an attention whose heads were all removed: only the bias of its output projection remains."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 
 class NoHeads(nn.Module):
-    """Takes the place of an output projection without inputs: y = b, or 0 where it has no bias."""
+    """Replaces an output projection that has lost all its inputs: y = b, or 0 without a bias."""
 
     def __init__(self, linear: Any, outputs: int) -> None:
         super().__init__()
@@ -26,24 +26,24 @@ class NoHeads(nn.Module):
 
 
 class NoAttention(nn.Module):
-    """Takes the place of the module that computes the heads, which may hold the output projection too.
+    """Replaces the module that computes the heads, which may also contain the output projection.
 
-    `removed`: name -> linear on meta, of the projections that are gone, for `merge()`. A cache learns from it how many tokens
-    there were, as it does from the first layer: one number a token.
+    `removed`: {name: linear on meta} of the removed projections, for `merge()`. The module writes one number for each token
+    into a cache, because caches count tokens by the entries of a layer.
     """
 
     def __init__(self, attention: nn.Module, removed: dict[str, nn.Module], output: str | None) -> None:
         super().__init__()
         self.layer_idx: Any = getattr(attention, "layer_idx", None)
         self.removed = removed
-        self.output = output  # the name of the output projection, where it lies within
+        self.output = output  # the name of the output projection; None if it is outside this module
 
     def forward(
         self, hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        """(..., tokens, H) -> (..., tokens, O), or (..., tokens, 0) where the output projection lies outside; no attentions."""
-        crosses = any(kwargs.get(name) is not None for name in ("key_value_states", "encoder_hidden_states"))
-        if past_key_values is not None and not crosses:
+        """(..., tokens, H) -> (..., tokens, O), or (..., tokens, 0) if the output projection is outside; no attention weights."""
+        is_cross_attention = any(kwargs.get(name) is not None for name in ("key_value_states", "encoder_hidden_states"))
+        if past_key_values is not None and not is_cross_attention:
             encoder_decoder = isinstance(past_key_values, EncoderDecoderCache)
             cache = past_key_values.self_attention_cache if encoder_decoder else past_key_values
             token = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)

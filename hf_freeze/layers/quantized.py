@@ -1,9 +1,9 @@
-"""Weights in 8 or 4 bits, made and read by bitsandbytes; they are buffers, and nothing trains them.
+"""Weights in 8 or 4 bits, quantised and dequantised by bitsandbytes. They are buffers and are not trained.
 
-`int8`: of each row, its largest absolute value / 127 is the step (Dettmers et al., 2022, "LLM.int8()",
-https://arxiv.org/abs/2208.07339). Inputs are not quantised, so that a row of a batch does not depend on the others; hence there
-are no outliers among them to be treated apart, as that paper does. `nf4` and `fp4`: of each 64 weights, row by row, the largest
-absolute value is the scale of 16 levels: the quantiles of a normal distribution, or the numbers of four bits with two of exponent
+`int8`: the step of a row is its largest absolute value / 127 (Dettmers et al., 2022, "LLM.int8()",
+https://arxiv.org/abs/2208.07339). Unlike in that paper, inputs are not quantised: a row of a batch does not depend on the
+others, and no outliers need separate treatment. `nf4` and `fp4`: each block of 64 weights, row by row, has 16 levels scaled by
+its largest absolute value. The levels are quantiles of a normal distribution (nf4) or 4-bit floats with 2 exponent bits (fp4)
 (Dettmers et al., 2023, "QLoRA", https://arxiv.org/abs/2305.14314, without its quantisation of the scales).
 
 Shapes: O outputs or rows of a table, I inputs or columns, T tokens.
@@ -25,15 +25,15 @@ from hf_freeze.compat.transformers import NeverDrawn
 from hf_freeze.layers.derived import Computed, DerivedLinear, autocast_dtype
 
 SCHEMES = ("int8", "nf4", "fp4")
-BLOCK = 64  # weights that share a scale in 4 bits
+BLOCK = 64  # weights that share a scale in the 4-bit schemes
 STORED = ("packed", "scales")
 
-# Whoever imports bitsandbytes, the Trainer too, is told to install a package for a product that is not used here.
+# bitsandbytes, which the Trainer imports too, warns on import about a missing CPU package that is not needed here.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "Failed to load CPU gemm" not in record.msg)
 
 
 def check_installed() -> None:
-    """Raise ValueError where bitsandbytes is missing, which takes seconds to import and is needed for values only."""
+    """Raise ValueError if bitsandbytes is missing. Does not import it: that takes seconds, and only values need it."""
     if find_spec("bitsandbytes") is None:
         raise ValueError('quantised weights need bitsandbytes, which is missing: pip install "hf-freeze[quantize]"')
 
@@ -45,10 +45,10 @@ def _functions() -> Any:
 
 
 class Quantized(NeverDrawn, Computed):
-    """A weight (O, I) in `scheme`: `packed`, int8 (O, I), or uint8 (⌈O I / 2⌉,) with two weights a byte, and `scales`, the bytes
-    of fp32 numbers: as bytes, no cast of the model rounds them. Both are buffers.
+    """A weight (O, I) quantised by `scheme`, in two buffers.
 
-    `like`, an empty buffer that is not stored, follows the dtype and device of the model.
+    `packed` is int8 (O, I), or uint8 (⌈O I / 2⌉,) with two weights in a byte. `scales` holds the bytes of fp32 numbers, so that
+    casting the model does not round them. `like`, an empty buffer that is not stored, follows the dtype and device of the model.
     """
 
     packed: torch.Tensor
@@ -57,7 +57,7 @@ class Quantized(NeverDrawn, Computed):
     scheme: str
 
     def make_buffers(self, rows: int, columns: int, scheme: str, **new: Any) -> None:
-        """Register them, with fresh values: they stay where neither a checkpoint nor `make_variant` fills what a config names."""
+        """Register the buffers with fresh values, for a model built from a config alone."""
         self.scheme, self.shape = scheme, (rows, columns)
         size = rows * columns
         as_int8 = scheme == "int8"
@@ -69,31 +69,32 @@ class Quantized(NeverDrawn, Computed):
         self.register_buffer("like", torch.zeros(0, **new), persistent=False)
         if not self.packed.is_meta:
             weight = torch.zeros(self.shape)
-            nn.init.normal_(weight, std=(2 / sum(self.shape)) ** 0.5)  # Glorot's; nothing is drawn where values follow
+            # Glorot's standard deviation. If values follow, from a checkpoint or `make_variant`, this draw is disabled.
+            nn.init.normal_(weight, std=(2 / sum(self.shape)) ** 0.5)
             if weight.any():
                 self.fill(weight)
 
     @property
     def weight_count(self) -> int:
-        """Weights that it holds."""
+        """The number of weights, O · I."""
         return self.shape[0] * self.shape[1]
 
     @torch.no_grad()
     def fill(self, weight: torch.Tensor) -> None:
-        """Quantise `weight` (O, I), on the CPU and in fp32, so that every device makes the same of it.
+        """Quantise `weight` (O, I). This happens on the CPU in fp32, so that the result is the same for every device.
 
         Raises ValueError for values that are not finite.
         """
         weight = weight.detach().to("cpu", torch.float32).contiguous()
         if not weight.isfinite().all():
             raise ValueError(
-                f"a weight of {tuple(weight.shape)} has values that are not finite, and cannot be quantised"
+                f"cannot quantise a weight of shape {tuple(weight.shape)}: it has values that are not finite"
             )
         if weight.numel() == 0:
             return
         if self.scheme == "int8":
             packed, scales, _ = _functions().int8_vectorwise_quant(weight)
-            packed[scales == 0] = 0  # a row of zeros was divided by zero
+            packed[scales == 0] = 0  # bitsandbytes divides a row of zeros by zero
         else:
             packed, state = _functions().quantize_4bit(weight, blocksize=BLOCK, quant_type=self.scheme)
             packed, scales = packed.flatten(), state.absmax
@@ -130,7 +131,7 @@ class Quantized(NeverDrawn, Computed):
         scales = self.scales.view(torch.float32)
         if self.scheme == "int8":
             return self._read(self.packed[ids], scales[ids], dtype)
-        if columns % BLOCK or not len(ids):  # a block holds parts of several rows
+        if columns % BLOCK or not len(ids):  # a block may span several rows
             return self.dequantized(dtype)[ids]
         packed, scales = self.packed.view(-1, columns // 2)[ids], scales.view(-1, columns // BLOCK)[ids]
         return self._read(packed.flatten(), scales.flatten(), dtype).view(-1, columns)
@@ -139,18 +140,17 @@ class Quantized(NeverDrawn, Computed):
         return self.dequantized(self.like.dtype)
 
     def take_weight(self, weight: torch.Tensor) -> None:
-        """Quantise it anew, which PEFT does of what it merges: with a warning, because it rounds."""
+        """Quantise `weight` in place of the current one; PEFT calls it to merge an adapter. Warns, because this rounds."""
         warnings.warn(
-            f"an adapter is merged into weights in {self.scheme}, which rounds it: to keep it exactly, merge() the variant first "
-            "and load the adapter on what it gives",
+            f"merging an adapter into {self.scheme} weights rounds it; to keep it exact, merge() the variant first and load the "
+            "adapter on the merged model",
             stacklevel=4,
         )
         self.fill(weight)
 
 
 class QuantizedLinear(Quantized, DerivedLinear):
-    """Takes the place of `linear`; its bias stays as it is. No dense weight is kept: it is computed in each forward, and again in
-    the backward."""
+    """Replaces `linear`; the bias is not quantised. No dense weight is cached: each forward and each backward computes it."""
 
     def __init__(self, linear: Any, scheme: str) -> None:
         DerivedLinear.__init__(self, linear)
@@ -168,7 +168,7 @@ class QuantizedLinear(Quantized, DerivedLinear):
 
 
 class _Product(torch.autograd.Function):
-    """x Wᵀ + b, that holds no dense weight between forward and backward."""
+    """x Wᵀ + b, without storing the dense weight between forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, layer: QuantizedLinear) -> torch.Tensor:
@@ -177,20 +177,20 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (y,) = gradients
-        of_x = y @ ctx.layer.dequantized(y.dtype) if ctx.needs_input_grad[0] else None
-        of_bias = y.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        return of_x, of_bias, None
+        (grad_y,) = gradients
+        grad_x = grad_y @ ctx.layer.dequantized(grad_y.dtype) if ctx.needs_input_grad[0] else None
+        grad_bias = grad_y.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_bias, None
 
 
 class QuantizedEmbedding(Quantized, nn.Embedding):
-    """Takes the place of `table`: a look-up computes the rows that it finds, and no others (all where a row's length is not a
-    multiple of 64, in 4 bits)."""
+    """Replaces `table`. A lookup dequantises only the rows it needs; a 4-bit table whose row length is not a multiple of 64 is
+    dequantised whole."""
 
-    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False  # as of a plain table, for who reads them
+    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False  # nn.Embedding's defaults
 
     def __init__(self, table: nn.Embedding, scheme: str) -> None:
-        nn.Module.__init__(self)  # that of nn.Embedding would draw a table
+        nn.Module.__init__(self)  # nn.Embedding.__init__ would draw a table
         self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
         self.padding_idx = table.padding_idx
         new = {"device": table.weight.device, "dtype": table.weight.dtype}

@@ -1,22 +1,23 @@
-"""How a dimension is written as a product, for tensor train and Tucker."""
+"""Factorises dimensions into modes, for tensor train and Tucker."""
 
 import math
 from collections.abc import Sequence
 
 
 def prime_factors(number: int) -> list[int]:
-    """In ascending order."""
-    found, divisor = [], 2
+    """The prime factors of `number` with repetition, ascending."""
+    primes, divisor = [], 2
     while divisor * divisor <= number:
         while number % divisor == 0:
-            found.append(divisor)
+            primes.append(divisor)
             number //= divisor
         divisor += 1
-    return found + [number] * (number > 1)
+    return primes + [number] * (number > 1)
 
 
 def balanced_modes(number: int, count: int) -> list[int]:
-    """`number` as a product of `count` factors of about equal size, ascending: each prime joins the smallest so far."""
+    """`count` factors of about equal size with the product `number`, ascending. Each prime, from the largest, multiplies the
+    factor that is smallest so far."""
     modes = [1] * count
     for prime in reversed(prime_factors(number)):
         smallest = modes.index(min(modes))
@@ -25,9 +26,10 @@ def balanced_modes(number: int, count: int) -> list[int]:
 
 
 def mode_count(inputs: int, outputs: int) -> int:
-    """Factors of each of two dimensions: as many as make the smaller one's about 4, if both have so many primes.
+    """The number of modes of both dimensions: such that modes of the smaller dimension are about 4, but no more than both have
+    primes.
 
-    Raises ValueError for a prime, with the nearest good sizes.
+    Raises ValueError for a prime dimension and suggests the nearest good sizes.
     """
     for size in (inputs, outputs):
         if len(prime_factors(size)) < 2:
@@ -35,12 +37,12 @@ def mode_count(inputs: int, outputs: int) -> int:
             raise ValueError(
                 f"{size} is prime: it cannot be written as a product; the nearest good sizes are {below} and {above}"
             )
-    wanted = max(2, round(math.log(min(inputs, outputs), 4)))
-    return min(wanted, len(prime_factors(inputs)), len(prime_factors(outputs)))
+    count = max(2, round(math.log(min(inputs, outputs), 4)))
+    return min(count, len(prime_factors(inputs)), len(prime_factors(outputs)))
 
 
 def _nearest_smooth(number: int) -> tuple[int, int]:
-    """The nearest numbers below and above with at least two primes, none above 7."""
+    """The nearest numbers below and above with at least two prime factors, none of them above 7."""
 
     def good(candidate: int) -> bool:
         primes = prime_factors(candidate)
@@ -53,9 +55,10 @@ def _nearest_smooth(number: int) -> tuple[int, int]:
 def modes_of(
     inputs: int, outputs: int, shape: Sequence[Sequence[int]] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The factors of both dimensions: of `shape`, the list whose product it is, in either direction; else balanced.
+    """The modes of inputs and outputs. Each dimension takes the list of `shape` with the matching product, in either order;
+    without `shape`, modes are balanced.
 
-    Raises ValueError where no list has that product, or for a prime.
+    Raises ValueError if no list has the right product, or for a prime dimension.
     """
     if shape is None:
         count = mode_count(inputs, outputs)
@@ -66,5 +69,5 @@ def modes_of(
             raise ValueError(
                 f"shape={[list(m) for m in shape]} has the products {products}, but the linear has {size} {name}"
             )
-    # Where both lists have the same product, the first is that of the inputs.
+    # If both lists have the same product, the first is for the inputs.
     return tuple(shape[products.index(inputs)]), tuple(shape[len(products) - 1 - products[::-1].index(outputs)])

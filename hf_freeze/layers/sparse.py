@@ -1,7 +1,7 @@
-"""A linear that stores its non-zero weights only, and where they are; and what those share that come to it by training.
+"""A linear that stores only its non-zero weights and their positions, and the base class of layers that convert to it.
 
-Inference keeps the dense weight. Where the weights are takes one bit a weight, or one column number a non-zero weight and one
-count a row: whichever is smaller, which follows from the shape and the number of non-zeros.
+Inference uses a cached dense weight. Positions are stored either as one bit for each weight, or as one column number for each
+non-zero weight and one count for each row: whichever is smaller for the shape and the number of non-zeros.
 """
 
 from typing import Any
@@ -15,13 +15,12 @@ from hf_freeze.layers.bits import pack, packed_size, unpack
 from hf_freeze.layers.derived import DerivedLinear, DerivedWeight, dense_class
 
 
-class SparseLinear(
-    NeverDrawn, DerivedLinear
-):  # to draw its weight, native models would compute it before it has a mask
-    """`values` (non-zeros,), row by row of the dense weight (O, I), trainable; `mask` bits, or `columns` and `counts`.
+# NeverDrawn: to draw its weight, native models would read the property `weight` before the mask is set.
+class SparseLinear(NeverDrawn, DerivedLinear):
+    """`values` (non-zeros,), trainable, row by row of the dense weight (O, I); positions in `mask`, or `columns` and `counts`.
 
-    `columns` are the bytes of 16- or 32-bit integers: neither NCCL nor gloo can send 16-bit integers, and
-    DistributedDataParallel sends all buffers.
+    `columns` holds the bytes of 16- or 32-bit integers: DistributedDataParallel sends all buffers, and neither NCCL nor gloo
+    can send 16-bit integers.
     """
 
     def __init__(self, linear: Any, nonzeros: int) -> None:
@@ -47,23 +46,23 @@ class SparseLinear(
     @classmethod
     @torch.no_grad()
     def of(cls, linear: Any, kept: torch.Tensor) -> "SparseLinear":
-        """From an nn.Linear or Conv1D (or a class of it) and the entries to keep, bool in the shape of its weight."""
+        """From an nn.Linear or Conv1D (or a subclass) and the entries to keep: bool, in the shape of its weight."""
         weight = linear.weight.detach()
         if dense_class(linear) is Conv1D:
             weight, kept = weight.T, kept.T
-        made = cls(linear, int(kept.sum()))
-        made.values.copy_(weight[kept])
-        if made.bias is not None:
-            made.bias.copy_(linear.bias)
-        if hasattr(made, "columns"):
-            made.get_buffer("columns").copy_(kept.nonzero()[:, 1].to(made._column).view(torch.uint8))
-            made.get_buffer("counts").copy_(kept.sum(1))
+        sparse = cls(linear, int(kept.sum()))
+        sparse.values.copy_(weight[kept])
+        if sparse.bias is not None:
+            sparse.bias.copy_(linear.bias)
+        if hasattr(sparse, "columns"):
+            sparse.get_buffer("columns").copy_(kept.nonzero()[:, 1].to(sparse._column).view(torch.uint8))
+            sparse.get_buffer("counts").copy_(kept.sum(1))
         else:
-            made.get_buffer("mask").copy_(pack(kept))
-        return made.train(linear.training)
+            sparse.get_buffer("mask").copy_(pack(kept))
+        return sparse.train(linear.training)
 
     def positions(self) -> torch.Tensor:
-        """int64 (non-zeros,): place of each value in the dense weight, row by row."""
+        """int64 (non-zeros,): the index of each value in the flattened dense weight."""
         return self.keep("positions", self._positions, self._buffers.values())
 
     def _positions(self) -> torch.Tensor:
@@ -73,7 +72,7 @@ class SparseLinear(
         return rows * self.in_features + self.get_buffer("columns").view(self._column)
 
     def dense_weight(self) -> torch.Tensor:
-        if self.values.is_meta:  # positions depend on values
+        if self.values.is_meta:  # the positions are unknown without the values of the buffers
             return self.values.new_empty(self.out_features, self.in_features).requires_grad_(self.values.requires_grad)
         flat = self.values.new_zeros(self.out_features * self.in_features)
         return flat.index_put((self.positions(),), self.values).view(self.out_features, self.in_features)
@@ -83,17 +82,17 @@ class SparseLinear(
 
 
 class Sparsifiable(DerivedWeight):
-    """A linear with its whole `weight`, of which only `kept_entries()` count. To be combined with nn.Linear or Conv1D."""
+    """A mixin for nn.Linear or Conv1D: `weight` is dense, and entries outside `kept_entries()` act as zero."""
 
     weight: nn.Parameter
 
     def kept_entries(self) -> torch.Tensor:
-        """bool, in the shape of `weight`: False where it is zero."""
+        """bool, in the shape of `weight`: False where the effective weight is zero."""
         raise NotImplementedError
 
     def masked_weight(self) -> torch.Tensor:
-        """In the shape of `weight`."""
-        # A product with the entries would make a weight of infinity NaN.
+        """`weight` with zeros outside `kept_entries()`."""
+        # Multiplication by the mask would turn an infinite weight into NaN.
         return torch.where(self.kept_entries(), self.weight, 0)
 
     def dense_weight(self) -> torch.Tensor:
@@ -101,5 +100,5 @@ class Sparsifiable(DerivedWeight):
         return weight.T if isinstance(self, Conv1D) else weight
 
     def sparse(self) -> SparseLinear:
-        """The function of eval mode, stored sparse."""
+        """A SparseLinear that computes the same function as this layer in eval mode."""
         return SparseLinear.of(self, self.kept_entries())

@@ -1,13 +1,13 @@
-"""A weight as a tensor train of cores (Novikov et al., 2015, https://arxiv.org/abs/1509.06569), a TT-matrix.
+"""A weight as a tensor train of cores, a TT-matrix (Novikov et al., 2015, https://arxiv.org/abs/1509.06569).
 
-The I inputs are (n_1, ..., n_d), the O outputs (m_1, ..., m_d), and core k is (r_{k-1}, n_k, m_k, r_k) with r_0 = r_d = 1:
+The I inputs have modes (n_1, ..., n_d), the O outputs (m_1, ..., m_d). Core k is (r_{k-1}, n_k, m_k, r_k) with r_0 = r_d = 1:
     Wᵀ[(i_1, ..., i_d), (j_1, ..., j_d)] = Σ_r Π_k G_k[r_{k-1}, i_k, j_k, r_k].
 
-The product x Wᵀ takes one core after the other from either end, and none needs a transposition. With the state
-(B, r_{k-1} n_k, rest), where B stands for tokens and outputs done and `rest` for inputs to come, it is a matrix
-(m_k r_k, r_{k-1} n_k) times the state; the result (B, m_k, r_k rest) is the next state with B m_k in front; from the right end
-it is the mirror image. Neighbouring cores are multiplied beforehand where that makes it cheaper: with two groups, a product
-is two large matrix products, however many cores there are.
+The product x Wᵀ contracts one core after another, from the left or the right end, without a transposition. From the left, the
+state is (B, r_{k-1} n_k, rest): B combines the tokens and the finished outputs, `rest` the remaining inputs. A step multiplies
+a matrix (m_k r_k, r_{k-1} n_k) by the state; the result (B, m_k, r_k rest) is the next state with B m_k in front. From the right
+end, everything is mirrored. Groups of neighbouring cores are merged beforehand where this is cheaper: with two groups, the
+product is two large matrix products, however many cores there are.
 """
 
 import functools
@@ -24,14 +24,14 @@ from transformers import initialization
 from hf_freeze.layers.cost import Costs, costs_of, product
 from hf_freeze.layers.factorized import TensorLinear, left_vectors
 
-_FEW_CORES = 8  # there are 2^d orders of d cores
+_FEW_CORES = 8  # up to this number d of cores, all plans are compared, about 2^d
 
 
 class TensorTrainLinear(TensorLinear):
-    """`core_0` ... `core_{d-1}`. `ranks` is (1, r_1, ..., r_{d-1}, 1).
+    """Parameters `core_0` ... `core_{d-1}`. `ranks` is (1, r_1, ..., r_{d-1}, 1).
 
-    Raises ValueError for modes of unequal number, and for ranks of the wrong number, outside 1..full rank, or of more than the
-    rank before and the modes allow.
+    Raises ValueError if inputs and outputs have different numbers of modes, and for ranks of the wrong number, outside
+    1..full rank, or above the previous rank times the modes of its core.
     """
 
     def make_parameters(self, **new: Any) -> None:
@@ -42,11 +42,11 @@ class TensorTrainLinear(TensorLinear):
 
     @property
     def cores(self) -> list[nn.Parameter]:
-        """In order."""
+        """The cores in order."""
         return [getattr(self, f"core_{k}") for k in range(len(self.in_modes))]
 
     def initialize_parameters(self) -> None:
-        """Var(W) is the product of all ranks and of all cores' variances: equal for all cores, so that it is std²."""
+        """Draw all cores with equal variance such that Var(W), the product of all ranks and core variances, is std²."""
         variance = (self.std**2 / math.prod(self.ranks)) ** (1 / len(self.in_modes))
         for core in self.cores:
             initialization.normal_(core, std=variance**0.5)
@@ -57,11 +57,10 @@ class TensorTrainLinear(TensorLinear):
         return merge(self.cores)[0, :, :, 0].T
 
     def fill(self, weight: torch.Tensor) -> None:
-        """From a dense weight (O, I), by TT-SVD at these ranks."""
+        """Set the cores from a dense weight (O, I) by TT-SVD at these ranks."""
+        values = tt_svd(weight.T, self.in_modes, self.out_modes, self.ranks)
         with torch.no_grad():
-            for core, value in zip(
-                self.cores, tt_svd(weight.T, self.in_modes, self.out_modes, self.ranks), strict=True
-            ):
+            for core, value in zip(self.cores, values, strict=True):
                 core.copy_(value)
 
     def factor_cost(self, tokens: int, device_type: str, *, training: bool) -> float:
@@ -70,7 +69,7 @@ class TensorTrainLinear(TensorLinear):
     def dense_cost(self, device_type: str) -> float:
         return merge_cost(costs_of(device_type), self.in_modes, self.out_modes, self.ranks)
 
-    def _plan(self, tokens: int, device_type: str, training: bool) -> "Plan":
+    def _plan(self, tokens: int, device_type: str, training: bool) -> "ContractionPlan":
         return best_plan(self.in_modes, self.out_modes, self.ranks, tokens, device_type, training)
 
     def ready_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
@@ -83,7 +82,7 @@ class TensorTrainLinear(TensorLinear):
 
 
 def full_ranks(in_modes: Sequence[int], out_modes: Sequence[int]) -> list[int]:
-    """(1, ..., 1): what each rank need not exceed, the smaller side of the matrix that it cuts the tensor into."""
+    """(1, ..., 1): the largest useful value of each rank, the smaller side of the matrix unfolded at this position."""
     sizes = [n * m for n, m in zip(in_modes, out_modes, strict=True)]
     return [min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(len(sizes) + 1)]
 
@@ -92,19 +91,19 @@ def check_ranks(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequen
     """Raise ValueError unless the ranks fit the modes."""
     if len(in_modes) != len(out_modes):
         raise ValueError(
-            f"a tensor train needs as many factors of the inputs as of the outputs, not {list(in_modes)} and {list(out_modes)}"
+            f"a tensor train needs equally many modes of inputs and outputs, not {list(in_modes)} and {list(out_modes)}"
         )
     if len(ranks) != len(in_modes) + 1:
         raise ValueError(
-            f"ranks={list(ranks)}: {len(in_modes)} cores have {len(in_modes) + 1} ranks, the first and last 1"
+            f"ranks={list(ranks)}: {len(in_modes)} cores need {len(in_modes) + 1} ranks, the first and last 1"
         )
     for k, (rank, full) in enumerate(zip(ranks, full_ranks(in_modes, out_modes), strict=True)):
         if not 1 <= rank <= full:
-            raise ValueError(f"ranks={list(ranks)}: number {k} is {rank}, but must be in 1..{full}, its full rank")
-        if k > 0 and rank > (most := ranks[k - 1] * in_modes[k - 1] * out_modes[k - 1]):
+            raise ValueError(f"ranks={list(ranks)}: rank {k} is {rank}, but must be in 1..{full}, its full rank")
+        if k > 0 and rank > (limit := ranks[k - 1] * in_modes[k - 1] * out_modes[k - 1]):
             raise ValueError(
-                f"ranks={list(ranks)}: number {k} is {rank}, but after rank {ranks[k - 1]} the core's modes {in_modes[k - 1]} "
-                f"and {out_modes[k - 1]} allow at most {most}"
+                f"ranks={list(ranks)}: rank {k} is {rank}, but must be at most {limit}: the previous rank {ranks[k - 1]} times "
+                f"the modes {in_modes[k - 1]} and {out_modes[k - 1]}"
             )
 
 
@@ -116,10 +115,10 @@ def tt_svd(
     *,
     loss: float = 0.0,
 ) -> list[torch.Tensor]:
-    """Cores of a matrix (I, O) by truncated singular value decompositions, one after the other (Oseledets, 2011, algorithm 1).
+    """Cores of a matrix (I, O), fp64, by successive truncated singular value decompositions (Oseledets, 2011, algorithm 1).
 
-    At given `ranks`, or at the smallest that lose at most the share `loss` of the squared Frobenius norm; fp64. The squared
-    error is the sum of the squares of all singular values left out.
+    Ranks are `ranks`, or else the smallest that lose at most the share `loss` of the squared Frobenius norm. The squared error
+    is the sum of the squared singular values that were cut off.
     """
     d = len(in_modes)
     tensor = matrix.double().reshape(*in_modes, *out_modes)
@@ -129,17 +128,19 @@ def tt_svd(
     for k in range(d - 1):
         u, projected = left_vectors(rest.reshape(rank * in_modes[k] * out_modes[k], -1))
         if ranks is not None:
-            following = ranks[k + 1]
+            next_rank = ranks[k + 1]
         else:
-            lost = projected.square().sum(1).flip(0).cumsum(0).flip(0)  # if this one and all after it are left out
-            following = max(int((lost > allowed).sum()), 1)
-        cores.append(u[:, :following].reshape(rank, in_modes[k], out_modes[k], following))
-        rest, rank = projected[:following], following
+            lost = (
+                projected.square().sum(1).flip(0).cumsum(0).flip(0)
+            )  # entry i: the loss if i and all later ones are cut off
+            next_rank = max(int((lost > allowed).sum()), 1)
+        cores.append(u[:, :next_rank].reshape(rank, in_modes[k], out_modes[k], next_rank))
+        rest, rank = projected[:next_rank], next_rank
     return [*cores, rest.reshape(rank, in_modes[-1], out_modes[-1], 1)]
 
 
 def merge(cores: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Neighbouring cores as one (r, Πn, Πm, r')."""
+    """Merges neighbouring cores into one (r, Πn, Πm, r')."""
     merged = cores[0]
     for core in cores[1:]:
         (first, n, m, _), (_, n2, m2, last) = merged.shape, core.shape
@@ -149,18 +150,18 @@ def merge(cores: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def merge_cost(costs: Costs, in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequence[int]) -> float:
-    """Of `merge`, given the modes and the ranks around each."""
+    """The cost of `merge` for cores with these modes and ranks."""
     total, size = 0.0, in_modes[0] * out_modes[0]
     for k in range(1, len(in_modes)):
-        following = in_modes[k] * out_modes[k] * ranks[k + 1]
-        total += product(costs, 1, ranks[0] * size, ranks[k], following)
-        total += costs.start + costs.write * ranks[0] * size * following
+        next_size = in_modes[k] * out_modes[k] * ranks[k + 1]
+        total += product(costs, 1, ranks[0] * size, ranks[k], next_size)
+        total += costs.start + costs.write * ranks[0] * size * next_size
         size *= in_modes[k] * out_modes[k]
     return total
 
 
-class Plan:
-    """An order of contraction: which neighbouring cores are multiplied beforehand, and from which end the product starts."""
+class ContractionPlan:
+    """An order of contraction: the groups of neighbouring cores to merge beforehand, and the end where the product starts."""
 
     def __init__(self, in_modes: Any, out_modes: Any, ranks: Any, cuts: tuple[int, ...], from_left: bool) -> None:
         self.spans = list(zip((0, *cuts), (*cuts, len(in_modes)), strict=True))
@@ -174,25 +175,25 @@ class Plan:
     def steps(self) -> list[tuple[int, int, int, int]]:
         """(batch per token, rows, inner, columns) of each product, in order."""
         order = range(len(self.spans)) if self.from_left else reversed(range(len(self.spans)))
-        found = []
+        steps = []
         for k in order:
             before, after = (self.outputs, self.inputs) if self.from_left else (self.inputs, self.outputs)
             rank_in, rank_out = (self.ranks[k], self.ranks[k + 1])[:: 1 if self.from_left else -1]
-            found.append(
+            steps.append(
                 (math.prod(before[:k]), self.outputs[k] * rank_out, self.inputs[k] * rank_in, math.prod(after[k + 1 :]))
             )
-        return found
+        return steps
 
     def matrices(self, cores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """(rows, inner) of each step."""
-        made = []
+        """The matrix (rows, inner) of each step."""
+        matrices = []
         for a, b in self.spans if self.from_left else self.spans[::-1]:
             core = merge(cores[a:b])  # (r, n, m, r')
             if self.from_left:
-                made.append(core.permute(2, 3, 0, 1).reshape(core.shape[2] * core.shape[3], -1))
+                matrices.append(core.permute(2, 3, 0, 1).reshape(core.shape[2] * core.shape[3], -1))
             else:
-                made.append(core.permute(0, 2, 1, 3).reshape(core.shape[0] * core.shape[2], -1))
-        return made
+                matrices.append(core.permute(0, 2, 1, 3).reshape(core.shape[0] * core.shape[2], -1))
+        return matrices
 
     def multiply(self, x: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
         """(N, I) -> (N, O)"""
@@ -213,13 +214,13 @@ def best_plan(
     tokens: int,
     device_type: str,
     training: bool,
-) -> Plan:
-    """The cheapest of all orders with at least two groups, of many cores at most three; while training with the cost of
-    multiplying beforehand."""
+) -> ContractionPlan:
+    """The cheapest plan with at least two groups; with many cores, at most three groups. In training, the cost of merging
+    counts too."""
     costs, best, d = costs_of(device_type), None, len(in_modes)
     for number in range(1, d if d <= _FEW_CORES else 3):
         for cuts, from_left in itertools.product(itertools.combinations(range(1, d), number), (False, True)):
-            plan = Plan(in_modes, out_modes, ranks, cuts, from_left)
+            plan = ContractionPlan(in_modes, out_modes, ranks, cuts, from_left)
             plan.cost = sum(product(costs, tokens * batch, *sizes) for batch, *sizes in plan.steps())
             if training:
                 plan.cost += sum(

@@ -1,12 +1,12 @@
-"""A weight as a Tucker decomposition of the tensor that its dimensions are factorised into.
+"""A weight as a Tucker decomposition of a tensor.
 
-The I inputs are (n_1, ..., n_d), the O outputs (m_1, ..., m_e). Input mode k has a factor U_k (n_k, R_k), output mode k a factor
-V_k (m_k, S_k), and the core is (R_1, ..., R_d, S_1, ..., S_e), held as a matrix (ΠR, ΠS):
+The I inputs have modes (n_1, ..., n_d), the O outputs (m_1, ..., m_e). Input mode k has a factor U_k (n_k, R_k), output mode k a
+factor V_k (m_k, S_k). The core is (R_1, ..., R_d, S_1, ..., S_e), stored as a matrix (ΠR, ΠS):
     Wᵀ = (U_1 ⊗ ... ⊗ U_d) · core · (V_1 ⊗ ... ⊗ V_e)ᵀ.
 
-A product with it takes the factors of the inputs, the core and the factors of the outputs in turn. Neighbouring factors, and
-the core with those of one side, are multiplied beforehand where that makes it cheaper: with all of them it is two products, as
-with a weight of rank min(ΠR, ΠS).
+The product x Wᵀ applies the factors of the inputs, then the core, then the factors of the outputs. Neighbouring factors, and
+the core with the factors of one side, are merged beforehand where this is cheaper. Fully merged, the product is two matrix
+products, as for a weight of rank min(ΠR, ΠS).
 """
 
 import functools
@@ -22,11 +22,11 @@ from transformers import initialization
 
 from hf_freeze.layers.cost import Costs, costs_of, product
 from hf_freeze.layers.factorized import TensorLinear
-from hf_freeze.layers.tensor_train import Plan, best_plan, merge_cost
+from hf_freeze.layers.tensor_train import ContractionPlan, best_plan, merge_cost
 
 
 class TuckerLinear(TensorLinear):
-    """`core`, and `factor_0` ... for the modes of the inputs, then of the outputs; `ranks` in that order.
+    """Parameters `core`, and `factor_0` ... for the modes of the inputs, then of the outputs; `ranks` in the same order.
 
     Raises ValueError for ranks of the wrong number or outside 1..mode.
     """
@@ -42,11 +42,11 @@ class TuckerLinear(TensorLinear):
 
     @property
     def factors(self) -> list[nn.Parameter]:
-        """Of the modes of the inputs, then of the outputs."""
+        """The factors of the input modes, then of the output modes."""
         return [getattr(self, f"factor_{k}") for k in range(len(self.ranks))]
 
     def initialize_parameters(self) -> None:
-        """Var(W) is the product of all ranks and of the variances of core and factors: equal for all, so that it is std²."""
+        """Draw core and factors with equal variance such that Var(W), the product of all ranks and variances, is std²."""
         variance = (self.std**2 / math.prod(self.ranks)) ** (1 / (len(self.ranks) + 1))
         for tensor in (self.core, *self.factors):
             initialization.normal_(tensor, std=variance**0.5)
@@ -54,12 +54,12 @@ class TuckerLinear(TensorLinear):
             initialization.zeros_(self.bias)
 
     def _outer_factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(I, ΠR) and (O, ΠS)"""
+        """The Kronecker products of the input factors (I, ΠR) and of the output factors (O, ΠS)."""
         factors = self.factors
         return kronecker(factors[: len(self.in_modes)]), kronecker(factors[len(self.in_modes) :])
 
     def _two_factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """down (R, I) and up (O, R) of the same weight, R = min(ΠR, ΠS)."""
+        """down (R, I) and up (O, R) with W = up · down and R = min(ΠR, ΠS)."""
         inputs, outputs = self._outer_factors()
         if self.inner <= self.outer:
             return inputs.T, outputs @ self.core.T
@@ -70,7 +70,7 @@ class TuckerLinear(TensorLinear):
         return up @ down
 
     def fill(self, weight: torch.Tensor) -> None:
-        """From a dense weight (O, I), by HOSVD and sweeps of HOOI at these ranks."""
+        """Set core and factors from a dense weight (O, I), by HOSVD and sweeps of HOOI at these ranks."""
         core, factors = tucker(weight.T.reshape(*self.in_modes, *self.out_modes), self.ranks)
         with torch.no_grad():
             self.core.copy_(core.reshape(self.inner, self.outer))
@@ -100,7 +100,7 @@ class TuckerLinear(TensorLinear):
         return plan.key, lambda: (plan, *self._matrices(plan))
 
     def _matrices(self, plan: "TuckerPlan") -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
-        """Of the factors of the inputs, of the core and what it is multiplied with, and of the factors of the outputs."""
+        """The matrices of the input factors, of the core with the factors merged into it, and of the output factors."""
         factors = self.factors
         ins, outs = factors[: len(self.in_modes)], factors[len(self.in_modes) :]
         middle = self.core.T
@@ -124,10 +124,10 @@ class TuckerLinear(TensorLinear):
 
 @dataclass(frozen=True)
 class TuckerPlan:
-    """How the factors of each side are taken; None: they are multiplied to the core beforehand."""
+    """The contraction plan of each side's factors; None: they are merged into the core beforehand."""
 
-    inputs: Plan | None
-    outputs: Plan | None
+    inputs: ContractionPlan | None
+    outputs: ContractionPlan | None
     cost: float
 
     @property
@@ -144,11 +144,12 @@ def best_tucker_plan(
     device_type: str,
     training: bool,
 ) -> TuckerPlan:
-    """The cheapest; while training with the cost of multiplying beforehand."""
+    """The cheapest plan. In training, the cost of merging counts too."""
     costs = costs_of(device_type)
     inner, outer = ranks[: len(in_modes)], ranks[len(in_modes) :]
-    first, last = (_side(*side, tokens, device_type, training) for side in ((in_modes, inner), (outer, out_modes)))
-    found = []
+    first = _side_plan(in_modes, inner, tokens, device_type, training)
+    last = _side_plan(outer, out_modes, tokens, device_type, training)
+    plans = []
     for left, right in ((first, last), (None, last), (first, None)):
         inputs = math.prod(inner if left else in_modes)
         outputs = math.prod(outer if right else out_modes)
@@ -157,20 +158,23 @@ def best_tucker_plan(
             cost += _kronecker_cost(costs, in_modes, inner) + product(costs, 1, outputs, math.prod(inner), inputs)
         if training and right is None:
             cost += _kronecker_cost(costs, outer, out_modes) + product(costs, 1, outputs, math.prod(outer), inputs)
-        found.append(TuckerPlan(left, right, cost))
-    return min(found, key=lambda plan: plan.cost)
+        plans.append(TuckerPlan(left, right, cost))
+    return min(plans, key=lambda plan: plan.cost)
 
 
-def _side(sizes: tuple[int, ...], results: tuple[int, ...], tokens: int, device_type: str, training: bool) -> Plan:
-    """The cheapest product with a Kronecker product, which is a tensor train of ranks 1; in one group, too."""
+def _side_plan(
+    sizes: tuple[int, ...], results: tuple[int, ...], tokens: int, device_type: str, training: bool
+) -> ContractionPlan:
+    """The cheapest plan of a product with the factors of one side: a Kronecker product is a tensor train with all ranks 1. The
+    candidates include a single group of all factors."""
     costs, ranks = costs_of(device_type), (1,) * (len(sizes) + 1)
-    whole = Plan(sizes, results, ranks, (), False)
-    whole.cost = product(costs, tokens, math.prod(results), math.prod(sizes), 1)
+    one_group = ContractionPlan(sizes, results, ranks, (), False)
+    one_group.cost = product(costs, tokens, math.prod(results), math.prod(sizes), 1)
     if training:
-        whole.cost += _kronecker_cost(costs, sizes, results)
+        one_group.cost += _kronecker_cost(costs, sizes, results)
     if len(sizes) == 1:
-        return whole
-    return min(whole, best_plan(sizes, results, ranks, tokens, device_type, training), key=lambda plan: plan.cost)
+        return one_group
+    return min(one_group, best_plan(sizes, results, ranks, tokens, device_type, training), key=lambda plan: plan.cost)
 
 
 def _kronecker_cost(costs: Costs, sizes: tuple[int, ...], results: tuple[int, ...]) -> float:
@@ -181,10 +185,10 @@ def check_ranks(in_modes: Sequence[int], out_modes: Sequence[int], ranks: Sequen
     """Raise ValueError unless the ranks fit the modes."""
     modes = (*in_modes, *out_modes)
     if len(ranks) != len(modes):
-        raise ValueError(f"ranks={list(ranks)}: there are {len(modes)} modes, {list(modes)}, each with a rank")
+        raise ValueError(f"ranks={list(ranks)}: the {len(modes)} modes {list(modes)} need one rank each")
     for k, (rank, mode) in enumerate(zip(ranks, modes, strict=True)):
         if not 1 <= rank <= mode:
-            raise ValueError(f"ranks={list(ranks)}: number {k} is {rank}, but must be in 1..{mode}, its mode")
+            raise ValueError(f"ranks={list(ranks)}: rank {k} is {rank}, but must be in 1..{mode}, its mode")
 
 
 def kronecker(factors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -197,8 +201,9 @@ def tucker(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """(core, factors) of a tensor by HOSVD and `sweeps` of HOOI (De Lathauwer et al., 2000), in fp64.
 
-    At given `ranks`, or at the smallest of each mode that together lose at most the share `loss` of the squared norm in HOSVD
-    (its squared error is at most the sum of what the modes leave out). Each factor (mode, rank) has orthonormal columns.
+    Ranks are `ranks`, or else the smallest for which HOSVD loses at most the share `loss` of the squared norm; each mode may
+    lose an equal part of it, since the squared error is at most the sum of the losses of the modes. Each factor (mode, rank)
+    has orthonormal columns.
     """
     tensor = tensor.double()
     factors = []
@@ -212,16 +217,16 @@ def tucker(
             rank = max(int((lost > allowed).sum()), 1)
         factors.append(vectors[:, :rank])
     for _ in range(sweeps if any(f.shape[1] < f.shape[0] for f in factors) else 0):
-        done = tensor  # with the factors of this sweep, so that it gets smaller from mode to mode
+        partial = tensor  # projected on the new factors of this sweep, so that it shrinks from mode to mode
         for mode in range(tensor.ndim):
-            projected = _project(done, factors, range(mode + 1, tensor.ndim))
+            projected = _project(partial, factors, range(mode + 1, tensor.ndim))
             factors[mode] = _mode_vectors(projected, mode)[1][:, : factors[mode].shape[1]]
-            done = _project(done, factors, (mode,))
+            partial = _project(partial, factors, (mode,))
     return _project(tensor, factors, range(tensor.ndim)), factors
 
 
 def _mode_vectors(tensor: torch.Tensor, mode: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared singular values, descending, and left singular vectors of the unfolding along `mode`, which has few rows."""
+    """Squared singular values, descending, and left singular vectors of the unfolding along `mode`."""
     unfolded = tensor.movedim(mode, 0).reshape(tensor.shape[mode], -1)
     energies, vectors = torch.linalg.eigh(unfolded @ unfolded.T)
     return energies.flip(0), vectors.flip(1)

@@ -1,7 +1,7 @@
-"""A linear whose every weight is a normal variable (Molchanov et al., 2017, "Variational dropout sparsifies deep neural
-networks", https://arxiv.org/abs/1701.05369).
+"""A linear in which every weight is a normal random variable (Molchanov et al., 2017, "Variational dropout sparsifies deep
+neural networks", https://arxiv.org/abs/1701.05369).
 
-w = θ + σ ε, and α = σ² / θ²: a weight of large α is noise, and is dropped.
+w = θ + σ ε, and α = σ² / θ². A weight with large α is mostly noise and is dropped.
 """
 
 from typing import Any
@@ -19,14 +19,14 @@ _K1, _K2, _K3 = 0.63576, 1.87320, 1.48695  # Molchanov et al., equation 14
 
 
 def negative_kl(log_alpha: torch.Tensor) -> torch.Tensor:
-    """-KL of a weight to the log-uniform prior, in nats, up to the constant that makes it 0 for α → ∞ (equation 14)."""
+    """-KL of a weight to the log-uniform prior, in nats, up to a constant: it is 0 for α → ∞ (equation 14)."""
     return _K1 * torch.sigmoid(_K2 + _K3 * log_alpha) - 0.5 * functional.softplus(-log_alpha) - _K1
 
 
 class Variational(Sparsifiable):
-    """`weight` θ and `log_sigma`, in its shape.
+    """`weight` is θ; `log_sigma` has the same shape.
 
-    `kl_weight`: β, set by the method's warm-up. Neither θ nor log σ should be decayed.
+    `kl_weight`: β, set by the method's warm-up. Train θ and log σ without weight decay.
     """
 
     log_sigma: nn.Parameter
@@ -35,32 +35,32 @@ class Variational(Sparsifiable):
     kl_weight = 1.0
 
     @classmethod
-    def take_place_of(cls, linear: Any, *, threshold: float, log_sigma: float) -> "Variational":
-        """A fresh one of the same shapes, with σ of exp(`log_sigma`)."""
-        made: Any = linear_like(linear, classes=(VariationalLinear, VariationalConv1D))
-        made.log_sigma = nn.Parameter(torch.full_like(made.weight, log_sigma))
-        made.threshold, made.initial = threshold, log_sigma
-        return made
+    def from_linear(cls, linear: Any, *, threshold: float, log_sigma: float) -> "Variational":
+        """A fresh layer with the shapes of `linear` and σ = exp(`log_sigma`)."""
+        variational: Any = linear_like(linear, classes=(VariationalLinear, VariationalConv1D))
+        variational.log_sigma = nn.Parameter(torch.full_like(variational.weight, log_sigma))
+        variational.threshold, variational.initial = threshold, log_sigma
+        return variational
 
     def initialize_parameters(self) -> None:
         initialization.constant_(self.log_sigma, self.initial)
 
     def log_alpha(self) -> torch.Tensor:
-        """log σ² - log θ², in fp32 and in the shape of `weight`."""
+        """log α = log σ² - log θ², fp32, in the shape of `weight`."""
         return 2 * self.log_sigma.float() - 2 * torch.log(self.weight.float().abs() + 1e-16)
 
     def kept_entries(self) -> torch.Tensor:
-        """Those of log α below the threshold."""
+        """bool, in the shape of `weight`: True where log α is below the threshold."""
         return (self.log_alpha() < self.threshold).detach()
 
     def kl(self) -> torch.Tensor:
-        """β times the divergence of all weights, in nats; log α is clipped to ±10."""
+        """β times the KL divergence of all weights, in nats; log α is clipped to ±10."""
         with without_autocast(self.weight.device.type):
             return -self.kl_weight * negative_kl(self.log_alpha().clamp(-10, 10)).sum()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., I) -> (..., O). While training, the outputs are drawn, each of its own normal distribution (local
-        reparametrisation): mean xθᵀ + b, variance x² (σ²)ᵀ."""
+        """(..., I) -> (..., O). In training, each output is drawn from a normal distribution with mean xθᵀ + b and variance
+        x² (σ²)ᵀ (local reparametrisation)."""
         if not self.training:
             return super().forward(x)
         theta, variances = self.weight, (2 * self.log_sigma).exp()

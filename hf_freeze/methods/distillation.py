@@ -16,7 +16,7 @@ from hf_freeze.architectures.base import Architecture
 from hf_freeze.architectures.registry import VARIANT_PREFIX
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.compat.transformers import mapped_class
-from hf_freeze.layers.watching import outputs_of
+from hf_freeze.layers.hooks import captured_outputs
 from hf_freeze.methods._linear import check_share
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import Objective, Part, Step
@@ -162,7 +162,7 @@ class _Imitation(Objective):
         if self.method.hidden != "none":
             taught = self._taught(architecture, architecture.depths(model.config), architecture.depths(teacher.config))
         layers = [name for pairs in taught.values() for _, name in pairs]
-        with torch.no_grad(), outputs_of(teacher.base_model, layers) as seen:
+        with torch.no_grad(), captured_outputs(teacher.base_model, layers) as seen:
             wanted = teacher(**inputs, return_dict=True)
         found = [name for name in step.outputs if name.endswith("logits") and step.outputs[name] is not None]
         counts = _counted(model, step.outputs[found[0]], labels, inputs) if found else None

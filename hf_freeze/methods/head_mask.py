@@ -67,7 +67,7 @@ class HeadMask(Method):
             heads = surgery.count_heads(model, attention, self.name)
             check_number(name, max((self.heads or {}).get(name, [0])), heads, "HeadMask")
             linear = model.base_model.get_submodule(attention.o)
-            surgery.replace(model, attention.o, Gated.take_place_of(linear, heads))
+            surgery.replace(model, attention.o, Gated.from_linear(linear, heads))
 
     @torch.no_grad()
     def prepare(self, model: Model, architecture: Architecture) -> None:

@@ -61,7 +61,7 @@ class MagnitudePruning(SparseMethod):
         return (_RisingSparsity(self),) if gradual else ()
 
     def unfinished(self, linear: Any, name: str) -> nn.Module:
-        return Masked.take_place_of(linear)
+        return Masked.from_linear(linear)
 
     def prepare(self, model: Model, architecture: Architecture) -> None:
         super().prepare(model, architecture)

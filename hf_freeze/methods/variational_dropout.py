@@ -66,7 +66,7 @@ class VariationalDropout(SparseMethod):
         return (_Divergence(self), _WarmUp(self)) if self.warmup > 0 else (_Divergence(self),)
 
     def unfinished(self, linear: Any, name: str) -> nn.Module:
-        return Variational.take_place_of(linear, threshold=self.threshold, log_sigma=self.log_sigma)
+        return Variational.from_linear(linear, threshold=self.threshold, log_sigma=self.log_sigma)
 
 
 class _Divergence(Objective):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_freeze.layers.adaptive_embedding import AdaptiveSoftmax
-from hf_freeze.layers.watching import outputs_of
+from hf_freeze.layers.hooks import captured_outputs
 from hf_freeze.methods.parts import Objective, Schedule, Step, parts_of
 
 
@@ -43,7 +43,7 @@ def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
         trained = self.training and torch.is_grad_enabled()
         objectives = parts_of(self.methods if trained else (), Objective)
         watched = {name for _, part in objectives for name in part.watched(self, self.architecture)}
-        with outputs_of(self.base_model, watched) as seen:
+        with captured_outputs(self.base_model, watched) as seen:
             if trained and labels is not None and _needs_no_logits(self, inputs):
                 outputs = _forward_without_logits(self, native_forward, inputs)
             else:

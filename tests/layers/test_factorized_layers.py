@@ -20,7 +20,7 @@ from hf_freeze import count_parameters, make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers import LowRankLinear, TensorTrainLinear, TuckerLinear, factorized
 from hf_freeze.layers.shapes import balanced_modes, mode_count, modes_of
-from hf_freeze.layers.tensor_train import Plan, best_plan, full_ranks, tt_svd
+from hf_freeze.layers.tensor_train import ContractionPlan, best_plan, full_ranks, tt_svd
 from hf_freeze.layers.tucker import TuckerPlan, best_tucker_plan, tucker
 from hf_freeze.methods.registry import method_from_dict
 
@@ -193,7 +193,7 @@ def test_every_order_of_contraction_gives_the_same(cls, size, arguments):
     for bits in range(1 << (d - 1)):
         cuts = tuple(k for k in range(1, d) if bits >> (k - 1) & 1)
         for from_left in (False, True):
-            plan = Plan(*arguments, cuts, from_left)
+            plan = ContractionPlan(*arguments, cuts, from_left)
             matrices = plan.matrices(layer.cores)
             torch.testing.assert_close(plan.multiply(x, matrices), expected, rtol=1e-5, atol=1e-5)
             # `steps` names the shapes of the products, which are counted below.
@@ -205,7 +205,7 @@ def test_every_order_of_contraction_gives_the_same(cls, size, arguments):
 def test_multiply_adds_of_the_unmerged_chain_are_the_published_ones():
     for rank, published in ((2, 77_824), (4, 286_720), (8, 1_097_728)):
         for from_left in (False, True):
-            plan = Plan(N512, M2048, (1, *[rank] * 4, 1), (1, 2, 3, 4), from_left)
+            plan = ContractionPlan(N512, M2048, (1, *[rank] * 4, 1), (1, 2, 3, 4), from_left)
             assert sum(math.prod(step) for step in plan.steps()) == published
 
 
@@ -220,8 +220,8 @@ def test_every_way_to_take_the_factors_of_tucker_computes_the_same():
     x = torch.randn(5, 24)
     expected = functional.linear(x, layer.dense_weight())
     orders = [(cuts, left) for cuts in ((), (1,), (2,), (1, 2)) for left in (False, True)]
-    ins = [None, *(Plan(in_modes, ranks[:3], (1,) * 4, *order) for order in orders)]
-    outs = [None, *(Plan(ranks[3:], out_modes, (1,) * 4, *order) for order in orders)]
+    ins = [None, *(ContractionPlan(in_modes, ranks[:3], (1,) * 4, *order) for order in orders)]
+    outs = [None, *(ContractionPlan(ranks[3:], out_modes, (1,) * 4, *order) for order in orders)]
     for left in ins:
         for right in outs:
             plan = TuckerPlan(left, right, 0.0)
@@ -762,11 +762,11 @@ BAD = {
     "tucker rank above full": ({"method": "tucker", "rank": 7}, r"rank=7: must be in 1..6, the largest full rank of"),
     "tt ranks too many": (
         {"method": "tensor_train", "ranks": [1, 2, 2, 1]},
-        r"ranks=\[1, 2, 2, 1\]: 2 cores have 3 ranks, the first and last 1",
+        r"ranks=\[1, 2, 2, 1\]: 2 cores need 3 ranks, the first and last 1",
     ),
     "tucker ranks too few": (
         {"method": "tucker", "ranks": [2, 2, 2]},
-        r"ranks=\[2, 2, 2\]: there are 4 modes, \[4, 4, 4, 6\], each with a rank",
+        r"ranks=\[2, 2, 2\]: the 4 modes \[4, 4, 4, 6\] need one rank each",
     ),
     "tt ranks above full": (
         {"method": "tensor_train", "ranks": [1, 17, 1]},
@@ -778,7 +778,7 @@ BAD = {
     ),
     "tt ranks that do not follow": (
         {"method": "tensor_train", "ranks": [1, 1, 13, 1, 1], "shape": [[2, 2, 2, 2], [2, 3, 2, 2]]},
-        r"number 2 is 13, but after rank 1 the core's modes 2 and 3 allow at most 6",
+        r"rank 2 is 13, but must be at most 6: the previous rank 1 times the modes 2 and 3",
     ),
     "tucker ranks above full": (
         {"method": "tucker", "ranks": [2, 5, 2, 2]},
@@ -807,7 +807,7 @@ BAD = {
     "shape with 0": ({"method": "tucker", "rank": 2, "shape": [[4, 0], [4, 6]]}, r"Tucker: shape\[0\]\[1\]=0: must be"),
     "shape of unequal lengths": (
         {"method": "tensor_train", "rank": 2, "shape": [[4, 2, 2], [4, 6]]},
-        r"a tensor train needs as many factors of the inputs as of the outputs, not \[4, 2, 2\] and \[4, 6\]",
+        r"a tensor train needs equally many modes of inputs and outputs, not \[4, 2, 2\] and \[4, 6\]",
     ),
     "endless shape": (
         {"method": "tensor_train", "rank": 2, "shape": [[1] * 40 + [16], [1] * 40 + [24]]},

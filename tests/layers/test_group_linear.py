@@ -48,9 +48,9 @@ def test_blocks_are_drawn_each_after_glorot():
 
 
 def test_sizes_that_groups_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"GroupLinear\(inputs=10, groups=4\): must be a multiple of the groups"):
+    with pytest.raises(ValueError, match=r"GroupLinear\(inputs=10, groups=4\): inputs must be a multiple of groups"):
         GroupLinear(10, 8, 4)
-    with pytest.raises(ValueError, match=r"GroupLinear\(outputs=6, groups=4\): must be a multiple of the groups"):
+    with pytest.raises(ValueError, match=r"GroupLinear\(outputs=6, groups=4\): outputs must be a multiple of groups"):
         GroupLinear(8, 6, 4)
 
 

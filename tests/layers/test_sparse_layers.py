@@ -39,7 +39,7 @@ def linear_of(dense, inputs, outputs):
 
 def masked_of(linear, kept=None):
     """With the linear's weights; `kept` in the shape of its weight."""
-    made = Masked.take_place_of(linear)
+    made = Masked.from_linear(linear)
     made.load_state_dict(linear.state_dict() | {"mask": made.mask})
     if kept is not None:
         made.mask.copy_(pack(kept))
@@ -47,7 +47,7 @@ def masked_of(linear, kept=None):
 
 
 def variational_of(linear, log_sigma, threshold=3.0):
-    made = Variational.take_place_of(linear, threshold=threshold, log_sigma=-5.0)
+    made = Variational.from_linear(linear, threshold=threshold, log_sigma=-5.0)
     made.load_state_dict(linear.state_dict() | {"log_sigma": log_sigma})
     return made
 

@@ -541,7 +541,7 @@ def test_resizing_to_a_multiple(name):
 
 def test_resizing_into_the_band_before_is_refused():
     message = (
-        r"cutoffs=\[7, 20\] cannot be resized to 20 tokens: the last band begins at 20, so at least 21 must be left"
+        r"cutoffs=\[7, 20\] cannot be resized to 20 tokens: the last band begins at 20, so the size must be at least 21"
     )
     variant = adaptive(backbone("marian-two-tables"), output="adaptive")
     expected = logits(variant, wide_batch("marian"))

@@ -14,7 +14,7 @@ from transformers import BertConfig, MarianConfig, PreTrainedTokenizerFast
 from hf_freeze import count_parameters, make_variant, multiply_adds
 from hf_freeze.analysis import head_importance, word_continuations
 from hf_freeze.data import train_tokenizer
-from hf_freeze.layers.fixed_heads import Places, Words, context, padding_mask
+from hf_freeze.layers.fixed_heads import Positions, Words, context, padding_mask
 from hf_freeze.methods import FixedAttention, HeadMask, HeadPruning, LowRank, VocabularyTrimming
 
 SUPPORTED = [case for case in BASELINES if FixedAttention.supports(case.architecture.model_type)]
@@ -55,7 +55,7 @@ def test_a_context_is_the_product_with_the_matrix(pattern, empty_rows):
         for row, n in enumerate(lengths):
             start = {"left": total - n, "right": 0, "both": (total - n) // 2}[where]
             mask[row, start : start + n] = True
-        found = context(values, pattern, Places(mask), empty_rows)
+        found = context(values, pattern, Positions(mask), empty_rows)
         for row, n in enumerate(lengths):
             expected = weights(pattern, n, empty_rows) @ values[row][mask[row]].double()
             torch.testing.assert_close(found[row][mask[row]].double(), expected, rtol=1e-5, atol=1e-6)
@@ -154,7 +154,7 @@ def test_words_of_tokenizers():
 @pytest.mark.parametrize("pattern", range(1, 9))
 def test_long_sentences_keep_their_precision(pattern):
     values = torch.randn(1, 512, 2, generator=torch.Generator().manual_seed(0))
-    found = context(values, pattern, Places(torch.ones(1, 512, dtype=torch.bool)), "zero")
+    found = context(values, pattern, Positions(torch.ones(1, 512, dtype=torch.bool)), "zero")
     torch.testing.assert_close(found[0].double(), weights(pattern, 512) @ values[0].double(), rtol=1e-4, atol=1e-5)
 
 

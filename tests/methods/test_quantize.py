@@ -142,7 +142,7 @@ def test_no_cast_rounds_what_is_stored(scheme):
 
 def test_values_that_are_not_finite_are_refused():
     layer = QuantizedLinear(nn.Linear(4, 2), "nf4")
-    with pytest.raises(ValueError, match=r"weight of \(2, 4\) has values that are not finite"):
+    with pytest.raises(ValueError, match=r"a weight of shape \(2, 4\): it has values that are not finite"):
         layer.fill(torch.full((2, 4), float("nan")))
 
 

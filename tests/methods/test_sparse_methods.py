@@ -465,7 +465,7 @@ def test_the_file_of_a_finalized_model_holds_what_is_left(share):
 @pytest.mark.parametrize(("inputs", "share"), [(512, 0.5), (512, 0.01), (40_000, 0.001)])
 def test_two_processes_can_send_its_buffers(inputs, share):
     """Neither gloo nor NCCL know 16-bit integers, and DistributedDataParallel sends all buffers."""
-    masked = Masked.take_place_of(torch.nn.Linear(inputs, 5))
+    masked = Masked.from_linear(torch.nn.Linear(inputs, 5))
     prune_smallest([masked], 1 - share, "layer")
     sparse = masked.sparse()
     assert hasattr(sparse, "columns") == (share < 0.1)

@@ -104,7 +104,7 @@ def test_an_adapter_trains_on_a_quantised_base(architecture, scheme, tmp_path):
     again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     tuned = outputs(model, batch)
     assert differences(outputs(again, batch), tuned) == []
-    with pytest.warns(UserWarning, match=f"merged into weights in {scheme}, which rounds it"):
+    with pytest.warns(UserWarning, match=f"merging an adapter into {scheme} weights rounds it"):
         rounded = model.merge_and_unload()
     assert type(rounded) is type(base)
     rounded.save_pretrained(tmp_path / "rounded")
