@@ -59,8 +59,10 @@ class VariantMixin(AdaptingMixin, SavingMixin, ResizingMixin, TrainingMixin):
             self.loss_type = "ForCausalLM"
         self._declared_digests = frozenset(config.digests)
         self._promote_output_bias()
-        # Constants are computed, never stored; the native base classes store them.
-        constants = {name for name, _ in self.named_parameters() if self._component(name) == "constant"}
+        # Constants are stored only where they are not what is computed; the native base classes store them always.
+        self._constants = constants = {
+            name for name, _ in self.named_parameters() if self._component(name) == "constant"
+        }
         self._native_keys_to_ignore = (
             set(self._keys_to_ignore_on_save or ()) | constants,
             set(self._keys_to_ignore_on_load_missing or ()) | {f"^{re.escape(name)}$" for name in constants},

@@ -1,5 +1,6 @@
 """Saving, loading and pushing a variant: what a seed regenerates is not stored, and a checkpoint is whole or refused."""
 
+import copy
 import os
 import tempfile
 from pathlib import Path
@@ -32,6 +33,7 @@ class SavingMixin(_Model):
     seeded_tensors: dict[str, SeededTensor]
     _declared_digests: frozenset[str]
     _gone_ties: set[str]
+    _constants: set[str]
 
     def save_pretrained(
         self,
@@ -60,6 +62,8 @@ class SavingMixin(_Model):
                     f"{name!r} is frozen at random values that are not stored, but it was changed, or cast to a lower "
                     "precision and back; merge() stores it, or load the model in the precision that you save in"
                 )
+        self._keys_to_ignore_on_save = set(self._keys_to_ignore_on_save or ()) | self._constants
+        self._keys_to_ignore_on_save -= self.trained_constants(state_dict)
         # PEFT, merging, takes tables whose weight is computed for untied, and says so in the config.
         if self._gone_ties:
             self.config.tie_word_embeddings = True
@@ -75,11 +79,33 @@ class SavingMixin(_Model):
                 state = None if state_dict is None else dict(state_dict)  # it is emptied
                 super().save_pretrained(staged, True, state, **kwargs)
             if push_to_hub:  # of its own files: what else the folder holds stays here
-                options = {"repo_id": Path(save_directory).name} | kwargs
+                options: dict[str, Any] = {"repo_id": Path(save_directory).name} | kwargs
                 with tempfile.TemporaryDirectory() as folder:
                     super().save_pretrained(folder, True, state_dict, True, **options)
         if getattr(self.config, "distributed_config", None) is not None:
             self.barrier_after_gathered_checkpoint_save(self.config.distributed_config)
+
+    @torch.no_grad()
+    def trained_constants(self, state_dict: Any = None) -> set[str]:
+        """Names of the constants, such as positions, that are not what the native class computes. They are stored.
+
+        `state_dict`: the values, where they are not those of the model. Constants without values, as on meta, count as computed.
+        """
+        found, computed = set(), {}
+        for name in self._constants:
+            held = self.get_parameter(name) if state_dict is None else state_dict.get(name)
+            if held is None or held.is_meta or type(held).__name__ == "DTensor":
+                continue
+            owner, _, attribute = name.rpartition(".")
+            module = self.get_submodule(owner)
+            key = (type(module), held.shape, held.dtype)  # encoder and decoder have equal ones
+            if key not in computed:
+                fresh = copy.deepcopy(module).to(held.dtype)
+                self._init_weights(fresh)
+                computed[key] = fresh.get_parameter(attribute)
+            if not torch.equal(held.cpu(), computed[key].cpu()):
+                found.add(name)
+        return found
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
