@@ -56,6 +56,8 @@ def count_parameters(model: nn.Module) -> ParameterCount:
 def stored_bytes(model: nn.Module) -> int:
     """Bytes of the tensors that `save_pretrained` writes: stored parameters and persistent buffers, without the header."""
     left_out = set(getattr(model, "seeded_tensors", ())) | keys_to_ignore(model)[0]
+    if hasattr(model, "trained_constants"):
+        left_out -= model.trained_constants()  # type: ignore[operator]
     parameters = sum(
         parameter.numel() * parameter.element_size()
         for name, parameter, _ in _components(model)

@@ -64,6 +64,11 @@ def native_base_model(config_class: type, native_config_class: Any) -> Iterator[
 # -- initialisation ----------------------------------------------------------------------------------------------------
 
 
+def draw(model: Any, module: nn.Module) -> None:
+    """Draw or compute fresh values of one module as `model` does."""
+    model._init_weights(module)
+
+
 class NeverDrawn:
     """Base of modules and tensors that transformers shall draw no values for: they are computed, or filled when made."""
 
@@ -87,6 +92,11 @@ def mark_uninitialized(module: Any) -> None:
 
 
 # -- what a checkpoint holds -------------------------------------------------------------------------------------------
+
+
+def do_not_save(model: Any, names: set[str]) -> None:
+    """Leave these tensors, and no others, out of the next `save_pretrained`."""
+    model._keys_to_ignore_on_save = names
 
 
 def keys_to_ignore(model: Any) -> tuple[set[str], set[str]]:

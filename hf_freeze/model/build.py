@@ -138,12 +138,12 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
     # -- 4. freezing -------------------------------------------------------------------------------------------------------
 
     def _collect_unstored(self) -> None:
-        """Constants are computed, so they are not stored, though native classes do store them."""
-        constants = {name for name, _ in self.named_parameters() if self._component(name) == "constant"}
+        """Constants that are as computed are not stored, though native classes do store them; see `trained_constants`."""
+        self._constants = {name for name, _ in self.named_parameters() if self._component(name) == "constant"}
         on_save, on_load = keys_to_ignore(self)
         # Natively a buffer, which a checkpoint may lack.
         trained_bias = {self.architecture.output_bias} & self._parameters.keys()
-        self._ignored = on_save | constants, (on_load - trained_bias) | constants
+        self._ignored = on_save | self._constants, (on_load - trained_bias) | self._constants
         self._declared_digests = frozenset(self.config.digests)
 
     def apply_freeze(self) -> None:

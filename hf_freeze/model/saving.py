@@ -1,5 +1,6 @@
 """Saving, loading and pushing a variant. Seeded tensors are not stored; incomplete or damaged checkpoints are refused."""
 
+import copy
 import importlib
 import os
 import tempfile
@@ -13,7 +14,7 @@ from torch import distributed
 
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name
-from hf_freeze.compat.transformers import saves_adapters_alone
+from hf_freeze.compat.transformers import do_not_save, draw, keys_to_ignore, saves_adapters_alone
 from hf_freeze.model.atomic_save import finish_adapter, replacing_adapter, replacing_model, staged_subfolder
 from hf_freeze.seeded import SeededTensor, digest
 
@@ -33,6 +34,7 @@ class SavingMixin(_Model):
     config: Any
     seeded_tensors: dict[str, SeededTensor]
     _declared_digests: frozenset[str]
+    _constants: set[str]
     _gone_ties: set[str]
 
     def save_pretrained(
@@ -66,6 +68,7 @@ class SavingMixin(_Model):
         if self._gone_ties:
             self.config.tie_word_embeddings = True
         self.config.hf_freeze_version = __version__
+        do_not_save(self, (keys_to_ignore(self)[0] | self._constants) - self.trained_constants(state_dict))
         grouped = distributed.is_available() and distributed.is_initialized()
         writes = is_main_process and not (grouped and distributed.get_rank() > 0)
         if not writes or kwargs.get("distributed_checkpoint") or os.path.isfile(save_directory):
@@ -77,11 +80,33 @@ class SavingMixin(_Model):
                 state = None if state_dict is None else dict(state_dict)  # the native method empties it
                 super().save_pretrained(staged, True, state, **kwargs)
             if push_to_hub:  # from a folder of its own: other files in `save_directory` are not pushed
-                options = {"repo_id": Path(save_directory).name} | kwargs
+                options: dict[str, Any] = {"repo_id": Path(save_directory).name} | kwargs
                 with tempfile.TemporaryDirectory() as folder:
                     super().save_pretrained(folder, True, state_dict, True, **options)
         if getattr(self.config, "distributed_config", None) is not None:
             self.barrier_after_gathered_checkpoint_save(self.config.distributed_config)
+
+    @torch.no_grad()
+    def trained_constants(self, state_dict: Any = None) -> set[str]:
+        """Names of the constants, such as positions, that differ from what the native class computes. They are stored.
+
+        `state_dict`: the values, if they are not those of the model. Constants without values, as on meta, count as computed.
+        """
+        trained, computed = set(), {}
+        for name in self._constants:
+            value = self.get_parameter(name) if state_dict is None else state_dict.get(name)
+            if value is None or value.is_meta or type(value).__name__ == "DTensor":
+                continue
+            owner, _, attribute = name.rpartition(".")
+            module = self.get_submodule(owner)
+            key = (type(module), value.shape, value.dtype)  # those of encoder and decoder are equal
+            if key not in computed:
+                fresh = copy.deepcopy(module).to(value.dtype)
+                draw(self, fresh)
+                computed[key] = fresh.get_parameter(attribute)
+            if not torch.equal(value.cpu(), computed[key].cpu()):
+                trained.add(name)
+        return trained
 
     def load_adapter(self, peft_model_id: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the native method; an adapter whose saving was interrupted is completed first."""
