@@ -262,11 +262,11 @@ def test_settings_that_are_refused(settings, message):
         ([methods.LayerSharing(), methods.FFNPruning(keep={"encoder.1.ffn": [0, 1]})], "are of unlike shape: 'fc1"),
         (
             [methods.LayerSharing(), methods.MagnitudePruning(sparsity=0.5)],
-            "with 'magnitude_pruning', which keeps a mask",
+            "MagnitudePruning after 'layer_sharing': layers that share .* cannot keep a mask each",
         ),
         (
             [methods.LayerSharing(), methods.Freeze(ffn="frozen", layers={"encoder": [1]})],
-            r"with 'freeze' of layers \[1\]",
+            r"'freeze' of layers \[1\] of stack",
         ),
         ([methods.LowRank(rank=2), methods.LayerSharing()], "the mean of what LowRankLinear holds"),
         (

@@ -323,10 +323,10 @@ def test_settings_that_are_refused(setting, message):
     ("before", "message"),
     [
         (LowRank(rank=2, layers={"encoder": [3]}), "after 'low_rank', which names layers by number.* put Theseus"),
-        (Theseus(successor={"encoder": 2}), r"Theseus after 'theseus': it acts once; .* finalize\(\) and merge\(\)"),
+        (Theseus(successor={"encoder": 2}), r"after 'theseus': it acts once; .* finalize\(\) and merge\(\)"),
         (
             Theseus(successor={"decoder": 2}),
-            r"Theseus after 'theseus': it acts once; .* finalize\(\) and merge\(\)",
+            r"after 'theseus': it acts once; .* finalize\(\) and merge\(\)",
         ),
     ],
 )
