@@ -770,11 +770,11 @@ BAD = {
     ),
     "tt ranks above full": (
         {"method": "tensor_train", "ranks": [1, 17, 1]},
-        r"ranks=\[1, 17, 1\]: number 1 is 17, but must be in 1..16, its full rank",
+        r"ranks=\[1, 17, 1\]: rank 1 is 17, but must be in 1..16, its full rank",
     ),
     "tt ranks not from 1": (
         {"method": "tensor_train", "ranks": [2, 2, 1]},
-        r"number 0 is 2, but must be in 1..1, its full",
+        r"rank 0 is 2, but must be in 1..1, its full",
     ),
     "tt ranks that do not follow": (
         {"method": "tensor_train", "ranks": [1, 1, 13, 1, 1], "shape": [[2, 2, 2, 2], [2, 3, 2, 2]]},
@@ -782,7 +782,7 @@ BAD = {
     ),
     "tucker ranks above full": (
         {"method": "tucker", "ranks": [2, 5, 2, 2]},
-        r"ranks=\[2, 5, 2, 2\]: number 1 is 5, but must be in 1..4, its mode",
+        r"ranks=\[2, 5, 2, 2\]: rank 1 is 5, but must be in 1..4, its mode",
     ),
     "a rank of 0 in ranks": ({"method": "tucker", "ranks": [2, 0, 2, 2]}, r"Tucker: ranks\[1\]=0: must be an integer"),
     "ranks no list": ({"method": "tucker", "ranks": 3}, r"Tucker: ranks=3: must be a list of integers"),

@@ -125,7 +125,7 @@ def test_words_need_ids():
     with pytest.raises(ValueError, match="fixed heads by words need input_ids"):
         model(**embedded)
     layer = model.model.encoder.layers[0]
-    with pytest.raises(ValueError, match="were not told the input_ids: call the model, not a part of it"):
+    with pytest.raises(ValueError, match="have not seen the input_ids: call the whole model, not a part of it"):
         layer(torch.zeros(1, 4, 16), None)
     with pytest.raises(
         ValueError, match=r"after 'fixed_attention', which names tokens by number.*put VocabularyTrimming first"
