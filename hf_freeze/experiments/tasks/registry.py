@@ -15,4 +15,4 @@ TASK_MODULES = {  # name in a recipe -> module of this package that defines TASK
 
 def task_of(name: str) -> Task | OwnTask:
     """The task of that name in a recipe."""
-    return importlib.import_module(f"hf_freeze.experiments.{TASK_MODULES[name]}").TASK
+    return importlib.import_module(f"hf_freeze.experiments.tasks.{TASK_MODULES[name]}").TASK
