@@ -1,0 +1,202 @@
+"""The code blocks of the pages, and what each of them is held to.
+
+Python runs, YAML loads as a recipe, and every command of a shell block is checked word by word; the cheap ones run.
+"""
+
+import io
+import re
+import shlex
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+from support import ROOT
+from support.recipes import cli
+
+from hf_freeze.cli import app
+from hf_freeze.experiments.recipes.load import load_recipe
+
+_PLACEHOLDER = re.compile(r"[A-Z][A-Z_]+")  # MODEL, DIRECTORY: the reader puts in a name
+_RUN_FOR_REAL = {"inspect", "diff", "card", "export", "methods", "architectures", "--version"}  # seconds at most
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block, with what follows it up to the next one."""
+
+    page: Path
+    line: int  # of its first line of code, from 1
+    language: str
+    code: str
+    text_after: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT) if self.page.is_relative_to(ROOT) else self.page.name}:{self.line}"
+
+
+def blocks_of(page: Path, text: str | None = None) -> list[Block]:
+    """Every fenced block. An unclosed one, or one without a language, fails."""
+    text = page.read_text(encoding="utf-8") if text is None else text
+    pieces = re.split(r"^```(.*)\n", text + "\n", flags=re.MULTILINE)
+    assert len(pieces) % 4 == 1, f"{page}: a block is not closed"
+    blocks, line = [], 1
+    for start in range(0, len(pieces) - 1, 4):
+        before, language, code, closing, after = pieces[start : start + 5]
+        assert language, f"{page}: a block names no language"
+        assert not closing, f"{page}: {closing!r} after the end of a block"
+        line += before.count("\n") + 1
+        blocks.append(Block(page, line, language, code, after))
+        line += code.count("\n") + 1
+    return blocks
+
+
+def check_page(blocks: list[Block], folder: Path) -> None:
+    """Check all blocks of a page in their order, in `folder`, which is the working directory. One namespace for its Python."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks:
+        if block.language == "python":
+            _run_python(block, namespace)
+        elif block.language == "bash":
+            _check_shell(block, folder)
+        elif block.language == "yaml":
+            _load_yaml(block, folder)
+        else:
+            raise AssertionError(f"{block.place}: no check for {block.language!r}")
+
+
+# -- Python ------------------------------------------------------------------------------------------------------------------
+
+
+def _run_python(block: Block, namespace: dict[str, Any]) -> None:
+    # Empty lines before it: a traceback names the line of the page.
+    code = compile("\n" * (block.line - 1) + block.code, str(block.page), "exec")
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(code, namespace)
+    if promised := re.match(r"\s*This prints `(.+?)`", block.text_after):
+        assert printed.getvalue().strip() == promised[1], block.place
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------------
+
+
+def _check_shell(block: Block, folder: Path) -> None:
+    joined = block.code.replace("\\\n", " ")
+    for line in joined.splitlines():
+        for words in _commands(line):
+            try:
+                _check_command(words, folder)
+            except Exception as error:
+                raise AssertionError(f"{block.place}: {shlex.join(words)}: {error!r}") from error
+
+
+def _commands(line: str) -> list[list[str]]:
+    """The commands of a line of shell, without comments, redirections and variables set for them."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
+    lexer.whitespace_split = True
+    commands: list[list[str]] = [[]]
+    words = iter(lexer)
+    for word in words:
+        if word in (">", "<"):
+            next(words)
+        elif set(word) <= set(";&|"):
+            commands.append([])
+        elif commands[-1] or not re.match(r"\w+=", word):
+            commands[-1].append(word)
+    return [command for command in commands if command]
+
+
+def _check_command(words: list[str], folder: Path) -> None:
+    program, *arguments = words
+    assert program in _PROGRAMS, f"choose from {sorted(_PROGRAMS)}, or say here how to check {program!r}"
+    _PROGRAMS[program](arguments, folder)
+
+
+def _check_ours(arguments: list[str], folder: Path) -> None:
+    name = arguments[0]
+    if not name.startswith("--"):
+        commands = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
+        context = commands[name].make_context(name, arguments[1:])  # parses; runs nothing
+        if name == "run":
+            _load_recipe_of_command(context.params)
+    if name in _RUN_FOR_REAL and not any(map(_PLACEHOLDER.fullmatch, arguments)):
+        cli(*arguments)
+
+
+def _load_recipe_of_command(options: dict[str, Any]) -> None:
+    if not _PLACEHOLDER.fullmatch(str(options["recipe"])):
+        load_recipe(options["recipe"], options["settings"], smoke=options["smoke"])
+
+
+def _check_launcher(arguments: list[str], folder: Path) -> None:
+    """accelerate, torchrun: the files exist, and what follows `-m hf_freeze` is a command of ours."""
+    if "hf_freeze" in arguments:
+        _check_ours(arguments[arguments.index("hf_freeze") + 1 :], folder)
+    for word in arguments:
+        assert not word.endswith((".py", ".yaml")) or (folder / word).exists(), f"{word} does not exist"
+
+
+def _check_python(arguments: list[str], folder: Path) -> None:
+    script, *options = arguments
+    source = (folder / script).read_text(encoding="utf-8")
+    for option in options:
+        assert not option.startswith("-") or f'"{option}"' in source, f"{script} takes no {option}"
+
+
+def _check_pip(arguments: list[str], folder: Path) -> None:
+    assert arguments[0] == "install"
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    options = iter(arguments[1:])
+    for word in options:
+        if word == "-c":
+            assert (ROOT / (name := next(options))).exists(), f"{name} does not exist"
+        elif word == "-e":
+            path, _, extra = next(options).rstrip("]").partition("[")
+            assert path == ".", path
+            assert not extra or re.search(rf"^{extra} = \[", project, re.MULTILINE), f"no extra {extra!r}"
+        elif word == "--index-url":
+            next(options)
+        else:
+            assert word in constraints, f"{word} is not what constraints.txt pins"
+
+
+def _check_make(arguments: list[str], folder: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in arguments:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"no target {target!r}"
+
+
+def _check_export(arguments: list[str], folder: Path) -> None:
+    assert all(re.fullmatch(r"\w+=.*", word) for word in arguments)
+
+
+_PROGRAMS: dict[str, Callable[[list[str], Path], None]] = {
+    "hf-freeze": _check_ours,
+    "accelerate": _check_launcher,
+    "torchrun": _check_launcher,
+    "python": _check_python,
+    "pip": _check_pip,
+    "make": _check_make,
+    "export": _check_export,
+}
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------------------
+
+
+def _load_yaml(block: Block, folder: Path) -> None:
+    """A recipe, or a part of one, which then extends the recipe beside the page."""
+    recipe = yaml.safe_load(block.code)
+    recipe["extends"] = str(block.page.parent / recipe.get("extends", "recipe.yaml"))
+    written = folder / "block.yaml"
+    written.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    try:
+        load_recipe(written)
+    except Exception as error:
+        raise AssertionError(f"{block.place}: {error!r}") from error
