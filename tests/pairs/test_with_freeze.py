@@ -1,11 +1,12 @@
 """Every method beside Freeze, in both orders: what Freeze holds is none of the method's business, and the other way round."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cases import Case, seeds, sources, supports
+from support.cases import MODEL, once, seeds, sources
 from support.models import (
     add_noise,
     build,
@@ -24,26 +25,27 @@ from support.training import training_step
 
 from hf_freeze import make_variant
 from hf_freeze.architectures.base import base_name, canonical_parameters, is_of_predecessor
-from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.methods import Freeze
-from hf_freeze.methods.registry import METHODS
 
-CELLS = [(method.example, a) for a in ARCHITECTURES.values() for method in METHODS.values() if supports(method, a)]
+# Each method in one place: a case without methods, of rotating architectures and configs.
+CELLS = [
+    (case.methods[0], replace(case, methods=(), source=MODEL))
+    for case in once(lambda case: bool(case.methods) and case.task == case.architecture.tasks[0])
+]
 
 
 def over(cells):
-    return pytest.mark.parametrize(
-        ("method", "architecture"), cells, ids=[f"{a.model_type}-{method.name}" for method, a in cells]
-    )
+    ids = [f"{place.architecture.model_type}-{place.config}-{method.name}" for method, place in cells]
+    return pytest.mark.parametrize(("method", "place"), cells, ids=ids)
 
 
 every_cell = over(CELLS)
-every_finalizable = over([(method, architecture) for method, architecture in CELLS if method.finalizable])
+every_finalizable = over([(method, place) for method, place in CELLS if method.finalizable])
 orders = pytest.mark.parametrize("order", [1, -1], ids=["method, freeze", "freeze, method"])
 
 
-def case_of(architecture, *methods):
-    return Case(architecture, architecture.tasks[0], sources(methods)[0], methods)
+def case_of(place, *methods):
+    return replace(place, methods=methods, source=sources(methods)[0])
 
 
 def parameters_of(model, *components):
@@ -60,33 +62,35 @@ def depths(architecture):
     return {stack.depth for stack in architecture.stacks.values()}
 
 
-def left_alone(method, architecture):
+def left_alone(method, place):
     """Attention, or the FFNs where the method changes the attentions: what has the shapes of the backbone, where it is at all."""
-    backbone = {name: p.shape for name, p in canonical_parameters(native(case_of(architecture)))}
-    model = build(case_of(architecture, method))
+    backbone = {name: p.shape for name, p in canonical_parameters(native(case_of(place)))}
+    model = build(case_of(place, method))
     here = parameters_of(model, "attention")
     return "attention" if all(model.get_parameter(name).shape == backbone.get(name) for name in here) else "ffn"
 
 
 @every_cell
 @orders
-def test_what_the_method_leaves_alone_may_be_random(method, architecture, order, tmp_path):
+def test_what_the_method_leaves_alone_may_be_random(method, place, order, tmp_path):
     """A component from a seed and the table frozen, the method on the rest: reloads bit-equal, and nothing seeded is stored."""
-    component = left_alone(method, architecture)
+    component = left_alone(method, place)
     freeze = Freeze(**{component: "random"}, embeddings="frozen", seed=11)
-    case = case_of(architecture, *[method, freeze][::order])
+    case = case_of(place, *[method, freeze][::order])
     model = build(case)
     matrices = [
         name for name in parameters_of(model, component) if not trainability(model)[name] and name.endswith("weight")
     ]
     assert set(matrices) <= seeded_names(model)
     assert not any(trainability(model)[name] for name in parameters_of(model, component, "embeddings"))
-    alone = build(case_of(architecture, freeze))
+    alone = build(case_of(place, freeze))
     if not seeds(method, component) and not method.from_scratch:  # whose blocks have other shapes
         left = {name for name, _ in canonical_parameters(model)}  # layers may be gone, or one with others
         expected = {name: definition for name, definition in alone.seeded_tensors.items() if name in left}
         assert expected
-        if order == -1 and method.config_changes(architecture, native(case).config).keys() & depths(architecture):
+        if order == -1 and method.config_changes(place.architecture, native(case).config).keys() & depths(
+            place.architecture
+        ):
             # Kept layers have new numbers, and the values of their old ones.
             assert model.seeded_tensors.keys() >= expected.keys()
             assert set(model.seeded_tensors.values()) <= set(alone.seeded_tensors.values())
@@ -113,11 +117,11 @@ def test_what_the_method_leaves_alone_may_be_random(method, architecture, order,
 
 @every_finalizable
 @orders
-def test_what_is_frozen_stays_frozen_after_finalize(method, architecture, order, tmp_path):
+def test_what_is_frozen_stays_frozen_after_finalize(method, place, order, tmp_path):
     """Also what the method itself holds: its values, whatever module they are in."""
-    case = case_of(architecture, *[method, Freeze(ffn="frozen", norm="frozen")][::order])
+    case = case_of(place, *[method, Freeze(ffn="frozen", norm="frozen")][::order])
     model = build(case)
-    add_noise(model, architecture)
+    add_noise(model, place.architecture)
     for state in ("made", "finalized", "reloaded"):
         if state == "finalized":
             expected = outputs(model, case.batch())
@@ -136,8 +140,8 @@ def test_what_is_frozen_stays_frozen_after_finalize(method, architecture, order,
 
 
 @every_finalizable
-def test_a_finalized_variant_takes_another_freeze(method, architecture, tmp_path):
-    case = case_of(architecture, method)
+def test_a_finalized_variant_takes_another_freeze(method, place, tmp_path):
+    case = case_of(place, method)
     model = finished(build(case))
     expected = outputs(model, case.batch())
     further = make_variant(model, [Freeze(attention="frozen")])
@@ -153,9 +157,9 @@ def test_a_finalized_variant_takes_another_freeze(method, architecture, tmp_path
 
 
 @every_finalizable
-def test_finalize_in_the_middle_of_a_phase(method, architecture):
+def test_finalize_in_the_middle_of_a_phase(method, place):
     """What is frozen for a while is so after it as well, and thaws in time."""
-    model = make_variant(native(case_of(architecture)), [method, Freeze(attention="frozen", end=0.5)])
+    model = make_variant(native(case_of(place)), [method, Freeze(attention="frozen", end=0.5)])
     model.advance(1, 4)
     model.finalize()
     assert model.scheduled
