@@ -78,7 +78,9 @@ def run(tmp_path_factory):
 def place(request, tmp_path, monkeypatch):
     """place(text) puts into the working directory what the text names: folders of the repository, and small models."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # what is not put here must not be looked for
+    monkeypatch.setattr(
+        huggingface_hub.constants, "HF_HUB_OFFLINE", True
+    )  # what is not put here must not be looked for
     for name in ("recipes", "benchmarks", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import typer
 import yaml
-from support import ROOT
-from support.recipes import cli
 
 from hf_freeze.cli import app
 from hf_freeze.experiments.recipes.load import load_recipe
+from support import ROOT
+from support.recipes import cli
 
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z_]+")  # MODEL, DIRECTORY: the reader puts in a name
 _RUN_FOR_REAL = {"inspect", "diff", "card", "export", "methods", "architectures", "--version"}  # seconds at most
