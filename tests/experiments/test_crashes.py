@@ -18,6 +18,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from support import TESTS
+from support.cases import ALL
 from support.recipes import EACH, LONGER, SCHEDULED, TINY, figures, write_recipe
 from support.reports import make_runs
 from transformers import GPT2Config
@@ -55,9 +56,10 @@ def whole_checkpoints(out):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-@pytest.mark.parametrize(("task", "kills"), [(task, 2 if task == "translation" else 1) for task in EACH])
-def test_a_killed_grid_ends_as_an_undisturbed_one(task, kills, tmp_path):
+@pytest.mark.parametrize("task", EACH if ALL else ["translation"])  # single runs of every task are killed below
+def test_a_killed_grid_ends_as_an_undisturbed_one(task, tmp_path):
     """At random moments: the seed is printed where the test fails."""
+    kills = 2 if ALL else 1
     seed = time.time_ns() % 1_000_000
     draw = random.Random(seed)
     print(f"seed {seed}")
@@ -105,22 +107,21 @@ def test_a_killed_grid_ends_as_an_undisturbed_one(task, kills, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize(("work", "kills"), [("training", 30), ("saving", 14), ("reporting", 6)])
-def test_what_is_killed_at_any_moment_is_whole_or_not_there(work, kills, tmp_path):
+def test_what_is_killed_at_any_moment_is_whole_or_not_there(tmp_path):
+    """Training of every task, saving and reporting, in forks of one child."""
     seed = time.time_ns() % 1_000_000
     print(f"seed {seed}")
-    child = in_one_thread(["-m", "support.children.killed", work, tmp_path, kills, seed], cwd=TESTS)
-    output = child.communicate(timeout=500)[0]
+    kills = {"training": 60 if ALL else 18, "saving": 14, "reporting": 6}
+    words = [f"{work}={number}" for work, number in kills.items()]
+    child = in_one_thread(["-m", "support.children.killed", tmp_path, seed, *words], cwd=TESTS)
+    output = child.communicate(timeout=900)[0]
     assert child.returncode == 0, output
-    found = json.loads(output.splitlines()[-1])
-    assert found["kills"] == kills
-    if work == "training":
-        assert found["equal"] == found["runs"]
-        assert found["resumed"] > 0
-    elif work == "saving":
-        assert found["whole"] == kills
-    else:
-        assert found["there"] > 0
+    seen = json.loads(output.splitlines()[-1])
+    assert {work: counts["kills"] for work, counts in seen.items()} == kills
+    assert seen["training"]["equal"] == seen["training"]["runs"]
+    assert seen["training"]["resumed"] > 0
+    assert seen["saving"]["whole"] == kills["saving"]
+    assert seen["reporting"]["there"] > 0
 
 
 def test_a_checkpoint_of_other_code_is_refused(tmp_path):
@@ -286,26 +287,23 @@ def test_the_last_whole_checkpoint_is_found_by_number(tmp_path):
 # -- several processes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", EACH)
-def test_a_grid_under_torchrun(task, tmp_path):
-    recipe = write_recipe(tmp_path / "r.yaml", **EACH[task], **LONGER)
+def test_grids_under_torchrun(tmp_path):
+    """One group of two processes runs a grid of every task, and then the first one again."""
+    recipes = {task: write_recipe(tmp_path / f"{task}.yaml", **EACH[task], **LONGER) for task in EACH}
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--rdzv_backend", "c10d"]
-    launcher += ["--rdzv_endpoint", "localhost:0", "-m", "hf_freeze"]
+    launcher += ["--rdzv_endpoint", "localhost:0", "-m", "support.children.launched", str(tmp_path)]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, "run", str(recipe), "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, *launcher, *EACH, "translation"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False, cwd=TESTS)
     assert done.returncode == 0, done.stdout + done.stderr
-    records = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    assert [record["row"] for record in records] == list(TINY["rows"])
-    alone = run_grid(load_recipe(recipe), tmp_path / "alone")
-    for record, single in zip(records, alone, strict=True):
-        assert record["processes"] == 2
-        assert record["parameters"] == single["parameters"]
-        assert record["steps"] < single["steps"]  # a step sees the batches of both
-        assert record["metrics"]["dev_loss"] == pytest.approx(single["metrics"]["dev_loss"], rel=0.05)
-    assert (tmp_path / "out" / "report.md").exists()
-    if task != "translation":  # once shows that finished runs are skipped
-        return
-    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == len(records)
+    for task, recipe in recipes.items():
+        out = tmp_path / task
+        records = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+        assert [record["row"] for record in records] == list(TINY["rows"])  # those of the second time were skipped
+        alone = run_grid(load_recipe(recipe), tmp_path / f"{task}-alone")
+        for record, single in zip(records, alone, strict=True):
+            assert record["processes"] == 2
+            assert record["parameters"] == single["parameters"]
+            assert record["steps"] < single["steps"]  # a step sees the batches of both
+            assert record["metrics"]["dev_loss"] == pytest.approx(single["metrics"]["dev_loss"], rel=0.05)
+        assert (out / "report.md").exists()

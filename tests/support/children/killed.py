@@ -1,4 +1,4 @@
-"""python -m support.children.killed WORK FOLDER KILLS SEED: do the work again and again.
+"""python -m support.children.killed FOLDER SEED WORK=KILLS ...: do each work again and again.
 
 Each time it runs in a forked process (imports would be most of the time of a new one) that SIGKILL ends at a random moment, and
 what is left is looked at. Prints a JSON object of what was seen."""
@@ -27,7 +27,7 @@ from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.report.write import write_report
 from hf_freeze.experiments.runs.execute import execute
 from hf_freeze.experiments.runs.grid import run_grid
-from support.recipes import LONGER, SCHEDULED, figures, write_recipe
+from support.recipes import EACH, LONGER, SCHEDULED, figures, write_recipe
 
 
 def lives(work, seconds=None):
@@ -62,8 +62,14 @@ def timed(work):
 
 
 def training(folder, kills, draw):
-    """Runs, each killed until it ends: their figures and weights are those of an undisturbed one."""
-    recipe = write_recipe(folder / "r.yaml", only=["2.1"], **LONGER, **SCHEDULED)
+    """Runs of every task, each killed until it ends: their figures and weights are those of an undisturbed one."""
+    of_tasks = [training_of(task, folder / task, kills // len(EACH), draw) for task in EACH]
+    return {name: sum(counts[name] for counts in of_tasks) for name in of_tasks[0]}
+
+
+def training_of(task, folder, kills, draw):
+    folder.mkdir()
+    recipe = write_recipe(folder / "r.yaml", only=["2.1"], **EACH[task], **LONGER, **SCHEDULED)
     (run,) = expand(load_recipe(recipe))
 
     def result(at):
@@ -133,5 +139,11 @@ if __name__ == "__main__":
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
     torch.set_num_threads(1)
-    work, folder, kills, seed = sys.argv[1:]
-    print(json.dumps(globals()[work](Path(folder), int(kills), random.Random(int(seed)))))
+    folder, seed, *words = sys.argv[1:]
+    seen, draw = {}, random.Random(int(seed))
+    for word in words:
+        work, _, kills = word.partition("=")
+        of_work = Path(folder) / work
+        of_work.mkdir()
+        seen[work] = globals()[work](of_work, int(kills), draw)
+    print(json.dumps(seen))
