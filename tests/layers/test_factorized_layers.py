@@ -788,7 +788,7 @@ BAD = {
     "ranks no list": ({"method": "tucker", "ranks": 3}, r"Tucker: ranks=3: must be a list of integers"),
     "ranks of a linear": (
         {"method": "tensor_train", "ranks": {FC1: [1, 2, 2, 1]}},
-        rf"method 'tensor_train', '{FC1}': ranks=\[1, 2, 2, 1\]: 2 cores have 3 ranks",
+        rf"method 'tensor_train', '{FC1}': ranks=\[1, 2, 2, 1\]: 2 cores need 3 ranks",
     ),
     "ranks of no linear": ({"method": "tucker", "ranks": {}}, r"Tucker\(ranks={}\) names no linear"),
     "rank and ranks": (
