@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from contract_cases import differences, file_sizes, outputs, perturbed
 from safetensors.torch import load_file
+from support.models import differences, file_sizes, outputs, perturbed
 from transformers import AutoModel, MarianConfig, MarianMTModel
 
 from hf_freeze import make_variant, methods
