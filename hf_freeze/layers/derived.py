@@ -140,10 +140,6 @@ class Derived(SelfInitialized):
 
         return self.keep(dtype, compute)
 
-    def keeps_weight(self, device_type: str) -> bool:
-        """Whether the dense weight is cached, so that `kept_weight` needs no further memory."""
-        return self._kept is not None and autocast_dtype(device_type) in self._kept
-
     def needs_gradient(self) -> bool:
         """Whether the forward must be differentiable with respect to the parameters that the weight is computed from."""
         return torch.is_grad_enabled() and any(

@@ -6,7 +6,6 @@ Shapes: N tokens, I inputs, O outputs.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from torch.nn import functional
@@ -15,6 +14,7 @@ from hf_freeze.layers.cost import costs_of, product
 from hf_freeze.layers.derived import DerivedLinear, without_autocast
 
 EXECUTIONS = ("auto", "dense", "factors")
+_LARGEST_KEPT = 1 << 28  # numbers in a dense weight that "auto" makes: 1 GiB in fp32
 _GAIN = 0.8  # the estimate is rough: factors must promise at most this share of the time of the dense product
 
 
@@ -22,9 +22,12 @@ class FactorizedLinear(DerivedLinear):
     """A weight that is a product of factors.
 
     `execution` says how to compute without gradients: `"dense"` multiplies the factors once and keeps the weight;
-    `"factors"` never makes it; `"auto"` takes what is faster for this number of tokens (`layers.cost`), and factors where
-    there is no memory for the weight. With gradients it is the cheaper of both, whatever `execution`, since the weight would
-    have to be computed in every forward.
+    `"factors"` never makes it, and saves its memory; `"auto"` takes what is faster for this number of tokens (`layers.cost`),
+    and factors for a weight of more than 2^28 numbers. With gradients it is the cheaper of both, whatever `execution`, since
+    the weight would have to be computed in every forward.
+
+    The two round differently. So the choice depends on shapes, the kind of device and `execution` alone: the same model gives
+    the same bits, however much memory is free.
     """
 
     def __init__(self, linear: nn.Module, execution: str = "auto") -> None:
@@ -49,7 +52,7 @@ class FactorizedLinear(DerivedLinear):
         raise NotImplementedError
 
     def path(self, tokens: int, device_type: str, *, training: bool = False) -> str:
-        """`"dense"` or `"factors"`: how a forward of so many tokens is computed where there is memory for both."""
+        """`"dense"` or `"factors"`: how a forward of so many tokens is computed."""
         key = (tokens, device_type, training)
         if key not in self._paths:
             if len(self._paths) > 10_000:
@@ -60,6 +63,8 @@ class FactorizedLinear(DerivedLinear):
     def _choose(self, tokens: int, device_type: str, training: bool) -> str:
         if not training and self.execution != "auto":
             return self.execution
+        if not training and self.in_features * self.out_features > _LARGEST_KEPT:
+            return "factors"
         dense = product(costs_of(device_type), 1, tokens, self.in_features, self.out_features)
         if training:
             dense += self.dense_cost(device_type)
@@ -71,7 +76,7 @@ class FactorizedLinear(DerivedLinear):
         device_type = x.device.type
         training = self.needs_gradient()
         tokens = x.numel() // self.in_features
-        if self.path(tokens, device_type, training=training) == "dense" and (training or self._has_room(x)):
+        if self.path(tokens, device_type, training=training) == "dense":
             weight = self._exactly(self.dense_weight, device_type) if training else self.kept_weight(device_type)
             return functional.linear(x, weight, self.bias)
         rows = x.reshape(-1, self.in_features)
@@ -105,15 +110,6 @@ class FactorizedLinear(DerivedLinear):
             else:
                 torch.add(part, self.bias.to(part.dtype), out=y[start : start + chunk])
         return y  # type: ignore[return-value]
-
-    def _has_room(self, x: torch.Tensor) -> bool:
-        """Whether the dense weight is there already, was asked for, or leaves half of the free memory."""
-        if self.execution == "dense" or self.keeps_weight(x.device.type):
-            return True
-        needed = 2 * self.in_features * self.out_features * x.element_size()
-        if x.device.type == "cuda":
-            return needed < torch.cuda.mem_get_info(x.device)[0]
-        return x.device.type != "cpu" or needed < psutil.virtual_memory().available
 
 
 class TensorLinear(FactorizedLinear):

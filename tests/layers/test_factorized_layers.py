@@ -640,23 +640,37 @@ def makes_weight(layer, tokens):
 
 @pytest.mark.parametrize(("cls", "size", "arguments"), named(LARGE))
 def test_factors_never_make_the_weight(cls, size, arguments, monkeypatch):
-    entries = math.prod(size)
     for tokens in (1, 64, 200):
         assert not makes_weight(make(cls, size, arguments, execution="factors"), tokens)
         assert makes_weight(make(cls, size, arguments, execution="dense"), tokens)
-    layer = make(cls, size, arguments)
-    monkeypatch.setattr(layer, "path", lambda *_, **__: "dense")  # "auto" where the estimate is for the dense weight
-    monkeypatch.setattr(factorized.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * 4 * entries))
-    for _ in range(3):  # what is kept of the factors is not the weight
-        assert not makes_weight(layer, 1)
-        assert not layer.keeps_weight("cpu")
-    monkeypatch.setattr(factorized.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * 4 * entries + 1))
-    assert makes_weight(layer, 1)
-    assert layer.keeps_weight("cpu")
-    monkeypatch.setattr(factorized.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
-    monkeypatch.setattr(layer, "dense_weight", None)  # it is there, and used as it is
-    with torch.no_grad():
-        layer(torch.randn(1, size[0]))
+    # "auto" where dense is faster, but the weight is too large.
+    monkeypatch.setattr(factorized, "_GAIN", 0)
+    assert makes_weight(make(cls, size, arguments), 1)
+    monkeypatch.setattr(factorized, "_LARGEST_KEPT", math.prod(size))
+    assert makes_weight(make(cls, size, arguments), 1)
+    monkeypatch.setattr(factorized, "_LARGEST_KEPT", math.prod(size) - 1)
+    assert not makes_weight(make(cls, size, arguments), 1)
+
+
+@pytest.mark.parametrize(("cls", "size", "arguments"), named(LARGE))
+@pytest.mark.parametrize("execution", factorized.EXECUTIONS)
+def test_output_bits_do_not_depend_on_free_memory(cls, size, arguments, execution, monkeypatch):
+    """Nor on what was computed before: a layer that has kept its dense weight computes the same bits as one that has not."""
+    psutil = pytest.importorskip("psutil")
+    monkeypatch.setattr(factorized, "_GAIN", 0)  # "auto" is for the dense weight
+    layer = make(cls, size, arguments, execution=execution).eval()
+    inputs = [torch.randn(tokens, size[0]) for tokens in (1, 7, 200)]
+
+    def outputs(available, order):
+        layer.train().eval()  # forgets what it has kept
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+        with torch.no_grad():
+            found = {number: layer(inputs[number]) for number in order}
+        return [found[number] for number in sorted(found)]
+
+    expected = outputs(1 << 40, (0, 1, 2))
+    for available, order in ((0, (0, 1, 2)), (1 << 40, (2, 1, 0)), (0, (1, 2, 0))):
+        assert all(map(torch.equal, outputs(available, order), expected))
 
 
 def test_factors_hold_what_one_number_of_tokens_needs():
