@@ -3,9 +3,9 @@
 from hf_freeze.analysis.ablation import head_ablation as head_ablation
 from hf_freeze.analysis.cutoffs import choose_cutoffs as choose_cutoffs
 from hf_freeze.analysis.depth import extract_depth as extract_depth
-from hf_freeze.analysis.heads import head_gates as head_gates
-from hf_freeze.analysis.heads import head_importance as head_importance
-from hf_freeze.analysis.heads import select_heads as select_heads
+from hf_freeze.analysis.head_importance import head_gates as head_gates
+from hf_freeze.analysis.head_importance import head_importance as head_importance
+from hf_freeze.analysis.head_importance import select_heads as select_heads
 from hf_freeze.analysis.latency import LinearLatency as LinearLatency
 from hf_freeze.analysis.latency import linear_latencies as linear_latencies
 from hf_freeze.analysis.neurons import ffn_importance as ffn_importance

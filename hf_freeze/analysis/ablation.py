@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from hf_freeze.analysis._shared import batches_on, check_model, in_eval_mode, inputs_seen, loss_of, track
-from hf_freeze.analysis.heads import count_heads, count_labels, output_projections
+from hf_freeze.analysis._probe import batches_on, check_model, in_eval_mode, inputs_seen, loss_of, track
+from hf_freeze.analysis.head_importance import count_heads, count_labels, output_projections
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.io import whole_lines, write_whole
 from hf_freeze.seeded import fingerprint

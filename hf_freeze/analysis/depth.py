@@ -6,7 +6,7 @@ from typing import Any
 from hf_freeze.architectures.base import check_layers_type
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.methods import LayerSelection
-from hf_freeze.methods._layers import evenly_spaced
+from hf_freeze.methods._spacing import evenly_spaced
 
 
 def extract_depth(model: Any, layers: Mapping[str, int]) -> LayerSelection:

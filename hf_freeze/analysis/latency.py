@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_freeze import surgery
-from hf_freeze.analysis._shared import check_model, track
+from hf_freeze.analysis._probe import check_model, track
 from hf_freeze.architectures.base import LINEAR_COMPONENTS
 from hf_freeze.layers.derived import Derived, DerivedLinear, features
 from hf_freeze.layers.factorized import FactorizedLinear

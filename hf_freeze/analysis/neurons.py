@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hf_freeze import methods, surgery
-from hf_freeze.analysis._shared import (
+from hf_freeze.analysis._probe import (
     batches_on,
     check_model,
     in_eval_mode,

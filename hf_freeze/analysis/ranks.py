@@ -13,7 +13,7 @@ from rich.progress import Progress
 from torch import nn
 
 from hf_freeze import methods, surgery
-from hf_freeze.analysis._shared import check_model, progress_bar
+from hf_freeze.analysis._probe import check_model, progress_bar
 from hf_freeze.analysis.latency import check_tokens, median_ms
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.shapes import modes_of
@@ -62,7 +62,7 @@ def choose_ranks(
     check_tokens(tokens)
     architecture = check_model(model)
     pattern = _pattern(method, settings)
-    pattern.validate(architecture, model.config)
+    pattern.check(architecture, model.config)
     chooser = _Chooser(model, method, pattern, settings)
     chosen: dict[str, Ranks] = {}
     with progress_bar() as progress:

@@ -1,4 +1,4 @@
-"""What the methods share that replace every block of a backbone by another design."""
+"""Shared by the methods that replace every block of a backbone by another design."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,21 +7,24 @@ from typing import Any
 from hf_freeze.architectures.base import Architecture, Attention
 
 
-def check_blocks(architecture: Architecture, config: Any, what: str) -> None:
-    """Raise ValueError for a GPT-2 with cross-attentions, and where another method has put in blocks before, or holds on to the
-    old ones while it trains."""
+def check_blocks(architecture: Architecture, config: Any, owner: str) -> None:
+    """Raise ValueError for a decoder with cross-attentions, such as GPT-2 with `add_cross_attention`."""
     if getattr(config, "add_cross_attention", False):
-        raise ValueError(
-            f"{what}: this {architecture.model_type} has cross-attentions beside; set add_cross_attention=False"
-        )
+        raise ValueError(f"{owner}: this {architecture.model_type} has cross-attentions; set add_cross_attention=False")
 
 
 def with_blocks(
-    architecture: Architecture, attention: Callable[[str, Attention], Attention], **changes: Any
+    architecture: Architecture, describe_attention: Callable[[str, Attention], Attention], **changes: Any
 ) -> Architecture:
-    """The architecture with what `attention` makes of each kind, such as "self", and of what it was."""
+    """`architecture` with the fields in `changes` and new attentions.
+
+    `describe_attention(kind, attention)` returns the new description of an attention; `kind` is "self" or "cross".
+    """
     stacks = {
-        name: replace(stack, attentions={kind: attention(kind, former) for kind, former in stack.attentions.items()})
+        name: replace(
+            stack,
+            attentions={kind: describe_attention(kind, attention) for kind, attention in stack.attentions.items()},
+        )
         for name, stack in architecture.stacks.items()
     }
     return replace(architecture, stacks=stacks, **changes)

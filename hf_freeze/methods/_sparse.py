@@ -1,4 +1,4 @@
-"""What the methods share whose training ends with a fixed mask."""
+"""Shared by the methods that end training with a fixed mask on the weights of linears."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
@@ -16,7 +16,7 @@ M = TypeVar("M", bound="SparseMethod")
 
 @dataclass(frozen=True, kw_only=True)
 class SparseMethod(LinearMethod):
-    """`nonzeros`: weights left in each linear, by its name; None before `finalize()`, which fills it in."""
+    """`nonzeros`: linear -> number of its remaining weights. It is None until `finalize()` fills it in."""
 
     keeps_masks: ClassVar[bool] = True
     nonzeros: dict[str, int] | None = None
@@ -41,7 +41,7 @@ class SparseMethod(LinearMethod):
 
     @property
     def refers_to(self) -> frozenset[str]:
-        return frozenset({"layers"})  # `nonzeros` names linears, at the latest after `finalize`
+        return frozenset({"layers"})  # the keys of `nonzeros` contain layer numbers, at the latest after `finalize`
 
     @property
     def finalizable(self) -> bool:
@@ -50,16 +50,16 @@ class SparseMethod(LinearMethod):
     def prepare(self, model: Model, architecture: Architecture) -> None:
         if self.nonzeros is not None:
             raise ValueError(
-                f"{type(self).__name__}: which weights are left stands in the checkpoint that finalize() leads to, neither in "
-                "other weights nor in a config: leave nonzeros out, or open the checkpoint"
+                f"{type(self).__name__}(nonzeros=...): only the checkpoint of the finalized model knows which weights remain; "
+                "load that checkpoint, or leave nonzeros out"
             )
 
-    def unfinished(self, linear: Any, name: str) -> nn.Module:
-        """The module before `finalize()`; it has a `sparse()`."""
+    def training_module(self, linear: Any) -> nn.Module:
+        """The module in the place of `linear` before `finalize()`. Its `sparse()` returns the `SparseLinear` for afterwards."""
         raise NotImplementedError
 
     def make(self, linear: Any, name: str, model: Any) -> nn.Module:
-        return self.unfinished(linear, name) if self.nonzeros is None else SparseLinear(linear, self.nonzeros[name])
+        return self.training_module(linear) if self.nonzeros is None else SparseLinear(linear, self.nonzeros[name])
 
     def finalize(self: M, model: Model, architecture: Architecture) -> M:
         nonzeros = {}

@@ -14,7 +14,8 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, full_name
 from hf_freeze.layers.adaptive_embedding import AdaptiveInputEmbedding, AdaptiveSoftmax, BandedOutput, band_edges
 from hf_freeze.layers.factorized_embedding import nearest_factors
-from hf_freeze.methods._linear import check_positive, set_field
+from hf_freeze.methods._checks import check_choice, check_positive
+from hf_freeze.methods._linear import set_field
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import Part, ResizedTables
 from hf_freeze.methods.registry import register_method
@@ -25,27 +26,28 @@ OUTPUTS = ("adaptive", "dense")
 @register_method("adaptive_embedding", example={"cutoffs": [12, 26], "factor": 2, "width": 8}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveEmbedding(Method):
-    """Tables of several widths in place of one of V x H. Band i holds the token ids from `cutoffs[i - 1]` (0 for the first) to
-    `cutoffs[i]` (V for the last), in a table of the width `width // factor**i` (`width` None: the hidden size H) and a projection
-    from there to H, without a bias. Ids must be ordered by frequency, roughly: `analysis.choose_cutoffs` checks, and chooses.
+    """Replace each V x H table by bands of different widths. Band i holds the token ids from `cutoffs[i - 1]` (0 for the first
+    band) to `cutoffs[i]` (V for the last), as a table of width `width // factor**i` (`width` None: the hidden size H) and a
+    projection from that width to H, without a bias. The ids must be roughly in the order of falling frequency:
+    `analysis.choose_cutoffs` checks that, and chooses cut-offs.
 
-    Where the backbone ties its output matrix, every band's table and projection are the output's too, else the output has bands
-    of its own. With `output="dense"` the logits of the bands lie side by side and all is as ever. With `"adaptive"` they are the
-    log-probabilities of an adaptive softmax, in fp32 at least: one over the first band and one logit for each other band (from a
-    matrix of its own), and one within each of these. `generate` and every loss computed from them are right as they are. Called
-    with `labels` in training mode, the model computes its loss from the parts that the labels need, which is faster;
-    `outputs.logits` is then None (absent from the tuple of `return_dict=False`). A bias on the logits that the backbone adds,
-    such as Marian's, counts inside the softmaxes, trained or not.
+    If the backbone ties its output matrix, the output shares the table and projection of every band; otherwise it has bands of
+    its own. With `output="dense"` the logits of the bands are concatenated, as those of a dense output. With `"adaptive"` the
+    logits are the log-probabilities of an adaptive softmax, in fp32 at least: one softmax over the first band and one logit per
+    further band (from a matrix of its own), and one softmax within each further band. `generate` and losses computed from the
+    logits work unchanged. In training mode and with `labels`, the model computes its loss from only the parts that the labels
+    need, which is faster; `outputs.logits` is then None (absent from the tuple of `return_dict=False`). A bias that the
+    backbone adds to the logits, such as Marian's, is applied inside the softmaxes, trained or not.
 
-    Other embeddings, as BERT's of positions and types, stay. Where the backbone scales embeddings, it scales what is projected.
-    Fresh: the variance of the dense table. From trained weights: the nearest of each band's rank, by singular value
-    decomposition, exact where the width is H; the logit of a tail starts from the mean of its output rows, without the logarithm
-    of their number, which a matrix cannot add: a start to train from. `merge()` gives dense tables, but refuses where there is
-    an adaptive softmax, which is none of a single matrix.
+    Other embeddings, such as BERT's of positions and types, stay. If the backbone scales embeddings, it scales the projected
+    ones. Fresh: the variance of the dense table. From trained weights: for each band the nearest matrix of its width as rank,
+    by singular value decomposition; exact if the width is H. The logit of a tail band starts from the mean of the band's
+    output rows. It lacks the logarithm of their number, which a matrix cannot add, so this is only a start for training.
+    `merge()` gives dense tables; it refuses an adaptive softmax, which no single matrix computes.
 
     Raises ValueError for cutoffs that are not ascending ids within the vocabulary, a factor below 1, a width outside 1..H or too
-    small for so many bands, an unknown output, where another method has replaced a table, and for a resizing that leaves
-    nothing of the last band.
+    small for this number of bands, an unknown output, a table that another method has replaced, and a resizing that removes
+    the whole last band.
     """
 
     cutoffs: list[int]
@@ -66,14 +68,13 @@ class AdaptiveEmbedding(Method):
                     "least 1"
                 )
         set_field(self, "cutoffs", list(self.cutoffs))
-        check_positive(self.factor, "AdaptiveEmbedding: factor")
+        check_positive(self.factor, "AdaptiveEmbedding", "factor")
         if self.width is not None:
-            check_positive(self.width, "AdaptiveEmbedding: width")
-        if self.output not in OUTPUTS:
-            raise ValueError(f"AdaptiveEmbedding(output={self.output!r}): choose from {list(OUTPUTS)}")
+            check_positive(self.width, "AdaptiveEmbedding", "width")
+        check_choice(self.output, OUTPUTS, "AdaptiveEmbedding", "output")
 
     def widths(self, hidden: int) -> list[int]:
-        """Of each band."""
+        """The width of each band, for the hidden size `hidden`."""
         widest = hidden if self.width is None else self.width
         return [widest // self.factor**band for band in range(len(self.cutoffs) + 1)]
 
@@ -110,28 +111,24 @@ class AdaptiveEmbedding(Method):
         linear = surgery.native_module(model, output, nn.Linear, self.name)
         std = None if f"{output}.weight" in model.all_tied_weights_keys else surgery.drawn_std(linear)
         if self.output == "dense":
-            made = BandedOutput(linear, self.cutoffs, widths, std)
+            replacement = BandedOutput(linear, self.cutoffs, widths, std)
         else:
-            found = surgery.output_bias(model, architecture)
-            external_bias = None if found is None or linear.bias is not None else found[:2]
-            made = AdaptiveSoftmax(linear, self.cutoffs, widths, std, external_bias)
-        surgery.replace_by_full_name(model, output, made)
+            bias = surgery.output_bias(model, architecture)
+            external_bias = None if bias is None or linear.bias is not None else bias[:2]
+            replacement = AdaptiveSoftmax(linear, self.cutoffs, widths, std, external_bias)
+        surgery.replace_by_full_name(model, output, replacement)
 
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
-        """The factors of all bands go with the first table, which is the weight that the backbone ties."""
-        found: dict[str, str] = {}
-        tied: Any = model.all_tied_weights_keys
+        """All factors of a tied table. The backbone ties only `weight`, which is the table of the first band."""
+        ties: dict[str, str] = {}
+        native_ties: Any = model.all_tied_weights_keys
         for name in surgery.vocabulary_modules(model, architecture):
-            source = tied.get(f"{name}.weight")
+            source = native_ties.get(f"{name}.weight")
             if source is not None:
-                found |= {
-                    f"{name}.{factor}": f"{source.removesuffix('weight')}{factor}"
-                    for factor in self._factors()
-                    if factor != "weight"
-                }
-        return found
+                ties |= surgery.ties_to_module(name, source, self._factor_names())
+        return ties
 
-    def _factors(self) -> Iterator[str]:
+    def _factor_names(self) -> Iterator[str]:
         for prefix in ("", *(f"tails.{number}." for number in range(len(self.cutoffs)))):
             yield f"{prefix}weight"
             yield f"{prefix}projection"
@@ -160,7 +157,8 @@ class AdaptiveEmbedding(Method):
         output = surgery.output_name(model, architecture)
         if output is not None and self.output == "adaptive":
             raise ValueError(
-                f"method {self.name!r} cannot be merged: an adaptive softmax is none of a single matrix (output='dense' is)"
+                f"method {self.name!r} cannot be merged: no single matrix computes an adaptive softmax (output='dense' can be "
+                "merged)"
             )
         for name, table in surgery.token_tables(model, architecture).items():
             surgery.replace_by_full_name(model, name, surgery.dense_table(table))
@@ -173,7 +171,7 @@ class _ResizedTables(ResizedTables):
         self.method = method
 
     def follow_resize(self, model: Any, architecture: Architecture) -> None:
-        """Native models take the rows of the first band for all."""
+        """Correct the vocabulary size: native models read the number of rows of the first band."""
         tables = surgery.token_tables(model, architecture)
         for name, field in architecture.token_tables.items():
             if (table := tables.get(full_name(model, name))) is not None:

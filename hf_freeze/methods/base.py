@@ -1,4 +1,4 @@
-"""`Method`: what a technique is, and what it may do to a model."""
+"""`Method`: the base class of all techniques, with the hooks that the model calls."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from hf_freeze.seeded import SeededTensor
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One technique: a validated config that round-trips through JSON, and what it does to a model.
+    """One technique: a validated config that round-trips through JSON, and hooks that change a model.
 
     A subclass is a frozen, keyword-only dataclass that validates its fields in `__post_init__` (ValueError with the value,
     the limit and the choices) and overrides the hooks that it needs. Rarer abilities are `parts`. The facts below are read by
@@ -27,18 +27,19 @@ class Method:
     from_scratch: ClassVar[bool] = False  # it cannot take over trained weights: the backbone must be a config
     architectures: ClassVar[frozenset[str] | None] = None  # supported model types; None means all
 
-    structural: ClassVar[bool] = True  # `restructure` or `convert` do something
-    converts_fresh: ClassVar[bool] = False  # its modules cannot draw values: fresh weights too come by `convert`
-    freezes: ClassVar[bool] = False  # `freeze` names parameters, of its `layers` where it has these
-    replaces_blocks: ClassVar[bool] = False  # puts blocks of another design in the place of all attentions or FFNs
+    structural: ClassVar[bool] = True  # it overrides `restructure` or `convert`
+    converts_fresh: ClassVar[bool] = False  # its modules cannot draw values: fresh weights also pass through `convert`
+    freezes: ClassVar[bool] = False  # `freeze` names parameters, in `layers` if the method has that field
+    replaces_blocks: ClassVar[bool] = False  # replaces all attentions or FFNs by blocks of another design
     repeatable: ClassVar[bool] = True  # may be applied to the same model twice
     shares_layers: ClassVar[bool] = False  # several layers use one set of parameters
     keeps_masks: ClassVar[bool] = False  # keeps a mask for each layer until `finalize`
-    renumbers: ClassVar[str | None] = None  # "layers" or "tokens": those that it keeps get new numbers
+    renumbers: ClassVar[str | None] = None  # "layers" or "tokens": the kept ones get new numbers
 
     @property
     def refers_to(self) -> frozenset[str]:
-        """What its setting refers to by number or name, "layers" or "tokens"; renumbering these would change its meaning."""
+        """The items ("layers", "tokens") that the setting refers to by number or name: renumbering them would change its
+        meaning."""
         return frozenset() if getattr(self, "layers", None) is None else frozenset({"layers"})
 
     @property
@@ -79,7 +80,7 @@ class Method:
         """Change modules and shapes, from the config alone: runs at every construction and load, also on `meta`."""
 
     def describe(self, architecture: Architecture, config: Any) -> Architecture:
-        """The architecture after `restructure`, if it put in other blocks."""
+        """The description of the architecture after `restructure`; it differs if the method puts in other blocks."""
         return architecture
 
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
@@ -94,16 +95,16 @@ class Method:
         """
 
     def prepare(self, model: Model, architecture: Architecture) -> None:
-        """Set what depends on the values of the new modules, converted or fresh. Called once, by `make_variant`."""
+        """Set state that depends on the values of the new modules, converted or fresh. Called once, by `make_variant`."""
 
     def freeze(self, model: Model, architecture: Architecture) -> Iterable[tuple[str, SeededTensor | None]]:
-        """(full parameter name, definition) of everything that it freezes. A definition regenerates the values, which are then
-        not stored; None keeps the present ones."""
+        """(full parameter name, definition) of each parameter that it freezes. A definition regenerates the values, which are
+        then not stored; None keeps and stores the present values."""
         return ()
 
     def finalize(self, model: Model, architecture: Architecture) -> "Method":
-        """End training, in place, at any step: drop what only training needs. Returns the method, no longer `finalizable`,
-        that the config names from then on."""
+        """End training, in place, at any step: remove the parts that only training needs. Returns the method that the config
+        names from then on; it is no longer `finalizable`."""
         raise NotImplementedError
 
     def merge(self, model: Model, architecture: Architecture) -> None:

@@ -13,7 +13,7 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, base_name
 from hf_freeze.layers.define import DeFINEEmbedding, group_counts, output_widths
 from hf_freeze.layers.factorized_embedding import LowRankOutput, nearest_factors
-from hf_freeze.methods._linear import check_positive, check_share
+from hf_freeze.methods._checks import check_positive, check_share, nearest_multiples
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.registry import register_method
 
@@ -24,24 +24,26 @@ _WIDEST = 16  # times the hidden size
 @register_method("define", example={"depth": 2, "width": 8, "groups": 2, "map_dim": 4, "dropout": 0.0}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
 class DeFINE(Method):
-    """Map, expand, reduce, in place of a table of V x H: a table of V x n, n = `map_dim`; N = `depth` group layers (group linear,
-    norm, GELU, dropout) of g^l = max(floor(`groups` / 2^(l-1)), 1) groups, each of which, after the first, gets its part of the
-    row of the table beside that of the layer before; and a linear from k = `width` to H, with a bias (`layers/define.py`).
+    """Replace each V x H table by a unit that maps, expands and reduces: a table of V x n with n = `map_dim`; N = `depth` group
+    layers (group linear, norm, GELU, dropout), where layer l has g^l = max(floor(`groups` / 2^(l-1)), 1) groups; and a linear
+    from k = `width` to H, with a bias (`layers/define.py`). From the second layer on, each group takes its part of the table's
+    row and its part of the previous layer's output.
 
     Layer l has n + (k - n) l/N outputs, rounded up to a multiple of its groups and those of layer l + 1.
 
-    Each table of the backbone gets its own; those that the backbone ties are one. An output matrix that is tied to a table stays
-    tied to it, in V x n: hidden states are projected from H to n first, without a bias, by a matrix of its own. One that is not
-    tied stays as it is; so do positions and types. In eval mode all rows are made once and looked up (V x H numbers of memory).
+    Each table of the backbone gets a unit of its own; tables that the backbone ties share one. An output matrix that is tied to
+    a table stays tied to it, as V x n: a matrix of its own, without a bias, first projects hidden states from H to n. An untied
+    output matrix and the tables of positions and types stay unchanged. Eval mode computes all rows once and looks them up,
+    which takes memory for V x H numbers.
 
-    From trained weights, a start that is to be trained: the table is that of the nearest matrix of rank n, by singular value
-    decomposition, the group layers are fresh, the last linear is the one of least squares to the old table, and the projection
-    of the output that to the old matrix. The padding row, often zero, is a row like any other there. `merge()` is exact; it
-    unties an output that was tied (`tie_word_embeddings`), since table and output are two matrices then.
+    Trained weights only give a start for training: the table comes from the nearest matrix of rank n (singular value
+    decomposition), the group layers are fresh, the last linear is the least-squares fit to the old table, and the projection of
+    the output the least-squares fit to the old output matrix. The padding row, often zero, is treated as any other row.
+    `merge()` is exact. It unties a tied output (`tie_word_embeddings`), because table and output then differ.
 
-    Raises ValueError for a `map_dim` outside 1..H or that a number of groups does not divide, a `width` above 16 H or that the
-    groups of the last layer do not divide, a `depth` above 64, a `dropout` outside [0, 1), and where another method has replaced
-    a table.
+    Raises ValueError for a `map_dim` outside 1..H or not divisible by every number of groups, a `width` above 16 H or not
+    divisible by the groups of the last layer, a `depth` above 64, a `dropout` outside [0, 1), and a table that another method
+    has replaced.
     """
 
     depth: int
@@ -52,58 +54,56 @@ class DeFINE(Method):
 
     def __post_init__(self) -> None:
         for name in ("depth", "width", "groups", "map_dim"):
-            check_positive(getattr(self, name), f"DeFINE: {name}")
-        check_share(self.dropout, "DeFINE: dropout", below_one=True)
+            check_positive(getattr(self, name), "DeFINE", name)
+        check_share(self.dropout, "DeFINE", "dropout", below_one=True)
         if self.depth > _DEEPEST:
             raise ValueError(f"DeFINE(depth={self.depth}): must be in 1..{_DEEPEST}")
         for name, value, step in (
-            ("map_dim", self.map_dim, math.lcm(*self._counts)),
-            ("width", self.width, self._counts[-1]),
+            ("map_dim", self.map_dim, math.lcm(*self._group_counts)),
+            ("width", self.width, self._group_counts[-1]),
         ):
             if value % step:
-                near = [each for each in (value // step * step, (value // step + 1) * step) if each]
                 raise ValueError(
                     f"DeFINE({name}={value}, groups={self.groups}): must be a multiple of {step}, for layers of "
-                    f"{self._counts} groups; choose from {near}, or other groups"
+                    f"{self._group_counts} groups; choose from {nearest_multiples(value, step)}, or other groups"
                 )
 
     @property
-    def _counts(self) -> list[int]:
+    def _group_counts(self) -> list[int]:
         return group_counts(self.depth, self.groups)
 
     def check(self, architecture: Architecture, config: Any) -> None:
         hidden = config.hidden_size
-        for name, limit, what in (("map_dim", hidden, ""), ("width", _WIDEST * hidden, f"{_WIDEST} times ")):
+        for name, limit, multiple in (("map_dim", hidden, ""), ("width", _WIDEST * hidden, f"{_WIDEST} times ")):
             if getattr(self, name) > limit:
                 raise ValueError(
-                    f"DeFINE({name}={getattr(self, name)}): must be in 1..{limit}, {what}the hidden size of this "
+                    f"DeFINE({name}={getattr(self, name)}): must be in 1..{limit}, {multiple}the hidden size of this "
                     f"{architecture.model_type}"
                 )
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         tied = model.all_tied_weights_keys
-        widths, made = output_widths(self.map_dim, self.width, self._counts), {}
+        widths, units = output_widths(self.map_dim, self.width, self._group_counts), {}
         for name in surgery.token_tables(model, architecture):
             table = surgery.native_table(model, name, self.name)
             std = table.embedding_dim**-0.5 if model.config.init == "marian" else surgery.drawn_std(table)
-            first = made.get(tied.get(f"{name}.weight", "").removesuffix(".weight"))
-            made[name] = DeFINEEmbedding(
-                table, self.map_dim, widths, self._counts, dropout=self.dropout, std=std, first=first
+            first = units.get(tied.get(f"{name}.weight", "").removesuffix(".weight"))
+            units[name] = DeFINEEmbedding(
+                table, self.map_dim, widths, self._group_counts, dropout=self.dropout, std=std, first=first
             )
-            surgery.replace_by_full_name(model, name, made[name])
+            surgery.replace_by_full_name(model, name, units[name])
         output = surgery.output_name(model, architecture)
         if output is not None and f"{output}.weight" in tied:
             linear = surgery.native_module(model, output, nn.Linear, self.name)
             surgery.replace_by_full_name(model, output, LowRankOutput(linear, self.map_dim, surgery.drawn_std(linear)))
 
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
-        """All parameters of a unit whose table is tied to another's."""
-        tied, found = model.all_tied_weights_keys, {}
+        """All parameters of a unit whose table is tied to that of another unit."""
+        ties = {}
         for name, unit in surgery.token_tables(model, architecture).items():
-            if (source := tied.get(f"{name}.weight")) is not None:
-                others = (parameter for parameter, _ in unit.named_parameters() if parameter != "weight")
-                found |= {f"{name}.{other}": f"{source.removesuffix('weight')}{other}" for other in others}
-        return found
+            if (source := model.all_tied_weights_keys.get(f"{name}.weight")) is not None:
+                ties |= surgery.ties_to_module(name, source, (parameter for parameter, _ in unit.named_parameters()))
+        return ties
 
     @torch.no_grad()
     def convert(self, old: Any, new: Model) -> None:
@@ -115,7 +115,7 @@ class DeFINE(Method):
                 unit.fit(weight, rows, base_name(new, name))
         output = surgery.output_name(new, new.architecture)
         if output is not None and f"{output}.weight" in tied:
-            # Of least squares: the axes that `rows` are the old matrix's coordinates on are orthonormal.
+            # `rows` are coordinates of the old matrix on orthonormal axes: these axes are the least-squares projection.
             matrix: Any = new.get_submodule(output)
             matrix.projection.copy_(projections[tied[f"{output}.weight"]])
 

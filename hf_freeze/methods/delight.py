@@ -12,7 +12,14 @@ from hf_freeze.architectures.base import Architecture, Attention
 from hf_freeze.layers.dextra import SPECS, STEP, DExTraAttention, DExTraEmbedding, DExTraSizes, dextra_sizes
 from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.methods._blocks import check_blocks, with_blocks
-from hf_freeze.methods._linear import check_positive, check_share
+from hf_freeze.methods._checks import (
+    check_bool,
+    check_choice,
+    check_number,
+    check_positive,
+    check_share,
+    nearest_multiples,
+)
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.registry import register_method
 
@@ -29,26 +36,26 @@ _WIDEST = 16  # times the hidden size
 )
 @dataclass(frozen=True, kw_only=True)
 class DeLighT(Method):
-    """Every self-attention becomes a DExTra unit from H to H/2 (`layers/dextra.py`) and an attention with one head of H/2; every
-    cross-attention has one head of H/2; FFNs have H/4 neurons and swish. Post-norm for translation and pre-norm for language
-    models, as the backbones have it.
+    """Replace every self-attention by a DExTra unit from H to H/2 (`layers/dextra.py`) and an attention with one head of H/2.
+    Every cross-attention gets one head of H/2; FFNs get H/4 neurons and swish. The norms stay where the backbone has them:
+    post-norm for translation, pre-norm for language models.
 
-    Each stack has B = `n_max` blocks; a backbone of another depth is an error. Block b = 0..B-1 has a unit of
+    Each stack has B = `n_max` blocks; a backbone of another depth raises an error. Block b = 0..B-1 has a unit of
     N_b = ⌊N_min + (N_max - N_min) b/(B - 1)⌋ group layers, at most m_w + (N_max/N_min - 1) b/(B - 1) times as wide as H
-    ("block-wise scaling"); without `block_wise`, all have N_min and m_w. `groups`: at most so many in a layer; None is 2 to the
-    power ⌈log2(H/32)⌉, or for the "paper" ⌈I/32⌉ of the I numbers that a unit takes. `spec`: the units of the released code, with
-    the published sizes, or the equations of the "paper".
+    ("block-wise scaling"). Without `block_wise`, every unit has N_min group layers and the factor m_w. `groups`: the largest
+    number of groups in a layer; None: 2 to the power ⌈log2(H/32)⌉, or with `spec="paper"` ⌈I/32⌉ for a unit of I inputs. `spec`:
+    "released" has the units of the released code, with the published sizes; "paper" follows the equations of the paper.
 
-    `map_dim` n: each table of tokens becomes one of n columns, and a unit of N_min group layers from n to H, at most m_w n wide;
-    encoder and decoder have a unit each, and share the table where the backbone ties it. A tied output projects hidden states
-    from H to n first, unless n = H. None leaves tables and output as they are, as positions always are. `width`: H, to be checked
-    against the backbone. `dropout`: within the units, also those of the tables.
+    `map_dim` n: each token table becomes a table of n columns and a unit of N_min group layers from n to H, at most m_w n wide.
+    Encoder and decoder have a unit each, and share the table if the backbone ties it. A tied output first projects hidden states
+    from H to n, unless n = H. With None, tables and output stay unchanged; positions always do. `width`: H, checked against the
+    backbone. `dropout`: within all units, those of the tables included.
 
-    The blocks train from scratch: the backbone is a config; `init="marian"` draws all after Glorot, as the paper does. No native
-    model has them, so `merge()` is refused.
+    The blocks train from scratch: the backbone is a config; `init="marian"` draws all weights after Glorot, as the paper does.
+    `merge()` raises an error, because no native model has such blocks.
 
     Raises ValueError for a `width` that is not the hidden size, a `map_dim` above 16 H, an n_min above n_max, a depth that is not
-    n_max, widths that the groups do not divide, and where another method has changed an attention, FFN or table before.
+    n_max, widths that the groups do not divide, and an attention, FFN or table that another method has changed.
     """
 
     replaces_blocks: ClassVar[bool] = True
@@ -65,22 +72,18 @@ class DeLighT(Method):
     def __post_init__(self) -> None:
         for name in ("n_min", "n_max", "width", "map_dim", "groups"):
             if (value := getattr(self, name)) is not None or name.startswith("n_"):
-                check_positive(value, f"DeLighT: {name}")
+                check_positive(value, "DeLighT", name)
         if self.n_min > self.n_max or self.n_max > _DEEPEST:
             raise ValueError(
                 f"DeLighT(n_min={self.n_min}, n_max={self.n_max}): n_min must be at most n_max, and n_max at most {_DEEPEST}"
             )
-        number = isinstance(self.m_w, int | float) and not isinstance(self.m_w, bool)
-        if not number or not 1 <= self.m_w <= _WIDEST:
-            raise ValueError(f"DeLighT(m_w={self.m_w!r}): must be a number in 1..{_WIDEST}")
-        if not isinstance(self.block_wise, bool):
-            raise ValueError(f"DeLighT(block_wise={self.block_wise!r}): must be True or False")
-        check_share(self.dropout, "DeLighT: dropout", below_one=True)
-        if self.spec not in SPECS:
-            raise ValueError(f"DeLighT(spec={self.spec!r}): choose from {list(SPECS)}")
+        check_number(self.m_w, 1, _WIDEST, "DeLighT", "m_w")
+        check_bool(self.block_wise, "DeLighT", "block_wise")
+        check_share(self.dropout, "DeLighT", "dropout", below_one=True)
+        check_choice(self.spec, SPECS, "DeLighT", "spec")
 
     def blocks(self) -> list[tuple[int, float]]:
-        """(N_b, the multiplier of its width) of each block."""
+        """(number of group layers N_b, multiplier of the width) of each block."""
         if not self.block_wise:
             return [(self.n_min, self.m_w)] * self.n_max
         steps, deeper, wider = max(self.n_max - 1, 1), self.n_max - self.n_min, self.n_max / self.n_min - 1
@@ -96,7 +99,7 @@ class DeLighT(Method):
         for stack, depth in architecture.depths(config).items():
             if depth != self.n_max:
                 raise ValueError(
-                    f"DeLighT(n_max={self.n_max}): each stack has as many blocks, but {stack!r} has {depth}; set "
+                    f"DeLighT(n_max={self.n_max}): each stack must have n_max layers, but {stack!r} has {depth}; set "
                     f"{architecture.stacks[stack].depth}={self.n_max}, or n_max={depth}"
                 )
         if self.map_dim is not None and self.map_dim > _WIDEST * hidden:
@@ -106,10 +109,9 @@ class DeLighT(Method):
         all_sizes = list(self._all_sizes(hidden))
         step = 2 * math.lcm(STEP, *(groups for sizes in all_sizes for groups in sizes.groups))
         if hidden % step:
-            near = [each for each in (hidden // step * step, (hidden // step + 1) * step) if each]
             raise ValueError(
                 f"DeLighT: the hidden size {hidden} must be a multiple of {step}, for groups that divide half of it; choose from "
-                f"{near}, or fewer groups"
+                f"{nearest_multiples(hidden, step)}, or fewer groups"
             )
         for sizes in all_sizes:
             self._check_groups(sizes)
@@ -122,8 +124,7 @@ class DeLighT(Method):
     def _sizes(self, inputs: int, outputs: int, hidden: int, depth: int, multiplier: float) -> DExTraSizes:
         groups = self.groups
         if groups is None:
-            of = hidden if self.spec == "released" else inputs
-            groups = max(1, -(-of // 32) if self.spec == "paper" else 2 ** math.ceil(math.log2(of / 32)))
+            groups = max(1, -(-inputs // 32) if self.spec == "paper" else 2 ** math.ceil(math.log2(hidden / 32)))
         return dextra_sizes(
             inputs,
             outputs,
@@ -137,10 +138,10 @@ class DeLighT(Method):
     def _check_groups(self, sizes: DExTraSizes) -> None:
         mixed = sizes.inputs if sizes.projected is None else sizes.projected
         for groups, inputs, width in zip(sizes.groups, sizes.input_widths, sizes.widths, strict=True):
-            for what, value in (("mixes in", mixed), ("takes", inputs), ("makes", width)):
+            for verb, value in (("mixes in", mixed), ("takes", inputs), ("computes", width)):
                 if value % groups:
                     raise ValueError(
-                        f"DeLighT: a layer of {groups} groups {what} {value} numbers, in a unit from {sizes.inputs} to "
+                        f"DeLighT: a layer of {groups} groups {verb} {value} numbers, in a unit from {sizes.inputs} to "
                         f"{sizes.outputs}: the groups must divide them; choose another hidden size, map_dim or groups"
                     )
 
@@ -171,33 +172,33 @@ class DeLighT(Method):
         output = surgery.output_name(model, architecture)
         if output is not None and f"{output}.weight" in model.all_tied_weights_keys and self.map_dim != hidden:
             linear = surgery.native_module(model, output, nn.Linear, self.name)
-            made = LowRankOutput(linear, self.map_dim or 0, surgery.drawn_std(linear))
-            surgery.replace_by_full_name(model, output, made)
+            surgery.replace_by_full_name(
+                model, output, LowRankOutput(linear, self.map_dim or 0, surgery.drawn_std(linear))
+            )
 
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
-        """The unit of a table that only others are tied to is that of the first of these."""
+        """The first table tied to a source (such as Marian's `shared`) shares the source's unit; later ones keep a unit of their
+        own."""
         if self.map_dim is None:
             return {}
-        tied, units = model.all_tied_weights_keys, surgery.token_tables(model, architecture)
-        found, taken = {}, set()
-        for name, unit in units.items():
-            source = tied.get(f"{name}.weight")
-            if source is not None and source not in taken:
-                taken.add(source)
-                others = (parameter for parameter, _ in unit.named_parameters() if parameter != "weight")
-                found |= {f"{name}.{other}": f"{source.removesuffix('weight')}{other}" for other in others}
-        return found
+        ties, sources = {}, set()
+        for name, unit in surgery.token_tables(model, architecture).items():
+            source = model.all_tied_weights_keys.get(f"{name}.weight")
+            if source is not None and source not in sources:
+                sources.add(source)
+                ties |= surgery.ties_to_module(name, source, (parameter for parameter, _ in unit.named_parameters()))
+        return ties
 
     def describe(self, architecture: Architecture, config: Any) -> Architecture:
         sizes: dict[str, Any] = {"heads": 1, "size": config.hidden_size // 2}
 
-        def attention(kind: str, former: Attention) -> Attention:
+        def describe_attention(kind: str, attention: Attention) -> Attention:
             if kind != "self":
-                return replace(former, **sizes)
-            return former.inside("attention", others=(f"{former.module}.dextra.layers.*.linear.*",), **sizes)
+                return replace(attention, **sizes)
+            return attention.inside("attention", others=(f"{attention.module}.dextra.layers.*.linear.*",), **sizes)
 
         norms = (*architecture.norms, "*.dextra.layers.*.norm.*")
-        return with_blocks(architecture, attention, norms=norms)
+        return with_blocks(architecture, describe_attention, norms=norms)
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         raise ValueError("delight: no native model has DExTra units; it cannot be merged")

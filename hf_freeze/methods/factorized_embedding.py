@@ -17,7 +17,7 @@ from hf_freeze.layers.factorized_embedding import (
     centred_axes,
     nearest_factors,
 )
-from hf_freeze.methods._linear import check_positive
+from hf_freeze.methods._checks import check_bool, check_positive
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import Part, ResizedTables
 from hf_freeze.methods.registry import register_method
@@ -26,30 +26,30 @@ from hf_freeze.methods.registry import register_method
 @register_method("factorized_embedding", example={"rank": 4}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
 class FactorizedEmbedding(Method):
-    """Tables of V x E and a projection from E = `rank` to the hidden size H, in place of tables of V x H.
+    """Replace each V x H table by a table of V x E and a projection from E = `rank` to the hidden size H.
 
     Decoders and encoder-decoders: W ≈ table · projection, without a bias, for the lookup and, transposed, for a tied output
-    matrix, which is never made in training. An output matrix of its own (Llama without tied embeddings) gets factors of its own.
-    Where the backbone scales embeddings, as Marian does by sqrt(H), it scales what is projected. Source and target that have one
-    table have one projection; where they are apart each has its own, unless `share`: one table with two projections.
-    From trained weights: the nearest of this rank, by singular value decomposition. Fresh: the variance of the dense table.
+    matrix; training never computes the product. An untied output matrix (Llama without tied embeddings) gets factors of its
+    own. If the backbone scales embeddings, as Marian does by sqrt(H), it scales the projected ones. If source and target share
+    one table, they share its projection. Otherwise each has its own table and projection; `share` gives them one table with two
+    projections. From trained weights: the nearest matrix of this rank, by singular value decomposition. Fresh: the variance of
+    the dense table.
 
-    BERT: ALBERT's structure. Tables of tokens, positions and types and the norm of their sum are in E, then comes a linear to H
-    with a bias; a masked-language-model head goes back to E before its activation, norm and (tied) output matrix. From trained
-    weights this is but a start, exact for the embeddings where E = H, since a norm over E is another function, and `merge()`
-    refuses.
+    BERT: ALBERT's structure. The tables of tokens, positions and types and the norm of their sum have size E, and a linear with
+    a bias follows from E to H. A masked-language-model head goes back to E before its activation, norm and (tied) output matrix.
+    A norm over E differs from a norm over H, so trained weights only give a start for training (exact for the embeddings if
+    E = H), and `merge()` raises an error.
 
-    Raises ValueError for a rank outside 1..H (2..H for BERT: a norm of one number leaves nothing), for `share` where there are
-    no two tables or they have unlike numbers of rows, and where another method has replaced a table.
+    Raises ValueError for a rank outside 1..H (2..H for BERT: a norm over one number is constant), for `share` without two
+    tables or with tables of different numbers of rows, and for a table that another method has replaced.
     """
 
     rank: int
     share: bool = False
 
     def __post_init__(self) -> None:
-        check_positive(self.rank, "FactorizedEmbedding: rank")
-        if not isinstance(self.share, bool):
-            raise ValueError(f"FactorizedEmbedding(share={self.share!r}): must be True or False")
+        check_positive(self.rank, "FactorizedEmbedding", "rank")
+        check_bool(self.share, "FactorizedEmbedding", "share")
 
     def check(self, architecture: Architecture, config: Any) -> None:
         least = 1 if architecture.normed_embeddings is None else 2
@@ -80,13 +80,15 @@ class FactorizedEmbedding(Method):
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
         if architecture.normed_embeddings is not None:
             return {}
-        names = surgery.vocabulary_modules(model, architecture)
-        ties = {target: source for name in names for target, source in _tie_projection(model, name).items()}
-        return ties | (self._share(model, architecture, ties) if self.share else {})
+        ties: dict[str, str] = {}
+        for name in surgery.vocabulary_modules(model, architecture):
+            if (source := model.all_tied_weights_keys.get(f"{name}.weight")) is not None:
+                ties |= surgery.ties_to_module(name, source, ["projection"])
+        return ties | (self._table_ties(model, architecture, ties) if self.share else {})
 
-    def _share(self, model: Model, architecture: Architecture, ties: dict[str, str]) -> dict[str, str]:
-        """The ties that make one of the tables that `ties` leaves apart. Raises ValueError where it leaves one."""
-        tables = _apart(surgery.token_tables(model, architecture), ties)
+    def _table_ties(self, model: Model, architecture: Architecture, ties: dict[str, str]) -> dict[str, str]:
+        """Ties between the tables that `ties` leaves separate. Raises ValueError if there is only one such table."""
+        tables = _untied(surgery.token_tables(model, architecture), ties)
         if len(tables) < 2:
             raise ValueError(
                 f"FactorizedEmbedding(share=True): this {architecture.model_type} has one table, {next(iter(tables))!r}, for "
@@ -105,21 +107,21 @@ class FactorizedEmbedding(Method):
         last = surgery.native_module(model, full_name(model, normed.last), nn.Dropout, self.name)
         for name in (*architecture.token_tables, *normed.others):
             table = surgery.native_module(model, full_name(model, name), nn.Embedding, self.name)
-            made = nn.Embedding(table.num_embeddings, self.rank, table.padding_idx, **_like(table))
-            surgery.replace(model, name, made)
+            narrow = nn.Embedding(table.num_embeddings, self.rank, table.padding_idx, **_device_and_dtype(table))
+            surgery.replace(model, name, narrow)
         norm: Any = model.base_model.get_submodule(normed.norm)
-        surgery.replace(model, normed.norm, nn.LayerNorm(self.rank, norm.eps, **_like(norm)))
-        surgery.replace(model, normed.last, ProjectedDropout(last, self.rank, hidden, **_like(norm)))
+        surgery.replace(model, normed.norm, nn.LayerNorm(self.rank, norm.eps, **_device_and_dtype(norm)))
+        surgery.replace(model, normed.last, ProjectedDropout(last, self.rank, hidden, **_device_and_dtype(norm)))
         if (output := surgery.output_name(model, architecture)) is not None:
-            replaced = (normed.output_linear, normed.output_norm, output)
-            modules: Any = [model.get_submodule(name) for name in replaced]
+            names = (normed.output_linear, normed.output_norm, output)
+            modules: Any = [model.get_submodule(name) for name in names]
             linear, norm, matrix = modules
-            made = (
-                nn.Linear(hidden, self.rank, **_like(linear)),
-                nn.LayerNorm(self.rank, norm.eps, **_like(norm)),
-                nn.Linear(self.rank, matrix.out_features, **_like(matrix)),
+            replacements = (
+                nn.Linear(hidden, self.rank, **_device_and_dtype(linear)),
+                nn.LayerNorm(self.rank, norm.eps, **_device_and_dtype(norm)),
+                nn.Linear(self.rank, matrix.out_features, **_device_and_dtype(matrix)),
             )
-            for name, module in zip(replaced, made, strict=True):
+            for name, module in zip(names, replacements, strict=True):
                 surgery.replace_by_full_name(model, name, module)
 
     # -- values ----------------------------------------------------------------------------------------------------------
@@ -130,17 +132,20 @@ class FactorizedEmbedding(Method):
         if architecture.normed_embeddings is not None:
             self._convert_normed(old, new, architecture.normed_embeddings)
             return
-        own = _apart(surgery.vocabulary_modules(new, architecture), new.all_tied_weights_keys)
-        tables = [name for name, module in own.items() if isinstance(module, LowRankEmbedding)]
-        together = [tables, *([name] for name in own if name not in tables)] if self.share else [[name] for name in own]
-        for names in together:
+        modules = _untied(surgery.vocabulary_modules(new, architecture), new.all_tied_weights_keys)
+        tables = [name for name, module in modules.items() if isinstance(module, LowRankEmbedding)]
+        groups = [[name] for name in modules]
+        if self.share:  # one decomposition of all tables together
+            groups = [tables, *([name] for name in modules if name not in tables)]
+        for names in groups:
             table, projections = nearest_factors([old.get_submodule(name).weight for name in names], self.rank)
             for name, projection in zip(names, projections, strict=True):
-                own[name].weight.copy_(table)
-                own[name].projection.copy_(projection)
+                modules[name].weight.copy_(table)
+                modules[name].projection.copy_(projection)
 
     def _convert_normed(self, old: Any, new: Any, normed: NormedEmbeddings) -> None:
-        """Axes for the sum of all tables without its mean, which a norm takes away; the scale keeps its variance, and eps."""
+        """Project all tables to the principal axes of their rows, each without its mean, which a norm removes. `scale` keeps the
+        variance that the norm sees, so that its eps has the same effect."""
         names = (*new.architecture.token_tables, *normed.others)
         weights = [old.base_model.get_submodule(name).weight.double() for name in names]
         axes = centred_axes(torch.cat(weights), self.rank)
@@ -153,9 +158,9 @@ class FactorizedEmbedding(Method):
         projection.weight.copy_(norm.weight[:, None] * axes / scale)
         projection.bias.copy_(norm.bias)
         if (output := surgery.output_name(new, new.architecture)) is not None:
-            linear, made = old.get_submodule(normed.output_linear), new.get_submodule(normed.output_linear)
-            made.weight.copy_(axes.T @ linear.weight.double())
-            made.bias.copy_(axes.T @ linear.bias.double())
+            linear, narrow = old.get_submodule(normed.output_linear), new.get_submodule(normed.output_linear)
+            narrow.weight.copy_(axes.T @ linear.weight.double())
+            narrow.bias.copy_(axes.T @ linear.bias.double())
             _fill_norm(new.get_submodule(normed.output_norm), 1 / scale)
             new.get_submodule(output).weight.copy_(scale * old.get_submodule(output).weight.double() @ axes)
 
@@ -166,8 +171,8 @@ class FactorizedEmbedding(Method):
     def merge(self, model: Model, architecture: Architecture) -> None:
         if architecture.normed_embeddings is not None:
             raise ValueError(
-                f"method {self.name!r} cannot be merged on {architecture.model_type}: its norm over rank={self.rank} numbers is "
-                "none over the hidden size"
+                f"method {self.name!r} cannot be merged on {architecture.model_type}: its norm over rank={self.rank} numbers "
+                "cannot be written as a norm over the hidden size"
             )
         for name, table in surgery.token_tables(model, architecture).items():
             surgery.replace_by_full_name(model, name, surgery.dense_table(table))
@@ -180,22 +185,16 @@ class _ResizedTables(ResizedTables):
         self.method = method
 
     def follow_resize(self, model: Any, architecture: Architecture) -> None:
-        if self.method.share:  # what holds the target's vocabulary, its bias and its size, is to follow the table
+        if self.method.share:  # the target's output bias and vocabulary size must follow the shared table
             model.resize_decoder_token_embeddings(model.get_input_embeddings().weight.shape[0])
 
 
-def _tie_projection(model: Any, name: str) -> dict[str, str]:
-    """The projection of what the backbone ties goes with the table."""
-    source = model.all_tied_weights_keys.get(f"{name}.weight")
-    return {} if source is None else {f"{name}.projection": f"{source.removesuffix('weight')}projection"}
-
-
-def _apart(modules: dict[str, Any], ties: dict[str, str]) -> dict[str, Any]:
-    """Those modules whose projection is tied to no other."""
+def _untied(modules: dict[str, Any], ties: dict[str, str]) -> dict[str, Any]:
+    """The modules whose projection is not tied to another one."""
     return {name: module for name, module in modules.items() if f"{name}.projection" not in ties}
 
 
-def _like(module: Any) -> dict[str, Any]:
+def _device_and_dtype(module: Any) -> dict[str, Any]:
     return {"device": module.weight.device, "dtype": module.weight.dtype}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type, in_layers
 from hf_freeze.layers.derived import features
-from hf_freeze.methods._linear import check_positive
+from hf_freeze.methods._checks import check_any_selected, check_numbers_by_name, check_one_given, check_positive
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
@@ -18,11 +18,11 @@ from hf_freeze.seeded import Origin
 @register_method("ffn_pruning", example={"width": 13}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
 class FFNPruning(Method):
-    """Keep `width` neurons of each FFN in `layers` (None: all), those of the largest magnitude; or `keep`, such as
-    `{"encoder.0.ffn": [0, 3, 4]}`: the neurons to keep of each FFN that it names (`analysis.select_neurons`).
+    """Keep the `width` neurons of the largest magnitude in each FFN in `layers` (None: all). Or `keep`, such as
+    `{"encoder.0.ffn": [0, 3, 4]}`: the neurons to keep in each FFN that it names (`analysis.select_neurons`).
 
-    The magnitude of a neuron is the product of the norms of its input weights and of its output weights. `merge()` gives a
-    native model of the smaller width where all layers have the same, else one with zeros.
+    The magnitude of a neuron is the product of the norm of its input weights and the norm of its output weights. `merge()`
+    gives a native model: of the smaller width if all layers have the same width, otherwise padded with zero neurons.
 
     After a Freeze that makes an FFN random, the config names the neurons that `width` keeps, and they keep their random values.
     Of fresh weights, `width` then keeps the first neurons.
@@ -36,21 +36,13 @@ class FFNPruning(Method):
 
     def __post_init__(self) -> None:
         check_layers_type(self.layers)
-        if (self.width is None) == (self.keep is None):
-            raise ValueError(f"FFNPruning(width={self.width!r}, keep={self.keep!r}): give one of them")
+        check_one_given("FFNPruning", width=self.width, keep=self.keep)
         if self.width is not None:
-            check_positive(self.width, "FFNPruning: width")
+            check_positive(self.width, "FFNPruning", "width")
             return
         if self.layers is not None:
-            raise ValueError("FFNPruning(keep=..., layers=...): keep names the FFNs itself")
-        if not isinstance(self.keep, dict) or not self.keep:
-            raise ValueError(f"FFNPruning(keep={self.keep!r}): must be a dict such as {{'encoder.0.ffn': [0, 3, 4]}}")
-        for block, neurons in self.keep.items():
-            listed = isinstance(neurons, list) and neurons and all(type(n) is int and n >= 0 for n in neurons)
-            if not listed or neurons != sorted(set(neurons)):
-                raise ValueError(
-                    f"FFNPruning(keep={{{block!r}: {neurons!r}}}): must be a list of different neurons, in ascending order"
-                )
+            raise ValueError("FFNPruning(keep=..., layers=...): keep names the FFNs already; leave layers out")
+        check_numbers_by_name(self.keep, "FFNPruning", "keep", items="neurons", example="{'encoder.0.ffn': [0, 3, 4]}")
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -64,19 +56,18 @@ class FFNPruning(Method):
                 raise ValueError(
                     f"FFNPruning: no FFN {block!r} in {architecture.model_type}; choose from {list(blocks)}"
                 )
-        if not self._blocks(architecture, config):
-            raise ValueError(f"FFNPruning(layers={self.layers!r}) names no layer: leave it out for all")
+        check_any_selected(self._blocks(architecture, config), self.layers, "FFNPruning")
 
     @property
     def refers_to(self) -> frozenset[str]:
         return super().refers_to if self.keep is None else frozenset({"layers"})
 
     def _blocks(self, architecture: Architecture, config: Any) -> dict[str, list[str]]:
-        """FFN -> its linears, of those that it changes."""
-        chosen = architecture.ffns(config)
+        """FFN -> its linears, for each FFN that the method changes."""
+        blocks = architecture.ffns(config)
         if self.keep is not None:
-            return {block: chosen[block] for block in self.keep}
-        return in_layers(chosen, self.layers)
+            return {block: blocks[block] for block in self.keep}
+        return in_layers(blocks, self.layers)
 
     def _select(self, model: Any, linears: list[str], source: Any, kept: list[int] | int) -> None:
         for name in linears:
@@ -92,7 +83,7 @@ class FFNPruning(Method):
             modules = [surgery.dense_module(model, name, self.name) for name in linears]
             width, neurons = features(modules[0])[1], (self.keep or {}).get(block, [])
             if self.width is not None and self.width > width:
-                raise ValueError(f"FFNPruning: width={self.width} of {block!r}: must be in 1..{width}")
+                raise ValueError(f"FFNPruning(width={self.width}) of {block!r}: must be in 1..{width}")
             if neurons and neurons[-1] >= width:
                 raise ValueError(f"FFNPruning: neuron {neurons[-1]} of {block!r}: must be in 0..{width - 1}")
             self._select(model, linears, model, self.width or len(neurons))
@@ -107,13 +98,13 @@ class FFNPruning(Method):
         return score.argsort(descending=True, stable=True)[: self.width].sort().values.tolist()
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
-        found: dict[str, Origin] = {}
+        origins: dict[str, Origin] = {}
         for block, linears in self._blocks(architecture, model.config).items():
             kept = range(self.width or 0) if self.keep is None else self.keep[block]
             for name in linears:
                 linear = surgery.dense_module(model, name, self.name)
-                found |= surgery.feature_origins(name, linear, kept, outputs=name != linears[-1])
-        return found
+                origins |= surgery.feature_origins(name, linear, kept, outputs=name != linears[-1])
+        return origins
 
     def decided(self, old: Any, architecture: Architecture) -> "FFNPruning":
         if self.keep is not None:
@@ -122,7 +113,7 @@ class FFNPruning(Method):
         return FFNPruning(keep={block: self._largest(old, linears) for block, linears in blocks.items()})
 
     def merge(self, model: Model, architecture: Architecture) -> None:
-        widths: dict[str, set[int]] = {}  # config field -> the widths of the FFNs that it is for
+        widths: dict[str, set[int]] = {}  # config field -> the widths of the FFNs whose size it holds
         for block, linears in architecture.ffns(model.config).items():
             field = architecture.stacks[block.split(".")[0]].width
             widths.setdefault(field, set()).add(features(model.base_model.get_submodule(linears[0]))[1])
@@ -130,11 +121,11 @@ class FFNPruning(Method):
             stack = architecture.stacks[block.split(".")[0]]
             if len(widths[stack.width]) > 1:
                 self._pad(model, linears, max(widths[stack.width]))
-        for field, found in widths.items():
-            setattr(model.config, field, max(found))
+        for field, sizes in widths.items():
+            setattr(model.config, field, max(sizes))
 
     def _pad(self, model: Any, linears: list[str], width: int) -> None:
-        """Neurons of zeros, whose outputs count nothing."""
+        """Add neurons with zero weights, up to `width`: they contribute nothing to the output."""
         for name in linears:
             linear = model.base_model.get_submodule(name)
             wide = surgery.select_features(linear, width, outputs=name != linears[-1])

@@ -7,7 +7,8 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers.fixed_heads import EMPTY_ROWS, PATTERNS, UNITS, Words
-from hf_freeze.methods._heads import chosen_attentions
+from hf_freeze.methods._checks import check_any_selected, check_choice, is_ascending
+from hf_freeze.methods._head_settings import chosen_attentions
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
@@ -17,19 +18,20 @@ from hf_freeze.seeded import Origin
 @register_method("fixed_attention", example={"patterns": [5]}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
 class FixedAttention(Method):
-    """In the self-attention of the encoder, in `layers` (None: all), the first heads attend by position alone, each by one of
-    `patterns`, and have no queries and keys: a list of numbers in 1..8, 7 for the first seven (the rest of the heads learn, as in
-    "7 fixed + 1 learnable"), or 8 for all. `layers.fixed_heads` has the formulas. Values and outputs are trained as before; of a
-    trained model they are kept.
+    """Let the first heads of the encoder's self-attention, in `layers` (None: all), attend by position alone. These heads have
+    no queries and keys; each follows one of `patterns`: a list of numbers in 1..8, or 7 for the first seven (the remaining heads
+    learn, as in "7 fixed + 1 learnable"), or 8 for all. `layers.fixed_heads` has the formulas. Values and outputs are trained as
+    before, and keep the weights of a trained model.
 
-    Rows without any defined weight, such as that of the first token in "the one before", are zero (`empty_rows="zero"`) or
-    look at the first or last token (`"boundary"`); the paper does not say. Positions count the tokens of each sentence, without
-    its padding, or its words (`unit="word"`). `continuations`: the ids of the tokens that go on with the word before them, as
-    `analysis.word_continuations(tokenizer)` finds them.
+    A pattern such as "the previous token" defines no weight for some rows, such as that of the first token. Such rows are zero
+    (`empty_rows="zero"`) or attend to the first or last token (`"boundary"`); the paper leaves this open. Positions count the
+    tokens of each sentence without its padding, or its words (`unit="word"`). `continuations`: the ids of the tokens that
+    continue a word, as `analysis.word_continuations(tokenizer)` returns them.
 
-    Raises ValueError for a unit without its `continuations` or the other way round, a pattern outside 1..8, more patterns than
-    heads, unknown rows or layers, and an attention that is causal, or that another method has changed. `merge()` refuses: no
-    native model has such heads.
+    `merge()` raises an error, because no native model has such heads.
+
+    Raises ValueError for `unit="word"` without `continuations` or `continuations` without it, a pattern outside 1..8, more
+    patterns than heads, an unknown `empty_rows` or layer, and an attention that is causal or that another method has changed.
     """
 
     patterns: int | list[int] = 7
@@ -46,20 +48,15 @@ class FixedAttention(Method):
         for number in self._numbers:
             if number not in PATTERNS:
                 raise ValueError(f"FixedAttention(patterns={self.patterns!r}): {number} is outside 1..{PATTERNS[-1]}")
-        if self.unit not in UNITS:
-            raise ValueError(f"FixedAttention(unit={self.unit!r}): choose from {list(UNITS)}")
-        ids = self.continuations
-        if ids is not None and (
-            not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids) or ids != sorted(set(ids))
-        ):
+        check_choice(self.unit, UNITS, "FixedAttention", "unit")
+        if self.continuations is not None and not is_ascending(self.continuations):
             raise ValueError("FixedAttention: continuations must be a list of different token ids, in ascending order")
-        if (self.unit == "word") != (ids is not None):
+        if (self.unit == "word") != (self.continuations is not None):
             raise ValueError(
                 f"FixedAttention(unit={self.unit!r}): unit='word' and continuations=analysis.word_continuations(tokenizer) go "
                 "together"
             )
-        if self.empty_rows not in EMPTY_ROWS:
-            raise ValueError(f"FixedAttention(empty_rows={self.empty_rows!r}): choose from {list(EMPTY_ROWS)}")
+        check_choice(self.empty_rows, EMPTY_ROWS, "FixedAttention", "empty_rows")
 
     @property
     def refers_to(self) -> frozenset[str]:
@@ -75,8 +72,8 @@ class FixedAttention(Method):
         return self.patterns if isinstance(self.patterns, list) else list(range(1, self.patterns + 1))
 
     def _attentions(self, architecture: Architecture, config: Any) -> dict[str, Attention]:
-        found = chosen_attentions(None, self.layers, architecture, config)
-        return {name: attention for name, attention in found.items() if attention.bidirectional}
+        attentions = chosen_attentions(None, self.layers, architecture, config)
+        return {name: attention for name, attention in attentions.items() if attention.bidirectional}
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -84,18 +81,17 @@ class FixedAttention(Method):
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
-        possible = [name for name, stack in architecture.stacks.items() if _is_bidirectional(stack)]
+        bidirectional = [name for name, stack in architecture.stacks.items() if _is_bidirectional(stack)]
         for stack in self.layers or ():
-            if stack not in possible:
+            if stack not in bidirectional:
                 raise ValueError(
-                    f"FixedAttention: the attentions of stack {stack!r} are causal; choose from {possible}"
+                    f"FixedAttention: the attentions of stack {stack!r} are causal; choose from {bidirectional}"
                 )
-        if not possible or getattr(config, "is_decoder", False):
+        if not bidirectional or getattr(config, "is_decoder", False):
             raise ValueError(
                 f"FixedAttention: this {architecture.model_type} is a decoder, whose attentions are causal"
             )
-        if not self._attentions(architecture, config):
-            raise ValueError(f"FixedAttention(layers={self.layers!r}) names no layer: leave it out for all")
+        check_any_selected(self._attentions(architecture, config), self.layers, "FixedAttention")
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         words = None if self.continuations is None else Words(self.continuations)
@@ -119,12 +115,12 @@ class FixedAttention(Method):
             )
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
-        found: dict[str, Origin] = {}
+        origins: dict[str, Origin] = {}
         for attention in self._attentions(architecture, model.config).values():
             heads = surgery.count_heads(model, attention, self.name)
             learnt = range(len(self._numbers), heads)
-            found |= surgery.head_origins(model, attention, learnt, heads, only=(attention.q, attention.k))
-        return found
+            origins |= surgery.head_origins(model, attention, learnt, heads, only=(attention.q, attention.k))
+        return origins
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         raise ValueError("fixed_attention: no native model has heads without queries and keys; it cannot be merged")

@@ -15,7 +15,7 @@ from hf_freeze.architectures.base import (
     check_layers_type,
     is_of_predecessor,
 )
-from hf_freeze.methods._linear import check_seed
+from hf_freeze.methods._checks import check_choice, check_seed, check_training_span, training_span
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import FreezePhase, Part, SeededValues
 from hf_freeze.methods.registry import register_method
@@ -36,9 +36,9 @@ _SCHEMES = {"random": "glorot", "diagonal": "diagonal", "zero_diagonal": "zero_d
 @register_method("freeze", example={"ffn": "random", "attention": "frozen", "seed": 13}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
 class Freeze(Method):
-    """Freeze components. Each is one of
+    """Freeze components. The mode of each component is one of
 
-    - `"trainable"` (default): left as it is;
+    - `"trainable"` (default): unchanged;
     - `"frozen"`: keeps its weights, which are stored;
     - `"random"` (embeddings, attention, ffn): Glorot-uniform matrices, zero biases, tables U(±sqrt(3/d)), and the identity for
       a norm within the embeddings; never stored;
@@ -47,14 +47,14 @@ class Freeze(Method):
 
     Biases belong to their linear. A tied table freezes together with its output matrix. `layers`, such as
     `{"encoder": [0, 1]}`, limits attention, ffn and norm to these layers; embeddings and head lie in no layer.
-    Several Freeze act in the order given, each on what it names.
+    Several Freeze act in their order, each on the components that it names.
 
-    `begin` and `end`, shares of training in 0..1, freeze for a while: while begin <= steps done / all steps < end; None is
-    from the start and to the end, as are 0 and 1. Only for `"frozen"`, and training then needs `VariantCallback` or
+    `begin` and `end` are shares of training in 0..1: the components are frozen while begin <= steps done / all steps < end.
+    None means from the start (0) or to the end (1). They work for `"frozen"` only, and training then needs `VariantCallback` or
     `model.advance`.
 
-    Raises ValueError for an unknown mode, a seed outside 0..2^63-1, a begin or end outside 0..1 or in the wrong order or for
-    a component that is not stored, or a stack or layer that the backbone does not have.
+    Raises ValueError for an unknown mode, a seed outside 0..2^63-1, a stack or layer that the backbone does not have, and a
+    begin or end that is outside 0..1, in the wrong order or set for a component that is not stored.
     """
 
     structural: ClassVar[bool] = False
@@ -71,33 +71,22 @@ class Freeze(Method):
 
     def __post_init__(self) -> None:
         for component, modes in _MODES.items():
-            mode = getattr(self, component)
-            if mode not in modes:
-                raise ValueError(f"Freeze({component}={mode!r}): choose from {list(modes)}")
+            check_choice(getattr(self, component), modes, "Freeze", component)
         check_seed(self.seed, "Freeze")
         check_layers_type(self.layers)
-        self._check_phase()
-
-    def _check_phase(self) -> None:
-        for name in ("begin", "end"):
-            share = getattr(self, name)
-            number = isinstance(share, int | float) and not isinstance(share, bool)
-            if share is not None and not (number and 0 <= share <= 1):
-                raise ValueError(f"Freeze({name}={share!r}): must be None or a share of training in 0..1")
-        begin, end = self.phase
-        if begin >= end:
-            raise ValueError(f"Freeze(begin={self.begin!r}, end={self.end!r}): begin must be below end (None: 0 and 1)")
+        check_training_span(self.begin, self.end, "Freeze")
         for component in _MODES:
             if self.phase != (0, 1) and getattr(self, component) not in _KEEP:
                 raise ValueError(
-                    f"Freeze({component}={getattr(self, component)!r}, begin={self.begin!r}, end={self.end!r}): what a seed "
-                    "regenerates is not stored, so it cannot thaw; use 'frozen' (fresh weights of a config are random as well)"
+                    f"Freeze({component}={getattr(self, component)!r}, begin={self.begin!r}, end={self.end!r}): weights that a "
+                    "seed regenerates are not stored, so they cannot thaw; use 'frozen' (fresh weights of a config are random "
+                    "as well)"
                 )
 
     @property
     def phase(self) -> tuple[float, float]:
-        """(begin, end) as shares of training; (0, 1) is always."""
-        return self.begin or 0, 1 if self.end is None else self.end
+        """(begin, end) as shares of training; (0, 1) means throughout."""
+        return training_span(self.begin, self.end)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -137,15 +126,15 @@ class Freeze(Method):
 
 
 class _Phase(FreezePhase):
-    """Frozen from `begin` to `end` of training."""
+    """Freezes from `begin` to `end` of training."""
 
     def __init__(self, method: Freeze) -> None:
         self.method = method
 
     def values(self, step: int, total_steps: int) -> dict[str, float]:
         frozen = [component for component in _MODES if getattr(self.method, component) != "trainable"]
-        where = "" if self.method.layers is None else f" of {self.method.layers}"
-        return {f"{', '.join(frozen)}{where} frozen": float(self.frozen_at(step / total_steps))}
+        layers = "" if self.method.layers is None else f" of {self.method.layers}"
+        return {f"{', '.join(frozen)}{layers} frozen": float(self.frozen_at(step / total_steps))}
 
     def frozen_at(self, progress: float | None) -> bool:
         begin, end = self.method.phase
@@ -153,17 +142,17 @@ class _Phase(FreezePhase):
 
 
 def _is_scale_of_norm(model: Any, parameter_name: str) -> bool:
-    """Of a norm within the embeddings, which a zero would silence."""
+    """Whether the parameter is the scale of a norm. The embeddings may have one, and with a zero scale it would output zeros."""
     owner, _, name = parameter_name.rpartition(".")
     return name == "weight" and isinstance(model.get_submodule(owner), nn.LayerNorm)
 
 
-def _check_dense(model: Any, parameter_name: str, what: str) -> None:
-    """Raise ValueError where another method holds the weight in another form."""
+def _check_dense(model: Any, parameter_name: str, setting: str) -> None:
+    """Raise ValueError if another method has replaced the linear of this parameter."""
     name = parameter_name.rpartition(".")[0]
     module = model.get_submodule(name)
     if type(module) not in DENSE:
         raise ValueError(
-            f"{what}: {name!r} is a {type(module).__name__}, and only the matrices of plain linears can be made from a seed; "
+            f"{setting}: {name!r} is a {type(module).__name__}, and only the matrices of plain linears can be drawn from a seed; "
             "use 'frozen', or leave it out by layers="
         )

@@ -11,7 +11,8 @@ import torch
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type, full_name
 from hf_freeze.layers.gated import Gated
-from hf_freeze.methods._heads import check_attentions, check_heads_type, check_number, chosen_attentions
+from hf_freeze.methods._checks import check_any_selected, check_bool
+from hf_freeze.methods._head_settings import check_attentions, check_head, check_heads_type, chosen_attentions
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import SeededTensor
@@ -20,10 +21,10 @@ from hf_freeze.seeded import SeededTensor
 @register_method("head_mask", example={}, exact=True)
 @dataclass(frozen=True, kw_only=True)
 class HeadMask(Method):
-    """Multiply the context of each head by a gate, in `layers` (None: all): 0 for those that `heads` names, such as
-    `{"encoder.0.self": [1, 3]}`, else 1. The gates are trained with the rest unless `trainable` is False; what they have learnt
-    goes, as `analysis.head_gates(model)`, to `analysis.select_heads`. A masked head is computed all the same; `HeadPruning`
-    removes it. `merge()` multiplies the gates into the output matrices.
+    """Multiply the context of each head by a gate, in `layers` (None: all). A gate starts at 0 for the heads that `heads` names,
+    such as `{"encoder.0.self": [1, 3]}`, and at 1 for the others. The gates are trained with the model unless `trainable` is
+    False; `analysis.select_heads` chooses heads from trained gates, `analysis.head_gates(model)`. A masked head is still
+    computed; `HeadPruning` removes heads. `merge()` multiplies the gates into the output matrices.
 
     Raises ValueError for an unknown layer, attention or head, and for an attention that another method has changed.
     """
@@ -37,8 +38,7 @@ class HeadMask(Method):
         check_layers_type(self.layers)
         if self.heads is not None:
             check_heads_type(self.heads, "HeadMask")
-        if not isinstance(self.trainable, bool):
-            raise ValueError(f"HeadMask(trainable={self.trainable!r}): must be True or False")
+        check_bool(self.trainable, "HeadMask", "trainable")
 
     @property
     def refers_to(self) -> frozenset[str]:
@@ -48,8 +48,7 @@ class HeadMask(Method):
         architecture.check_layers(self.layers, config)
         check_attentions(self.heads, "HeadMask", architecture, config)
         gated = self._attentions(architecture, config)
-        if not gated:
-            raise ValueError(f"HeadMask(layers={self.layers!r}) names no layer: leave it out for all")
+        check_any_selected(gated, self.layers, "HeadMask")
         for name in self.heads or ():
             if name not in gated:
                 raise ValueError(f"HeadMask(layers={self.layers!r}): {name!r} lies in none of these layers")
@@ -57,23 +56,19 @@ class HeadMask(Method):
     def _attentions(self, architecture: Architecture, config: Any) -> dict[str, Attention]:
         return chosen_attentions(None, self.layers, architecture, config)
 
-    def _gates(self, model: Any, architecture: Architecture) -> dict[str, Any]:
-        """Attention -> the module with its gates."""
-        found = self._attentions(architecture, model.config)
-        return {name: model.base_model.get_submodule(attention.o) for name, attention in found.items()}
-
     def restructure(self, model: Model, architecture: Architecture) -> None:
         for name, attention in self._attentions(architecture, model.config).items():
             heads = surgery.count_heads(model, attention, self.name)
-            check_number(name, max((self.heads or {}).get(name, [0])), heads, "HeadMask")
+            check_head(max((self.heads or {}).get(name, [0])), heads, name, "HeadMask")
             linear = model.base_model.get_submodule(attention.o)
             surgery.replace(model, attention.o, Gated.from_linear(linear, heads))
 
     @torch.no_grad()
     def prepare(self, model: Model, architecture: Architecture) -> None:
-        for name, module in self._gates(model, architecture).items():
-            module.gates.fill_(1)
-            module.gates[(self.heads or {}).get(name, [])] = 0
+        for name, attention in self._attentions(architecture, model.config).items():
+            gates: Any = model.base_model.get_submodule(attention.o).gates
+            gates.fill_(1)
+            gates[(self.heads or {}).get(name, [])] = 0
 
     def freeze(self, model: Model, architecture: Architecture) -> Iterable[tuple[str, SeededTensor | None]]:
         if not self.trainable:

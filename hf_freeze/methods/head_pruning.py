@@ -7,8 +7,8 @@ from typing import Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
-from hf_freeze.methods._heads import check_attentions, check_heads_type, check_number, chosen_attentions
-from hf_freeze.methods._linear import check_share
+from hf_freeze.methods._checks import check_any_selected, check_one_given, check_share
+from hf_freeze.methods._head_settings import check_attentions, check_head, check_heads_type, chosen_attentions
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
@@ -20,16 +20,17 @@ from hf_freeze.seeded import Origin
 class HeadPruning(Method):
     """Remove the heads that `heads` names, such as `{"encoder.0.self": [1, 3]}` (`analysis.select_heads`), as Michel et al.
     (2019, https://arxiv.org/abs/1905.10650) do. Or keep `share` of the heads of each attention, at least one, in `layers` (None:
-    all): those of the largest magnitude, the product of the norms of a head's value weights and of its output weights.
+    all): the heads of the largest magnitude. The magnitude is the product of the norm of a head's value weights and the norm of
+    its output weights.
 
-    An attention may lose all its heads: what is left of it is the bias of its output, and it computes nothing. Where several
-    heads share keys and values, they go together. Methods after it use the new numbers. `merge()` gives a native model, in
-    which the heads are zero.
+    An attention may lose all its heads: then only the bias of its output remains, and nothing is computed. Heads that share keys
+    and values are removed together. Later methods use the new numbers. `merge()` gives a native model whose removed heads are
+    zero.
 
-    After a Freeze that makes an attention random, the config names the heads that `share` removes, and those that are left
-    keep their random values. Of fresh weights, `share` then keeps the first heads.
+    After a Freeze that makes an attention random, the config names the heads that `share` removes, and the others keep their
+    random values. Of fresh weights, `share` then keeps the first heads.
 
-    Raises ValueError for an unknown attention or head, a share outside 0..1, a part of a group of heads, and an attention that
+    Raises ValueError for an unknown attention or head, a share outside 0..1, an incomplete group of heads, and an attention that
     another method has changed.
     """
 
@@ -39,13 +40,12 @@ class HeadPruning(Method):
 
     def __post_init__(self) -> None:
         check_layers_type(self.layers)
-        if (self.heads is None) == (self.share is None):
-            raise ValueError(f"HeadPruning(heads={self.heads!r}, share={self.share!r}): give one of them")
+        check_one_given("HeadPruning", heads=self.heads, share=self.share)
         if self.share is not None:
-            check_share(self.share, "HeadPruning: share")
+            check_share(self.share, "HeadPruning", "share")
             return
         if self.layers is not None:
-            raise ValueError("HeadPruning(heads=..., layers=...): heads names the attentions itself")
+            raise ValueError("HeadPruning(heads=..., layers=...): heads names the attentions already; leave layers out")
         check_heads_type(self.heads, "HeadPruning")
 
     @property
@@ -55,15 +55,14 @@ class HeadPruning(Method):
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
         check_attentions(self.heads, "HeadPruning", architecture, config)
-        if not self._attentions(architecture, config):
-            raise ValueError(f"HeadPruning(layers={self.layers!r}) names no layer: leave it out for all")
+        check_any_selected(self._attentions(architecture, config), self.layers, "HeadPruning")
 
     @property
     def refers_to(self) -> frozenset[str]:
         return super().refers_to if self.heads is None else frozenset({"layers"})
 
     def _attentions(self, architecture: Architecture, config: Any) -> dict[str, Attention]:
-        """Of those that it changes."""
+        """Name -> attention, for each one that the method changes."""
         return chosen_attentions(self.heads, self.layers, architecture, config)
 
     @property
@@ -75,24 +74,24 @@ class HeadPruning(Method):
             heads = surgery.count_heads(model, attention, self.name)
             group = attention.group_size(model.config)
             if self.heads is None:
-                count = self._count(heads, group)
+                count = self._kept_count(heads, group)
             else:
-                self._check(name, heads, group)
+                self._check_removed(name, heads, group)
                 count = heads - len(self.heads[name])
             surgery.take_heads(model, attention, count, heads)
 
-    def _count(self, heads: int, group: int) -> int:
-        """Heads that `share` leaves."""
+    def _kept_count(self, heads: int, group: int) -> int:
+        """The number of heads that `share` keeps of `heads`: whole groups of `group` heads."""
         return max(round(self.share * heads / group), 1) * group  # type: ignore[operator]
 
-    def _check(self, name: str, heads: int, group: int) -> None:
+    def _check_removed(self, name: str, heads: int, group: int) -> None:
         removed = self.heads[name]  # type: ignore[index]
-        check_number(name, removed[-1], heads, "HeadPruning")
+        check_head(removed[-1], heads, name, "HeadPruning")
         groups = {head // group for head in removed}
         if len(removed) < len(groups) * group:
             whole = [list(range(number * group, (number + 1) * group)) for number in sorted(groups)]
             raise ValueError(
-                f"HeadPruning(heads={{{name!r}: {removed!r}}}): heads that share keys and values go together: {whole}"
+                f"HeadPruning(heads={{{name!r}: {removed!r}}}): heads that share keys and values must go together: {whole}"
             )
 
     def convert(self, old: Any, new: Model) -> None:
@@ -107,19 +106,19 @@ class HeadPruning(Method):
     def _largest(self, model: Any, attention: Attention, heads: int) -> list[int]:
         group = attention.group_size(model.config)
         score = surgery.head_magnitudes(model, attention, heads).view(-1, group).sum(1)
-        groups = score.argsort(descending=True, stable=True)[: self._count(heads, group) // group]
+        groups = score.argsort(descending=True, stable=True)[: self._kept_count(heads, group) // group]
         return [number * group + head for number in groups.sort().values.tolist() for head in range(group)]
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
-        found: dict[str, Origin] = {}
+        origins: dict[str, Origin] = {}
         for name, attention in self._attentions(architecture, model.config).items():
             heads = surgery.count_heads(model, attention, self.name)
             if self.heads is None:
-                kept = list(range(self._count(heads, attention.group_size(model.config))))
+                kept = list(range(self._kept_count(heads, attention.group_size(model.config))))
             else:
                 kept = [head for head in range(heads) if head not in self.heads[name]]
-            found |= surgery.head_origins(model, attention, kept, heads)
-        return found
+            origins |= surgery.head_origins(model, attention, kept, heads)
+        return origins
 
     def decided(self, old: Any, architecture: Architecture) -> "HeadPruning":
         if self.heads is not None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.layer_forward import Skipped
-from hf_freeze.methods._linear import check_seed, check_share
+from hf_freeze.methods._checks import check_seed, check_share
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import Part, Schedule
 from hf_freeze.methods.registry import register_method
@@ -16,17 +16,18 @@ from hf_freeze.seeded import draws
 @register_method("layer_drop", example={"p": 0.5, "seed": 8}, exact=True)
 @dataclass(frozen=True, kw_only=True)
 class LayerDrop(Method):
-    """In each step of training, every layer of `stacks` (None: of all) is the identity with probability `p`; in eval mode all
-    run, and nothing is rescaled. What is so trained can be used at any depth: `make_variant(model,
-    [analysis.extract_depth(model, {"encoder": 3})])`, without further training. p = .2 regularises, .5 is for half the layers or
-    fewer; lower the ordinary dropout by about .1. Only to fine-tune with it did not work well for the authors.
+    """In each training step, skip every layer of `stacks` (None: all) with probability `p`. In eval mode all layers run, and
+    nothing is rescaled. A model trained this way can be used at smaller depths without further training:
+    `make_variant(model, [analysis.extract_depth(model, {"encoder": 3})])`. p = 0.2 regularises; 0.5 is for models cut to half
+    of their layers or fewer. Lower the ordinary dropout by about 0.1. The authors report that LayerDrop in fine-tuning only does
+    not work well.
 
     The draws are a function of `seed` and the step, hence equal in all processes, in accumulated batches and in a resumed run; so
-    training needs `VariantCallback` or `model.advance`. DistributedDataParallel needs `find_unused_parameters=True`. For all
-    architectures alike: the `encoder_layerdrop` and `decoder_layerdrop` of some native configs draw apart in each process, and
-    are refused beside it.
+    training needs `VariantCallback` or `model.advance`. DistributedDataParallel needs `find_unused_parameters=True`. The method
+    works on all architectures. It refuses the `encoder_layerdrop` and `decoder_layerdrop` of some native configs, which draw
+    separately in each process.
 
-    Raises ValueError for p outside [0, 1), an unknown stack, a second LayerDrop, and a native one.
+    Raises ValueError for p outside [0, 1), an unknown stack, a second LayerDrop, and a native LayerDrop.
     """
 
     repeatable: ClassVar[bool] = False
@@ -35,12 +36,12 @@ class LayerDrop(Method):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_share(self.p, "LayerDrop: p", below_one=True)
-        named = self.stacks
-        fits = named is None or (isinstance(named, list | tuple) and all(isinstance(name, str) for name in named))
-        if not fits or (named is not None and len(set(named)) != max(len(named), 1)):
+        check_share(self.p, "LayerDrop", "p", below_one=True)
+        stacks = self.stacks
+        fits = stacks is None or (isinstance(stacks, list | tuple) and all(isinstance(name, str) for name in stacks))
+        if not fits or (stacks is not None and len(set(stacks)) != max(len(stacks), 1)):
             raise ValueError(
-                f"LayerDrop(stacks={named!r}): must be None or a list of different stacks such as ['encoder']"
+                f"LayerDrop(stacks={stacks!r}): must be None or a list of different stacks such as ['encoder']"
             )
         check_seed(self.seed, "LayerDrop")
 
@@ -49,14 +50,15 @@ class LayerDrop(Method):
         for field in ("encoder_layerdrop", "decoder_layerdrop"):
             if getattr(config, field, 0):
                 raise ValueError(
-                    f"LayerDrop: the backbone leaves layers out itself, {field}={getattr(config, field)}; set that to 0"
+                    f"LayerDrop: the backbone skips layers already, by {field}={getattr(config, field)}; set that to 0"
                 )
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
-        for layer in self.dropped_layers(model, architecture):
+        for layer in self.affected_layers(model, architecture):
             Skipped(layer)
 
-    def dropped_layers(self, model: Any, architecture: Architecture) -> list[Any]:
+    def affected_layers(self, model: Any, architecture: Architecture) -> list[Any]:
+        """The layers of `stacks`, in order: those that a step may skip."""
         return [
             layer
             for stack in architecture.stacks
@@ -70,7 +72,7 @@ class LayerDrop(Method):
 
 
 class _Draws(Schedule):
-    """Which layers are left out of a step."""
+    """Draws the layers that a step skips."""
 
     skips = True
 
@@ -81,10 +83,10 @@ class _Draws(Schedule):
         return {"share of layers left out": self.method.p}
 
     def advance(self, model: Model, architecture: Architecture, step: int, total_steps: int) -> None:
-        layers = self.method.dropped_layers(model, architecture)
+        layers = self.method.affected_layers(model, architecture)
         for layer, draw in zip(layers, draws(self.method.seed, f"layer_drop/{step}", len(layers)), strict=True):
             Skipped.of(layer).active = draw < self.method.p
 
     def rewind(self, model: Model, architecture: Architecture) -> None:
-        for layer in self.method.dropped_layers(model, architecture):
+        for layer in self.method.affected_layers(model, architecture):
             Skipped.of(layer).active = False

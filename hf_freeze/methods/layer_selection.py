@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type
-from hf_freeze.methods._layers import evenly_spaced
-from hf_freeze.methods._linear import check_share
+from hf_freeze.methods._checks import check_one_given, check_share
+from hf_freeze.methods._spacing import evenly_spaced
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
@@ -16,15 +16,15 @@ from hf_freeze.seeded import Origin
 @register_method("layer_selection", example={"share": 0.5}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
 class LayerSelection(Method):
-    """Keep only the layers of each stack that `keep` names, such as `{"encoder": [0, 2, 4]}`, in their order and numbered anew;
-    other stacks stay whole. Or `share`: so many of every stack's layers, at least one, evenly spaced, as LayerDrop prunes
-    (Fan et al., 2020, https://arxiv.org/abs/1909.11556, "every other"): of six, .5 leaves 0, 2 and 4.
+    """Keep only the layers that `keep` names, such as `{"encoder": [0, 2, 4]}`, in their order and with new numbers; stacks
+    outside `keep` stay whole. Or keep `share` of the layers of every stack, at least one, evenly spaced as LayerDrop prunes
+    (Fan et al., 2020, https://arxiv.org/abs/1909.11556, "every other"): 0.5 keeps the layers 0, 2 and 4 of six.
 
-    Methods after it use the new numbers. The config has the new depth, and `merge()` gives a native model of it. A deep encoder
-    with a shallow decoder translates fast (Kasai et al., 2021, https://arxiv.org/abs/2006.10369).
+    Later methods use the new numbers. The config has the new depth, and `merge()` gives a native model of that depth. A deep
+    encoder with a shallow decoder translates fast (Kasai et al., 2021, https://arxiv.org/abs/2006.10369).
 
-    Raises ValueError for an unknown stack or layer, for none or a repeated one, a share outside 0..1, and after a method that
-    names layers: they would be other ones.
+    Raises ValueError for an unknown stack, an unknown or repeated layer, a stack without layers, a share outside 0..1, and after
+    a method that refers to layers by number, because the numbers would change their meaning.
     """
 
     renumbers: ClassVar[str | None] = "layers"
@@ -32,10 +32,9 @@ class LayerSelection(Method):
     share: float | None = None
 
     def __post_init__(self) -> None:
-        if (self.keep is None) == (self.share is None):
-            raise ValueError(f"LayerSelection(keep={self.keep!r}, share={self.share!r}): give one of them")
+        check_one_given("LayerSelection", keep=self.keep, share=self.share)
         if self.share is not None:
-            check_share(self.share, "LayerSelection: share")
+            check_share(self.share, "LayerSelection", "share")
             return
         if not isinstance(self.keep, dict) or not self.keep:
             raise ValueError(f"LayerSelection(keep={self.keep!r}): must be a dict such as {{'encoder': [0, 2, 4]}}")
@@ -55,7 +54,7 @@ class LayerSelection(Method):
         architecture.check_layers(self.keep, config)
 
     def _kept(self, architecture: Architecture, config: Any) -> dict[str, list[int]]:
-        """Stack -> the numbers of its layers to keep, of those that it has in `config`."""
+        """Stack -> the numbers of the layers to keep, for the depths in `config`."""
         if self.keep is not None:
             return self.keep
         share: Any = self.share
@@ -77,14 +76,14 @@ class LayerSelection(Method):
             surgery.take_layers(model, architecture.stacks[stack].layers, numbers)
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
-        found: dict[str, Origin] = {}
+        origins: dict[str, Origin] = {}
         for stack, numbers in self._kept(architecture, model.config).items():
-            found |= surgery.layer_origins(model, architecture.stacks[stack].layers, numbers)
-        return found
+            origins |= surgery.layer_origins(model, architecture.stacks[stack].layers, numbers)
+        return origins
 
     def convert(self, old: Any, new: Model) -> None:
         for stack, numbers in self._kept(new.architecture, old.config).items():
             layers = new.architecture.stacks[stack].layers
-            for number, former in enumerate(numbers):
-                source = old.base_model.get_submodule(layers.format(former))
+            for number, old_number in enumerate(numbers):
+                source = old.base_model.get_submodule(layers.format(old_number))
                 new.base_model.get_submodule(layers.format(number)).load_state_dict(source.state_dict())

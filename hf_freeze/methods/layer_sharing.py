@@ -11,7 +11,8 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, full_name, is_of_predecessor
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.quantized import STORED, Quantized
-from hf_freeze.methods._linear import check_positive
+from hf_freeze.methods._checks import check_choice, check_positive
+from hf_freeze.methods._linear import set_field
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.registry import register_method
 
@@ -22,16 +23,17 @@ STARTS = ("mean", "middle")
 @register_method("layer_sharing", example={"start": "middle"}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
 class LayerSharing(Method):
-    """The layers of each of `stacks` (None: all) share their parameters, which are stored and counted once; or the layers of
-    each of `groups` parts of the stack, one after the other and of sizes that differ by one at most.
+    """Let all layers of a stack share one set of parameters, which is stored and counted once, in each of `stacks` (None: all).
+    With `groups`, each stack is divided into that many groups of consecutive layers, whose sizes differ by at most one, and each
+    group has one set.
 
-    `norms`: `"shared"` too, or `"separate"`, each layer's own. From trained layers, the shared one starts as their `"mean"`, or
-    as the one in the middle (`start`). `depth`, such as `{"encoder": 12}`, has the stack repeat its layers more or less often,
-    which costs time and no parameters. `merge()` gives a native model whose layers have each their own copy.
+    `norms`: `"shared"`, or `"separate"` with norms of its own for each layer. `start`: from trained layers, the shared
+    parameters start as the `"mean"` of the group's layers, or as its `"middle"` layer. `depth`, such as `{"encoder": 12}`,
+    changes how many layers run; this costs time, not parameters. `merge()` gives a native model in which each layer has a copy.
 
-    Raises ValueError for an unknown stack, more groups than layers, a depth below 1, layers of unlike shape, a method that names
-    some layers that share their parameters and others not, one that keeps a mask of each layer, and a mean of what is no plain
-    layer any more.
+    Raises ValueError for an unknown stack, more groups than layers, a depth below 1, layers of different shapes, a method that
+    names only some of the layers that share parameters, a method that keeps a mask for each layer, and a mean over layers that
+    another method has changed.
     """
 
     shares_layers: ClassVar[bool] = True
@@ -46,22 +48,21 @@ class LayerSharing(Method):
         if self.stacks is not None and not (strings and self.stacks):
             raise ValueError(f"LayerSharing(stacks={self.stacks!r}): must be None or a list such as ['encoder']")
         if self.stacks is not None:
-            object.__setattr__(self, "stacks", list(dict.fromkeys(self.stacks)))
-        check_positive(self.groups, "LayerSharing: groups")
-        for name, value, choices in (("norms", self.norms, NORMS), ("start", self.start, STARTS)):
-            if value not in choices:
-                raise ValueError(f"LayerSharing({name}={value!r}): choose from {list(choices)}")
+            set_field(self, "stacks", list(dict.fromkeys(self.stacks)))
+        check_positive(self.groups, "LayerSharing", "groups")
+        check_choice(self.norms, NORMS, "LayerSharing", "norms")
+        check_choice(self.start, STARTS, "LayerSharing", "start")
         if self.depth is not None:
             if not isinstance(self.depth, dict) or not self.depth:
                 raise ValueError(
                     f"LayerSharing(depth={self.depth!r}): must be None or a dict such as {{'encoder': 12}}"
                 )
             for stack, depth in self.depth.items():
-                check_positive(depth, f"LayerSharing: depth[{stack!r}]")
+                check_positive(depth, "LayerSharing", f"depth[{stack!r}]")
 
     @property
     def refers_to(self) -> frozenset[str]:
-        return frozenset({"layers"} if self.groups > 1 else ())  # which layers are in which group
+        return frozenset({"layers"} if self.groups > 1 else ())  # a layer's number decides its group
 
     def check(self, architecture: Architecture, config: Any) -> None:
         shared = self._shared(architecture, config)
@@ -73,7 +74,7 @@ class LayerSharing(Method):
         for stack in self.depth or ():
             if stack not in shared:
                 raise ValueError(
-                    f"LayerSharing(depth={self.depth!r}): {stack!r} is no stack whose layers are shared; choose from "
+                    f"LayerSharing(depth={self.depth!r}): the layers of stack {stack!r} are not shared; choose from "
                     f"{sorted(shared)}"
                 )
         for stack, depth in shared.items():
@@ -84,7 +85,7 @@ class LayerSharing(Method):
                 )
 
     def _shared(self, architecture: Architecture, config: Any) -> dict[str, int]:
-        """Stack -> its number of layers in `config`, of those that it shares."""
+        """Stack -> its number of layers in `config`, for each stack whose layers are shared."""
         depths = architecture.depths(config)
         return {stack: depth for stack, depth in depths.items() if self.stacks is None or stack in self.stacks}
 
@@ -92,22 +93,22 @@ class LayerSharing(Method):
         return {architecture.stacks[stack].depth: depth for stack, depth in (self.depth or {}).items()}
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
-        for stack, before in self._shared(architecture, model.config).items():
-            depth = (self.depth or {}).get(stack, before)
-            if depth != before:
-                surgery.take_layers(model, architecture.stacks[stack].layers, _stretched(before, depth))
+        for stack, old_depth in self._shared(architecture, model.config).items():
+            depth = (self.depth or {}).get(stack, old_depth)
+            if depth != old_depth:
+                surgery.take_layers(model, architecture.stacks[stack].layers, _stretched(old_depth, depth))
 
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
-        found = {}
+        ties = {}
         for stack, depth in self._shared(architecture, model.config).items():
             layers = architecture.stacks[stack].layers
-            for first, *others in _parts(depth, self.groups):
+            for first, *others in _groups(depth, self.groups):
                 for other in others:
-                    for name in self._alike(model, stack, layers.format(first), layers.format(other)):
+                    for name in self._common_names(model, stack, layers.format(first), layers.format(other)):
                         if self._is_shared(architecture, f"{layers.format(other)}.{name}"):
                             source, target = (full_name(model, f"{layers.format(n)}.{name}") for n in (first, other))
-                            found[target] = source
-        return found
+                            ties[target] = source
+        return ties
 
     def _is_shared(self, architecture: Architecture, parameter: str) -> bool:
         if is_of_predecessor(parameter):
@@ -115,65 +116,67 @@ class LayerSharing(Method):
         return self.norms == "shared" or architecture.component(parameter) != "norm"
 
     @staticmethod
-    def _alike(model: Any, stack: str, first: str, other: str) -> list[str]:
-        """Names of the parameters that both layers have. Raises ValueError where they differ."""
-        one, two = (
-            {n: tuple(p.shape) for n, p in _parameters(model.base_model.get_submodule(layer))}
+    def _common_names(model: Any, stack: str, first: str, other: str) -> list[str]:
+        """Names of the parameters of both layers. Raises ValueError if their names or shapes differ."""
+        first_shapes, other_shapes = (
+            {name: tuple(tensor.shape) for name, tensor in _parameters(model.base_model.get_submodule(layer))}
             for layer in (first, other)
         )
-        for name in sorted(one.keys() | two.keys()):
-            if one.get(name) != two.get(name):
+        for name in sorted(first_shapes.keys() | other_shapes.keys()):
+            if first_shapes.get(name) != other_shapes.get(name):
                 raise ValueError(
-                    f"LayerSharing: two layers of stack {stack!r} that share their parameters are of unlike shape: {name!r} is "
-                    f"{one.get(name)} in {first!r} and {two.get(name)} in {other!r}; give them one setting"
+                    f"LayerSharing: two layers of stack {stack!r} that share their parameters have different shapes: {name!r} is "
+                    f"{first_shapes.get(name)} in {first!r} and {other_shapes.get(name)} in {other!r}; give them one setting"
                 )
-        return list(two)
+        return list(other_shapes)
 
     @torch.no_grad()
     def convert(self, old: Any, new: Model) -> None:
         architecture = new.architecture
-        after = self._shared(architecture, new.config)
-        for stack, before in self._shared(architecture, old.config).items():
-            layers = architecture.stacks[stack].layers
-            from_all = [old.base_model.get_submodule(layers.format(number)) for number in range(before)]
-            of_own = _stretched(before, after[stack])
-            for sources, targets in zip(_parts(before, self.groups), _parts(after[stack], self.groups), strict=True):
-                start = self._start([from_all[number] for number in sources])
-                for number in targets:
-                    own = from_all[of_own[number]].state_dict()
+        new_depths = self._shared(architecture, new.config)
+        for stack, old_depth in self._shared(architecture, old.config).items():
+            layers, new_depth = architecture.stacks[stack].layers, new_depths[stack]
+            old_layers = [old.base_model.get_submodule(layers.format(number)) for number in range(old_depth)]
+            source_numbers = _stretched(old_depth, new_depth)
+            groups = zip(_groups(old_depth, self.groups), _groups(new_depth, self.groups), strict=True)
+            for old_numbers, new_numbers in groups:
+                start = self._start_values([old_layers[number] for number in old_numbers])
+                for number in new_numbers:
+                    own = old_layers[source_numbers[number]].state_dict()
                     name = layers.format(number)
                     shared = {n: value for n, value in start.items() if self._is_shared(architecture, f"{name}.{n}")}
                     new.base_model.get_submodule(name).load_state_dict(own | shared)
 
-    def _start(self, group: list[Any]) -> dict[str, torch.Tensor]:
+    def _start_values(self, group: list[Any]) -> dict[str, torch.Tensor]:
+        """The state dict that the layers of a group start from."""
         if self.start == "middle":
             return group[len(group) // 2].state_dict()
         for module in (module for layer in group for module in layer.modules()):
             if isinstance(module, Derived):
                 raise ValueError(
-                    f"LayerSharing: the mean of what {type(module).__name__} holds is not that of the layers; put LayerSharing "
-                    "first, or use start='middle'"
+                    f"LayerSharing: the mean of the tensors in a {type(module).__name__} is not the mean of its weights; put "
+                    "LayerSharing first, or use start='middle'"
                 )
         states = [layer.state_dict() for layer in group]
         return {name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]}
 
     def merge(self, model: Model, architecture: Architecture) -> None:
-        """Nothing to undo: the native model gets a copy of the parameters for each layer."""
+        """Does nothing: the native model gets a copy of the parameters for each layer."""
 
 
 def _parameters(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """By name, with what stands for them where they are quantised."""
+    """(name, tensor) of each parameter, and of the buffers of quantised weights."""
     yield from layer.named_parameters(remove_duplicate=False)
     for name, module in layer.named_modules():
         if isinstance(module, Quantized):
-            yield from ((f"{name}.{each}", module.get_buffer(each)) for each in STORED)
+            yield from ((f"{name}.{buffer}", module.get_buffer(buffer)) for buffer in STORED)
 
 
-def _parts(depth: int, groups: int) -> list[list[int]]:
-    """The layers of each group, as ALBERT divides them: sizes differ by one at most."""
-    return [[layer for layer in range(depth) if layer * groups // depth == group] for group in range(groups)]
+def _groups(depth: int, count: int) -> list[list[int]]:
+    """The layers of each of `count` groups, as ALBERT divides them: sizes differ by at most one."""
+    return [[layer for layer in range(depth) if layer * count // depth == group] for group in range(count)]
 
 
-def _stretched(before: int, after: int) -> list[int]:
-    """For each of `after` layers, which of `before` it is like."""
-    return [place * before // after for place in range(after)]
+def _stretched(old_depth: int, new_depth: int) -> list[int]:
+    """For each layer of a stack of `new_depth` layers, the number of the old layer that it copies."""
+    return [number * old_depth // new_depth for number in range(new_depth)]

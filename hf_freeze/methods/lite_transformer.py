@@ -10,7 +10,8 @@ from hf_freeze.architectures.base import Architecture, Attention
 from hf_freeze.layers.convolution import KINDS, KernelConvolution
 from hf_freeze.layers.long_short import LongShortAttention
 from hf_freeze.methods._blocks import check_blocks, with_blocks
-from hf_freeze.methods._linear import check_positive, check_ranks_list, check_share, set_field
+from hf_freeze.methods._checks import check_choice, check_positive, check_positive_list, check_share
+from hf_freeze.methods._linear import set_field
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.registry import register_method
 
@@ -26,19 +27,19 @@ _WIDEST = 1 << 10
 )
 @dataclass(frozen=True, kw_only=True)
 class LiteTransformer(Method):
-    """Every self-attention becomes two branches whose outputs lie side by side (`layers/long_short.py`): the first half of the H
-    channels attends, with `heads` heads; the second half is convolved over time, layer l with `kernels[l]` taps and
-    `conv_heads` kernels for all its channels, around the token in an encoder and up to it in a decoder (`layers/convolution.py`).
-    The FFN, which mixes the two, has H neurons; cross-attentions stay as they are.
+    """Replace every self-attention by two branches whose outputs are concatenated (`layers/long_short.py`). The first half of the
+    H channels attends, with `heads` heads. The second half is convolved over time: layer l has `kernels[l]` taps and
+    `conv_heads` kernels for all its channels, centred on the token in an encoder and ending at it in a decoder
+    (`layers/convolution.py`). The FFN, which mixes the branches, gets H neurons; cross-attentions stay unchanged.
 
-    `conv`: "dynamic" makes the kernels of the token, as for WMT in the paper; "lightweight" has parameters for them, and no gate.
-    `conv_dropout` leaves out taps in training (DropConnect). Surplus `kernels` are not used. Published, for translation: six
-    layers in each stack, ReLU, cosine schedule.
+    `conv`: "dynamic" computes the kernels from the token, as the paper does for WMT; "lightweight" learns them as parameters, and
+    has no gate. `conv_dropout` drops taps in training (DropConnect). Surplus `kernels` are ignored. The published translation
+    models have six layers in each stack, ReLU and a cosine schedule.
 
-    The blocks train from scratch: the backbone is a config. No native model has them, so `merge()` is refused.
+    The blocks train from scratch: the backbone is a config. `merge()` raises an error, because no native model has such blocks.
 
-    Raises ValueError for a kernel that is even, for fewer kernels than layers, for heads that do not divide half of the hidden
-    size, and where another method has changed an attention or FFN before.
+    Raises ValueError for an even kernel size, fewer kernels than layers, heads that do not divide half of the hidden size, and
+    an attention or FFN that another method has changed.
     """
 
     replaces_blocks: ClassVar[bool] = True
@@ -49,15 +50,14 @@ class LiteTransformer(Method):
     conv_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        set_field(self, "kernels", check_ranks_list(self.kernels, "LiteTransformer: kernels"))
+        set_field(self, "kernels", check_positive_list(self.kernels, "LiteTransformer", "kernels"))
         for taps in self.kernels:
             if taps % 2 == 0 or taps > _WIDEST:
                 raise ValueError(f"LiteTransformer(kernels={self.kernels!r}): {taps} must be odd and below {_WIDEST}")
-        if self.conv not in KINDS:
-            raise ValueError(f"LiteTransformer(conv={self.conv!r}): choose from {list(KINDS)}")
+        check_choice(self.conv, KINDS, "LiteTransformer", "conv")
         for name in ("heads", "conv_heads"):
-            check_positive(getattr(self, name), f"LiteTransformer: {name}")
-        check_share(self.conv_dropout, "LiteTransformer: conv_dropout", below_one=True)
+            check_positive(getattr(self, name), "LiteTransformer", name)
+        check_share(self.conv_dropout, "LiteTransformer", "conv_dropout", below_one=True)
 
     def check(self, architecture: Architecture, config: Any) -> None:
         check_blocks(architecture, config, "LiteTransformer")
@@ -74,11 +74,11 @@ class LiteTransformer(Method):
                     f"LiteTransformer({name}={getattr(self, name)}): must divide half of the hidden size {hidden}"
                 )
 
-    def _size(self, config: Any) -> int:
+    def _head_size(self, config: Any) -> int:
         return config.hidden_size // 2 // self.heads
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
-        half, size = model.config.hidden_size // 2, self._size(model.config)
+        half, size = model.config.hidden_size // 2, self._head_size(model.config)
         for name, attention in architecture.attentions(model.config).items():
             if name.endswith(".self"):
                 surgery.resize_attention(model, attention, self.heads, size, self.name, inputs=half, outputs=half)
@@ -96,13 +96,13 @@ class LiteTransformer(Method):
         surgery.resize_ffns(model, architecture, model.config.hidden_size, self.name)
 
     def describe(self, architecture: Architecture, config: Any) -> Architecture:
-        def attention(kind: str, former: Attention) -> Attention:
+        def describe_attention(kind: str, attention: Attention) -> Attention:
             if kind != "self":
-                return former
-            sizes: dict[str, Any] = {"heads": self.heads, "size": self._size(config)}
-            return former.inside("attention", others=(f"{former.module}.conv.*",), **sizes)
+                return attention
+            sizes: dict[str, Any] = {"heads": self.heads, "size": self._head_size(config)}
+            return attention.inside("attention", others=(f"{attention.module}.conv.*",), **sizes)
 
-        return with_blocks(architecture, attention)
+        return with_blocks(architecture, describe_attention)
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         raise ValueError(

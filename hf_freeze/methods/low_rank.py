@@ -9,17 +9,19 @@ from torch import nn
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.layers import LowRankLinear
 from hf_freeze.layers.derived import features
-from hf_freeze.methods._linear import FactorizedMethod, check_positive, glorot_std
+from hf_freeze.methods._checks import check_positive
+from hf_freeze.methods._linear import FactorizedMethod, glorot_std
 from hf_freeze.methods.registry import register_method
 
 
 @register_method("low_rank", example={"rank": 4}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
 class LowRank(FactorizedMethod):
-    """W ≈ up · down with an inner size of `rank`: smaller if rank < I O / (I + O) for I inputs and O outputs.
+    """Replace each weight W by a product up · down with an inner size of `rank`. It is smaller than W if
+    rank < I O / (I + O), for I inputs and O outputs.
 
-    From trained weights: the nearest of this rank, U √S and √S Vᵀ. Fresh: the variance of the dense initialisation.
-    `rank` may be a dict from the name of a linear to its rank; what it does not name stays dense (`analysis.choose_ranks`).
+    From trained weights: the nearest matrix of this rank, as U √S and √S Vᵀ. Fresh: the variance of the dense initialisation.
+    `rank` may be a dict from the name of a linear to its rank (`analysis.choose_ranks`); linears outside the dict stay dense.
     `components`, `layers`: which linears. `execution`: how inference computes (`hf_freeze.layers.factorized`).
 
     Raises ValueError for a rank below 1 or above min(I, O), an unknown linear, component, layer or execution, or a linear that
@@ -32,13 +34,13 @@ class LowRank(FactorizedMethod):
         super().__post_init__()
         if isinstance(self.rank, dict):
             for name, rank in self.rank.items():
-                check_positive(rank, f"LowRank: rank[{name!r}]")
+                check_positive(rank, "LowRank", f"rank[{name!r}]")
             if not self.rank:
                 raise ValueError("LowRank(rank={}) names no linear")
         else:
-            check_positive(self.rank, "LowRank: rank")
+            check_positive(self.rank, "LowRank", "rank")
 
-    def per_linear(self) -> Iterable[str] | None:
+    def named_linears(self) -> Iterable[str] | None:
         return self.rank if isinstance(self.rank, dict) else None
 
     def make(self, linear: Any, name: str, model: Any) -> nn.Module:
@@ -47,9 +49,12 @@ class LowRank(FactorizedMethod):
 
 
 def _dense_std(linear: Any, name: str, model: Any) -> float:
-    """Of a fresh dense weight: Glorot's for Marian's initialisation, where fused projections count one by one; else that of the
-    weight as the backbone has just drawn it, because some scale it by the depth. Where nothing is drawn (on meta, or before
-    trained weights are filled in), any."""
+    """Standard deviation of a fresh dense weight.
+
+    Marian's initialisation: Glorot's, with each fused projection as a matrix of its own. Otherwise that of the weight that the
+    backbone has just drawn, because some backbones scale it by depth. If no weight has been drawn (on meta, or before trained
+    weights are loaded), the value does not matter, and Glorot's serves.
+    """
     if model is not None and getattr(model.config, "init", None) == "marian":
         inputs, outputs = features(linear)
         return (2 / (inputs + outputs // architecture_for(model).parts(f"{name}.weight"))) ** 0.5

@@ -7,7 +7,7 @@ from torch import nn
 
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.masked import Masked, prune_smallest
-from hf_freeze.methods._linear import check_share
+from hf_freeze.methods._checks import check_choice, check_share, check_training_span, training_span
 from hf_freeze.methods._ramps import in_stages, ramp
 from hf_freeze.methods._sparse import SparseMethod
 from hf_freeze.methods.base import Model
@@ -20,12 +20,14 @@ _SCOPES = ("global", "layer")
 @register_method("magnitude_pruning", example={"sparsity": 0.5}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
 class MagnitudePruning(SparseMethod):
-    """Zero the share `sparsity` of the weights, the smallest of all chosen linears together (`scope="global"`) or of each
-    (`"layer"`). The mask acts in the forward, so it holds after every step of every optimiser. Biases stay.
+    """Zero the share `sparsity` of the weights with the smallest magnitudes, ranked over all chosen linears together
+    (`scope="global"`) or in each linear (`"layer"`). The mask acts in the forward, so it holds after every step of every
+    optimiser. Biases are not pruned.
 
-    With neither `begin` nor `end` it happens in `make_variant`. Else the sparsity rises as 1 - (1 - t)³ of its final value
-    between these shares of training (None: 0 and 1), in a hundred steps of equal length; what is pruned stays pruned. That
-    needs `VariantCallback` or `model.advance`. `finalize()` prunes to the full sparsity and stores what is left sparse.
+    With neither `begin` nor `end`, `make_variant` prunes. Otherwise the sparsity rises as 1 - (1 - t)³ of its final value
+    between these shares of training (None: 0 and 1), in a hundred stages of equal length, and pruned weights stay pruned. The
+    rise needs `VariantCallback` or `model.advance`. `finalize()` prunes to the full sparsity and stores the remaining weights
+    in a sparse format.
 
     Raises ValueError for a sparsity outside [0, 1), an unknown scope, component or layer, a begin or end outside 0..1 or in the
     wrong order, or a linear that another method has changed.
@@ -38,29 +40,16 @@ class MagnitudePruning(SparseMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share(self.sparsity, "MagnitudePruning: sparsity", below_one=True)
-        if self.scope not in _SCOPES:
-            raise ValueError(f"MagnitudePruning(scope={self.scope!r}): choose from {list(_SCOPES)}")
-        for name in ("begin", "end"):
-            if getattr(self, name) is not None:
-                check_share(getattr(self, name), f"MagnitudePruning: {name}")
-        begin, end = self.span
-        if begin >= end:
-            raise ValueError(
-                f"MagnitudePruning(begin={self.begin!r}, end={self.end!r}): begin must be below end (None: 0 and 1)"
-            )
-
-    @property
-    def span(self) -> tuple[float, float]:
-        """(begin, end) as shares of training."""
-        return self.begin or 0.0, 1.0 if self.end is None else self.end
+        check_share(self.sparsity, "MagnitudePruning", "sparsity", below_one=True)
+        check_choice(self.scope, _SCOPES, "MagnitudePruning", "scope")
+        check_training_span(self.begin, self.end, "MagnitudePruning")
 
     @property
     def parts(self) -> tuple[Part, ...]:
         gradual = self.finalizable and (self.begin, self.end) != (None, None)
         return (_RisingSparsity(self),) if gradual else ()
 
-    def unfinished(self, linear: Any, name: str) -> nn.Module:
+    def training_module(self, linear: Any) -> nn.Module:
         return Masked.from_linear(linear)
 
     def prepare(self, model: Model, architecture: Architecture) -> None:
@@ -73,18 +62,18 @@ class MagnitudePruning(SparseMethod):
         return super().finalize(model, architecture)
 
     def prune(self, model: Model, architecture: Architecture, sparsity: float) -> None:
-        """Mask the smallest weights, so that this share of them is zero."""
+        """Mask the weights with the smallest magnitudes, so that the share `sparsity` of all is zero."""
         prune_smallest([module for _, module in self.modules(model, architecture)], sparsity, self.scope)
 
 
 class _RisingSparsity(Schedule):
-    """Zhu & Gupta (2017), equation 1, in a hundred stages."""
+    """The sparsity by equation 1 of Zhu & Gupta (2017), in a hundred stages."""
 
     def __init__(self, method: MagnitudePruning) -> None:
         self.method = method
 
     def values(self, step: int, total_steps: int) -> dict[str, float]:
-        begin, end = self.method.span
+        begin, end = training_span(self.method.begin, self.method.end)
         share = ramp("cubic", in_stages((step / total_steps - begin) / (end - begin)))
         return {"sparsity": self.method.sparsity * share}
 

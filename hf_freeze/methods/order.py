@@ -1,4 +1,5 @@
-"""Which methods may follow which: the only place that refuses an order, from the facts that methods declare."""
+"""The order of methods: decides from the facts that methods declare whether a method may follow others. No other module refuses
+an order."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -6,7 +7,7 @@ from hf_freeze.methods.base import Method
 
 
 def check_order(method: Method, earlier: Sequence[Method]) -> None:
-    """Raise ValueError, in one line that names a way out, if `method` cannot be applied after the methods in `earlier`."""
+    """Raise ValueError if `method` cannot be applied after the methods in `earlier`. The one-line message names a way out."""
     for before in earlier:
         reason = _conflict(method, before)
         if reason is not None:
@@ -16,7 +17,7 @@ def check_order(method: Method, earlier: Sequence[Method]) -> None:
 def check_shared_layers(
     methods: Sequence[Method], ties: Mapping[str, str], layer_of: Callable[[str], tuple[str, int] | None]
 ) -> None:
-    """Raise ValueError if a method freezes one of two layers that share their parameters, and not the other.
+    """Raise ValueError if a method freezes only one of two layers that share their parameters.
 
     `ties`: parameter -> the parameter whose values it shares; `layer_of`: parameter -> (stack, layer).
     """
@@ -25,24 +26,24 @@ def check_shared_layers(
     for method in methods:
         layers = getattr(method, "layers", None) if method.freezes else None
         for (stack, one), (_, other) in shared:
-            named = (layers or {}).get(stack)
-            if named is not None and (one in named) != (other in named):
+            numbers = (layers or {}).get(stack)
+            if numbers is not None and (one in numbers) != (other in numbers):
                 raise ValueError(
-                    f"{method.name!r} of layers {named} of stack {stack!r}: layers {sorted((one, other))} share their "
+                    f"{method.name!r} of layers {numbers} of stack {stack!r}: layers {sorted((one, other))} share their "
                     "parameters; name all of them or none"
                 )
 
 
 def _conflict(method: Method, before: Method) -> str | None:
-    """The rest of the refusal; None if `method` may follow `before`."""
+    """The reason why `method` may not follow `before`, as the end of the message; None if it may."""
     own = type(method).__name__
     first = f"put {own} first"
     if type(method) is type(before) and not method.repeatable:
-        return ": it acts once; give one setting, or finalize() and merge() before the second"
+        return ": it can be applied only once; give one setting, or finalize() and merge() before the second"
     if method.renumbers is not None and method.renumbers in before.refers_to:
         return f", which names {method.renumbers} by number: the {method.renumbers} get new numbers; {first}"
     if method.replaces_blocks and before.finalizable:
-        return f", which training ends with dropping or fixing parts of the old blocks; {first}"
+        return f", which needs the old blocks until finalize(); {first}"
     if method.replaces_blocks and before.replaces_blocks:
         return ", which has put in other blocks; leave one of the two out"
     if (method.shares_layers and before.keeps_masks) or (method.keeps_masks and before.shares_layers):

@@ -1,6 +1,7 @@
-"""What only some methods have: small objects that a method owns and returns from `Method.parts`; and what methods use of a model.
+"""Parts: optional abilities of a method, as small objects that `Method.parts` returns; and `Model`, the part of a variant's
+interface that methods use.
 
-The model asks for a part by its type, `method.part(Schedule)`, and gets None where the method has no such part.
+The model asks for a part by its type: `method.part(Schedule)` is None for a method without a schedule.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from hf_freeze.seeded import Origin
 
 
 class Model(Protocol):
-    """What methods use of a variant."""
+    """The interface of a variant that methods use."""
 
     config: Any
     methods: list[Any]
@@ -48,7 +49,8 @@ def parts_of(methods: Iterable[Any], kind: type[P]) -> Iterator[tuple[Any, P]]:
 
 
 class Schedule(Part):
-    """Settings that follow the progress of training, as a function of the step alone: a resumed run continues exactly.
+    """Settings that change with the progress of training. They are a function of the step alone, so a resumed run continues
+    exactly.
 
     Training then needs `VariantCallback` or `model.advance`; without either, the first step raises an error.
     """
@@ -59,34 +61,34 @@ class Schedule(Part):
         return False
 
     def values(self, step: int, total_steps: int) -> dict[str, float]:
-        """Description in words -> value when `step` of `total_steps` are done; reports plot these."""
+        """Description in words -> value after `step` of `total_steps` steps. Reports plot these values."""
         raise NotImplementedError
 
     def advance(self, model: Model, architecture: Architecture, step: int, total_steps: int) -> None:
-        """Set what `step` decides (a rate, a mask, a draw), and nothing else. Runs before every optimiser step: keep it cheap."""
+        """Set only what depends on `step`: a rate, a mask, a draw. Runs before every optimiser step, so it must be cheap."""
 
     def rewind(self, model: Model, architecture: Architecture) -> None:
-        """Undo what holds for one step alone, such as a draw."""
+        """Undo settings of a single step, such as a draw."""
 
 
 class FreezePhase(Schedule):
-    """A schedule that freezes for a part of training what `Method.freeze` names."""
+    """A schedule that freezes the parameters of `Method.freeze` during a part of training."""
 
     def frozen_at(self, progress: float | None) -> bool:
-        """Whether it is frozen when this share of training is done. None stands for before training, when optimisers are made:
-        what is frozen for a while must not be frozen then."""
+        """Whether the parameters are frozen after the share `progress` of training. None means before training, when optimisers
+        are created: it must be False then, or the optimiser would leave the parameters out."""
         raise NotImplementedError
 
 
 def frozen_at(method: Any, progress: float | None) -> bool:
-    """Whether what `method.freeze` names is frozen when this share of training is done (None: before training)."""
+    """Whether the parameters of `method.freeze` are frozen after the share `progress` of training (None: before training)."""
     phase = method.part(FreezePhase)
     return phase is None or phase.frozen_at(progress)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One forward in training: its `inputs` by name, its `outputs`, and the outputs `seen` of the modules that are watched."""
+    """One forward in training: its `inputs` by name, its `outputs`, and in `seen` the outputs of the watched modules by name."""
 
     inputs: dict[str, Any]
     outputs: Any
@@ -96,15 +98,15 @@ class Step:
 class Objective(Part):
     """A term that training adds to the mean loss per label."""
 
-    label_weight: float = 1.0  # factor on the loss of the labels
+    label_weight: float = 1.0  # factor of the loss of the labels
     needs_teacher: bool = False  # whether training needs `model.set_teacher`
 
     def loss(self, model: Model, architecture: Architecture, step: Step | None = None) -> torch.Tensor | None:
-        """A scalar that counts once per optimiser step. `step`: the forward that it belongs to; None outside of one."""
+        """A scalar that counts once per optimiser step. `step`: the forward that it belongs to; None outside a forward."""
         raise NotImplementedError
 
     def watched(self, model: Model, architecture: Architecture) -> Iterable[str]:
-        """Names, below the base model, of the modules whose outputs `loss` finds in `step.seen`."""
+        """Names, below the base model, of the modules whose outputs `loss` reads from `step.seen`."""
         return ()
 
     def check_teacher(self, model: Model, architecture: Architecture, teacher: Any) -> None:
@@ -133,13 +135,14 @@ class SeededValues(Part):
 
 @dataclass(frozen=True)
 class Selection(Part):
-    """The method keeps weights by position. After a Freeze that made them random, what is kept stays a slice of its definition.
+    """The method keeps weights by position. So if a Freeze has made the weights random, the kept ones remain a slice of the
+    seeded tensor, and a seed can still regenerate them.
 
-    `origins(model, architecture)`: parameter after `restructure` -> where its values come from, names below the base model;
-    others stay as they are. Called before `restructure`, also on `meta`. A setting whose rule depends on values keeps the first
-    positions here: fresh weights are all alike.
-    `decided(old, architecture)`: the same method with positions instead of such a rule, so that the config says which slice of
-    a seeded tensor is kept; None if it always names positions.
+    `origins(model, architecture)`: parameter after `restructure` -> origin of its values, with names below the base model;
+    unnamed parameters keep their values. Called before `restructure`, also on `meta`. A setting that chooses by value keeps the
+    first positions here, because fresh weights all have the same distribution.
+    `decided(old, architecture)`: the same method with positions instead of a choice by value, so that the config defines the
+    slice of a seeded tensor; None if the method always names positions.
     """
 
     origins: Callable[[Model, Architecture], dict[str, Origin]]
@@ -147,8 +150,8 @@ class Selection(Part):
 
 
 class ResizedTables(Part):
-    """Token tables that `resize_token_embeddings` of the backbone does not fully understand."""
+    """Token tables that `resize_token_embeddings` of the backbone does not resize completely."""
 
     def follow_resize(self, model: Any, architecture: Architecture) -> None:
-        """Bring the model in line after the backbone has resized its tables."""
+        """Complete the resizing after the backbone has resized its tables."""
         raise NotImplementedError

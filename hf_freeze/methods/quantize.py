@@ -10,6 +10,7 @@ from torch import nn
 from hf_freeze import surgery
 from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, full_name
 from hf_freeze.layers.quantized import SCHEMES, STORED, QuantizedEmbedding, QuantizedLinear, check_installed
+from hf_freeze.methods._checks import check_choice
 from hf_freeze.methods._linear import LinearMethod
 from hf_freeze.methods.base import Model
 from hf_freeze.methods.registry import register_method
@@ -18,19 +19,20 @@ from hf_freeze.methods.registry import register_method
 @register_method("quantize", example={"scheme": "nf4", "components": ["ffn", "embeddings"]}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
 class Quantize(LinearMethod):
-    """Hold the weights of `components` in `scheme`: `"int8"` takes 1 byte a weight and 4 a row of the matrix; `"nf4"` and `"fp4"`
-    take half a byte a weight and 4 for 64. It freezes them: nothing trains weights of so few bits. Biases, and what else is
-    there, train on unless Freeze names them. `hf_freeze.layers.quantized` says how it is computed.
+    """Store the weights of `components` in `scheme`: `"int8"` takes 1 byte per weight and 4 bytes per row of the matrix; `"nf4"`
+    and `"fp4"` take half a byte per weight and 4 bytes per 64 weights. Quantised weights are frozen, because they have too few
+    bits to train. Biases and all other parameters train unless Freeze names them. `hf_freeze.layers.quantized` explains the
+    computation.
 
-    `components`: the linears of `"attention"` and `"ffn"`, in `layers`, and `"embeddings"`: the tables of tokens and the output
-    matrix, tied or not. Tables of positions, norms and the heads of other tasks stay as they are. Needs bitsandbytes, the extra
-    `quantize`. Fresh weights of a config are drawn as ever before they are quantised.
+    `components`: the linears of `"attention"` and `"ffn"`, in `layers`, and `"embeddings"`: the token tables and the output
+    matrix, tied or not. Position tables, norms and the heads of other tasks stay unchanged. Needs bitsandbytes, the extra
+    `quantize`. Fresh weights of a config are drawn as usual and then quantised.
 
-    What is drawn from a seed is refused: it takes no byte, and would take some. Factors, and other layers that a method has made,
-    are refused too. `merge()` gives the dense weights that it computes with.
+    Weights drawn from a seed are refused: they take no storage, and quantised they would. Factors and other layers that a method
+    has put in are refused too. `merge()` gives the dense weights that quantised layers compute with.
 
-    Raises ValueError for an unknown scheme, component or layer, what is drawn from a seed, what another method has changed,
-    weights that are not finite, and where bitsandbytes is missing.
+    Raises ValueError for an unknown scheme, component or layer, weights drawn from a seed, a module that another method has
+    changed, weights that are not finite, and a missing bitsandbytes.
     """
 
     converts_fresh: ClassVar[bool] = True
@@ -41,28 +43,27 @@ class Quantize(LinearMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scheme not in SCHEMES:
-            raise ValueError(f"Quantize(scheme={self.scheme!r}): choose from {list(SCHEMES)}")
+        check_choice(self.scheme, SCHEMES, "Quantize", "scheme")
 
     @property
-    def _linears(self) -> list[str]:
+    def _linear_components(self) -> list[str]:
         return [component for component in self.components if component != "embeddings"]
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
-        if self._linears:
+        if self._linear_components:
             super().check(architecture, config)
         elif self.layers is not None:
-            raise ValueError(f"Quantize(layers={self.layers!r}): embeddings lie in no layer; leave it out")
+            raise ValueError(f"Quantize(layers={self.layers!r}): embeddings lie in no layer; leave layers out")
 
     def linear_names(self, architecture: Architecture, config: Any) -> list[str]:
-        return surgery.linear_names(architecture, config, self._linears, self.layers)
+        return surgery.linear_names(architecture, config, self._linear_components, self.layers)
 
     def make(self, linear: Any, name: str, model: Any) -> nn.Module:
         return QuantizedLinear(linear, self.scheme)
 
     def _tables(self, model: Model, architecture: Architecture) -> dict[str, Any]:
-        """Full name -> module, of all that has a row for each token."""
+        """Full name -> module, for each module with a row for each token."""
         return surgery.vocabulary_modules(model, architecture) if "embeddings" in self.components else {}
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
@@ -70,33 +71,30 @@ class Quantize(LinearMethod):
         self._check_stored(model, architecture)
         super().restructure(model, architecture)
         for name, module in self._tables(model, architecture).items():
-            table = isinstance(module, nn.Embedding)
-            found: Any = surgery.native_module(model, name, nn.Embedding if table else nn.Linear, self.name)
-            made = QuantizedEmbedding(found, self.scheme) if table else QuantizedLinear(found, self.scheme)
-            surgery.replace_by_full_name(model, name, made)
+            is_table = isinstance(module, nn.Embedding)
+            native: Any = surgery.native_module(model, name, nn.Embedding if is_table else nn.Linear, self.name)
+            quantized = QuantizedEmbedding(native, self.scheme) if is_table else QuantizedLinear(native, self.scheme)
+            surgery.replace_by_full_name(model, name, quantized)
 
     def _check_stored(self, model: Model, architecture: Architecture) -> None:
-        named = [full_name(model, name) for name in self.linear_names(architecture, model.config)]
-        named += self._tables(model, architecture)
+        """Raise ValueError if an earlier method draws one of the weights from a seed."""
+        names = [full_name(model, name) for name in self.linear_names(architecture, model.config)]
+        names += self._tables(model, architecture)
         for method in model.methods:
             for name, definition in method.freeze(model, architecture):
-                if definition is not None and name.removesuffix(".weight") in named:
+                if definition is not None and name.removesuffix(".weight") in names:
                     raise ValueError(
-                        f"method {self.name!r}: {name!r} is drawn from a seed by {method.name!r}, which stores nothing of it; "
-                        "leave it out by components= or layers="
+                        f"method {self.name!r}: {method.name!r} draws {name!r} from a seed and stores nothing for it; leave it "
+                        "out by components= or layers="
                     )
 
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
-        """The tables that the backbone ties."""
-        sources = {
-            name: model.all_tied_weights_keys.get(f"{name}.weight") for name in self._tables(model, architecture)
-        }
-        return {
-            f"{name}.{each}": f"{source.removesuffix('.weight')}.{each}"
-            for name, source in sources.items()
-            if source is not None
-            for each in STORED
-        }
+        """The buffers of the tables that the backbone ties."""
+        ties: dict[str, str] = {}
+        for name in self._tables(model, architecture):
+            if (source := model.all_tied_weights_keys.get(f"{name}.weight")) is not None:
+                ties |= surgery.ties_to_module(name, source, STORED)
+        return ties
 
     @torch.no_grad()
     def convert(self, old: Any, new: Model) -> None:
@@ -110,6 +108,6 @@ class Quantize(LinearMethod):
     def merge(self, model: Model, architecture: Architecture) -> None:
         super().merge(model, architecture)
         for name, module in self._tables(model, architecture).items():
-            table = isinstance(module, nn.Embedding)
-            dense = surgery.dense_table(module) if table else surgery.dense_linear(module)
+            is_table = isinstance(module, nn.Embedding)
+            dense = surgery.dense_table(module) if is_table else surgery.dense_linear(module)
             surgery.replace_by_full_name(model, name, dense)

@@ -1,4 +1,4 @@
-"""METHODS, the decorator that fills it, and methods as plain data."""
+"""METHODS, the decorator that registers a method there, and the conversion of methods to plain data and back."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ def register_method(
     from_scratch: bool = False,
     architectures: Iterable[str] | None = None,
 ) -> Callable[[M], M]:
-    """Class decorator: enter a method under `name`, with the facts that the contract tests read."""
+    """Class decorator: register a method under `name`, with the facts that the contract tests read."""
 
     def register(cls: M) -> M:
         if name in METHODS:
@@ -45,8 +45,8 @@ def method_to_dict(method: Method) -> dict[str, Any]:
 
 
 def stored_fields(method: type[Method]) -> list[str]:
-    """Names of the fields of a method that its config holds: all but what only a process has, such as a teacher."""
-    return [each.name for each in fields(method) if not each.metadata.get("runtime")]
+    """Names of the fields of a method that its config holds: all except runtime objects, such as a teacher."""
+    return [field.name for field in fields(method) if not field.metadata.get("runtime")]
 
 
 def method_from_dict(data: Any) -> Method:

@@ -16,13 +16,15 @@ from hf_freeze.methods.registry import register_method
 @register_method("tensor_train", example={"rank": 4}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
 class TensorTrain(ShapedMethod):
-    """A TT-matrix with d cores of (r_{k-1}, n_k, m_k, r_k): Σ r_{k-1} n_k m_k r_k parameters.
+    """Replace each weight by a TT-matrix: d cores of (r_{k-1}, n_k, m_k, r_k), with Σ r_{k-1} n_k m_k r_k parameters.
 
-    `rank`: of all bonds, less where less is full. Or `ranks`: all of them, `[1, r_1, ..., r_{d-1}, 1]`, or a dict from the name
-    of a linear to them; what it does not name stays dense. `shape`: two lists of equally many factors, such as
-    `((2, 4, 8, 4, 2), (4, 4, 8, 4, 4))` for 512 and 2048: each dimension takes the list whose product it is, so that one setting
-    serves both matrices of an FFN; None: balanced factors, of about 4 for the smaller dimension.
-    From trained weights: TT-SVD. Fresh: cores of equal variance, so that the weight has Glorot's, 2 / (inputs + outputs).
+    `rank`: the rank of every bond, limited to the full rank of the bond. Or `ranks`: the ranks of all bonds,
+    `[1, r_1, ..., r_{d-1}, 1]`, or a dict from the name of a linear to such a list; linears outside the dict stay dense.
+    `shape`: two lists with the same number of factors, such as `((2, 4, 8, 4, 2), (4, 4, 8, 4, 4))` for 512 and 2048. Each
+    dimension takes the list whose product it is, so that one setting serves both matrices of an FFN. None: balanced factors, of
+    about 4 for the smaller dimension.
+    From trained weights: TT-SVD. Fresh: cores of equal variance, so that the weight has Glorot's variance,
+    2 / (inputs + outputs).
     `components`, `layers`: which linears. `execution`: how inference computes (`hf_freeze.layers.factorized`).
 
     Raises ValueError for ranks below 1, above the full rank or of the wrong number, a shape whose products are not the

@@ -14,7 +14,8 @@ from hf_freeze.architectures.base import (
     is_of_predecessor,
 )
 from hf_freeze.layers.layer_forward import Replaced
-from hf_freeze.methods._linear import check_seed, set_field
+from hf_freeze.methods._checks import check_choice, check_positive_share, check_seed, is_number
+from hf_freeze.methods._linear import set_field
 from hf_freeze.methods._ramps import RAMPS, ramp
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import Part, Schedule, Selection
@@ -25,39 +26,42 @@ _INITS = ("first", "alternate")
 _TRAIN = ("successor", "all")
 
 
-def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-    )  # an integer may be larger
+def _is_float(value: Any) -> bool:
+    """Whether `value` is a number that fits into a float; an int may be too large."""
+    return is_number(value) and abs(value) < 1e300
 
 
-def _upwards(steps: float) -> float:
-    """Whole steps; a number just above one by rounding is that one."""
+def _whole_steps(steps: float) -> float:
+    """`steps` rounded up. A value that exceeds an integer only by a rounding error counts as that integer."""
     return steps if steps > 1e15 else math.ceil(steps - 1e-9 * max(steps, 1))
 
 
 @register_method("theseus", example={"rate": 0.5, "train": "all"}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
 class Theseus(Method):
-    """Halve the depth, or divide it further: each layer of the shallow successor takes over an equal number of layers of the
-    backbone, its predecessor. In each step of training a draw, one for each such module, says which of the two runs; in eval mode
-    the successor always does. `finalize()` drops the predecessor, and `merge()` gives a native model of the new depth.
+    """Halve the depth, or divide it further. Each layer of the shallow successor replaces an equal number of consecutive layers
+    of the backbone, its predecessor; the two form a module. In each training step a draw for each module chooses which of the
+    two runs; in eval mode the successor always runs. `finalize()` drops the predecessors, and `merge()` gives a native model of
+    the new depth.
 
     `successor`: stack -> layers, such as `{"encoder": 3}`; other stacks stay whole. None: half of each stack, as in the paper.
-    A module is its successor with probability `rate` (None: .5), or as `schedule` says: `("linear", k, b)`, min(1, k·t + b)
-    after t steps of the optimiser, as in the paper's equation 6; `("linear", b)`, `("cosine", b)` or `("cubic", b)`, from b to
-    1 in `steps`. After `steps`, a number of steps or a share of training below 1, only successors run. None: with a schedule, at
-    the end of training; with `rate`, not before `finalize()`, after which one is to train on.
+
+    The successor of a module runs with the replacing rate: the constant `rate` (None: 0.5), or a `schedule`. `("linear", k, b)`
+    is min(1, k·t + b) after t optimiser steps, as in the paper's equation 6; `("linear", b)`, `("cosine", b)` and
+    `("cubic", b)` rise from b to 1 within `steps`. `steps` is a number of steps, or a share of training below 1; after it only
+    successors run. None: with a schedule, the end of training; with `rate`, predecessors run until `finalize()`, and training
+    should continue after that.
 
     The draws are a function of `seed` and the step, hence equal in all processes and in a resumed run; so training needs
     `VariantCallback` or `model.advance`. DistributedDataParallel needs `find_unused_parameters=True`.
 
-    `init`: the successor's layers start as the backbone's first ones, as in the released code, or as its every other
-    (`"alternate"`: the first of each module). `train`: `"successor"` alone, with embeddings and head frozen, as in the released
-    code; or `"all"` but the predecessor. This also holds after `finalize()`.
+    `init`: the successor starts from the backbone's `"first"` layers, as in the released code, or from the first layer of each
+    module (`"alternate"`). `train`: `"successor"` freezes embeddings, head and all other parameters, as in the released code;
+    `"all"` freezes only the predecessors. This also holds after `finalize()`.
 
     Raises ValueError for an unknown stack, a depth that does not divide the backbone's, a rate outside (0, 1], a schedule that
-    does not rise, or that does not end in training (then in its first step), and after a method that names layers.
+    does not rise, and after a method that refers to layers by number. A schedule that does not end within training raises it in
+    the first step.
     """
 
     renumbers: ClassVar[str | None] = "layers"
@@ -79,40 +83,39 @@ class Theseus(Method):
             )
         if self.rate is not None and self.schedule is not None:
             raise ValueError(f"Theseus(rate={self.rate!r}, schedule={self.schedule!r}): give one of them")
-        if self.rate is not None and not (_is_number(self.rate) and 0 < self.rate <= 1):
-            raise ValueError(f"Theseus(rate={self.rate!r}): must be a share above 0, at most 1")
-        if self.steps is not None and not self._fits(self.steps):
+        if self.rate is not None:
+            check_positive_share(self.rate, "Theseus", "rate")
+        if self.steps is not None and not self._are_steps(self.steps):
             raise ValueError(
                 f"Theseus(steps={self.steps!r}): must be None, a number of steps of at least 1, or a share of training in 0 < "
                 "steps < 1"
             )
         if self.schedule is not None:
             self._check_schedule(self.schedule)
-        for name, choices in (("init", _INITS), ("train", _TRAIN)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"Theseus({name}={getattr(self, name)!r}): choose from {list(choices)}")
+        check_choice(self.init, _INITS, "Theseus", "init")
+        check_choice(self.train, _TRAIN, "Theseus", "train")
         check_seed(self.seed, "Theseus")
         if type(self.finalized) is not bool:
             raise ValueError(f"Theseus(finalized={self.finalized!r}): must be False; finalize() sets it")
 
     @staticmethod
-    def _fits(steps: Any) -> bool:
-        return _is_number(steps) and (0 < steps < 1 or (type(steps) is int and steps >= 1))
+    def _are_steps(steps: Any) -> bool:
+        return _is_float(steps) and (0 < steps < 1 or (type(steps) is int and steps >= 1))
 
     def _check_schedule(self, schedule: Any) -> None:
-        what = f"Theseus(schedule={schedule!r}, steps={self.steps!r})"
-        named = isinstance(schedule, list | tuple) and len(schedule) in (2, 3) and schedule[0] in RAMPS
-        if not named or not all(map(_is_number, schedule[1:])) or (len(schedule) == 3 and schedule[0] != "linear"):
+        setting = f"Theseus(schedule={schedule!r}, steps={self.steps!r})"
+        has_shape = isinstance(schedule, list | tuple) and len(schedule) in (2, 3) and schedule[0] in RAMPS
+        if not has_shape or not all(map(_is_float, schedule[1:])) or (len(schedule) == 3 and schedule[0] != "linear"):
             raise ValueError(
-                f"{what}: must be ('linear', k, b), or one of {list(RAMPS)} with b, such as ('cosine', 0.3)"
+                f"{setting}: must be ('linear', k, b), or one of {list(RAMPS)} with b, such as ('cosine', 0.3)"
             )
-        set_field(self, "schedule", list(schedule))  # as JSON gives it back
+        set_field(self, "schedule", list(schedule))
         if not 0 <= schedule[-1] < 1:
-            raise ValueError(f"{what}: it starts at b={schedule[-1]!r}, which must be in 0 <= b < 1")
+            raise ValueError(f"{setting}: it starts at b={schedule[-1]!r}, which must be in 0 <= b < 1")
         if len(schedule) == 3 and schedule[1] <= 0:
-            raise ValueError(f"{what}: k={schedule[1]!r} must be above 0, or it never reaches 1")
+            raise ValueError(f"{setting}: k={schedule[1]!r} must be above 0, or the rate never reaches 1")
         if len(schedule) == 3 and self.steps is not None:
-            raise ValueError(f"{what}: with k, the steps follow from it; leave them out")
+            raise ValueError(f"{setting}: k determines the number of steps; leave steps out")
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers({stack: [] for stack in self.successor or {}}, config)
@@ -120,17 +123,17 @@ class Theseus(Method):
             before = architecture.depths(config)[stack]
             if before == 1:
                 raise ValueError(
-                    f"Theseus: stack {stack!r} has one layer, not more to replace; name other stacks by successor="
+                    f"Theseus: stack {stack!r} has one layer, which fewer cannot replace; name other stacks by successor="
                 )
             if before % depth or depth == before:
-                choices = [d for d in range(1, before) if before % d == 0]
+                choices = [divisor for divisor in range(1, before) if before % divisor == 0]
                 raise ValueError(
                     f"Theseus(successor={{{stack!r}: {depth}}}): the {before} layers of that stack must be divided among fewer, "
                     f"equally; choose from {choices}"
                 )
 
     def _depths(self, architecture: Architecture, config: Any) -> dict[str, int]:
-        """Stack -> layers of the successor, of stacks with as many layers as `config` says."""
+        """Stack -> number of successor layers, for the depths in `config`."""
         if self.successor is not None:
             return self.successor
         return {stack: max(depth // 2, 1) for stack, depth in architecture.depths(config).items()}
@@ -156,35 +159,35 @@ class Theseus(Method):
         """The layers of the successor, before `finalize()`."""
         return [
             layer
-            for stack in architecture.stacks  # a dict of a config comes back in another order
+            for stack in architecture.stacks  # JSON may change the order of `successor`
             if self.successor is None or stack in self.successor
             for layer in surgery.layers_of(model, architecture, stack)
         ]
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
-        found: dict[str, Origin] = {}
+        origins: dict[str, Origin] = {}
         for stack, depth in self._depths(architecture, model.config).items():
             step = 1 if self.init == "first" else architecture.depths(model.config)[stack] // depth
-            found |= surgery.layer_origins(model, architecture.stacks[stack].layers, range(0, depth * step, step))
-        return found
+            origins |= surgery.layer_origins(model, architecture.stacks[stack].layers, range(0, depth * step, step))
+        return origins
 
     def convert(self, old: Any, new: Model) -> None:
         for stack in self.successor or new.architecture.stacks:
             successor = surgery.layers_of(new, new.architecture, stack)
-            former = [layer for module in successor for layer in module.predecessor]
-            for layer, source in zip(former, surgery.layers_of(old, new.architecture, stack), strict=True):
+            predecessor = [layer for module in successor for layer in module.predecessor]
+            for layer, source in zip(predecessor, surgery.layers_of(old, new.architecture, stack), strict=True):
                 surgery.copy_layer(source, layer, _attentions(new, stack))
 
     def prepare(self, model: Model, architecture: Architecture) -> None:
         if self.finalized:
             raise ValueError(
-                "Theseus(finalized=True): only finalize() leads there; LayerSelection(keep=...) takes layers away"
+                "Theseus(finalized=True): only finalize() may set it; to remove layers, use LayerSelection(keep=...)"
             )
         for stack in self.successor or architecture.stacks:
             successor = surgery.layers_of(model, architecture, stack)
-            former = [layer for module in successor for layer in module.predecessor]
+            predecessor = [layer for module in successor for layer in module.predecessor]
             for number, layer in enumerate(successor):
-                source = former[number] if self.init == "first" else layer.predecessor[0]
+                source = predecessor[number] if self.init == "first" else layer.predecessor[0]
                 try:
                     surgery.copy_layer(source, layer, _attentions(model, stack))
                 except ValueError as error:
@@ -197,8 +200,8 @@ class Theseus(Method):
         for full_name, _ in canonical_parameters(model):
             name = base_name(model, full_name)
             layer = architecture.layer_of(name)
-            others = self.train == "successor" and (layer is None or layer[0] not in replaced)
-            if is_of_predecessor(name) or others:
+            outside = self.train == "successor" and (layer is None or layer[0] not in replaced)
+            if is_of_predecessor(name) or outside:
                 yield full_name, None
 
     # -- training --------------------------------------------------------------------------------------------------------
@@ -209,12 +212,13 @@ class Theseus(Method):
         return (selection,) if self.finalized else (selection, _Replacing(self))
 
     def rate_at(self, step: int, total_steps: int) -> float:
+        """The replacing rate after `step` of `total_steps` steps. Raises ValueError if the schedule ends after training."""
         if self.schedule is not None and len(self.schedule) == 3:
             _, slope, start = self.schedule
-            self._check_end(_upwards((1 - start) / slope), total_steps)
+            self._check_end(_whole_steps((1 - start) / slope), total_steps)
             return min(1.0, slope * step + start)
         steps: float = total_steps if self.steps is None else self.steps
-        steps = max(_upwards(steps * total_steps), 1) if steps < 1 else steps
+        steps = max(_whole_steps(steps * total_steps), 1) if steps < 1 else steps
         self._check_end(steps, total_steps)
         if self.schedule is not None:
             shape, start = self.schedule
@@ -242,7 +246,7 @@ class Theseus(Method):
 
 
 class _Replacing(Schedule):
-    """Which layers of the successor run in a step, the others being replaced by their predecessors."""
+    """Draws, for each successor layer, whether a step runs it or its predecessor."""
 
     skips = True
 
@@ -264,5 +268,5 @@ class _Replacing(Schedule):
 
 
 def _attentions(model: Any, stack: str) -> Iterable[Attention]:
-    """Of each layer of the stack."""
+    """The attentions of a layer of the stack, with names below the layer."""
     return model.architecture.stacks[stack].attentions_in(model.config).values()

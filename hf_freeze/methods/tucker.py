@@ -15,14 +15,15 @@ from hf_freeze.methods.registry import register_method
 @register_method("tucker", example={"rank": 2}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
 class Tucker(ShapedMethod):
-    """A core of all ranks and a factor (mode, rank) for each factor of both dimensions.
+    """Replace each weight by a Tucker decomposition: a core with one rank per mode and a factor (mode, rank) for each mode. The
+    modes are the factors of the two dimensions.
 
-    `rank`: of every mode, less where the mode is smaller. Or `ranks`: one for each factor of the inputs, then of the outputs,
-    or a dict from the name of a linear to them; what it does not name stays dense. `shape`: two lists of factors, such as
-    `((2, 4, 8, 4, 2), (4, 4, 8, 4, 4))` for 512 and 2048: each dimension takes the list whose product it is; None: balanced
-    factors, of about 4 for the smaller dimension.
+    `rank`: the rank of every mode, limited to the size of the mode. Or `ranks`: one for each factor of the inputs, then one for
+    each factor of the outputs; or a dict from the name of a linear to such a list; linears outside the dict stay dense.
+    `shape`: two lists of factors, such as `((2, 4, 8, 4, 2), (4, 4, 8, 4, 4))` for 512 and 2048. Each dimension takes the list
+    whose product it is. None: balanced factors, of about 4 for the smaller dimension.
     From trained weights: HOSVD and three sweeps of HOOI. Fresh: core and factors of equal variance, so that the weight has
-    Glorot's, 2 / (inputs + outputs). `components`, `layers`: which linears. `execution`: how inference computes
+    Glorot's variance, 2 / (inputs + outputs). `components`, `layers`: which linears. `execution`: how inference computes
     (`hf_freeze.layers.factorized`).
 
     Raises ValueError for ranks below 1, above the mode or of the wrong number, a shape whose products are not the dimensions, a

@@ -8,21 +8,15 @@ from torch import nn
 
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.variational import Variational
-from hf_freeze.methods._linear import check_positive, check_share
+from hf_freeze.methods._checks import check_number, check_positive, check_share
 from hf_freeze.methods._ramps import ramp
 from hf_freeze.methods._sparse import SparseMethod
 from hf_freeze.methods.base import Model
 from hf_freeze.methods.parts import Objective, Part, Schedule, Step
 from hf_freeze.methods.registry import register_method
 
-_MOST_LOG_SIGMA = 40  # σ² stays a number of float32, and so of bfloat16
-_MOST_THRESHOLD = 1e9  # beyond any log α: all weights are left, or none
-
-
-def _check_number(value: Any, what: str, most: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not -most <= value <= most:
-        raise ValueError(f"{what}={value!r}: must be a number in {-most:g}..{most:g}")
+_MOST_LOG_SIGMA = 40  # keeps σ² finite and above 0 in float32, and so in bfloat16
+_MOST_THRESHOLD = 1e9  # exceeds any log α: at this threshold all weights remain, at minus this none
 
 
 @register_method(
@@ -33,14 +27,14 @@ def _check_number(value: Any, what: str, most: float) -> None:
 )
 @dataclass(frozen=True, kw_only=True)
 class VariationalDropout(SparseMethod):
-    """Train every weight as θ + σ ε and drop those with log α = log σ²/θ² of at least `threshold` (3: noise of 20 times the
-    weight's square). θ starts at the weight; σ at exp(`log_sigma`).
+    """Train every weight as θ + σ ε and drop weights with log α = log σ²/θ² of at least `threshold` (3: the noise has a
+    variance of 20 times the squared weight). θ starts at the weight, σ at exp(`log_sigma`).
 
-    Training adds β / `training_size` · Σ KL to the mean loss of a label; `training_size` is the number of labels of one epoch
-    (target tokens, or examples of a classifier). β rises linearly from 0 to 1 over the share `warmup` of training, which needs
-    `VariantCallback` or `model.advance`, unless it is 0. A loss of your own finds the term in `outputs["auxiliary_loss"]`.
-    Weight decay on these weights fights the prior: leave it off. In eval mode the dropped weights are zero and there is no
-    noise. `finalize()` fixes the mask and stores what is left sparse; then fine-tune, if you like.
+    Training adds β / `training_size` · Σ KL to the mean loss per label; `training_size` is the number of labels of one epoch
+    (target tokens, or examples of a classifier). β rises linearly from 0 to 1 over the share `warmup` of training; unless
+    `warmup` is 0, this needs `VariantCallback` or `model.advance`. A custom loss must add `outputs["auxiliary_loss"]`.
+    Weight decay on these weights works against the prior: switch it off. In eval mode the dropped weights are zero and there is
+    no noise. `finalize()` fixes the mask and stores the remaining weights in a sparse format; you may fine-tune afterwards.
 
     Raises ValueError for a training_size below 1 or missing when training, a warmup outside 0..1, a threshold outside ±1e9, a
     log_sigma outside ±40, an unknown component or layer, or a linear that another method has changed.
@@ -54,10 +48,10 @@ class VariationalDropout(SparseMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.training_size is not None:
-            check_positive(self.training_size, "VariationalDropout: training_size")
-        _check_number(self.threshold, "VariationalDropout: threshold", _MOST_THRESHOLD)
-        _check_number(self.log_sigma, "VariationalDropout: log_sigma", _MOST_LOG_SIGMA)
-        check_share(self.warmup, "VariationalDropout: warmup")
+            check_positive(self.training_size, "VariationalDropout", "training_size")
+        for field, most in (("threshold", _MOST_THRESHOLD), ("log_sigma", _MOST_LOG_SIGMA)):
+            check_number(getattr(self, field), -most, most, "VariationalDropout", field)
+        check_share(self.warmup, "VariationalDropout", "warmup")
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -65,7 +59,7 @@ class VariationalDropout(SparseMethod):
             return ()
         return (_Divergence(self), _WarmUp(self)) if self.warmup > 0 else (_Divergence(self),)
 
-    def unfinished(self, linear: Any, name: str) -> nn.Module:
+    def training_module(self, linear: Any) -> nn.Module:
         return Variational.from_linear(linear, threshold=self.threshold, log_sigma=self.log_sigma)
 
 
@@ -84,7 +78,7 @@ class _Divergence(Objective):
 
 
 class _WarmUp(Schedule):
-    """The factor β of the KL term, which rises from 0 to 1."""
+    """The factor β of the KL term: it rises from 0 to 1."""
 
     def __init__(self, method: VariationalDropout) -> None:
         self.method = method

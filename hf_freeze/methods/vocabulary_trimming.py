@@ -16,22 +16,24 @@ from hf_freeze.seeded import Origin
 @register_method("vocabulary_trimming", example={"keep": [*range(26), 31, 39]}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
 class VocabularyTrimming(Method):
-    """Keep only the tokens of the ids `keep`, in ascending order, and number them anew from 0: (V, D) tables and output matrices
-    become (len(keep), D), a bias on the logits loses its other values. The logits of kept tokens stay what they were. The
-    configs of the model and of generation get the new vocabulary size and token ids, and `merge()` gives a native model of
-    them; a language then costs no rows of the others (Abdaoui et al., 2020, https://arxiv.org/abs/2010.05609).
+    """Keep only the tokens with the ids `keep`, in ascending order, and renumber them from 0. Tables and output matrices of
+    (V, D) become (len(keep), D), and a bias on the logits keeps the same entries. The logits of kept tokens do not change. The
+    configs of the model and of generation get the new vocabulary size and token ids, and `merge()` gives a native model of that
+    size. A model for one language then stores no rows of other languages (Abdaoui et al., 2020,
+    https://arxiv.org/abs/2010.05609).
 
-    The tokenizer must be trimmed alike:
+    Trim the tokenizer in the same way:
 
         trimming = analysis.choose_vocabulary(tokenizer, texts, coverage=0.999)
         model = make_variant(model, [trimming])
         tokenizer = data.trim_tokenizer(tokenizer, trimming.keep)
 
-    Where encoder and decoder have a table each (Marian with `share_encoder_decoder_embeddings=False`), both keep the same ids:
-    those of one vocabulary for both languages. Two vocabularies cannot be trimmed.
+    If encoder and decoder have separate tables (Marian with `share_encoder_decoder_embeddings=False`), both keep the same ids, as
+    both languages have one vocabulary. Models with two vocabularies cannot be trimmed.
 
-    Raises ValueError for ids that are repeated, not in ascending order or not in the vocabulary, for none, without a special
-    token that the config names, for two vocabularies of different sizes, and after a method that has replaced the embeddings.
+    Raises ValueError for ids that are repeated, not in ascending order or not in the vocabulary, for an empty `keep`, for a
+    missing special token of the config, for two vocabularies of different sizes, and after a method that has replaced the
+    embeddings.
     """
 
     renumbers: ClassVar[str | None] = "tokens"
@@ -46,9 +48,9 @@ class VocabularyTrimming(Method):
             raise ValueError(f"VocabularyTrimming: keep has the id {self.keep[0]}; ids are at least 0")
         for before, token in zip(self.keep, self.keep[1:], strict=False):
             if token <= before:
-                what = "twice" if token == before else f"after {before}"
+                position = "twice" if token == before else f"after {before}"
                 raise ValueError(
-                    f"VocabularyTrimming: keep has the id {token} {what}; it must hold different ids in ascending order"
+                    f"VocabularyTrimming: keep has the id {token} {position}; it must hold different ids in ascending order"
                 )
 
     @property
@@ -59,7 +61,7 @@ class VocabularyTrimming(Method):
         sizes = {field: getattr(config, field) for field in architecture.token_tables.values()}
         if len(set(sizes.values())) > 1:
             raise ValueError(
-                f"VocabularyTrimming: {sizes} are two vocabularies; only one for both sides can be trimmed"
+                f"VocabularyTrimming: {sizes} are two vocabularies; only a vocabulary of both sides can be trimmed"
             )
         for size in sizes.values():
             if self.keep[-1] >= size:

@@ -1,14 +1,14 @@
-"""The only place where modules of a model are replaced."""
+"""Find and replace the modules of a model. No other package replaces modules."""
 
-from hf_freeze.surgery.heads import copy_heads as copy_heads
-from hf_freeze.surgery.heads import count_heads as count_heads
-from hf_freeze.surgery.heads import fix_heads as fix_heads
-from hf_freeze.surgery.heads import head_magnitudes as head_magnitudes
-from hf_freeze.surgery.heads import head_origins as head_origins
-from hf_freeze.surgery.heads import match_scales as match_scales
-from hf_freeze.surgery.heads import pad_heads as pad_heads
-from hf_freeze.surgery.heads import resize_attention as resize_attention
-from hf_freeze.surgery.heads import take_heads as take_heads
+from hf_freeze.surgery.attention import copy_heads as copy_heads
+from hf_freeze.surgery.attention import count_heads as count_heads
+from hf_freeze.surgery.attention import fix_heads as fix_heads
+from hf_freeze.surgery.attention import head_magnitudes as head_magnitudes
+from hf_freeze.surgery.attention import head_origins as head_origins
+from hf_freeze.surgery.attention import match_scales as match_scales
+from hf_freeze.surgery.attention import pad_heads as pad_heads
+from hf_freeze.surgery.attention import resize_attention as resize_attention
+from hf_freeze.surgery.attention import take_heads as take_heads
 from hf_freeze.surgery.layers import add_predecessors as add_predecessors
 from hf_freeze.surgery.layers import copy_layer as copy_layer
 from hf_freeze.surgery.layers import drop_predecessors as drop_predecessors
@@ -37,6 +37,7 @@ from hf_freeze.surgery.vocabulary import drawn_std as drawn_std
 from hf_freeze.surgery.vocabulary import native_table as native_table
 from hf_freeze.surgery.vocabulary import output_bias as output_bias
 from hf_freeze.surgery.vocabulary import output_name as output_name
+from hf_freeze.surgery.vocabulary import ties_to_module as ties_to_module
 from hf_freeze.surgery.vocabulary import token_origins as token_origins
 from hf_freeze.surgery.vocabulary import token_tables as token_tables
 from hf_freeze.surgery.vocabulary import vocabulary_modules as vocabulary_modules

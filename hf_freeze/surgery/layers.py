@@ -1,4 +1,4 @@
-"""Whole layers: leave some out, repeat them, have some replace others."""
+"""Whole layers: remove, repeat or replace them."""
 
 import copy
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from torch import nn
 from hf_freeze.architectures.base import Architecture, Attention
 from hf_freeze.layers.layer_forward import Replaced
 from hf_freeze.seeded import Origin
-from hf_freeze.surgery.heads import match_scales
+from hf_freeze.surgery.attention import match_scales
 from hf_freeze.surgery.replacing import replace
 
 
@@ -19,45 +19,47 @@ def layers_of(model: Any, architecture: Architecture, stack: str) -> list[Any]:
     return list(model.base_model.get_submodule(architecture.stacks[stack].layers.removesuffix(".{}")))
 
 
-def take_layers(model: Any, layers: str, taken: Sequence[int]) -> None:
-    """Make the stack whose layers are named `layers` (such as "encoder.layers.{}") consist of these of them, numbered anew; one
-    that is taken again is a copy."""
+def take_layers(model: Any, layers: str, numbers: Sequence[int]) -> None:
+    """Reduce a stack to the layers `numbers`, in this order and with new numbers. `layers`: the name of a layer, such as
+    "encoder.layers.{}". A number may repeat: the stack then gets a copy of the layer."""
     name = layers.removesuffix(".{}")
     old: Any = model.base_model.get_submodule(name)
     new = nn.ModuleList(
-        copy.deepcopy(old[number]) if number in taken[:place] else old[number] for place, number in enumerate(taken)
+        copy.deepcopy(old[number]) if number in numbers[:position] else old[number]
+        for position, number in enumerate(numbers)
     )
-    for place, layer in enumerate(new):
+    for position, layer in enumerate(new):
         for module in layer.modules():
-            if "layer_idx" in vars(module):  # the place in the cache
-                vars(module)["layer_idx"] = place
+            if "layer_idx" in vars(module):  # the index in the cache
+                vars(module)["layer_idx"] = position
     replace(model, name, new)
 
 
-def layer_origins(model: Any, layers: str, taken: Sequence[int]) -> dict[str, Origin]:
-    """Where the parameters come from when `take_layers` takes these layers."""
+def layer_origins(model: Any, layers: str, numbers: Sequence[int]) -> dict[str, Origin]:
+    """The origins of the parameters after `take_layers` with the same arguments."""
     return {
-        f"{layers.format(place)}.{name}": Origin(f"{layers.format(number)}.{name}")
-        for place, number in enumerate(taken)
+        f"{layers.format(position)}.{name}": Origin(f"{layers.format(number)}.{name}")
+        for position, number in enumerate(numbers)
         for name, _ in model.base_model.get_submodule(layers.format(number)).named_parameters(remove_duplicate=False)
     }
 
 
 def add_predecessors(model: Any, layers: str, count: int) -> None:
-    """Make the stack whose layers are named `layers` consist of its first `count`, each of which has taken over equally many of
-    all, in their order: it holds them as its `predecessor`."""
+    """Reduce a stack to its first `count` layers. Each holds an equal number of consecutive old layers, copied, in its
+    `predecessor`. `layers`: the name of a layer, such as "encoder.layers.{}"."""
     stack: Any = model.base_model.get_submodule(layers.removesuffix(".{}"))
-    former = [copy.deepcopy(layer) for layer in stack]
+    predecessors = [copy.deepcopy(layer) for layer in stack]
     take_layers(model, layers, range(count))
     stack = model.base_model.get_submodule(layers.removesuffix(".{}"))
-    each = len(former) // count
-    for place, layer in enumerate(stack):
-        layer.add_module("predecessor", nn.ModuleList(former[place * each : (place + 1) * each]))
+    per_layer = len(predecessors) // count
+    for position, layer in enumerate(stack):
+        own = predecessors[position * per_layer : (position + 1) * per_layer]
+        layer.add_module("predecessor", nn.ModuleList(own))
         Replaced(layer)
 
 
 def drop_predecessors(layers: Iterable[Any]) -> None:
-    """Leave what `add_predecessors` has made without the former layers."""
+    """Undo `add_predecessors`, but for the number of layers: remove the old layers."""
     for layer in layers:
         Replaced.of(layer).remove()
         del layer.predecessor
@@ -65,9 +67,9 @@ def drop_predecessors(layers: Iterable[Any]) -> None:
 
 @torch.no_grad()
 def copy_layer(old: Any, new: Any, attentions: Iterable[Attention]) -> None:
-    """The values of one layer into another of the same shapes, which then computes the same, whatever either is to replace.
+    """Copy the values of one layer into another of the same shapes, so that both compute the same. Predecessors are not copied.
 
-    Raises ValueError where `new` cannot take over the scale of the scores of one of the layer's `attentions`.
+    Raises ValueError if `new` cannot adopt the score scale of one of the layer's `attentions`; see `match_scales`.
     """
     new.load_state_dict(
         {name: value for name, value in old.state_dict().items() if not name.startswith("predecessor.")}, strict=False

@@ -1,4 +1,4 @@
-"""Modules, by name: find them, put others in their place, and linears with other features."""
+"""Find modules by name, replace them, and change the inputs and outputs of linears."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ T = TypeVar("T", bound=nn.Module)
 def linear_names(
     architecture: Architecture, config: Any, components: Iterable[str], layers: dict[str, list[int]] | None
 ) -> list[str]:
-    """Names, below `base_model_prefix`, of the linears of these components in these layers (None: all), in the model's order."""
+    """Names, below `base_model_prefix`, of the linears of `components` in `layers` (None: all), in the model's order."""
     return [
         name
         for component in components
@@ -30,32 +30,33 @@ def linear_names(
 
 
 def modules(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """(name, module) below the base model."""
+    """(name, module) for each of `names`, which are below the base model."""
     for name in names:
         yield name, model.base_model.get_submodule(name)
 
 
 def replace(model: Any, name: str, new: nn.Module) -> None:
-    """Put `new` where the module `name` (below the base model) was, in the same training mode."""
+    """Replace the module `name` (below the base model) by `new`, in the same training mode."""
     put(model.base_model, name, new)
 
 
 def replace_by_full_name(model: Any, name: str, new: nn.Module) -> None:
-    """The same with a name in the whole model: what is outside the base model, such as the output matrix, has no other."""
+    """Replace the module with the full name `name`. Needed for modules outside the base model, such as the output matrix."""
     put(model, name, new)
 
 
 def put(root: Any, name: str, new: nn.Module) -> None:
+    """Replace the module `name` below `root` by `new`, in the same training mode."""
     old = root.get_submodule(name)
     root.set_submodule(name, new.train(old.training))
-    # Some modules draw the weights of those inside them, as GPT-2 does: they must do so again where weights are fresh.
-    around = name.split(".")[:-1]
-    for depth in range(len(around) + 1):
-        mark_uninitialized(root.get_submodule(".".join(around[:depth])))
+    # Some modules, such as GPT-2's, draw the weights of their submodules: mark them all, so that fresh weights are drawn again.
+    parents = name.split(".")[:-1]
+    for depth in range(len(parents) + 1):
+        mark_uninitialized(root.get_submodule(".".join(parents[:depth])))
 
 
 def native_module(model: Any, name: str, kind: type[T], method: str) -> T:
-    """The module of this full name, to be replaced. Raises ValueError where another method has replaced it before."""
+    """The module of this full name and class, to be replaced. Raises ValueError if another method has replaced it."""
     module = model.get_submodule(name)
     if type(module) is not kind:
         raise ValueError(
@@ -65,12 +66,12 @@ def native_module(model: Any, name: str, kind: type[T], method: str) -> T:
 
 
 def dense_module(model: Any, name: str, method: str) -> Any:
-    """The linear `name`, to be replaced. Raises ValueError where a method has replaced it before."""
+    """The linear `name`, to be replaced. Raises ValueError if a method has replaced or removed it."""
     try:
         module = model.base_model.get_submodule(name)
     except AttributeError:
         raise ValueError(
-            f"method {method!r}: {name!r} is gone, by an earlier method; leave that layer out by layers="
+            f"method {method!r}: an earlier method has removed {name!r}; leave that layer out by layers="
         ) from None
     if type(module) not in DENSE:
         raise ValueError(
@@ -82,42 +83,47 @@ def dense_module(model: Any, name: str, method: str) -> Any:
 
 @torch.no_grad()
 def dense_linear(module: Any) -> nn.Module:
-    """An nn.Linear or Conv1D, whichever `module` took the place of, that computes the same."""
+    """The native linear that computes the same as `module`: an nn.Linear or Conv1D, as before the replacement."""
     weight = module.dense_weight()
-    made = linear_like(module, device="meta")
-    weight = weight.T if isinstance(made, Conv1D) else weight
-    made.weight = nn.Parameter(weight.contiguous().clone())
+    linear = linear_like(module, device="meta")
+    weight = weight.T if isinstance(linear, Conv1D) else weight
+    linear.weight = nn.Parameter(weight.contiguous().clone())
     if module.bias is not None:
-        made.bias = nn.Parameter(module.bias.detach().clone())
-    return made
+        linear.bias = nn.Parameter(module.bias.detach().clone())
+    return linear
 
 
 @torch.no_grad()
 def select_features(linear: Any, kept: Sequence[int] | int, *, outputs: bool) -> Any:
-    """The linear with only these outputs (or inputs); with a number, so many of them, of no particular values."""
+    """A copy of `linear` with only the outputs `kept`, or the inputs if `outputs` is False. If `kept` is a number, a linear with
+    that many outputs (or inputs) and arbitrary values."""
     count = kept if isinstance(kept, int) else len(kept)
-    made = linear_like(linear, outputs=count) if outputs else linear_like(linear, inputs=count)
+    selected = linear_like(linear, outputs=count) if outputs else linear_like(linear, inputs=count)
     if not isinstance(kept, int):
         index = torch.tensor(kept, device=linear.weight.device, dtype=torch.long)
-        axis = int(outputs) if isinstance(linear, Conv1D) else int(not outputs)
-        made.weight.copy_(linear.weight.index_select(axis, index))
+        selected.weight.copy_(linear.weight.index_select(weight_axis(linear, outputs=outputs), index))
         if linear.bias is not None:
-            made.bias.copy_(linear.bias.index_select(0, index) if outputs else linear.bias)
-    return made
+            selected.bias.copy_(linear.bias.index_select(0, index) if outputs else linear.bias)
+    return selected
+
+
+def weight_axis(linear: Any, *, outputs: bool) -> int:
+    """The axis of the weight along which its outputs (or inputs) lie: nn.Linear has (O, I), Conv1D (I, O)."""
+    return int(outputs) if isinstance(linear, Conv1D) else int(not outputs)
 
 
 def feature_origins(name: str, linear: Any, kept: Sequence[int], *, outputs: bool) -> dict[str, Origin]:
-    """Where the parameters of the linear `name` come from when `select_features` keeps these outputs (or inputs)."""
-    axis = int(outputs) if isinstance(linear, Conv1D) else int(not outputs)
+    """The origins of the parameters of the linear `name` when `select_features` keeps these outputs (or inputs)."""
     size = features(linear)[int(outputs)]
-    found = {f"{name}.weight": Origin(f"{name}.weight", axis, tuple(kept), size)}
+    axis = weight_axis(linear, outputs=outputs)
+    origins = {f"{name}.weight": Origin(f"{name}.weight", axis, tuple(kept), size)}
     if outputs and linear.bias is not None:
-        found[f"{name}.bias"] = Origin(f"{name}.bias", 0, tuple(kept), size)
-    return found
+        origins[f"{name}.bias"] = Origin(f"{name}.bias", 0, tuple(kept), size)
+    return origins
 
 
 def effective_weight(module: Any) -> torch.Tensor:
-    """(O, I): the dense weight of any linear, ours or native, detached."""
+    """(O, I): the dense weight of any linear, native or a replacement, detached."""
     if type(module) in DENSE:
         weight = module.weight.detach()
         return weight.T if isinstance(module, Conv1D) else weight
@@ -126,7 +132,7 @@ def effective_weight(module: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def copy_into_corner(linear: Any, larger: Any) -> None:
-    """The first inputs and outputs of `larger` become those of `linear`, the others zero."""
+    """Copy the weights of `linear` to the first inputs and outputs of `larger`, and set the others to zero."""
     larger.weight.zero_()
     larger.weight[tuple(map(slice, linear.weight.shape))] = linear.weight
     if linear.bias is not None:
@@ -136,14 +142,14 @@ def copy_into_corner(linear: Any, larger: Any) -> None:
 
 @torch.no_grad()
 def neuron_magnitudes(model: Any, linears: Sequence[str]) -> torch.Tensor:
-    """fp32 (neurons,): of an FFN, whose linears are named in the order of the forward, the product of the norms of each
-    neuron's input weights (of all linears before the last) and of its output weights."""
+    """fp32 (neurons,): for each neuron of an FFN, the product of the norms of its input weights (one norm for each linear before
+    the last) and of its output weights. `linears`: the names of the FFN's linears, in the order of the forward."""
     *before, after = (effective_weight(module) for _, module in modules(model, linears))
     return torch.stack([weight.float().norm(dim=1) for weight in before]).prod(0) * after.float().norm(dim=0)
 
 
 def resize_ffns(model: Any, architecture: Architecture, width: int, method: str) -> None:
-    """Give all FFNs so many neurons, fresh. Raises ValueError where a method has replaced one of their linears before."""
+    """Give every FFN `width` fresh neurons. Raises ValueError if a method has replaced one of their linears."""
     for linears in architecture.ffns(model.config).values():
         for name in linears:
             linear = dense_module(model, name, method)
@@ -152,6 +158,6 @@ def resize_ffns(model: Any, architecture: Architecture, width: int, method: str)
 
 
 def device_and_dtype(model: Any, name: str) -> dict[str, Any]:
-    """Of the parameters of the module `name` (below the base model), for those that are to lie beside them."""
+    """Device and dtype of the parameters of the module `name` (below the base model), as arguments for new modules."""
     parameter = next(model.base_model.get_submodule(name).parameters())
     return {"device": parameter.device, "dtype": parameter.dtype}

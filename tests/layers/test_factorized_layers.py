@@ -745,9 +745,9 @@ def marian(**changes):
 
 FC1 = "encoder.layers.0.fc1"
 BAD = {
-    "rank 0": ({"method": "low_rank", "rank": 0}, r"LowRank: rank=0: must be an integer of at least 1"),
-    "rank True": ({"method": "low_rank", "rank": True}, r"rank=True: must be an integer"),
-    "rank of text": ({"method": "low_rank", "rank": "4"}, r"rank='4': must be an integer"),
+    "rank 0": ({"method": "low_rank", "rank": 0}, r"LowRank\(rank=0\): must be an integer of at least 1"),
+    "rank True": ({"method": "low_rank", "rank": True}, r"rank=True\): must be an integer"),
+    "rank of text": ({"method": "low_rank", "rank": "4"}, r"rank='4'\): must be an integer"),
     "no rank": ({"method": "low_rank"}, r"low_rank.*rank"),
     "rank above full": ({"method": "low_rank", "rank": 17}, r"rank=17: must be in 1..16 for 16 inputs and 24 outputs"),
     "rank of a linear": (
@@ -767,8 +767,8 @@ BAD = {
         {"method": "tensor_train", "ranks": {FC1: [1, 2, 1]}, "layers": {"decoder": [0]}},
         rf"TensorTrain: no linear '{FC1}' in these components and layers; choose from \['decoder.layers.0.fc1'",
     ),
-    "tt rank 0": ({"method": "tensor_train", "rank": 0}, r"TensorTrain: rank=0: must be an integer of at least 1"),
-    "tucker rank 0": ({"method": "tucker", "rank": 0}, r"Tucker: rank=0: must be an integer of at least 1"),
+    "tt rank 0": ({"method": "tensor_train", "rank": 0}, r"TensorTrain\(rank=0\): must be an integer of at least 1"),
+    "tucker rank 0": ({"method": "tucker", "rank": 0}, r"Tucker\(rank=0\): must be an integer of at least 1"),
     "tt rank above full": (
         {"method": "tensor_train", "rank": 17},
         rf"method 'tensor_train', '{FC1}': rank=17: must be in 1..16, the largest full rank of \[1, 16, 1\]",
@@ -798,8 +798,11 @@ BAD = {
         {"method": "tucker", "ranks": [2, 5, 2, 2]},
         r"ranks=\[2, 5, 2, 2\]: rank 1 is 5, but must be in 1..4, its mode",
     ),
-    "a rank of 0 in ranks": ({"method": "tucker", "ranks": [2, 0, 2, 2]}, r"Tucker: ranks\[1\]=0: must be an integer"),
-    "ranks no list": ({"method": "tucker", "ranks": 3}, r"Tucker: ranks=3: must be a list of integers"),
+    "a rank of 0 in ranks": (
+        {"method": "tucker", "ranks": [2, 0, 2, 2]},
+        r"Tucker\(ranks\[1\]=0\): must be an integer",
+    ),
+    "ranks no list": ({"method": "tucker", "ranks": 3}, r"Tucker\(ranks=3\): must be a list of integers"),
     "ranks of a linear": (
         {"method": "tensor_train", "ranks": {FC1: [1, 2, 2, 1]}},
         rf"method 'tensor_train', '{FC1}': ranks=\[1, 2, 2, 1\]: 2 cores need 3 ranks",
@@ -818,7 +821,10 @@ BAD = {
         {"method": "tucker", "rank": 2, "shape": [[4, 4]]},
         r"Tucker\(shape=\[\[4, 4\]\]\): must be two lists",
     ),
-    "shape with 0": ({"method": "tucker", "rank": 2, "shape": [[4, 0], [4, 6]]}, r"Tucker: shape\[0\]\[1\]=0: must be"),
+    "shape with 0": (
+        {"method": "tucker", "rank": 2, "shape": [[4, 0], [4, 6]]},
+        r"Tucker\(shape\[0\]\[1\]=0\): must be",
+    ),
     "shape of unequal lengths": (
         {"method": "tensor_train", "rank": 2, "shape": [[4, 2, 2], [4, 6]]},
         r"a tensor train needs equally many modes of inputs and outputs, not \[4, 2, 2\] and \[4, 6\]",
@@ -913,7 +919,7 @@ def test_a_linear_is_changed_once(first, second):
 @pytest.mark.parametrize("method", FACTORIZED, ids=lambda m: m.name)
 def test_factors_cannot_be_made_from_a_seed(method):
     freeze = methods.Freeze(ffn="random")
-    message = r"^Freeze\(ffn='random'\): '.*fc1' is a \w+Linear, and only the matrices of plain linears can be made from a seed"
+    message = r"^Freeze\(ffn='random'\): '.*fc1' is a \w+Linear, and only the matrices of plain linears can be drawn from a seed"
     for order in ([method, freeze], [freeze, method]):
         with pytest.raises(ValueError, match=message) as error:
             make_variant(marian(), order)

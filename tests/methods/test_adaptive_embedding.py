@@ -600,9 +600,9 @@ def test_what_adds_to_the_loss_adds_to_the_loss_by_labels():
         ({"cutoffs": [7, 7]}, r"7 comes after 7; they must ascend"),
         ({"cutoffs": [0]}, r"0 comes after 0; they must ascend, from at least 1"),
         ({"cutoffs": [7, 40]}, r"cutoffs=\[7, 40\]\): the last must be below 40, the vocab_size of this marian"),
-        ({"factor": 0}, r"AdaptiveEmbedding: factor=0: must be an integer of at least 1"),
-        ({"factor": 2.0}, r"factor=2\.0: must be an integer"),
-        ({"width": 0}, r"AdaptiveEmbedding: width=0: must be an integer of at least 1"),
+        ({"factor": 0}, r"AdaptiveEmbedding\(factor=0\): must be an integer of at least 1"),
+        ({"factor": 2.0}, r"factor=2\.0\): must be an integer"),
+        ({"width": 0}, r"AdaptiveEmbedding\(width=0\): must be an integer of at least 1"),
         ({"width": 17}, r"width=17\): must be in 1\.\.16, the hidden size of this marian"),
         (
             {"factor": 5},

@@ -565,11 +565,11 @@ def test_a_tied_table_costs_one_unit_and_one_projection():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"depth": 0}, r"DeFINE: depth=0: must be an integer of at least 1"),
-        ({"width": 12.0}, r"DeFINE: width=12\.0: must be an integer"),
-        ({"groups": True}, r"DeFINE: groups=True: must be an integer"),
+        ({"depth": 0}, r"DeFINE\(depth=0\): must be an integer of at least 1"),
+        ({"width": 12.0}, r"DeFINE\(width=12\.0\): must be an integer"),
+        ({"groups": True}, r"DeFINE\(groups=True\): must be an integer"),
         ({"depth": 65}, r"DeFINE\(depth=65\): must be in 1\.\.64"),
-        ({"dropout": 1.0}, r"DeFINE: dropout=1\.0: must be a share of at least 0 and below 1"),
+        ({"dropout": 1.0}, r"DeFINE\(dropout=1\.0\): must be a share of at least 0 and below 1"),
         (
             {"map_dim": 10},
             r"DeFINE\(map_dim=10, groups=4\): must be a multiple of 4, for layers of \[4, 2, 1\] groups; choose from \[8, 12\]",
@@ -592,6 +592,6 @@ def test_a_table_is_replaced_once():
         make_variant(defined(native), [methods.DeFINE(**SETTINGS)])
     with pytest.raises(ValueError, match=r"\Amethod 'define': 'transformer.wte' is a LowRankEmbedding already, .*\Z"):
         make_variant(native, [methods.FactorizedEmbedding(rank=4), methods.DeFINE(**SETTINGS)])
-    message = r"\Amethod 'define': 'bert.embeddings.word_embeddings' has rows of 4 numbers already, .*\Z"
+    message = r"\Amethod 'define': another method has given 'bert.embeddings.word_embeddings' rows of 4 numbers, .*\Z"
     with pytest.raises(ValueError, match=message):
         make_variant(backbone("bert"), [methods.FactorizedEmbedding(rank=4), methods.DeFINE(**SETTINGS)])

@@ -432,7 +432,9 @@ def test_blocks_share_where_they_are_alike(name):
     units = [unit for place, unit in of_kind(model, DExTraUnit).items() if "dextra" in place]
     assert len({id(unit.layers[1].linear.weight) for unit in units}) == (2 if name == "marian" else 1)
     model(**batch_of(name)).loss.backward()
-    with pytest.raises(ValueError, match=r"\ALayerSharing: two layers of stack .* are of unlike shape: '.*dextra.*\Z"):
+    with pytest.raises(
+        ValueError, match=r"\ALayerSharing: two layers of stack .* have different shapes: '.*dextra.*\Z"
+    ):
         made(name, LayerSharing())
 
 
@@ -471,12 +473,12 @@ def test_random_units_are_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"n_min": 0}, "DeLighT: n_min=0: must be an integer of at least 1"),
-        ({"n_min": None}, "DeLighT: n_min=None: must be an integer"),
-        ({"n_max": 2.5}, r"DeLighT: n_max=2\.5: must be an integer"),
-        ({"width": 0}, "DeLighT: width=0: must be"),
-        ({"map_dim": -1}, "DeLighT: map_dim=-1: must be"),
-        ({"groups": 0}, "DeLighT: groups=0: must be"),
+        ({"n_min": 0}, r"DeLighT\(n_min=0\): must be an integer of at least 1"),
+        ({"n_min": None}, r"DeLighT\(n_min=None\): must be an integer"),
+        ({"n_max": 2.5}, r"DeLighT\(n_max=2\.5\): must be an integer"),
+        ({"width": 0}, r"DeLighT\(width=0\): must be"),
+        ({"map_dim": -1}, r"DeLighT\(map_dim=-1\): must be"),
+        ({"groups": 0}, r"DeLighT\(groups=0\): must be"),
         ({"n_min": 5, "n_max": 4}, r"DeLighT\(n_min=5, n_max=4\): n_min must be at most n_max, and n_max at most 64"),
         ({"n_max": 65}, r"DeLighT\(n_min=4, n_max=65\).*at most 64"),
         ({"m_w": 0.5}, r"DeLighT\(m_w=0\.5\): must be a number in 1\.\.16"),
@@ -484,7 +486,7 @@ def test_random_units_are_refused():
         ({"m_w": True}, r"DeLighT\(m_w=True\)"),
         ({"m_w": float("nan")}, r"DeLighT\(m_w=nan\)"),
         ({"block_wise": 1}, r"DeLighT\(block_wise=1\): must be True or False"),
-        ({"dropout": 1.0}, r"DeLighT: dropout=1\.0: must be a share of at least 0 and below 1"),
+        ({"dropout": 1.0}, r"DeLighT\(dropout=1\.0\): must be a share of at least 0 and below 1"),
         ({"spec": "ours"}, r"DeLighT\(spec='ours'\): choose from \['released', 'paper'\]"),
     ],
 )
@@ -527,7 +529,12 @@ DEEPER = DeLighT(n_min=3, n_max=3, groups=3)
             [replace(DEEPER, spec="paper", map_dim=5, groups=2)],
             "DeLighT: a layer of 2 groups mixes in 5 numbers, in a unit from 5 to 16: the groups must divide them; choose",
         ),
-        ("gpt2", {"add_cross_attention": True}, [EXAMPLE], "DeLighT: this gpt2 has cross-attentions beside"),
+        (
+            "gpt2",
+            {"add_cross_attention": True},
+            [EXAMPLE],
+            "DeLighT: this gpt2 has cross-attentions; set add_cross_attention=False",
+        ),
         ("marian", {}, [EXAMPLE, EXAMPLE], "DeLighT: an earlier method has put in other blocks; leave one"),
         (
             "marian",
@@ -535,7 +542,12 @@ DEEPER = DeLighT(n_min=3, n_max=3, groups=3)
             [LiteTransformer(kernels=[3, 3], heads=2), EXAMPLE],
             "DeLighT: an earlier method has put in other blocks",
         ),
-        ("gpt2", {}, [methods.Theseus.example, EXAMPLE], "DeLighT after 'theseus', which training ends with"),
+        (
+            "gpt2",
+            {},
+            [methods.Theseus.example, EXAMPLE],
+            r"DeLighT after 'theseus', which needs the old blocks until finalize\(\)",
+        ),
         ("gpt2", {}, [LowRank(rank=2), EXAMPLE], r"'delight': 'h\.0\.mlp\.c_fc' is a LowRankLinear already"),
         ("gpt2", {}, [methods.DeFINE.example, EXAMPLE], r"'delight': 'transformer\.wte' is a DeFINEEmbedding already"),
     ],

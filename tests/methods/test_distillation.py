@@ -158,7 +158,7 @@ def test_without_labels_the_inputs_say_what_counts(of):
 @pytest.mark.parametrize("of", [MASKED, TOKENS])
 def test_without_labels_it_is_unknown_which_tokens_were_masked(of):
     inputs = {name: value for name, value in batch_of(of).items() if name != "labels"}
-    with refused("which outputs count is known from the labels"):
+    with refused("only the labels tell which outputs count"):
         taught(of)[0](**inputs)
 
 
@@ -411,7 +411,7 @@ def test_a_config_names_no_teacher():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"alpha": 1.5}, r"Distillation: alpha=1\.5: must be a share in 0\.\.1"),
+        ({"alpha": 1.5}, r"Distillation\(alpha=1\.5\): must be a share in 0\.\.1"),
         ({"temperature": 0}, r"Distillation\(temperature=0\): must be a number above 0"),
         ({"temperature": float("inf")}, r"temperature=inf\): must be a number above 0"),
         ({"beta": -1}, r"Distillation\(beta=-1\): must be a number above 0"),
@@ -433,7 +433,7 @@ def test_settings_that_are_refused(setting, message):
         (CLASSES, 2, 4, {"hidden_size": 32}, "skip", "the teacher's hidden size is 32, the student's 16"),
         (CLASSES, 3, 2, {}, "last", r"the teacher has the layers \{'encoder': 2\}, the student \{'encoder': 3\}"),
         (TRANSLATION, (2, 3), (4, 2), {}, "skip", r"4, 'decoder': 2\}, the student .* it needs at least as many"),
-        (CLASSES, 1, 4, {}, "skip", "with one layer a stack there is none but the last"),
+        (CLASSES, 1, 4, {}, "skip", "each stack has only one layer, and the last layer does not learn"),
     ],
 )
 def test_teachers_that_are_refused(of, depth, above, changes, hidden, message):
@@ -469,7 +469,7 @@ GPT2_CLASSES = ("gpt2", "sequence-classification")
             CLASSES,
             {"num_labels": 1},
             "none",
-            "num_labels=1, problem_type=.*: of a classifier's outputs only one class",
+            "num_labels=1, problem_type=.*: the outputs of a classifier can only be learnt if",
         ),
         (CLASSES, GPT2_CLASSES, {}, "skip", "the teacher is a gpt2, the student a bert; only hidden='none'"),
     ],

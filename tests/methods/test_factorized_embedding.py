@@ -634,9 +634,9 @@ def test_resizing_bert(tmp_path):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("marian", {"rank": 0}, r"FactorizedEmbedding: rank=0: must be an integer of at least 1"),
-        ("marian", {"rank": 2.0}, r"rank=2\.0: must be an integer"),
-        ("marian", {"rank": True}, r"rank=True: must be an integer"),
+        ("marian", {"rank": 0}, r"FactorizedEmbedding\(rank=0\): must be an integer of at least 1"),
+        ("marian", {"rank": 2.0}, r"rank=2\.0\): must be an integer"),
+        ("marian", {"rank": True}, r"rank=True\): must be an integer"),
         ("marian", {"rank": 4, "share": 1}, r"FactorizedEmbedding\(share=1\): must be True or False"),
         ("marian", {"rank": 17}, r"FactorizedEmbedding\(rank=17\): must be in 1\.\.16, the hidden size of this marian"),
         ("llama", {"rank": 17}, r"rank=17\): must be in 1\.\.16, the hidden size of this llama"),

@@ -285,7 +285,7 @@ def test_a_setting_that_makes_no_sense_is_refused(arguments, message):
         ([FixedAttention(patterns=[1], layers={"encoder": []})], "names no layer"),
         ([LowRank(rank=2, components=["attention"]), FixedAttention(patterns=[1])], "is a LowRankLinear already"),
         ([FixedAttention(patterns=[1]), HeadPruning(share=0.5)], "has fixed heads, without queries and keys"),
-        ([FixedAttention(patterns=[1, 2]), HeadMask()], "is gone, by an earlier method"),
+        ([FixedAttention(patterns=[1, 2]), HeadMask()], "an earlier method has removed"),
     ],
 )
 def test_what_does_not_fit_is_refused(methods, message):

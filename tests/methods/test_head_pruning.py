@@ -183,12 +183,12 @@ def test_a_second_one_uses_the_new_numbers():
         ({}, r"HeadPruning\(heads=None, share=None\): give one of them"),
         ({"heads": {"encoder.0.self": [0]}, "share": 0.5}, "give one of them"),
         ({"heads": {}}, r"heads=\{\}\): must be a dict such as \{'encoder\.0\.self': \[1, 3\]\}"),
-        ({"heads": {"encoder.0.self": []}}, "must be a list of different heads, in ascending order"),
+        ({"heads": {"encoder.0.self": []}}, "must be a list of different heads, at least one, in ascending order"),
         ({"heads": {"encoder.0.self": [1, 0]}}, "in ascending order"),
         ({"heads": {"encoder.0.self": [True]}}, "must be a list of different heads"),
         ({"heads": {"encoder.0.self": [-1]}}, "must be a list of different heads"),
-        ({"heads": {"encoder.0.self": [0]}, "layers": {"encoder": [0]}}, "heads names the attentions itself"),
-        ({"share": 1.5}, r"HeadPruning: share=1\.5: must be a share in 0\.\.1"),
+        ({"heads": {"encoder.0.self": [0]}, "layers": {"encoder": [0]}}, "heads names the attentions already"),
+        ({"share": 1.5}, r"HeadPruning\(share=1\.5\): must be a share in 0\.\.1"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused(arguments, message):
@@ -210,19 +210,19 @@ def test_a_setting_that_makes_no_sense_is_refused(arguments, message):
         (
             LLAMA,
             [HeadPruning(heads={"decoder.0.self": [1, 2]})],
-            r"share keys and values go together: \[\[0, 1\], \[2, 3\]\]",
+            r"share keys and values must go together: \[\[0, 1\], \[2, 3\]\]",
         ),
         (MARIAN, [LowRank(rank=2, components=["attention"]), HeadPruning(share=0.5)], "is a LowRankLinear already"),
         (
             MARIAN,
             [HeadPruning(heads={"encoder.0.self": [0, 1]}), LowRank(rank=2, components=["attention"])],
-            "'low_rank': 'encoder.layers.0.self_attn.q_proj' is gone, by an earlier method; leave that layer out",
+            "'low_rank': an earlier method has removed 'encoder.layers.0.self_attn.q_proj'; leave that layer out",
         ),
-        (MARIAN, [HeadPruning(heads={"encoder.0.self": [0]}), LayerSharing()], "are of unlike shape"),
+        (MARIAN, [HeadPruning(heads={"encoder.0.self": [0]}), LayerSharing()], "have different shapes"),
         (
             MARIAN,
             [HeadPruning(heads={"encoder.0.self": [0, 1]}), HeadPruning(share=0.5)],
-            "is gone, by an earlier method",
+            "an earlier method has removed",
         ),
     ],
 )
@@ -239,7 +239,7 @@ def test_what_is_gone_has_no_latency_and_no_rank(case):
         [name for _, _, name in case.architecture.linears(model.config, "ffn")]
     )
     assert multiply_adds(model, length=4).by_component["attention"].forward == 0
-    with pytest.raises(ValueError, match=r"is gone, by an earlier method|is a NoHeads already"):
+    with pytest.raises(ValueError, match=r"an earlier method has removed|is a NoHeads already"):
         choose_ranks(model, LowRank, energy=0.9, components=["attention"])
 
 

@@ -169,8 +169,8 @@ def test_a_copy_drops_layers_by_itself(copied, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"p": 1}, r"LayerDrop: p=1: must be a share of at least 0 and below 1"),
-        ({"p": -0.1}, r"LayerDrop: p=-0\.1: must be a share"),
+        ({"p": 1}, r"LayerDrop\(p=1\): must be a share of at least 0 and below 1"),
+        ({"p": -0.1}, r"LayerDrop\(p=-0\.1\): must be a share"),
         ({"stacks": ["middle"]}, r"no stack 'middle' in marian; choose from \['decoder', 'encoder'\]"),
         ({"stacks": []}, r"stacks=\[\]\): must be None or a list of different stacks"),
         ({"stacks": ["encoder", "encoder"]}, r"must be None or a list of different stacks"),
@@ -196,7 +196,7 @@ def test_a_second_one_is_refused_be_it_the_same(seed):
 def test_that_of_the_backbone_is_refused(field):
     config = deep_config(MARIAN)
     setattr(config, field, 0.1)
-    with pytest.raises(ValueError, match=rf"the backbone leaves layers out itself, {field}=0\.1; set that to 0"):
+    with pytest.raises(ValueError, match=rf"the backbone skips layers already, by {field}=0\.1; set that to 0"):
         on_meta(LayerDrop(), config=config)
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, MarianConfig, Marian
 
 from hf_freeze import count_parameters, make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
-from hf_freeze.methods._layers import evenly_spaced
+from hf_freeze.methods._spacing import evenly_spaced
 
 MARIAN = ARCHITECTURES["marian"]
 CONFIG = MarianConfig(**MARIAN.tiny | {"encoder_layers": 6, "decoder_layers": 4})
@@ -125,7 +125,7 @@ def test_parameters_by_hand():
         ({"keep": {"encoder": [0, 6]}}, r"no layer 6 in stack 'encoder' of marian: it has layers 0\.\.5"),
         ({"keep": {"encoder": [-1, 0]}}, r"no layer -1 in stack 'encoder'"),
         ({"keep": {"middle": [0]}}, r"no stack 'middle' in marian; choose from \['decoder', 'encoder'\]"),
-        ({"share": 1.5}, r"LayerSelection: share=1\.5: must be a share in 0\.\.1"),
+        ({"share": 1.5}, r"LayerSelection\(share=1\.5\): must be a share in 0\.\.1"),
     ],
 )
 def test_settings_that_are_refused(setting, message):

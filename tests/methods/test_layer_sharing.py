@@ -231,7 +231,7 @@ def test_resizing_the_vocabulary_keeps_the_layers_one(backbone):
             {"stacks": ["middle"]},
             r"no stack 'middle' in marian; choose from \['decoder', 'encoder'\]",
         ),
-        ({"groups": 0}, r"LayerSharing: groups=0: must be an integer of at least 1"),
+        ({"groups": 0}, r"LayerSharing\(groups=0\): must be an integer of at least 1"),
         ({"groups": 4}, r"LayerSharing\(groups=4\): must be in 1\.\.3, the layers of stack 'decoder'"),
         (
             {"groups": 2, "depth": {"encoder": 1}},
@@ -240,10 +240,10 @@ def test_resizing_the_vocabulary_keeps_the_layers_one(backbone):
         ({"norms": "own"}, r"LayerSharing\(norms='own'\): choose from \['shared', 'separate'\]"),
         ({"start": "first"}, r"LayerSharing\(start='first'\): choose from \['mean', 'middle'\]"),
         ({"depth": 12}, r"LayerSharing\(depth=12\): must be None or a dict"),
-        ({"depth": {"encoder": 0}}, r"LayerSharing: depth\['encoder'\]=0: must be an integer of at least 1"),
+        ({"depth": {"encoder": 0}}, r"LayerSharing\(depth\['encoder'\]=0\): must be an integer of at least 1"),
         (
             {"stacks": ["encoder"], "depth": {"decoder": 4}},
-            r"'decoder' is no stack whose layers are shared; choose from",
+            r"the layers of stack 'decoder' are not shared; choose from",
         ),
     ],
 )
@@ -257,9 +257,9 @@ def test_settings_that_are_refused(settings, message):
     [
         (
             [methods.LowRank(rank=2, layers={"encoder": [0]}), methods.LayerSharing(start="middle")],
-            "are of unlike shape: 'fc1",
+            "have different shapes: 'fc1",
         ),
-        ([methods.LayerSharing(), methods.FFNPruning(keep={"encoder.1.ffn": [0, 1]})], "are of unlike shape: 'fc1"),
+        ([methods.LayerSharing(), methods.FFNPruning(keep={"encoder.1.ffn": [0, 1]})], "have different shapes: 'fc1"),
         (
             [methods.LayerSharing(), methods.MagnitudePruning(sparsity=0.5)],
             "MagnitudePruning after 'layer_sharing': layers that share .* cannot keep a mask each",
@@ -268,7 +268,7 @@ def test_settings_that_are_refused(settings, message):
             [methods.LayerSharing(), methods.Freeze(ffn="frozen", layers={"encoder": [1]})],
             r"'freeze' of layers \[1\] of stack",
         ),
-        ([methods.LowRank(rank=2), methods.LayerSharing()], "the mean of what LowRankLinear holds"),
+        ([methods.LowRank(rank=2), methods.LayerSharing()], "the mean of the tensors in a LowRankLinear"),
         (
             [methods.LayerSharing(groups=2), methods.LayerSelection(share=0.5)],
             "after 'layer_sharing', which names layers",

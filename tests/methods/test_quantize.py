@@ -280,11 +280,11 @@ def test_an_unknown_setting_is_refused(settings, message):
 @pytest.mark.parametrize(
     ("before", "settings", "message"),
     [
-        (methods.Freeze(ffn="random"), {}, "'model.encoder.layers.0.fc1.weight' is drawn from a seed by 'freeze'"),
+        (methods.Freeze(ffn="random"), {}, "'freeze' draws 'model.encoder.layers.0.fc1.weight' from a seed"),
         (
             methods.Freeze(embeddings="random"),
             {"components": ["embeddings"]},
-            "'model.shared.weight' is drawn from a seed",
+            "'freeze' draws 'model.shared.weight' from a seed",
         ),
         (methods.LowRank(rank=2), {}, "'encoder.layers.0.fc1' is a LowRankLinear already"),
         (

@@ -298,7 +298,7 @@ def test_a_schedule_that_does_not_end_in_training_is_refused_in_its_first_step(s
         ({"successor": {"decoder": 4}}, r"\{'decoder': 4\}\): .*choose from \[1, 2\]"),
         ({"successor": {"encoder": 8}}, r"\{'encoder': 8\}\): .*choose from \[1, 2\]"),
         ({"successor": {}}, r"successor=\{\}\): must be None, or a dict from stacks to layers"),
-        ({"rate": 0}, r"rate=0\): must be a share above 0, at most 1"),
+        ({"rate": 0}, r"rate=0\): must be a share in \(0, 1\]"),
         ({"rate": 1.5}, r"rate=1\.5\): must be a share"),
         ({"rate": 0.5, "schedule": ("linear", 0.3)}, r"rate=0\.5, schedule=\('linear', 0\.3\)\): give one of them"),
         ({"steps": 0}, r"steps=0\): must be None, a number of steps of at least 1, or a share of training"),
@@ -306,11 +306,11 @@ def test_a_schedule_that_does_not_end_in_training_is_refused_in_its_first_step(s
         ({"schedule": ("cosine", 0.1, 0.3)}, r"must be \('linear', k, b\)"),
         ({"schedule": ("linear", "0.3")}, r"must be \('linear', k, b\)"),
         ({"schedule": ("cubic", 1)}, r"it starts at b=1, which must be in 0 <= b < 1"),
-        ({"schedule": ("linear", 0, 0.3)}, r"k=0 must be above 0, or it never reaches 1"),
-        ({"schedule": ("linear", 0.1, 0.3), "steps": 5}, r"with k, the steps follow from it; leave them out"),
+        ({"schedule": ("linear", 0, 0.3)}, r"k=0 must be above 0, or the rate never reaches 1"),
+        ({"schedule": ("linear", 0.1, 0.3), "steps": 5}, "k determines the number of steps; leave steps out"),
         ({"init": "last"}, r"init='last'\): choose from \['first', 'alternate'\]"),
         ({"train": "predecessor"}, r"train='predecessor'\): choose from \['successor', 'all'\]"),
-        ({"finalized": True}, r"finalized=True\): only finalize\(\) leads there"),
+        ({"finalized": True}, r"finalized=True\): only finalize\(\) may set it"),
     ],
 )
 def test_settings_that_are_refused(setting, message):
@@ -323,10 +323,13 @@ def test_settings_that_are_refused(setting, message):
     ("before", "message"),
     [
         (LowRank(rank=2, layers={"encoder": [3]}), "after 'low_rank', which names layers by number.* put Theseus"),
-        (Theseus(successor={"encoder": 2}), r"after 'theseus': it acts once; .* finalize\(\) and merge\(\)"),
+        (
+            Theseus(successor={"encoder": 2}),
+            r"after 'theseus': it can be applied only once; .* finalize\(\) and merge\(\)",
+        ),
         (
             Theseus(successor={"decoder": 2}),
-            r"after 'theseus': it acts once; .* finalize\(\) and merge\(\)",
+            r"after 'theseus': it can be applied only once; .* finalize\(\) and merge\(\)",
         ),
     ],
 )

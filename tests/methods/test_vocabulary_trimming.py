@@ -312,7 +312,8 @@ def test_two_vocabularies_are_refused():
         **ARCHITECTURES["marian"].tiny | {"share_encoder_decoder_embeddings": False, "vocab_size": 44}
     )
     with pytest.raises(
-        ValueError, match=r"\{'vocab_size': 44, 'decoder_vocab_size': 40\} are two vocabularies; only one"
+        ValueError,
+        match=r"\{'vocab_size': 44, 'decoder_vocab_size': 40\} are two vocabularies; only a vocabulary of both",
     ):
         trim(MarianMTModel(config))
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_freeze import make_variant, methods
-from hf_freeze.analysis._shared import inputs_seen
+from hf_freeze.analysis._probe import inputs_seen
 from hf_freeze.training import carried_optimizer, parameter_groups
 
 STEPS = 3

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hf_freeze import analysis, methods
-from hf_freeze.analysis.heads import count_heads, output_projections
+from hf_freeze.analysis.head_importance import count_heads, output_projections
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.experiments.tasks.base import Task
 from hf_freeze.experiments.tasks.scoring import SCORING

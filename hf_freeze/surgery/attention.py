@@ -1,4 +1,4 @@
-"""Attention heads: count them, take some, give them another size or fixed patterns."""
+"""Attention heads: count, select, copy, resize and pad them, or give them fixed patterns."""
 
 import copy
 from collections.abc import Collection, Iterable, Sequence
@@ -20,12 +20,13 @@ from hf_freeze.surgery.replacing import (
     modules,
     replace,
     select_features,
+    weight_axis,
 )
 
 
 def count_heads(model: Any, attention: Attention, method: str) -> int:
-    """The heads that `attention` (with names below the base model) has. Raises ValueError where a method has replaced one of its
-    linears before."""
+    """The number of heads of `attention` (with names below the base model). Raises ValueError if a method has replaced one of
+    its linears."""
     linears = {name: dense_module(model, name, method) for name in attention.linears}
     outputs = features(linears[attention.q])[1] // attention.linears[attention.q]
     if outputs != features(linears[attention.o])[0]:
@@ -37,44 +38,46 @@ def count_heads(model: Any, attention: Attention, method: str) -> int:
 
 
 def _features_of_heads(config: Any, attention: Attention, name: str, kept: Sequence[int], heads: int) -> list[int]:
-    """Places of the heads `kept`, of so many, along the inputs of the output projection or the outputs of another linear."""
+    """Positions of the heads `kept`, out of `heads`, among the inputs of the output projection or the outputs of the other
+    linears; `name` is the linear."""
     size, group = attention.head_size(config), attention.group_size(config)
     if name not in (attention.q, attention.o):
         kept, heads = [head // group for head in kept[::group]], heads // group
     return [
-        (part * heads + head) * size + place
+        (part * heads + head) * size + position
         for part in range(attention.linears[name])
         for head in kept
-        for place in range(size)
+        for position in range(size)
     ]
 
 
 def head_origins(
     model: Any, attention: Attention, kept: Sequence[int], heads: int, only: Collection[str] = ()
 ) -> dict[str, Origin]:
-    """Where the parameters of `attention` come from when it keeps the heads `kept`, of so many; or `only` of these linears."""
-    found: dict[str, Origin] = {}
+    """The origins of the parameters of `attention` when it keeps the heads `kept` out of `heads`. `only`: the linears to name, if
+    not all."""
+    origins: dict[str, Origin] = {}
     for name, linear in modules(model, only or attention.linears):
         index = _features_of_heads(model.config, attention, name, kept, heads)
-        found |= feature_origins(name, linear, index, outputs=name != attention.o)
-    return found
+        origins |= feature_origins(name, linear, index, outputs=name != attention.o)
+    return origins
 
 
 def take_heads(model: Any, attention: Attention, count: int, heads: int) -> None:
-    """Give `attention`, which has so many `heads`, the shape of one with `count` heads."""
+    """Reduce `attention` from `heads` to `count` heads, with arbitrary values. Without heads, only the output's bias remains."""
     module = model.base_model.get_submodule(attention.module)
     linears = dict(modules(model, attention.linears))
     if not count:
-        within = f"{attention.module}."
-        inside = attention.o.startswith(within)
+        prefix = f"{attention.module}."
+        inside = attention.o.startswith(prefix)
         removed = {name: copy.deepcopy(linear).to("meta") for name, linear in linears.items()}
-        made = NoAttention(module, removed, attention.o.removeprefix(within) if inside else None)
-        replace(model, attention.module, made)
-        left = NoHeads(linears[attention.o], features(linears[attention.o])[1])
+        no_attention = NoAttention(module, removed, attention.o.removeprefix(prefix) if inside else None)
+        replace(model, attention.module, no_attention)
+        output_bias = NoHeads(linears[attention.o], features(linears[attention.o])[1])
         if inside:
-            made.add_module(attention.o.removeprefix(within), left)
+            no_attention.add_module(attention.o.removeprefix(prefix), output_bias)
         else:
-            replace(model, attention.o, left)
+            replace(model, attention.o, output_bias)
         return
     for name, linear in linears.items():
         features_kept = len(_features_of_heads(model.config, attention, name, range(count), heads))
@@ -83,7 +86,7 @@ def take_heads(model: Any, attention: Attention, count: int, heads: int) -> None
 
 
 def _set_heads(module: Any, heads: int, size: int) -> None:
-    """What the module that computes the heads knows of their number and size."""
+    """Set the attributes in which native attention modules keep the number and size of their heads."""
     values = dict.fromkeys(("num_heads", "num_attention_heads"), heads)
     values |= dict.fromkeys(("head_dim", "attention_head_size"), size)
     values |= dict.fromkeys(("all_head_size", "split_size"), heads * size)
@@ -101,17 +104,17 @@ def resize_attention(
     inputs: int | None = None,
     outputs: int | None = None,
 ) -> None:
-    """Give `attention` so many heads of another size, fresh, which scale their scores accordingly, and as many inputs and outputs
-    as before or as these.
+    """Give `attention` fresh linears for `heads` heads of `size` numbers, and scale the scores by the new size. `inputs`,
+    `outputs`: the new numbers of inputs and outputs of the attention; None keeps them.
 
-    Raises ValueError where a method has replaced one of its linears before.
+    Raises ValueError if a method has replaced one of its linears.
     """
     module: Any = model.base_model.get_submodule(attention.module)
     for name, number in attention.linears.items():
         linear = dense_module(model, name, method)
         sizes = (heads * size, outputs) if name == attention.o else (inputs, number * heads * size)
         replace(model, name, linear_like(linear, *sizes))
-    if getattr(module, "scale_attn_weights", True):  # GPT-2's may have no scale
+    if getattr(module, "scale_attn_weights", True):  # GPT-2 can switch the scale off
         module.scaling *= (attention.head_size(model.config) / size) ** 0.5
     _set_heads(module, heads, size)
 
@@ -119,30 +122,31 @@ def resize_attention(
 def fix_heads(
     model: Any, attention: Attention, patterns: Sequence[int], empty_rows: str, words: Words | None, heads: int
 ) -> None:
-    """Have the first of the so many `heads` of `attention`, one for each of `patterns`, attend by position alone."""
+    """Give each of the first heads of `attention`, which has `heads` heads, one of `patterns`: these heads attend by position
+    alone. The other heads keep queries and keys, with arbitrary values."""
     module = model.base_model.get_submodule(attention.module)
     linears = dict(modules(model, attention.linears))
-    within = f"{attention.module}."
+    prefix = f"{attention.module}."
     roles = {role: getattr(attention, role) for role in ("q", "k", "v", "o")}
-    inside = {role: name.removeprefix(within) for role, name in roles.items() if name.startswith(within)}
+    inside = {role: name.removeprefix(prefix) for role, name in roles.items() if name.startswith(prefix)}
     learnt = heads - len(patterns)
     if not learnt:
         inside = {role: name for role, name in inside.items() if role not in ("q", "k")}
-    made = FixedHeads(module, patterns, empty_rows, words, attention.head_size(model.config), inside)
+    fixed_heads = FixedHeads(module, patterns, empty_rows, words, attention.head_size(model.config), inside)
     for role, name in inside.items():
         linear = linears[roles[role]]
         if role in ("q", "k"):
             linear = select_features(linear, learnt * attention.head_size(model.config), outputs=True)
-        made.add_module(name, linear)
-    replace(model, attention.module, made)
+        fixed_heads.add_module(name, linear)
+    replace(model, attention.module, fixed_heads)
 
 
 @torch.no_grad()
 def copy_heads(
     old: Any, new: Any, attention: Attention, kept: Sequence[int], heads: int, only: Collection[str] = ()
 ) -> None:
-    """Fill the attention of `new`, which has as many heads as `kept` says, with these of the so many of `old`; or `only` these of
-    its linears."""
+    """Copy the heads `kept` of `old`, which has `heads` heads, to the attention of `new`, which has `len(kept)`. `only`: the
+    linears to copy, if not all."""
     for name, linear in modules(old, only or attention.linears):
         outputs = name != attention.o
         if kept:
@@ -156,23 +160,23 @@ def copy_heads(
 
 @torch.no_grad()
 def match_scales(old: Any, new: Any, attentions: Iterable[Attention]) -> None:
-    """Have the `attentions` of `new`, with the weights of those of `old`, give the same scores, though a native class may scale
-    them by the number of their layer (GPT-2's `scale_attn_by_inverse_layer_idx`): the queries take over the difference.
+    """Make the `attentions` of `new`, which have the weights of `old`, compute the same scores as in `old`. Native classes may
+    scale scores by layer number (GPT-2's `scale_attn_by_inverse_layer_idx`); the queries absorb the difference.
 
-    `old`, `new`: base models or layers, whichever the names of the attentions are below. Raises ValueError where a method has
+    `old`, `new`: base models or layers, whichever the names of the attentions are below. Raises ValueError if a method has
     replaced the queries' linear in `new`.
     """
     for attention in attentions:
-        former, module = old.get_submodule(attention.module), new.get_submodule(attention.module)
-        if isinstance(former, NoAttention):  # no scores
+        old_module, new_module = old.get_submodule(attention.module), new.get_submodule(attention.module)
+        if isinstance(old_module, NoAttention):  # no scores
             continue
-        ratio = getattr(former, "scaling", 1.0) / getattr(module, "scaling", 1.0)
+        ratio = getattr(old_module, "scaling", 1.0) / getattr(new_module, "scaling", 1.0)
         if ratio == 1:
             continue
         linear = new.get_submodule(attention.q)
         if type(linear) not in DENSE:
             raise ValueError(
-                f"{attention.q!r} is a {type(linear).__name__} and cannot take over the scale of another layer's scores"
+                f"{attention.q!r} is a {type(linear).__name__} and cannot adopt the scale of another layer's scores"
             )
         queries = features(linear)[1] // attention.linears[attention.q]
         weight = linear.weight[:, :queries] if isinstance(linear, Conv1D) else linear.weight[:queries]
@@ -183,37 +187,36 @@ def match_scales(old: Any, new: Any, attentions: Iterable[Attention]) -> None:
 
 @torch.no_grad()
 def pad_heads(model: Any, attention: Attention) -> None:
-    """Give `attention` all the heads that its config names: those that it lacks come last and are zero."""
+    """Give `attention` as many heads as its config says: the missing heads come last and are zero."""
     module = model.base_model.get_submodule(attention.module)
-    gone, heads = isinstance(module, NoAttention), attention.head_count(model.config)
-    count = 0 if gone else count_heads(model, attention, "head_pruning")
+    headless, heads = isinstance(module, NoAttention), attention.head_count(model.config)
+    count = 0 if headless else count_heads(model, attention, "head_pruning")
     for name in attention.linears:
         outputs = name != attention.o
-        wanted = _features_of_heads(model.config, attention, name, range(heads), heads)
+        size = len(_features_of_heads(model.config, attention, name, range(heads), heads))
         index = torch.tensor(_features_of_heads(model.config, attention, name, range(count), heads), dtype=torch.long)
-        old = module.removed[name] if gone else model.base_model.get_submodule(name)
-        made = linear_like(old, *((None, len(wanted)) if outputs else (len(wanted), None)), device=model.device)
-        made.weight.zero_()
-        if made.bias is not None:
-            made.bias.zero_()
+        old = module.removed[name] if headless else model.base_model.get_submodule(name)
+        padded = linear_like(old, *((None, size) if outputs else (size, None)), device=model.device)
+        padded.weight.zero_()
+        if padded.bias is not None:
+            padded.bias.zero_()
         if count:
-            axis = int(outputs) if isinstance(made, Conv1D) else int(not outputs)
-            made.weight.index_copy_(axis, index.to(model.device), old.weight)
-        if made.bias is not None and not outputs:
-            made.bias.copy_(model.base_model.get_submodule(name).bias)
-        elif made.bias is not None and count:
-            made.bias.index_copy_(0, index.to(model.device), old.bias)
+            padded.weight.index_copy_(weight_axis(padded, outputs=outputs), index.to(model.device), old.weight)
+        if padded.bias is not None and not outputs:
+            padded.bias.copy_(model.base_model.get_submodule(name).bias)
+        elif padded.bias is not None and count:
+            padded.bias.index_copy_(0, index.to(model.device), old.bias)
         path, _, leaf = name.rpartition(".")
-        model.base_model.get_submodule(path).add_module(leaf, made)
+        model.base_model.get_submodule(path).add_module(leaf, padded)
 
 
 @torch.no_grad()
 def head_magnitudes(model: Any, attention: Attention, heads: int) -> torch.Tensor:
-    """fp32 (heads,): the product of the norms of each head's value weights and of its output weights."""
+    """fp32 (heads,): for each head, the product of the norm of its value weights and the norm of its output weights."""
     size, group = attention.head_size(model.config), attention.group_size(model.config)
     value, output = (
         effective_weight(model.base_model.get_submodule(name)).float() for name in (attention.v, attention.o)
     )
-    value = value[-heads // group * size :]  # the last part, where queries, keys and values are one
+    value = value[-heads // group * size :]  # values are the last part of a fused projection
     values = value.unflatten(0, (-1, size)).flatten(1).norm(dim=1).repeat_interleave(group)
     return values * output.unflatten(1, (-1, size)).transpose(0, 1).flatten(1).norm(dim=1)

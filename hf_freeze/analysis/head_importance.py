@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_freeze import methods
-from hf_freeze.analysis._shared import batches_on, check_model, in_eval_mode, inputs_and_gradients, token_mask
+from hf_freeze.analysis._probe import batches_on, check_model, in_eval_mode, inputs_and_gradients, token_mask
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.compat.transformers import mapped_class
 from hf_freeze.layers.derived import features
