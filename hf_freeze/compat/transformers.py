@@ -99,6 +99,12 @@ def do_not_save(model: Any, names: set[str]) -> None:
     model._keys_to_ignore_on_save = names
 
 
+def keep_on_save(model: Any, names: set[str]) -> None:
+    """Have `save_pretrained` write these tensors even if the class leaves them out."""
+    if names:
+        model._keys_to_ignore_on_save = set(model._keys_to_ignore_on_save or ()) - names
+
+
 def keys_to_ignore(model: Any) -> tuple[set[str], set[str]]:
     """(names that are not saved, patterns of names that may be missing when loading) of a native class."""
     return set(model._keys_to_ignore_on_save or ()), set(model._keys_to_ignore_on_load_missing or ())

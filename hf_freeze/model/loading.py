@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # pyright: ignore[reportPrivateImportUsage]
 from transformers import AutoConfig
 
 import hf_freeze.model.classes  # noqa: F401 (registers the variants)

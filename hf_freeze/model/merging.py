@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_freeze import surgery
-from hf_freeze.compat.transformers import copy_attention_implementation
+from hf_freeze.compat.transformers import copy_attention_implementation, keep_on_save
 from hf_freeze.model.config import VARIANT_FIELDS
 from hf_freeze.model.weights import no_draws
 
@@ -31,6 +31,7 @@ def merged(variant: Any) -> PreTrainedModel:
     native.load_state_dict(source.state_dict())
     attentions = variant.architecture.attentions(native.config).values()
     surgery.match_scales(source.base_model, native.base_model, attentions)
+    keep_on_save(native, variant.trained_constants())  # native classes leave out positions, even trained ones
     copy_runtime(source, native)
     return native
 

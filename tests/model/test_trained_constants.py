@@ -64,3 +64,10 @@ def test_a_checkpoint_without_positions_computes_them(tmp_path):
     computed = MarianMTModel(MarianConfig(**MARIAN.tiny)).state_dict()
     reloaded = type(model).from_pretrained(tmp_path)
     assert all(torch.equal(reloaded.get_parameter(name), computed[name]) for name in POSITIONS)
+
+
+def test_a_merged_model_stores_trained_positions_too(tmp_path):
+    model, batch = make_variant(marian(("encoder",)), [methods.FFNPruning(width=13)]), MARIAN.tiny_inputs("seq2seq-lm")
+    model.merge().save_pretrained(tmp_path)
+    native = MarianMTModel.from_pretrained(tmp_path)
+    assert differences(outputs(native, batch), outputs(model, batch), 1e-5) == []
