@@ -7,10 +7,13 @@ import huggingface_hub.constants
 import pytest
 from support import ROOT
 from support.pages import blocks_of, check_page
-from support.recipes import TINY, cli, write_recipe
+from support.recipes import TINY, write_recipe
 from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
 from hf_freeze import data
+from hf_freeze.experiments.recipes.expand import expand
+from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.runs.execute import execute
 
 PAGES = {
     str(page.relative_to(ROOT)): page
@@ -70,8 +73,9 @@ def run(tmp_path_factory):
     """The folder of a run."""
     folder = tmp_path_factory.mktemp("grid")
     rows = {"3": {"label": "FFN random", "methods": [{"method": "freeze", "ffn": "random"}]}}
-    cli("run", write_recipe(folder / "recipe.yaml", TINY | {"rows": rows}), "--out", folder / "runs")
-    return folder / "runs" / "row-3-seed-1"
+    recipe = load_recipe(write_recipe(folder / "recipe.yaml", TINY | {"rows": rows}))
+    execute(expand(recipe)[0], folder / "row-3-seed-1")
+    return folder / "row-3-seed-1"
 
 
 @pytest.fixture
