@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_freeze.compat.transformers import NeverDrawn
+from hf_freeze.install import how_to_install
 from hf_freeze.layers.derived import Computed, DerivedLinear, autocast_dtype
 
 SCHEMES = ("int8", "nf4", "fp4")
@@ -35,7 +36,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "Fai
 def check_installed() -> None:
     """Raise ValueError if bitsandbytes is missing. Does not import it: that takes seconds, and only values need it."""
     if find_spec("bitsandbytes") is None:
-        raise ValueError('quantised weights need bitsandbytes, which is missing: pip install "hf-freeze[quantize]"')
+        raise ValueError(f"quantised weights need bitsandbytes, which is missing; {how_to_install('quantize')}")
 
 
 @functools.cache

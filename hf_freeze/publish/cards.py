@@ -15,6 +15,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from hf_freeze.analysis.accounting import count_parameters, stored_bytes
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.compat.transformers import mapped_class
+from hf_freeze.install import how_to_install
 from hf_freeze.methods.registry import METHODS
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import empty_model
@@ -204,7 +205,7 @@ def _example(name: str, task: str, needs_us: bool, remote_code: bool) -> str:
             f'model = AutoModelForSeq2SeqLM.from_pretrained("{name}", trust_remote_code=True)\n'
             'print(tokenizer.batch_decode(model.generate(**tokenizer("A sentence", return_tensors="pt"))))'
         )
-    first = ["import hf_freeze  # pip install hf-freeze"] if needs_us or task == "seq2seq-lm" else []
+    first = [f"import hf_freeze  # {how_to_install()}"] if needs_us or task == "seq2seq-lm" else []
     if task == "question-answering":  # transformers 5 has no pipeline for it
         auto = AUTO_CLASSES[task].__name__
         return "\n".join([*first, f"from transformers import {auto}", f'{auto}.from_pretrained("{name}"{option})'])
@@ -315,7 +316,7 @@ def _other_seeds(made: Made) -> str:
 
 
 def _limits(made: Made, needs_us: bool) -> list[str]:
-    limits = ["It loads where hf_freeze is installed (`pip install hf-freeze`)."] if needs_us else []
+    limits = [f"It loads where hf_freeze is installed ({how_to_install()})."] if needs_us else []
     if made.record is not None:
         limits.append(f"The scores are of one training run. {_other_seeds(made)}".strip())
         limits.append("It knows text like that of its training data. What it does with other text was not measured.")

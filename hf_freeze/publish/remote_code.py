@@ -14,6 +14,7 @@ import torch
 
 from hf_freeze.architectures.base import base_name
 from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.install import how_to_install
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.merging import native_config_of
 from hf_freeze.model.weights import no_draws
@@ -60,6 +61,6 @@ def _check_native(model: VariantMixin) -> None:
     if ours != theirs:
         names = ", ".join(method["method"] for method in model.config.methods)
         raise ValueError(
-            f"no remote code for the methods {names}: their layers need hf_freeze (`pip install hf-freeze`); push without "
-            f"remote code, or a {model.native_class.__name__} that merge() makes"
+            f"no remote code for the methods {names}: their layers need hf_freeze ({how_to_install()}); "
+            f"push without remote code, or a {model.native_class.__name__} that merge() makes"
         )

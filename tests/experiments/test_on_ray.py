@@ -249,7 +249,7 @@ def test_without_ray_the_extra_is_named(tmp_path, monkeypatch):
     recipe = write_recipe(tmp_path / "r.yaml")
     error = one_line_error("run", recipe, "--out", tmp_path / "o", "--on", "ray")
     assert "--on ray needs the package ray" in error
-    assert 'pip install "hf-freeze[ray]"' in error
+    assert 'pip install -c constraints.txt -e ".[ray]"' in error
 
 
 def test_a_launcher_and_ray_are_not_for_the_same_grid(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_freeze.experiments.runs.processes import KEEP_MEMORY, work
+from hf_freeze.install import how_to_install
 
 # Unless told otherwise, Ray tells its makers of every start, warns of what is to come, waits minutes for what is no Ray, and
 # gives way to whatever else a machine does (niceness 15): on two busy cores, runs did not start for minutes.
@@ -85,7 +86,7 @@ class RayTasks:
             from ray.util.queue import Queue
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
         except ImportError as error:
-            raise ValueError(f'--on ray needs the package ray ({error}): pip install "hf-freeze[ray]"') from error
+            raise ValueError(f"--on ray needs the package ray ({error}); {how_to_install('ray')}") from error
         self._ray, self._options, self._say, self._resume_anyway = ray, options, say, resume_anyway
         self._connected = not ray.is_initialized()
         if self._connected:

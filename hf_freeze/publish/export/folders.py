@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_freeze.install import how_to_install
+
 MARK = "hf_freeze_export.json"  # in every exported folder: format, quantization, task, positions
 
 
@@ -28,7 +30,7 @@ def require(package: str, format: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ValueError(f'{format} needs {package}, which is missing: pip install "hf-freeze[export]"') from error
+        raise ValueError(f"{format} needs {package}, which is missing; {how_to_install('export')}") from error
 
 
 def read_mark(folder: Path, format: str, task: str) -> dict[str, Any]:
