@@ -535,12 +535,12 @@ DEEPER = DeLighT(n_min=3, n_max=3, groups=3)
             [EXAMPLE],
             "DeLighT: this gpt2 has cross-attentions; set add_cross_attention=False",
         ),
-        ("marian", {}, [EXAMPLE, EXAMPLE], "DeLighT: an earlier method has put in other blocks; leave one"),
+        ("marian", {}, [EXAMPLE, EXAMPLE], "DeLighT after 'delight', which has put in other blocks; leave one"),
         (
             "marian",
             {},
             [LiteTransformer(kernels=[3, 3], heads=2), EXAMPLE],
-            "DeLighT: an earlier method has put in other blocks",
+            "DeLighT after 'lite_transformer', which has put in other blocks",
         ),
         (
             "gpt2",
