@@ -1,4 +1,4 @@
-"""Batches of about equally many tokens, of sentences of about equal length."""
+"""Batches with about the same number of tokens, from sentences of similar length."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,12 +9,12 @@ from torch.utils.data import Sampler
 class TokenBatchSampler(Sampler[list[int]]):
     """Batches of indices whose padded targets hold at most `max_tokens` tokens.
 
-    Sentences are sorted by target length, then roughly by source length; ties and the order of batches are redrawn each
-    epoch from (seed, epoch) alone, so a resumed run sees the same data. The number of batches never changes: where one
-    ends depends on the target lengths only. `multiple_of` repeats a few batches so that every
-    process gets equally many.
+    Sentences are sorted by target length, then roughly by source length. Ties and the order of batches are drawn anew in each
+    epoch from (seed, epoch) alone, so a resumed run sees the same data. The number of batches is the same in every epoch,
+    because batch boundaries depend only on the target lengths. `multiple_of` repeats a few batches so that every process gets
+    the same number.
 
-    Raises ValueError for no sentences, or where `max_tokens` is below the longest target.
+    Raises ValueError for an empty list of sentences, and if `max_tokens` is below the longest target.
     """
 
     def __init__(
@@ -37,9 +37,11 @@ class TokenBatchSampler(Sampler[list[int]]):
             raise ValueError(f"max_tokens={max_tokens} is below the longest target, {longest} tokens")
         self.seed, self.shuffle, self.multiple_of, self.epoch = seed, shuffle, multiple_of, 0
         self.bounds = [0]
-        for place, length in enumerate(np.sort(self.targets)):  # ascending: the last of a batch is its longest
-            if (place + 1 - self.bounds[-1]) * length > max_tokens:
-                self.bounds.append(place)
+        for index, length in enumerate(
+            np.sort(self.targets)
+        ):  # ascending, so the last sentence of a batch is its longest
+            if (index + 1 - self.bounds[-1]) * length > max_tokens:
+                self.bounds.append(index)
         self.bounds.append(len(self.targets))
 
     def set_epoch(self, epoch: int) -> None:
@@ -47,7 +49,7 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     @property
     def sampler(self) -> "TokenBatchSampler":
-        """accelerate, which shards a batch sampler among processes, passes `set_epoch` on to its `.sampler` only."""
+        """The sampler itself: accelerate shards a batch sampler among processes and calls `set_epoch` on its `.sampler` only."""
         return self
 
     def __len__(self) -> int:
@@ -55,13 +57,13 @@ class TokenBatchSampler(Sampler[list[int]]):
         return -(-batches // self.multiple_of) * self.multiple_of
 
     def __iter__(self) -> Iterator[list[int]]:
-        draw = np.random.default_rng((self.seed, self.epoch))
-        ties = draw.random(len(self.targets)) if self.shuffle else np.zeros(len(self.targets))
-        # A random shift of the source buckets lets neighbours meet in different batches from epoch to epoch.
-        bucket = (self.sources + (draw.integers(4) if self.shuffle else 0)) // 4
+        rng = np.random.default_rng((self.seed, self.epoch))
+        ties = rng.random(len(self.targets)) if self.shuffle else np.zeros(len(self.targets))
+        # A random shift of the source-length buckets puts neighbouring sentences into different batches in different epochs.
+        bucket = (self.sources + (rng.integers(4) if self.shuffle else 0)) // 4
         order = np.lexsort((ties, bucket, self.targets))
-        number = len(self.bounds) - 1
-        batches = draw.permutation(number) if self.shuffle else np.arange(number)
+        count = len(self.bounds) - 1
+        batches = rng.permutation(count) if self.shuffle else np.arange(count)
         for position in range(len(self)):
-            batch = batches[position % number]
+            batch = batches[position % count]
             yield order[self.bounds[batch] : self.bounds[batch + 1]].tolist()

@@ -1,7 +1,7 @@
-"""A small translation problem made from a seed: two invented languages, nothing to download.
+"""A small translation corpus generated from a seed: two invented languages, no download.
 
-The lexicon and all sentences are drawn anew for every seed; the grammar is fixed. The target is a function of the
-source. Word frequencies are Zipf-like in every part of speech.
+Each seed draws its own lexicon and sentences; the grammar is fixed. The target is a function of the source. Word frequencies
+are Zipf-like in every part of speech.
 
 ============ ============================================== ====================================================
              source                                         target
@@ -18,7 +18,8 @@ verb         stem, negation, tense; or stem, participle     agrees with subject'
 sense        one                                            some verbs have two, chosen by the class of the object
 ============ ============================================== ====================================================
 
-Example (seed 0), where N, V and A are words of the lexicon and a digit after a point is the class that is agreed with::
+Example (seed 0). N, V and A are words of the lexicon; the digit after a point is the class of the noun that the word agrees
+with::
 
     shu holaz buluszu lipysken bir bot sygynzi girmeti.
     kesha voper non nekivash una lamad rabrosa kwe godash el muk.
@@ -39,18 +40,18 @@ from datasets import Dataset, DatasetDict
 T = TypeVar("T")
 
 MAX_SEED, MAX_SENTENCES = 2**63 - 1, 1_000_000
-MIN_WORDS, MAX_WORDS = 3, 20  # other sentences are drawn again, so that no batch is mostly padding
+MIN_WORDS, MAX_WORDS = 3, 20  # shorter and longer sentences are drawn again, so that no batch is mostly padding
 NOUNS, INTRANSITIVES, TRANSITIVES, ADJECTIVES = 100, 15, 40, 25  # sizes of the lexicon
 ODD, TWO_SENSES = 0.15, 0.3  # shares of irregular words, and of transitive verbs with two senses
 
-# In source suffixes A is e or a, and I is i or u, as the stem's vowels are front or back. Every suffix begins with a
-# consonant and no stem holds two in a row, so that a word has one reading only.
+# Vowel harmony: in source suffixes, A stands for e or a, and I for i or u, after a stem with front or back vowels. Every suffix
+# begins with a consonant and no stem contains two in a row, so that a word can be split in one way only.
 FRONT, BACK = "eiy", "aou"
 PLURAL, NEGATION, PARTICIPLE = "lAr", "mA", "kAn"
 CASES = {"subject": "", "object": "zI", "place": "dA", "owner": "nIn"}
 TENSES = {"present": "rI", "past": "tI", "future": "cAk"}
 
-# What agrees is listed for the classes 0, 1, 2 in the singular, then in the plural.
+# Forms that agree are listed for the classes 0, 1, 2 in the singular, then in the plural.
 DETERMINERS = {
     "": ("el", "sha", "om", "eli", "shai", "omi"),
     "bir": ("un", "una", "uno"),
@@ -109,24 +110,25 @@ class Sentence(NamedTuple):
     question: bool
 
 
-Columns = Callable[[str, str, Sentence], dict[str, Any]]  # of an example, from its source, its target and what they say
+Columns = Callable[[str, str, Sentence], dict[str, Any]]  # (source, target, sentence) -> the columns of an example
 
 
 def builtin_corpus(seed: int = 0, train: int = 12_000, dev: int = 300, test: int = 300) -> DatasetDict:
     """Splits of distinct sentences with the columns ``source`` and ``target``, the same on every platform.
 
-    The sizes do not change the language, and a longer ``train`` begins with a shorter one.
+    The sizes do not change the language. A larger ``train`` split begins with the sentences of a smaller one. Raises ValueError
+    for a seed or size out of range.
     """
     sizes = {"test": test, "dev": dev, "train": train}
     return _splits(seed, sizes, lambda source, target, _: {"source": source, "target": target})
 
 
 def builtin_tenses(seed: int = 0, train: int = 12_000, dev: int = 300, test: int = 300) -> DatasetDict:
-    """The target side of ``builtin_corpus``, of the same arguments, with columns ``sentence`` and ``label``: the tense of the
-    first clause, a third of the sentences each.
+    """The target side of ``builtin_corpus`` with the same arguments, with the columns ``sentence`` and ``label``.
 
-    0 present, 1 past (a suffix of the verb, or an odd stem), 2 future (``vil`` before the verb). What follows ``kwe`` and a
-    second clause, with a tense of its own, mislead those who look at words alone.
+    The label is the tense of the first clause: 0 present, 1 past (a suffix of the verb, or an irregular stem), 2 future (``vil``
+    before the verb), one third of the sentences each. Relative clauses (``kwe``) and second clauses have tenses of their own, so
+    that single words can mislead a classifier.
     """
     tenses = list(TENSES)
     return _splits(
@@ -165,7 +167,7 @@ def _examples(draw: "Draw", lexicon: "Lexicon", size: int, seen: set[str], colum
 
 
 class Draw:
-    """Draws made of ``Random.random`` alone: Python guarantees its sequence for a seed, but not that of ``choice``."""
+    """Random draws by ``Random.random`` alone: Python guarantees its sequence for a seed, but not that of ``choice``."""
 
     def __init__(self, seed: int) -> None:
         self._uniform = Random(seed).random
@@ -184,7 +186,7 @@ class Draw:
 
 @cache
 def _cumulative_zipf(size: int) -> list[float]:
-    # Sums and divisions are the same on every platform, powers are not. The 3 keeps one noun from filling the corpus.
+    # Sums and divisions give the same bits on every platform, powers do not. The offset 3 limits the share of the first noun.
     return list(accumulate(1 / (rank + 3) for rank in range(size)))
 
 

@@ -1,4 +1,4 @@
-"""What a masked language model is to predict (Devlin et al., 2019, "BERT", section 3.1)."""
+"""Masks tokens for masked language models (Devlin et al., 2019, "BERT", section 3.1)."""
 
 import zlib
 from collections.abc import Sequence
@@ -10,12 +10,13 @@ from transformers import DataCollatorForLanguageModeling
 
 
 class Masking:
-    """Masks tokens of single blocks as `DataCollatorForLanguageModeling` does: of `probability` of them, eight in ten become
-    `[MASK]`, one a random token, one stays.
+    """Masks the tokens of one block at a time, as `DataCollatorForLanguageModeling` does: each token is selected with
+    `probability`; of the selected ones, 80 % become `[MASK]`, 10 % a random token, and 10 % stay.
 
-    The draw is a function of `key` and of the block alone: whatever the batches, in whatever order, and in a resumed run too. A
-    key such as (seed, epoch) masks anew in each epoch; a fixed one gives the same test to all. Special tokens, `[UNK]` too,
-    are never masked. Of other tokens at least one is, as in BERT's own code: a batch without any has no loss.
+    The draw is a function of `key` and the block alone. It does not depend on batches or their order, and is the same in a
+    resumed run. A key such as (seed, epoch) draws new masks in each epoch; a fixed key gives every model the same test. Special
+    tokens, including `[UNK]`, are never masked. At least one other token is masked, as in BERT's own code, because a batch
+    without masked tokens has no loss.
 
     Raises ValueError for a tokenizer without `[MASK]` and a probability outside (0, 1].
     """
@@ -26,11 +27,12 @@ class Masking:
         if not 0 < probability <= 1:
             raise ValueError(f"Masking(probability={probability!r}): must be above 0 and at most 1")
         self._collator: Any = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability)
-        # One of our own: the collator's `seed` would go on from batch to batch, which a resumed run cannot catch up with.
+        # A generator that is seeded for each block. With the collator's own `seed`, draws would depend on all previous batches,
+        # and a resumed run could not repeat them.
         self._collator.generator = torch.Generator()
 
     def __call__(self, ids: Sequence[int], key: Sequence[int]) -> dict[str, list[int]]:
-        """`input_ids` and `labels`, -100 where nothing is masked, of the same length as `ids`."""
+        """`input_ids` and `labels`, both as long as `ids`; labels are -100 for tokens that are not masked."""
         entropy = [*key, zlib.crc32(np.asarray(ids, dtype=np.int64).tobytes())]
         self._collator.generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1))
         block = torch.tensor([list(ids)])

@@ -1,7 +1,7 @@
-"""Remove pieces from a sentencepiece model, the bytes of a `.spm` file.
+"""Removes pieces from a sentencepiece model, the bytes of a `.spm` file.
 
-It is a protocol buffer (sentencepiece_model.proto of https://github.com/google/sentencepiece), of which only three fields matter
-here; sentencepiece itself cannot write one that is changed, and reading it by its schema would need protobuf installed.
+The model is a protocol buffer (sentencepiece_model.proto of https://github.com/google/sentencepiece); only three of its fields
+matter here. sentencepiece itself cannot write a changed model, and reading it by its schema would require protobuf.
 """
 
 from collections.abc import Collection, Iterator
@@ -9,15 +9,15 @@ from collections.abc import Collection, Iterator
 _PIECES, _TRAINER, _SELF_TEST = 1, 2, 4  # fields of the model
 _PIECE, _TYPE = 1, 3  # fields of a piece
 _MODEL_TYPE = 3  # field of the trainer's settings
-_NORMAL = 1  # the type of pieces that are neither special nor bytes
+_NORMAL = 1  # the type of ordinary pieces, neither special nor bytes
 _UNIGRAM = 1
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 
 
 def keep_pieces(model: bytes, pieces: Collection[str]) -> bytes:
-    """The model with only these pieces, and those that are special.
+    """The model with only these pieces and all special ones.
 
-    Raises ValueError for a model that is no Unigram model: to BPE, pieces are steps on the way to others.
+    Raises ValueError unless it is a Unigram model: in BPE, longer pieces are merged from shorter ones.
     """
     out = bytearray()
     for field, value, encoded in _fields(model):
@@ -30,13 +30,13 @@ def keep_pieces(model: bytes, pieces: Collection[str]) -> bytes:
             name = parts.get(_PIECE, b"")
             if parts.get(_TYPE, _NORMAL) == _NORMAL and isinstance(name, bytes) and name.decode() not in pieces:
                 continue
-        if field != _SELF_TEST:  # samples of its own segmentation, which loading would compare
+        if field != _SELF_TEST:  # sample segmentations that loading would compare with the trimmed model's
             out += encoded
     return bytes(out)
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
-    """(number, value, the bytes of all of it) of each field of a message."""
+    """(number, value, encoded bytes) of each field of a message."""
     position = 0
     while position < len(message):
         start = position
@@ -59,11 +59,11 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
 
 
 def _varint(message: bytes, position: int) -> tuple[int, int]:
-    """(value, position after it) of an integer in groups of seven bits, the lowest first."""
+    """(value, position after it) of an integer in groups of seven bits, lowest first."""
     value, shift = 0, 0
     while position < len(message):
         byte = message[position]
         value, shift, position = value | (byte & 0x7F) << shift, shift + 7, position + 1
         if byte < 0x80:
             return value, position
-    raise ValueError("not a sentencepiece model: it ends within a number")
+    raise ValueError("not a sentencepiece model: it ends within an integer")

@@ -1,6 +1,5 @@
-"""Readers for text, parallel text and labelled examples: files, plain or gzipped, or data sets of the Hub."""
+"""Readers for text, parallel text and labelled examples from files, plain or gzipped, and from data sets of the Hub."""
 
-import gzip
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -8,12 +7,14 @@ from typing import Any
 
 import datasets
 
+from hf_freeze.data.files import read_bytes
+
 
 def read_lines(path: str | Path) -> list[str]:
-    """The lines of a UTF-8 text file, plain or gzipped (by content, not by name), without surrounding white space.
+    """The lines of a UTF-8 text file, plain or gzipped (detected by content), without surrounding white space.
 
     Raises FileNotFoundError; ValueError with file and line for an empty line, a NUL byte (binary data) or bytes that are not
-    UTF-8; ValueError for a damaged gzip file or an empty one.
+    UTF-8; ValueError for an empty file or a damaged gzip file.
     """
     lines = []
     for number, text in _numbered_lines(path):
@@ -24,9 +25,9 @@ def read_lines(path: str | Path) -> list[str]:
 
 
 def read_documents(path: str | Path) -> list[str]:
-    """The documents of a text file, which empty lines separate; their own lines are kept apart by newlines.
+    """The documents of a text file, separated by empty lines; the lines of a document are joined by newlines.
 
-    Raises what `read_lines` raises, but for empty lines; ValueError for a file that holds nothing else.
+    Raises the errors of `read_lines` except for empty lines, and ValueError if all lines are empty.
     """
     documents: list[list[str]] = [[]]
     for _, text in _numbered_lines(path):
@@ -34,22 +35,17 @@ def read_documents(path: str | Path) -> list[str]:
             documents[-1].append(text)
         elif documents[-1]:
             documents.append([])
-    found = ["\n".join(lines) for lines in documents if lines]
-    if not found:
-        raise ValueError(f"{path}: nothing but empty lines")
-    return found
+    texts = ["\n".join(lines) for lines in documents if lines]
+    if not texts:
+        raise ValueError(f"{path}: all lines are empty")
+    return texts
 
 
 def _numbered_lines(path: str | Path) -> Iterator[tuple[int, str]]:
-    raw = Path(path).read_bytes()
-    if raw.startswith(b"\x1f\x8b"):
-        try:
-            raw = gzip.decompress(raw)
-        except (OSError, EOFError) as error:
-            raise ValueError(f"{path}: damaged gzip file: {error}") from error
-    if not raw:
+    data = read_bytes(path)
+    if not data:
         raise ValueError(f"{path}: the file is empty")
-    for number, line in enumerate(raw.removesuffix(b"\n").split(b"\n"), 1):
+    for number, line in enumerate(data.removesuffix(b"\n").split(b"\n"), 1):
         if b"\x00" in line:
             raise ValueError(f"{path}, line {number}: binary data (a NUL byte), not text")
         try:
@@ -59,10 +55,10 @@ def _numbered_lines(path: str | Path) -> Iterator[tuple[int, str]]:
 
 
 def read_jsonl(path: str | Path, text: Sequence[str] = ("sentence",), label: str = "label") -> datasets.Dataset:
-    """Examples for classification from a file of one JSON object a line, plain or gzipped.
+    """Classification examples from a file with one JSON object per line, plain or gzipped.
 
-    Columns: those named in `text` (strings; two of them make a pair) and `label` (integers from 0, or strings). Other fields
-    are left out. Raises what `read_lines` raises; ValueError with file and line, and the choices, for anything else.
+    Columns: those named in `text` (strings; two columns form a pair) and `label` (integers from 0, or strings). Other fields are
+    ignored. Raises the errors of `read_lines`, and ValueError with file and line for a missing field or a wrong value.
     """
     columns: dict[str, list[Any]] = {name: [] for name in (*text, label)}
     for number, line in enumerate(read_lines(path), 1):
@@ -82,15 +78,15 @@ def read_jsonl(path: str | Path, text: Sequence[str] = ("sentence",), label: str
             if name == label and not (isinstance(value, str) or (type(value) is int and value >= 0)):
                 raise ValueError(f"{where}: {name} must be an integer from 0 or a string, not {value!r}")
             if values and type(value) is not type(values[0]):
-                raise ValueError(f"{where}: {name} is {value!r}, but {values[0]!r} in line 1: of one type, please")
+                raise ValueError(f"{where}: {name} is {value!r}, but {values[0]!r} in line 1: use one type")
             values.append(value)
     return datasets.Dataset.from_dict(columns)
 
 
 def read_parallel(source: str | Path, target: str | Path) -> datasets.Dataset:
-    """Columns `source` and `target` from two files whose lines correspond.
+    """Columns `source` and `target` from two line-aligned files.
 
-    Raises what `read_lines` raises, and ValueError where the files differ in length (both counts named).
+    Raises the errors of `read_lines`, and ValueError with both counts if the files differ in length.
     """
     sources, targets = read_lines(source), read_lines(target)
     if len(sources) != len(targets):
@@ -101,9 +97,9 @@ def read_parallel(source: str | Path, target: str | Path) -> datasets.Dataset:
 
 
 def load_hub_text(repo_id: str, split: str, column: str = "text", name: str | None = None) -> datasets.Dataset:
-    """Column `text` from a data set of the Hub (or a local directory or file that `datasets` knows); empty texts are left out.
+    """Column `text` from a data set of the Hub (or a local directory or file that `datasets` supports), without empty texts.
 
-    Raises ValueError for a column that is not there, with the choices.
+    Raises ValueError for an unknown column, with the choices.
     """
     data: Any = datasets.load_dataset(repo_id, name, split=split)
     _check_columns(data, [column], repo_id, split)
@@ -114,10 +110,10 @@ def load_hub_text(repo_id: str, split: str, column: str = "text", name: str | No
 def load_hub_labelled(
     repo_id: str, split: str, text: Sequence[str] = ("sentence",), label: str = "label", name: str | None = None
 ) -> datasets.Dataset:
-    """The columns named in `text` and `label`, as of `read_jsonl`, from a data set of the Hub (or a local directory or file that
-    `datasets` knows).
+    """The columns named in `text` and `label`, as in `read_jsonl`, from a data set of the Hub (or a local directory or file that
+    `datasets` supports).
 
-    Raises ValueError for a column that is not there, with the choices.
+    Raises ValueError for an unknown column, with the choices.
     """
     data: Any = datasets.load_dataset(repo_id, name, split=split)
     _check_columns(data, (*text, label), repo_id, split)
@@ -125,10 +121,10 @@ def load_hub_labelled(
 
 
 def load_hub_parallel(repo_id: str, split: str, source: str, target: str, name: str | None = None) -> datasets.Dataset:
-    """Columns `source` and `target` from a data set of the Hub (or a local directory or file that `datasets` knows).
+    """Columns `source` and `target` from a data set of the Hub (or a local directory or file that `datasets` supports).
 
     `source` and `target` name columns, or languages inside a `translation` column.
-    Raises ValueError for a column that is not there, with the choices.
+    Raises ValueError for an unknown column, with the choices.
     """
     data: Any = datasets.load_dataset(repo_id, name, split=split)
     if "translation" in data.column_names and source not in data.column_names:

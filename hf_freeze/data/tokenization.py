@@ -1,4 +1,4 @@
-"""Train a joint subword tokenizer that `AutoTokenizer` loads beside any backbone."""
+"""Trains a joint subword tokenizer that `AutoTokenizer` loads for any backbone."""
 
 from collections.abc import Iterable
 from itertools import chain
@@ -15,7 +15,7 @@ _TEMPLATES = {"after": ("$A </s>", "$A </s> $B </s>"), "before": ("</s> $A", "</
 
 
 def check_ids(sentences: Iterable[Iterable[int]], vocab_size: int) -> None:
-    """Raise ValueError for a token id that the model has no row for (-100, which marks labels that do not count, may be)."""
+    """Raise ValueError for a token id outside the vocabulary; -100, the label of ignored tokens, is allowed."""
     sentences = list(sentences)
     flat = np.fromiter(chain.from_iterable(sentences), dtype=np.int64)
     if not ((flat >= vocab_size) | ((flat < 0) & (flat != -100))).any():
@@ -31,18 +31,20 @@ def check_ids(sentences: Iterable[Iterable[int]], vocab_size: int) -> None:
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, kind: str = "bpe", *, eos: str = "after"
 ) -> PreTrainedTokenizerFast:
-    """A joint BPE or Unigram tokenizer: NFKC, word boundaries kept as `▁`, punctuation in pieces of its own. Or WordPiece as
-    uncased BERT has it (Devlin et al., 2019): `[CLS] text [SEP]` or `[CLS] text [SEP] other text [SEP]`, lower case, no accents.
+    """A joint BPE, Unigram or WordPiece tokenizer.
 
-    `eos`: where `</s>` stands, `"after"` every text, as translation models need it, or `"before"`, so that a language model
-    goes on with a prompt and does not end it. WordPiece has none.
+    BPE and Unigram: NFKC normalisation, word boundaries marked by `▁`, punctuation in separate pieces. WordPiece follows uncased
+    BERT (Devlin et al., 2019): lower case, no accents, `[CLS] text [SEP]` or `[CLS] text [SEP] other text [SEP]`.
 
-    Raises ValueError for an unknown kind or place of `</s>`, or a vocabulary too small for the characters of the text.
+    `eos`: the position of `</s>`. `"after"` every text is for translation models; `"before"` is for language models, so that
+    they continue a prompt instead of ending it. WordPiece has no `</s>`.
+
+    Raises ValueError for an unknown kind or position of `</s>`, and for a vocabulary too small for the characters of the text.
     """
     if kind == "wordpiece":
         return _train_wordpiece(texts, vocab_size)
     if eos not in _TEMPLATES:
-        raise ValueError(f"unknown place of </s> {eos!r}; choose from {list(_TEMPLATES)}")
+        raise ValueError(f"unknown position of </s> {eos!r}; choose from {list(_TEMPLATES)}")
     specials = list(SPECIAL_TOKENS)
     if kind == "bpe":
         tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -55,7 +57,7 @@ def train_tokenizer(
     else:
         raise ValueError(f"unknown tokenizer kind {kind!r}; choose from {list(KINDS)}")
     tokenizer.normalizer = normalizers.NFKC()
-    # Without the split, `street.` at the end of a sentence becomes a piece of its own, unrelated to `street`.
+    # Without the punctuation split, `street.` at the end of a sentence would become a piece unrelated to `street`.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation()])
     tokenizer.decoder = decoders.Metaspace()
     texts = list(texts)
@@ -75,13 +77,15 @@ def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
     tokenizer = _bert_tokenizer({})
     normalize, split = tokenizer.normalizer.normalize_str, tokenizer.pre_tokenizer.pre_tokenize_str
     characters = sorted({character for text in texts for character in set(normalize(text))})
-    # The trainer numbers these as it finds them, which is another order in each process, and settles ties by number. Named as
-    # special tokens they have an order; the tokenizer that is returned has none of them.
-    within = [f"##{c}" for c in characters if len(split(normalize(f"a{c}"))) == 1 and not c.isspace()]
-    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=specials + within, show_progress=False)
+    # The trainer numbers these pieces in an order that differs between processes, and breaks ties by number. Passing them as
+    # special tokens fixes the order; the returned tokenizer does not treat them as special.
+    continuations = [f"##{c}" for c in characters if len(split(normalize(f"a{c}"))) == 1 and not c.isspace()]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=specials + continuations, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     smallest = tokenizer.get_vocab_size()
-    if smallest > vocab_size:  # a character is two pieces, where a word begins and within it
+    if smallest > vocab_size:  # a character takes two pieces: at the start of a word and inside it
         raise ValueError(f"vocab_size={vocab_size} is too small: {smallest} special tokens and characters must fit")
     tokenizer = _bert_tokenizer(tokenizer.get_vocab())
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -1,4 +1,4 @@
-"""A tokenizer of fewer tokens, whose ids are those of a model that `methods.VocabularyTrimming` has trimmed alike."""
+"""Trims a tokenizer so that its ids match a model trimmed by `methods.VocabularyTrimming`."""
 
 import atexit
 import json
@@ -16,98 +16,100 @@ KINDS = ("BPE", "Unigram", "WordPiece", "WordLevel")
 
 
 def trim_tokenizer(tokenizer: Any, keep: Sequence[int]) -> Any:
-    """A tokenizer of the same class with only the tokens of the ids `keep`, numbered 0, 1, … in this order.
+    """A tokenizer of the same class with only the tokens whose ids are in `keep`, renumbered 0, 1, … in this order.
 
         trimming = analysis.choose_vocabulary(tokenizer, texts, coverage=0.999)
         model = make_variant(model, [trimming])
         tokenizer = data.trim_tokenizer(tokenizer, trimming.keep)
 
-    Text of kept pieces is split as before: of BPE, where the pieces that merge into a kept one are kept too, of the others, where
-    its single characters are, and `analysis.choose_vocabulary` sees to both. Other text is split into smaller pieces that are
-    kept, where there are such. Fast tokenizers of the kinds in `KINDS` can be trimmed, and `MarianTokenizer` with one vocabulary
-    for both languages: vocab.json loses its entries and both sentencepiece models lose their pieces, else rare words would become
-    unknown instead of several smaller pieces.
+    Text that consists of kept pieces is split as before, if `keep` also has the pieces that merge into a kept piece (BPE) or the
+    single characters of kept pieces (other kinds); `analysis.choose_vocabulary` ensures both. Other text is split into smaller
+    kept pieces if there are any.
 
-    Raises ValueError for a tokenizer of another kind, for ids that it does not have, that are repeated or not in ascending order,
-    and without a special token.
+    Fast tokenizers of the kinds in `KINDS` can be trimmed, and `MarianTokenizer` with one vocabulary for both languages. For
+    Marian, both vocab.json and the two sentencepiece models are trimmed: with untrimmed models, rare words would become unknown
+    tokens instead of several smaller pieces.
+
+    Raises ValueError for a tokenizer of another kind; for ids that the tokenizer lacks, that repeat or that do not ascend; and if
+    `keep` lacks a special token.
     """
     check_kind(tokenizer)
     vocabulary = tokenizer.get_vocab()
-    numbers = _numbers(keep, vocabulary)
-    needed = {str(tokenizer.convert_ids_to_tokens(token)): token for token in tokenizer.all_special_ids}
-    needed |= special_tokens(tokenizer)
-    for token, number in needed.items():
-        if number not in numbers:
-            raise ValueError(f"trim_tokenizer: keep lacks the id {number} of the special token {token!r}")
+    new_ids = _new_ids(keep, vocabulary)
+    required = {str(tokenizer.convert_ids_to_tokens(token)): token for token in tokenizer.all_special_ids}
+    required |= special_tokens(tokenizer)
+    for token, old_id in required.items():
+        if old_id not in new_ids:
+            raise ValueError(f"trim_tokenizer: keep lacks the id {old_id} of the special token {token!r}")
     folder = Path(tempfile.mkdtemp(prefix="hf_freeze_tokenizer_"))
     try:
         tokenizer.save_pretrained(folder)
-        _edit(folder / "tokenizer_config.json", lambda config: _trim_config(config, numbers))
+        _edit(folder / "tokenizer_config.json", lambda config: _trim_config(config, new_ids))
         if isinstance(tokenizer, MarianTokenizer):
-            # It reads its models again whenever it is copied or sent to another process: the files stay until the end.
+            # A MarianTokenizer reads its files again when it is copied or pickled, so they must exist until the process ends.
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
-            _edit(folder / "vocab.json", lambda vocab: _kept(vocab, numbers))
-            pieces = {token for token, number in vocabulary.items() if number in numbers}
+            _edit(folder / "vocab.json", lambda vocab: _trim_vocabulary(vocab, new_ids))
+            pieces = {token for token, old_id in vocabulary.items() if old_id in new_ids}
             for path in folder.glob("*.spm"):
                 path.write_bytes(keep_pieces(path.read_bytes(), pieces))
         else:
-            _edit(folder / "tokenizer.json", lambda data: _trim_backend(data, numbers))
+            _edit(folder / "tokenizer.json", lambda data: _trim_backend(data, new_ids))
         trimmed = type(tokenizer).from_pretrained(folder)
     finally:
         if not isinstance(tokenizer, MarianTokenizer):
             shutil.rmtree(folder)
     trimmed.name_or_path = tokenizer.name_or_path
-    _check_numbers(tokenizer, trimmed, numbers)
+    _check_new_ids(tokenizer, trimmed, new_ids)
     return trimmed
 
 
 def check_kind(tokenizer: Any) -> None:
     """Raise ValueError for a tokenizer that cannot be trimmed."""
-    what = type(tokenizer).__name__
+    description = type(tokenizer).__name__
     if isinstance(tokenizer, MarianTokenizer):
         if not tokenizer.separate_vocabs:
             return
-        what += " with two vocabularies"
+        description += " with two vocabularies"
     elif isinstance(tokenizer, PreTrainedTokenizerFast):
         kind = type(tokenizer.backend_tokenizer.model).__name__
         if kind in KINDS:
             return
-        what += f" of kind {kind}"
+        description += f" of kind {kind}"
     raise ValueError(
-        f"a {what} cannot be trimmed; fast tokenizers of {', '.join(KINDS)} can, and MarianTokenizer with one vocabulary"
+        f"a {description} cannot be trimmed; fast tokenizers of {', '.join(KINDS)} can, and MarianTokenizer with one vocabulary"
     )
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Token -> id of those that it puts in by itself: for what it does not know, as a template or as padding."""
+    """{token: id} of the tokens that the tokenizer inserts itself: for unknown text, by templates and as padding."""
     if isinstance(tokenizer, MarianTokenizer):
         return {}
     data = json.loads(tokenizer.backend_tokenizer.to_str())
-    model, found = data["model"], {}
+    model, specials = data["model"], {}
     if model["type"] == "Unigram":
         if model["unk_id"] is not None:
-            found[model["vocab"][model["unk_id"]][0]] = model["unk_id"]
+            specials[model["vocab"][model["unk_id"]][0]] = model["unk_id"]
     elif model["unk_token"] in model["vocab"]:
-        found[model["unk_token"]] = model["vocab"][model["unk_token"]]
+        specials[model["unk_token"]] = model["vocab"][model["unk_token"]]
     for processor in _processors(data["post_processor"]):
         for special in processor.get("special_tokens", {}).values():
-            found |= dict(zip(special["tokens"], special["ids"], strict=True))
-        found |= dict(processor[end] for end in ("sep", "cls") if end in processor)
+            specials |= dict(zip(special["tokens"], special["ids"], strict=True))
+        specials |= dict(processor[end] for end in ("sep", "cls") if end in processor)
     if data["padding"]:
-        found[data["padding"]["pad_token"]] = data["padding"]["pad_id"]
-    return found
+        specials[data["padding"]["pad_token"]] = data["padding"]["pad_id"]
+    return specials
 
 
-def _numbers(keep: Sequence[int], vocabulary: Mapping[str, int]) -> dict[int, int]:
-    """Old id -> new id."""
+def _new_ids(keep: Sequence[int], vocabulary: Mapping[str, int]) -> dict[int, int]:
+    """{old id: new id}"""
     keep = list(keep)
-    if not keep or any(type(token) is not int for token in keep) or keep != sorted(set(keep)):
-        raise ValueError("trim_tokenizer: keep must hold different ids, at least one, as integers in ascending order")
+    if not keep or any(type(old_id) is not int for old_id in keep) or keep != sorted(set(keep)):
+        raise ValueError("trim_tokenizer: keep must list at least one id, as distinct integers in ascending order")
     known = set(vocabulary.values())
-    for token in keep:
-        if token not in known:
-            raise ValueError(f"trim_tokenizer: keep has the id {token}; the tokenizer has 0..{max(known)}")
-    return {token: number for number, token in enumerate(keep)}
+    for old_id in keep:
+        if old_id not in known:
+            raise ValueError(f"trim_tokenizer: keep has the id {old_id}; the tokenizer has 0..{max(known)}")
+    return {old_id: new_id for new_id, old_id in enumerate(keep)}
 
 
 def _edit(path: Path, change: Any) -> None:
@@ -115,69 +117,68 @@ def _edit(path: Path, change: Any) -> None:
     path.write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")
 
 
-def _kept(vocab: Mapping[str, int], numbers: Mapping[int, int]) -> dict[str, int]:
-    return {token: numbers[number] for token, number in vocab.items() if number in numbers}
+def _trim_vocabulary(vocab: Mapping[str, int], new_ids: Mapping[int, int]) -> dict[str, int]:
+    return {token: new_ids[old_id] for token, old_id in vocab.items() if old_id in new_ids}
 
 
-def _trim_config(config: dict[str, Any], numbers: Mapping[int, int]) -> dict[str, Any]:
+def _trim_config(config: dict[str, Any], new_ids: Mapping[int, int]) -> dict[str, Any]:
     if "added_tokens_decoder" in config:
-        old = config["added_tokens_decoder"].items()
-        config["added_tokens_decoder"] = {str(numbers[int(n)]): token for n, token in old if int(n) in numbers}
+        added = config["added_tokens_decoder"].items()
+        config["added_tokens_decoder"] = {str(new_ids[int(n)]): token for n, token in added if int(n) in new_ids}
     return config
 
 
-def _trim_backend(data: dict[str, Any], numbers: Mapping[int, int]) -> dict[str, Any]:
-    """tokenizer.json: https://huggingface.co/docs/tokenizers."""
+def _trim_backend(data: dict[str, Any], new_ids: Mapping[int, int]) -> dict[str, Any]:
+    """The content of tokenizer.json (https://huggingface.co/docs/tokenizers), trimmed."""
     model = data["model"]
     if model["type"] == "Unigram":
-        model["vocab"] = [entry for number, entry in enumerate(model["vocab"]) if number in numbers]
+        model["vocab"] = [entry for old_id, entry in enumerate(model["vocab"]) if old_id in new_ids]
         if model["unk_id"] is not None:
-            model["unk_id"] = numbers[model["unk_id"]]
+            model["unk_id"] = new_ids[model["unk_id"]]
     else:
-        vocab = model["vocab"] = _kept(model["vocab"], numbers)
+        vocab = model["vocab"] = _trim_vocabulary(model["vocab"], new_ids)
         if model["type"] == "BPE":
             model["merges"] = [[*pair] for pair, piece in merges(model) if {*pair, piece} <= vocab.keys()]
     data["added_tokens"] = [
-        token | {"id": numbers[token["id"]]} for token in data["added_tokens"] if token["id"] in numbers
+        token | {"id": new_ids[token["id"]]} for token in data["added_tokens"] if token["id"] in new_ids
     ]
     for processor in _processors(data["post_processor"]):
         for special in processor.get("special_tokens", {}).values():
-            special["ids"] = [numbers[number] for number in special["ids"]]
+            special["ids"] = [new_ids[old_id] for old_id in special["ids"]]
         for end in ("sep", "cls"):
             if end in processor:
-                processor[end][1] = numbers[processor[end][1]]
+                processor[end][1] = new_ids[processor[end][1]]
     if data["padding"]:
-        data["padding"]["pad_id"] = numbers[data["padding"]["pad_id"]]
+        data["padding"]["pad_id"] = new_ids[data["padding"]["pad_id"]]
     return data
 
 
 def merges(model: Mapping[str, Any]) -> list[tuple[tuple[str, str], str]]:
-    """((left, right), the piece that they become) of a BPE model, in their order."""
+    """((left, right), merged piece) of each merge rule of a BPE model, in order."""
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
     prefix = len(model["continuing_subword_prefix"] or "")
     return [((left, right), left + right[prefix:]) for left, right in pairs]
 
 
 def _processors(processor: Any) -> list[Any]:
-    """The post-processors within this one, which may be None."""
+    """The basic post-processors of `processor`, which may be a sequence or None."""
     if processor is None:
         return []
-    return (
-        [inner for each in processor["processors"] for inner in _processors(each)]
-        if "processors" in processor
-        else [processor]
-    )
+    if "processors" not in processor:
+        return [processor]
+    return [inner for part in processor["processors"] for inner in _processors(part)]
 
 
-def _check_numbers(old: Any, new: Any, numbers: Mapping[int, int]) -> None:
-    tokens = old.convert_ids_to_tokens(list(numbers))
-    for token, number, found in zip(
-        tokens, numbers.values(), new.convert_ids_to_tokens(list(numbers.values())), strict=True
-    ):
-        if token != found:
+def _check_new_ids(old: Any, new: Any, new_ids: Mapping[int, int]) -> None:
+    tokens = old.convert_ids_to_tokens(list(new_ids))
+    trimmed_tokens = new.convert_ids_to_tokens(list(new_ids.values()))
+    for token, new_id, actual in zip(tokens, new_ids.values(), trimmed_tokens, strict=True):
+        if token != actual:
             raise ValueError(
-                f"trim_tokenizer: {token!r} would have the id {number}, but a {type(new).__name__} gives that to {found!r}; "
-                "its added tokens lie between others"
+                f"trim_tokenizer: {token!r} should get the id {new_id}, but the trimmed {type(new).__name__} gives it to "
+                f"{actual!r}, because added tokens lie between other tokens"
             )
-    if len(new) != len(numbers):
-        raise ValueError(f"trim_tokenizer: a {type(new).__name__} has {len(new)} tokens where {len(numbers)} are kept")
+    if len(new) != len(new_ids):
+        raise ValueError(
+            f"trim_tokenizer: the trimmed {type(new).__name__} has {len(new)} tokens, but keep has {len(new_ids)}"
+        )

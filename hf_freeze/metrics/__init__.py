@@ -1,11 +1,11 @@
-"""Metrics that need no network: `evaluate.load` downloads a script even for accuracy, these are plain classes.
+"""Metrics that work offline. They are plain classes; `evaluate.load` downloads a script even for accuracy.
 
     metric = load("sacrebleu", tokenize="13a")
     metric.add_batch(predictions=["a cat"], references=[["the cat", "a cat"]])
     metric.compute()
 
-They are `evaluate.Metric`s: `add`, `add_batch` and `compute` are evaluate's, and `evaluate.combine` takes them.
-Importing this package imports evaluate, sacrebleu and scikit-learn (seconds); `import hf_freeze` does not.
+They are subclasses of `evaluate.Metric` with its methods `add`, `add_batch` and `compute`, and work in `evaluate.combine`.
+Importing this package imports evaluate, sacrebleu and scikit-learn, which takes seconds; `import hf_freeze` does not.
 """
 
 from typing import Any
@@ -21,7 +21,10 @@ METRICS: dict[str, type[OfflineMetric]] = {
 
 
 def load(name: str, **kwargs: Any) -> OfflineMetric:
-    """The metric of that name; `kwargs` are its options and those of `evaluate.Metric` (cache_dir, num_process ...)."""
+    """The metric called `name`; `kwargs` are its options and those of `evaluate.Metric` (cache_dir, num_process ...).
+
+    Raises ValueError for an unknown name or option.
+    """
     if name not in METRICS:
         raise ValueError(f"unknown metric {name!r}; choose from {sorted(METRICS)}")
     return METRICS[name](**kwargs)

@@ -1,4 +1,4 @@
-"""What the metrics share: `evaluate.Metric` that needs no network, checks its input and has named options."""
+"""The base class of the metrics: an `evaluate.Metric` that works offline, checks its input and has named options."""
 
 import inspect
 from collections.abc import Iterable
@@ -11,10 +11,10 @@ from datasets import Features
 class OfflineMetric(evaluate.Metric):
     """An `evaluate.Metric` with
 
-    - options that are given to the constructor, to `compute`, or to both (`compute` wins);
-    - predictions kept in memory, unless `cache_dir` or `num_process` ask for files. In memory, any number of
-      instances can work at the same time; in files, each waits a second for the lock of the one before it;
-    - a ValueError, before anything is stored, for input that cannot be scored.
+    - options that are passed to the constructor, to `compute`, or to both (`compute` takes precedence);
+    - predictions in memory, unless `cache_dir` or `num_process` request files. In memory, any number of instances work at
+      the same time; with files, each waits a second for the lock of the previous one;
+    - a ValueError for input that cannot be scored, before anything is stored.
 
     The inputs of `add_batch`, `add` and `compute` are the names in `inputs`.
     """
@@ -25,13 +25,14 @@ class OfflineMetric(evaluate.Metric):
     citation: ClassVar[str] = ""  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(self, config_name: str | None = None, keep_in_memory: bool | None = None, **kwargs: Any) -> None:
-        given = {option: kwargs.pop(option) for option in self.options if option in kwargs}
-        known = inspect.signature(evaluate.EvaluationModule.__init__).parameters
-        self._refuse_unknown(kwargs, [*self.options, *(name for name in known if name not in ("self", "kwargs"))])
-        self.defaults = {**self.options, **given}
+        own_options = {option: kwargs.pop(option) for option in self.options if option in kwargs}
+        base_options = inspect.signature(evaluate.EvaluationModule.__init__).parameters
+        choices = [*self.options, *(name for name in base_options if name not in ("self", "kwargs"))]
+        self._refuse_unknown(kwargs, choices)
+        self.defaults = {**self.options, **own_options}
         self.check_options(**self.defaults)
-        alone = kwargs.get("cache_dir") is None and kwargs.get("num_process", 1) == 1
-        in_memory = alone if keep_in_memory is None else keep_in_memory
+        needs_no_files = kwargs.get("cache_dir") is None and kwargs.get("num_process", 1) == 1
+        in_memory = needs_no_files if keep_in_memory is None else keep_in_memory
         super().__init__(config_name, keep_in_memory=in_memory, **kwargs)
 
     def _info(self) -> evaluate.MetricInfo:
@@ -53,7 +54,7 @@ class OfflineMetric(evaluate.Metric):
         self.add_batch(**{name: [value] for name, value in example.items() if value is not None})
 
     def compute(self, **kwargs: Any) -> dict[str, Any] | None:
-        """Score the stored examples, after adding those that are given."""
+        """Score the stored examples and those in `kwargs`, which are stored first."""
         inputs = {name: kwargs.pop(name) for name in (*self.inputs, "predictions", "references") if name in kwargs}
         inputs = {name: values for name, values in inputs.items() if values is not None}
         self._refuse_unknown(kwargs, list(self.options))
@@ -69,7 +70,7 @@ class OfflineMetric(evaluate.Metric):
         """Raise ValueError for an option with an impossible value."""
 
     def check_inputs(self, **columns: list) -> dict[str, list]:
-        """Raise ValueError for values that cannot be scored; return the columns as they are to be stored."""
+        """Raise ValueError for values that cannot be scored; return the columns to store."""
         return columns
 
     def _checked(self, inputs: dict[str, Any]) -> dict[str, list]:
@@ -85,7 +86,7 @@ class OfflineMetric(evaluate.Metric):
             if len(columns[first]) != len(columns[other]):
                 raise ValueError(
                     f"{self.name} got {len(columns[first])} {first} but {len(columns[other])} {other}; "
-                    f"each of the {first} needs its own"
+                    "their numbers must be equal"
                 )
         return self.check_inputs(**columns)
 
@@ -100,8 +101,8 @@ class OfflineMetric(evaluate.Metric):
             raise ValueError(f"{name} of {self.name} must be a list, not {type(values).__name__}: {values!r}")
         return [value.tolist() if hasattr(value, "tolist") else value for value in values]
 
-    def _refuse_unknown(self, given: Iterable[str], choices: list[str]) -> None:
-        unknown = [name for name in given if name not in choices]
+    def _refuse_unknown(self, names: Iterable[str], choices: list[str]) -> None:
+        unknown = [name for name in names if name not in choices]
         if unknown:
             raise ValueError(f"{self.name} does not take {_names(unknown)}; choose from {choices}")
 

@@ -21,13 +21,13 @@ class LabelMetric(OfflineMetric):
                 if not isinstance(value, int | float) or not float(value).is_integer():
                     raise ValueError(
                         f"{name}[{index}] must be a class label (int), not {type(value).__name__} {value!r}; "
-                        "of logits take argmax(-1)"
+                        "convert logits with argmax(-1)"
                     )
         return {name: [int(value) for value in values] for name, values in columns.items()}
 
 
 class Accuracy(LabelMetric):
-    """The share of predictions that equal their reference."""
+    """The share of predictions that equal their references."""
 
     name = "accuracy"
 
@@ -36,7 +36,7 @@ class Accuracy(LabelMetric):
 
 
 class F1(LabelMetric):
-    """2 TP / (2 TP + FP + FN), 0 where that is 0 / 0; over classes as `average` says (None: a list, one for each)."""
+    """2 TP / (2 TP + FP + FN), and 0 for 0 / 0. `average` combines the classes; None returns a list with one value per class."""
 
     name = "f1"
     options: ClassVar[dict[str, Any]] = {"average": "binary", "labels": None, "pos_label": 1}
@@ -56,7 +56,7 @@ class F1(LabelMetric):
 
 
 class MatthewsCorrelation(LabelMetric):
-    """(TP TN - FP FN) / sqrt((TP+FP)(TP+FN)(TN+FP)(TN+FN)) and its form for several classes; 0 where that is 0 / 0."""
+    """(TP TN - FP FN) / sqrt((TP+FP)(TP+FN)(TN+FP)(TN+FN)), or its multi-class form; 0 for 0 / 0."""
 
     name = "matthews_correlation"
 

@@ -1,6 +1,6 @@
-"""BLEU (Post, 2018, https://arxiv.org/abs/1804.08771) and chrF (Popović, 2015), computed by sacrebleu itself.
+"""BLEU (Post, 2018, https://arxiv.org/abs/1804.08771) and chrF (Popović, 2015), computed by sacrebleu.
 
-Each result carries sacrebleu's signature, without which two scores cannot be compared.
+Each result contains sacrebleu's signature: only scores with equal signatures are comparable.
 """
 
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from ._base import OfflineMetric
 
 
 class TranslationMetric(OfflineMetric):
-    """Texts against one or several references each; the number of references may differ from text to text."""
+    """Compares texts with one or several references each; the number of references may vary between texts."""
 
     inputs = Features({"predictions": Value("string"), "references": Sequence(Value("string"))})
 
@@ -92,6 +92,6 @@ class ChrF(TranslationMetric):
 
 
 def _transposed(references: list[list[str]]) -> list[list[Any]]:
-    """References by sentence -> sacrebleu's reference documents, with None where a sentence has fewer."""
+    """References by sentence -> references by document, sacrebleu's format; None fills up sentences with fewer references."""
     documents = range(max(len(texts) for texts in references))
     return [[texts[i] if i < len(texts) else None for texts in references] for i in documents]

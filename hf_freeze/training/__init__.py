@@ -1,4 +1,4 @@
-"""What the Trainer needs besides a variant: schedules, batches by tokens, an honest perplexity, a fast smoothed loss."""
+"""Training of variants: Trainers with token batches, exact perplexity, schedules, and a fast label-smoothed loss."""
 
 from hf_freeze.training.callback import VariantCallback as VariantCallback
 from hf_freeze.training.classification import ClassificationTrainer as ClassificationTrainer

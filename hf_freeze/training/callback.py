@@ -1,4 +1,4 @@
-"""Tells a variant in the Trainer how far training is."""
+"""A Trainer callback that advances the schedules of a variant."""
 
 from typing import Any
 
@@ -11,20 +11,21 @@ from hf_freeze.methods.registry import method_to_dict
 
 
 class VariantCallback(TrainerCallback, ExportableState):
-    """`Trainer(callbacks=[VariantCallback()])` for every variant with a schedule; does nothing for other models.
+    """Needed by every variant with a schedule: `Trainer(callbacks=[VariantCallback()])`. It does nothing for other models.
 
-    The progress is `state.global_step / state.max_steps`, so that a resumed run continues exactly. Raises ValueError at the
-    start of a training by several processes whose DistributedDataParallel would wait for gradients of what is frozen for a
-    while, and where a run is resumed with other schedules than its checkpoint was made with.
+    The progress is `state.global_step / state.max_steps`, so a resumed run continues exactly. Raises ValueError when training
+    starts, if several processes train and DistributedDataParallel would wait for the gradients of temporarily frozen
+    parameters, or if a run resumes with schedules that differ from its checkpoint's.
     """
 
-    schedules: list[dict[str, Any]] | None = None  # of the methods, while a model is trained: checkpoints hold them
+    schedules: list[dict[str, Any]] | None = None  # of the methods of the trained model; saved in checkpoints
 
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"schedules": self.schedules}}
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._rewind(model)  # the Trainer's optimizer takes what is trainable when it is made: in train()
+        # Thaw everything that trains at some time: the Trainer later creates its optimizer from the trainable parameters.
+        self._rewind(model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         variant = _variant(model)
@@ -33,10 +34,10 @@ class VariantCallback(TrainerCallback, ExportableState):
         self._check_schedules(variant, state)
         names = variant.frozen_for_a_while()
         if args.world_size > 1 and not _finds_unused(args, variant) and (names or variant.skips):
-            what = f"{names[0]!r} is frozen for a while" if names else "layers are left out in some steps"
+            reason = f"{names[0]!r} is frozen for a while" if names else "layers are left out in some steps"
             raise ValueError(
-                f"{what}, but with {args.world_size} processes every trainable parameter must get a gradient: pass "
-                "ddp_find_unused_parameters=True (with activation checkpointing the default is False), and no ddp_static_graph"
+                f"{reason}, but with {args.world_size} processes every trainable parameter must get a gradient: pass "
+                "ddp_find_unused_parameters=True (the default is False with activation checkpointing), and no ddp_static_graph"
             )
         variant.advance(state.global_step, state.max_steps)
 
@@ -49,16 +50,18 @@ class VariantCallback(TrainerCallback, ExportableState):
         self._rewind(model)
 
     def _check_schedules(self, variant: Any, state: Any) -> None:
-        """What is scheduled is a function of the step: a resumed run must follow the same function."""
-        own = [method_to_dict(method) for method, _ in parts_of(variant.methods, Schedule)]
-        saved = state.stateful_callbacks.get(type(self).__name__, {})
-        then = (saved[0] if isinstance(saved, list) else saved).get("attributes", {}).get("schedules")
-        if state.global_step and then is not None and then != own:
+        """Schedules are functions of the step, so a resumed run must have the same schedules as its checkpoint."""
+        schedules = [method_to_dict(method) for method, _ in parts_of(variant.methods, Schedule)]
+        state_of_callback = state.stateful_callbacks.get(type(self).__name__, {})
+        if isinstance(state_of_callback, list):
+            state_of_callback = state_of_callback[0]
+        saved = state_of_callback.get("attributes", {}).get("schedules")
+        if state.global_step and saved is not None and saved != schedules:
             raise ValueError(
-                f"resumed at step {state.global_step} with the schedules {own}, but the checkpoint was made with {then}: train "
-                "from the start, or with the same"
+                f"resumed at step {state.global_step} with the schedules {schedules}, but the checkpoint was made with {saved}: "
+                "use the same schedules, or train from the start"
             )
-        self.schedules = own
+        self.schedules = schedules
 
     @staticmethod
     def _rewind(model: Any) -> None:
@@ -68,13 +71,13 @@ class VariantCallback(TrainerCallback, ExportableState):
 
 
 def _variant(model: Any) -> Any:
-    """The variant inside DistributedDataParallel, torch.compile or PEFT; None where there is none."""
+    """The variant inside DistributedDataParallel, torch.compile or PEFT; None for other models."""
     inner = unwrap_model(model)
     return inner if hasattr(inner, "advance") else None
 
 
 def _finds_unused(args: Any, model: Any) -> bool:
-    """What the Trainer gives to DistributedDataParallel."""
+    """The `find_unused_parameters` that the Trainer passes to DistributedDataParallel."""
     if getattr(args, "ddp_static_graph", None):
         return False
     if args.ddp_find_unused_parameters is not None:

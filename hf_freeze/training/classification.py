@@ -1,4 +1,4 @@
-"""The Trainer of sequence classification."""
+"""A Trainer for sequence classification."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from hf_freeze.training.trainer import TokenBatchTrainer
 
 
 class ClassificationTrainer(TokenBatchTrainer):
-    """A TokenBatchTrainer whose `labels` are one class an example; `max_tokens`: padded input tokens of a batch."""
+    """A TokenBatchTrainer with one class per example as `labels`. `max_tokens` limits the padded input tokens of a batch."""
 
-    measured = ("input_ids", "input_ids")
-    scores = 3
+    length_columns = ("input_ids", "input_ids")
+    score_columns = 3
 
     def _score_batch(self, model: Any, batch: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
-        """(B, 3): negative log-likelihood in nats, 1, and whether the class is the one that the model ranks first."""
+        """(B, 3): negative log-likelihood in nats, 1, and 1 if the model ranks the true class first, else 0."""
         with self.compute_loss_context_manager():
             logits = model(**batch).logits.float()
         nll = functional.cross_entropy(logits, labels, reduction="none")

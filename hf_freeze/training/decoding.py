@@ -1,4 +1,4 @@
-"""Translate a data set: to test a model, or to train another one on its translations (Kim & Rush, 2016, "Sequence-level knowledge
+"""Translates a data set: to test a model, or to train a student on its translations (Kim & Rush, 2016, "Sequence-level knowledge
 distillation", https://arxiv.org/abs/1606.07947).
 """
 
@@ -15,7 +15,7 @@ from hf_freeze.data.tokenization import check_ids
 from hf_freeze.io import whole_lines, write_whole
 from hf_freeze.seeded import fingerprint
 
-_AT_A_TIME = 1024  # sentences between two writings of the file
+_CHUNK = 1024  # sentences translated between two writes to the file
 
 
 @torch.inference_mode()
@@ -28,7 +28,8 @@ def translate(
     max_tokens: int = 4096,
     bf16: bool = False,
 ) -> list[str]:
-    """Translate, in the given order; batches of similar length hold at most `max_tokens` padded source tokens."""
+    """The translations in the order of `sentences`. Batches have sentences of similar length and at most `max_tokens` padded
+    source tokens."""
     model.eval()
     ids = tokenizer(sentences, truncation=True)["input_ids"]
     check_ids(ids, model.config.vocab_size)
@@ -49,12 +50,14 @@ def translate(
 def teacher_translations(
     teacher: Any, sentences: list[str], path: str | Path, *, tokenizer: Any = None, **decoding: Any
 ) -> list[str]:
-    """What `teacher`, a model or the folder of one with its tokenizer, makes of `sentences`: targets for a student. Decoded once,
-    as `translate` does with `decoding` (`num_beams`, `max_tokens`, `bf16`), and kept in `path` (JSON lines), from which a
-    broken decoding goes on.
+    """The translations of `sentences` by `teacher`, as targets for a student.
 
-    Raises ValueError where `path` holds translations of other sentences, by another teacher or decoded otherwise; and for a
-    model without `tokenizer`.
+    `teacher` is a model, or the folder of a model and its tokenizer. `decoding` goes to `translate` (`num_beams`, `max_tokens`,
+    `bf16`). The translations are stored in `path` (JSON lines), so that they are computed once and an interrupted decoding
+    resumes.
+
+    Raises ValueError if `path` holds translations of other sentences, by another teacher or with other decoding settings, and
+    for a model without `tokenizer`.
     """
     if isinstance(teacher, str | Path):
         tokenizer = tokenizer or transformers.AutoTokenizer.from_pretrained(teacher)
@@ -62,22 +65,24 @@ def teacher_translations(
     if tokenizer is None:
         raise ValueError("teacher_translations: give the tokenizer of the teacher, tokenizer=...")
     path = Path(path)
-    of = {"sentences": _hash(sentences), "teacher": fingerprint(teacher), "decoding": decoding}
-    done: list[str] = []
+    header = {"sentences": _hash(sentences), "teacher": fingerprint(teacher), "decoding": decoding}
+    translations: list[str] = []
     if path.exists():
-        first, *lines = [json.loads(line) for line in whole_lines(path)] or [{}]
-        if first != of:
-            raise ValueError(f"{path} is of another decoding: of {first}, not {of}; give another path, or delete it")
-        done = [text for line in lines for text in line]
+        old_header, *chunks = [json.loads(line) for line in whole_lines(path)] or [{}]
+        if old_header != header:
+            raise ValueError(
+                f"{path} is of another decoding: {old_header}, not {header}; use another path, or delete it"
+            )
+        translations = [text for chunk in chunks for text in chunk]
     else:
-        write_whole(path, json.dumps(of) + "\n")
-    starts = range(len(done), len(sentences), _AT_A_TIME)
+        write_whole(path, json.dumps(header) + "\n")
+    starts = range(len(translations), len(sentences), _CHUNK)
     for start in track(starts, "Translating") if len(starts) > 1 else starts:
-        found = translate(teacher, tokenizer, sentences[start : start + _AT_A_TIME], **decoding)
+        chunk = translate(teacher, tokenizer, sentences[start : start + _CHUNK], **decoding)
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found, ensure_ascii=False) + "\n")
-        done += found
-    return done
+            file.write(json.dumps(chunk, ensure_ascii=False) + "\n")
+        translations += chunk
+    return translations
 
 
 def _hash(texts: list[str]) -> str:

@@ -8,16 +8,17 @@ from torch.nn import functional
 
 
 def label_smoothed_loss(smoothing: float, *, shift: bool = False) -> Callable[..., torch.Tensor]:
-    """loss(outputs, labels, num_items_in_batch=None): sum over target tokens / all target tokens of the optimiser step.
+    """Returns loss(outputs, labels, num_items_in_batch=None): the sum over the target tokens of the batch, divided by the number
+    of target tokens of the optimiser step.
 
-    (1 - smoothing) · nll + smoothing · mean over the vocabulary of -log p (Szegedy et al., 2016, section 7); labels of -100
-    do not count. The same value as the Trainer's `label_smoothing_factor`, in one fused operation: on a CPU that halves the
-    time of the loss, which at small model sizes is a third of the step. `shift`: the label of a position is the token after it,
-    as causal language models have it.
+    The loss of a token is (1 - smoothing) · nll + smoothing · mean over the vocabulary of -log p (Szegedy et al., 2016, section
+    7). Labels of -100 are ignored. The value equals the Trainer's `label_smoothing_factor`. It is computed in one fused
+    operation, which on a CPU halves the time of the loss, a third of the step for small models. `shift`: the label of a
+    position is the next token, as in causal language models.
 
-    In training, `outputs["auxiliary_loss"]` (a scalar for this batch, such as a KL term) is added by the batch's share of the
-    labels, so that it counts once in an optimiser step over all its batches and processes; and the labels are weighed by
-    `outputs["label_weight"]`, where a method such as Distillation gives one.
+    In training, `outputs["auxiliary_loss"]` (a scalar for this batch, such as a KL term) is added, weighted by the batch's share
+    of the labels, so that it counts once in an optimiser step over all its batches and processes. The token loss is
+    multiplied by `outputs["label_weight"]` if a method such as Distillation sets it.
 
     Raises ValueError for a smoothing outside 0..1.
     """
@@ -29,16 +30,16 @@ def label_smoothed_loss(smoothing: float, *, shift: bool = False) -> Callable[..
         total = functional.cross_entropy(
             logits.float().flatten(0, -2), labels.flatten(), reduction="sum", label_smoothing=smoothing
         )
-        counted = (labels != -100).sum()
-        items = num_items_in_batch if num_items_in_batch is not None else counted
+        target_tokens = (labels != -100).sum()
+        items = num_items_in_batch if num_items_in_batch is not None else target_tokens
         auxiliary = outputs.get("auxiliary_loss") if torch.is_grad_enabled() else None
         if auxiliary is None:
             return total / items
-        return outputs.get("label_weight", 1.0) * total / items + auxiliary.float() * (counted / items)
+        return outputs.get("label_weight", 1.0) * total / items + auxiliary.float() * (target_tokens / items)
 
     return loss
 
 
 def aligned(logits: torch.Tensor, labels: torch.Tensor, shift: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (B, T, V) and the labels (B, T) that they are for; with `shift` (B, T - 1, V) and (B, T - 1)."""
+    """Logits (B, T, V) and the labels (B, T) that they predict; with `shift`, (B, T - 1, V) and (B, T - 1)."""
     return (logits[:, :-1], labels[:, 1:]) if shift else (logits, labels)

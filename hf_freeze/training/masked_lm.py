@@ -1,4 +1,4 @@
-"""The Trainer of masked language models."""
+"""A Trainer for masked language models."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -12,21 +12,23 @@ from hf_freeze.data.batching import TokenBatchSampler
 from hf_freeze.data.masking import Masking
 from hf_freeze.training.trainer import TokenBatchTrainer
 
-TEST_KEY = (0,)  # of what is masked when nothing is trained: the same for every model, seed and batch size
+TEST_KEY = (0,)  # the masking key of evaluation: the same masks for every model, seed and batch size
 
 
 class MaskedTokenTrainer(TokenBatchTrainer):
-    """A TokenBatchTrainer that masks blocks (`masked_blocks`): anew in each epoch of training, from the seed, the epoch and the
-    block alone, so that a resumed run goes on as an undisturbed one; in a fixed way in `evaluate` and `score`.
+    """A TokenBatchTrainer that masks blocks of text (see `masked_blocks`).
 
-    The output matrix sees the masked positions alone: at 15 % of them, that is most of its time saved. `compute_loss_func` gets
-    logits (M, V) and labels (M,) of the M masked tokens of the batch.
+    Training draws new masks in each epoch, as a function of the seed, the epoch and the block alone, so a resumed run continues
+    exactly. `evaluate` and `score` use fixed masks.
 
-    `masking`: the share of the tokens masked in training; short ones learn more from .4 (Wettig et al., 2023,
-    https://arxiv.org/abs/2202.08005). What is scored is masked at .15, whatever the training.
+    The output matrix is applied to the masked positions only; with 15 % masked, this saves most of its time.
+    `compute_loss_func` gets logits (M, V) and labels (M,) of the M masked tokens of the batch.
+
+    `masking`: the share of tokens masked in training; short trainings learn more with 0.4 (Wettig et al., 2023,
+    https://arxiv.org/abs/2202.08005). Evaluation always masks 0.15.
     """
 
-    scores = 3
+    score_columns = 3
 
     def __init__(self, *args: Any, masking: float = 0.15, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,24 +48,25 @@ class MaskedTokenTrainer(TokenBatchTrainer):
             return super().compute_loss(model, {**inputs, "labels": inputs["labels"][masked]}, *args, **kwargs)
 
     def _score_batch(self, model: Any, batch: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
-        """(B, 3): summed negative log-likelihood in nats, masked tokens, and those of them that the model ranks first."""
+        """(B, 3): summed negative log-likelihood in nats, number of masked tokens, number of them that the model ranks first."""
         masked = labels != -100
         with self.compute_loss_context_manager(), output_at(model, masked):
             logits = model(**batch).logits.float()
         true = labels[masked]
         nll = functional.cross_entropy(logits, true, reduction="none")
-        each = torch.stack([nll, torch.ones_like(nll), (logits.argmax(-1) == true).to(nll)], dim=1)
-        return nll.new_zeros(len(labels), 3).index_add_(0, masked.nonzero()[:, 0], each)
+        token_scores = torch.stack([nll, torch.ones_like(nll), (logits.argmax(-1) == true).to(nll)], dim=1)
+        return nll.new_zeros(len(labels), 3).index_add_(0, masked.nonzero()[:, 0], token_scores)
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         return super().metrics(sums) | {"accuracy": sums[2] / sums[1]}
 
 
 @contextmanager
-def output_at(model: Any, where: torch.Tensor) -> Iterator[None]:
-    """Within it, the output matrix of `model` sees the M positions of `where` (B, T), bool, alone: the logits are (M, V)."""
+def output_at(model: Any, positions: torch.Tensor) -> Iterator[None]:
+    """Inside this context, the output matrix of `model` is applied only to the M True entries of `positions`, bool (B, T): the
+    logits are (M, V)."""
     output = model.get_output_embeddings()
-    hook = output.register_forward_pre_hook(lambda module, args: (args[0][where], *args[1:]))
+    hook = output.register_forward_pre_hook(lambda module, args: (args[0][positions], *args[1:]))
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Pruning in the middle of training: what the optimizer knows of the parameters that are left."""
+"""Pruning during training: carries the optimizer state over to the remaining parameters."""
 
 import copy
 import inspect
@@ -12,20 +12,20 @@ from hf_freeze.model.make import make_variant
 
 
 def carried_optimizer(optimizer: Any, old: Any, new: Any) -> torch.optim.Optimizer:
-    """An optimizer of `new` that goes on where `optimizer`, of `old`, has stopped.
+    """An optimizer for `new` that continues from the state of `optimizer`, which trains `old`.
 
-    `new` is what `make_variant(old, ...)` made of it by methods that leave weights out by name: HeadPruning(heads=),
-    FFNPruning(keep=), LayerSelection, VocabularyTrimming. What is left keeps its part of the state (of Adam: both moments and the
-    step), its group and the settings of that; what the Trainer has wrapped may be given as it is.
+    `new` is `make_variant(old, methods)` with methods that remove weights by index: HeadPruning(heads=), FFNPruning(keep=),
+    LayerSelection, VocabularyTrimming. Each remaining value keeps its part of the state (in Adam: both moments and the step), its
+    parameter group and the settings of the group. `optimizer` may be wrapped by the Trainer.
 
     >>> pruned = make_variant(model, [analysis.select_heads(scores, fraction=0.3)])
     >>> optimizer = carried_optimizer(trainer.optimizer, model, pruned)
-    >>> Trainer(model=pruned, optimizers=(optimizer, None), ...)  # the schedule of the rate starts anew
+    >>> Trainer(model=pruned, optimizers=(optimizer, None), ...)  # the learning rate schedule starts again
 
-    Raises ValueError where `new` is not `old` with more methods, a method is not of these, or a parameter of the optimizer is not
-    of `old`; and for a state that is neither of the shape of its parameter nor one number.
+    Raises ValueError if `new` is not `old` with more methods, if a method is not one of these, if the optimizer has a parameter
+    that is not in `old`, and if a state is neither a single number nor a tensor of its parameter's shape.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # unwrap accelerate's wrapper
     before = getattr(old.config, "methods", [])
     if getattr(new.config, "methods", None) is None or new.config.methods[: len(before)] != before:
         raise ValueError(
@@ -35,52 +35,54 @@ def carried_optimizer(optimizer: Any, old: Any, new: Any) -> torch.optim.Optimiz
     for method in added:
         if not method.selects:
             raise ValueError(
-                f"carried_optimizer: {method!r} makes other weights, or chooses by their values; only such methods can be "
-                "carried over as leave weights out by name, such as HeadPruning(heads=...)"
+                f"carried_optimizer: {method!r} creates other weights, or selects them by value; only methods that remove "
+                "weights by index can be carried over, such as HeadPruning(heads=...)"
             )
     names = {parameter: name for name, parameter in old.named_parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(parameter not in names for parameter in held):
-        raise ValueError("carried_optimizer: the optimizer holds a parameter that is not of the old model")
-    state = {names[parameter]: optimizer.state.get(parameter, {}) for parameter in held}
-    number = {names[p]: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter not in names for parameter in optimized):
+        raise ValueError("carried_optimizer: the optimizer has a parameter that is not in the old model")
+    states = {names[parameter]: optimizer.state.get(parameter, {}) for parameter in optimized}
+    group_index = {names[p]: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
-    def carried(value: Callable[[str, torch.Tensor], torch.Tensor | float]) -> dict[str, torch.Tensor]:
-        """`value(name, parameter)` of the old parameters, which must have their shapes, as the methods leave it in the new."""
-        bearer = copy.deepcopy(old).float()
+    def carried(value_of: Callable[[str], torch.Tensor | float]) -> dict[str, torch.Tensor]:
+        """`value_of(name)` of every old parameter, a tensor of its shape or a number, after the methods were applied to it."""
+        carrier = copy.deepcopy(old).float()
         with torch.no_grad():
-            for name, parameter in bearer.named_parameters():
-                found = value(name, parameter)
-                parameter.copy_(
-                    found if torch.is_tensor(found) and found.ndim else torch.full_like(parameter, float(found))
-                )
-        return dict(make_variant(bearer, added).named_parameters())
+            for name, parameter in carrier.named_parameters():
+                value = value_of(name)
+                is_array = torch.is_tensor(value) and value.ndim
+                parameter.copy_(value if is_array else torch.full_like(parameter, float(value)))
+        return dict(make_variant(carrier, added).named_parameters())
 
     parameters = dict(new.named_parameters())
-    # Methods only move values: what each element says of where it comes from, all of its parameter say.
+    # Methods only move values, so a parameter that was filled with one number still has that number in its first element.
     groups: list[dict[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
-    stepped = carried(lambda name, _: bool(state.get(name)))
-    for name, index in carried(lambda name, _: number.get(name, -1)).items():
+    has_state = carried(lambda name: bool(states.get(name)))
+    for name, index in carried(lambda name: group_index.get(name, -1)).items():
         if (group := int(index.flatten()[0])) >= 0:
             groups[group]["params"].append(parameters[name])
-    takes = inspect.signature(type(optimizer).__init__).parameters  # its defaults may hold what it sets itself
-    made = type(optimizer)(groups, **{key: value for key, value in optimizer.defaults.items() if key in takes})
-    for key in dict.fromkeys(key for each in state.values() for key in each):
-        first = next(each[key] for each in state.values() if key in each)
-        whole = torch.is_tensor(first) and first.ndim > 0
-        for name, each in state.items():
-            if whole and key in each and each[key].shape != old.get_parameter(name).shape:
+    # `defaults` may contain settings that the constructor does not accept.
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    new_optimizer = type(optimizer)(groups, **defaults)
+    for key in dict.fromkeys(key for state in states.values() for key in state):
+        example = next(state[key] for state in states.values() if key in state)
+        is_array = torch.is_tensor(example) and example.ndim > 0
+        for name, state in states.items():
+            if is_array and key in state and state[key].shape != old.get_parameter(name).shape:
                 raise ValueError(
-                    f"carried_optimizer: the state {key!r} of {name!r} has the shape {tuple(each[key].shape)}, not that of the "
+                    f"carried_optimizer: the state {key!r} of {name!r} has the shape {tuple(state[key].shape)}, not that of the "
                     f"parameter, {tuple(old.get_parameter(name).shape)}"
                 )
-        for name, value in carried(lambda name, _, key=key: state.get(name, {}).get(key, 0.0)).items():
-            if not stepped[name].flatten()[0]:
+        for name, value in carried(lambda name, key=key: states.get(name, {}).get(key, 0.0)).items():
+            if not has_state[name].flatten()[0]:
                 continue
-            if whole:
-                made.state[parameters[name]][key] = value.detach().to(first.dtype).clone()
-            elif torch.is_tensor(first):
-                made.state[parameters[name]][key] = value.flatten()[0].detach().to(first).clone()
+            new_state = new_optimizer.state[parameters[name]]
+            if is_array:
+                new_state[key] = value.detach().to(example.dtype).clone()
+            elif torch.is_tensor(example):
+                new_state[key] = value.flatten()[0].detach().to(example).clone()
             else:
-                made.state[parameters[name]][key] = type(first)(value.flatten()[0])
-    return made
+                new_state[key] = type(example)(value.flatten()[0])
+    return new_optimizer

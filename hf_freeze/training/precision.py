@@ -1,4 +1,4 @@
-"""Whether to train in bf16: its products take half the time of fp32 where the hardware has it, ten times as long elsewhere."""
+"""Decides whether to train in bf16: products take half the time of fp32 with hardware support, and ten times as long without."""
 
 import functools
 import time
@@ -10,15 +10,16 @@ _SIZE, _PRODUCTS = 256, 3  # two products of 256 x 256 x 256 in bf16 take 0.4 ms
 
 
 def uses_bf16(setting: bool | str) -> bool:
-    """`training.bf16` of a recipe as a yes or no: `"auto"` asks the machine."""
+    """The setting `training.bf16` of a recipe as a bool; `"auto"` chooses by `has_native_bf16`."""
     return has_native_bf16() if setting == AUTO else bool(setting)
 
 
 @functools.cache
 def has_native_bf16() -> bool:
-    """Whether the device that trains multiplies in bf16 at least as fast as in fp32: the first GPU, else the CPU.
+    """Whether the training device, the first GPU or else the CPU, multiplies in bf16 at least as fast as in fp32.
 
-    A CPU is measured once a process, in some milliseconds: torch says whether bf16 works there, not whether it is emulated.
+    The CPU is measured once per process, in a few milliseconds, because torch reports whether bf16 works on it, but not whether
+    it is emulated.
     """
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -26,7 +27,8 @@ def has_native_bf16() -> bool:
 
 
 def _seconds_of_product(dtype: torch.dtype) -> float:
-    """Of the fastest of a few products, as other work on the machine only adds to the time; the first one sets up kernels."""
+    """The time of the fastest of a few products, since other load only adds time. The first product, which sets up kernels, is
+    not counted."""
     matrix = torch.ones(_SIZE, _SIZE, dtype=dtype)
     times = []
     for _ in range(1 + _PRODUCTS):

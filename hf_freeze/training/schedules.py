@@ -1,4 +1,4 @@
-"""Which part is trained when, and at which rate."""
+"""Schedules for training: gradual unfreezing, and learning rates by component."""
 
 import math
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from hf_freeze.methods import Freeze
 
 
 def gradual_unfreezing(backbone: Any, *, until: float = 0.5) -> list[Freeze]:
-    """Thaw layer by layer, from the last one down (Howard & Ruder, 2018, https://arxiv.org/abs/1801.06146, section 3.3).
+    """Methods that unfreeze a model layer by layer, from the last layer down (Howard & Ruder, 2018,
+    https://arxiv.org/abs/1801.06146, section 3.3).
 
-    `backbone` is a model or a config. The last layer is trained from the start; the others follow at even distances, and the
-    embeddings last, when the share `until` of training is done (never, where it is 1). The layers of an encoder-decoder are
-    in the order of the forward: the decoder thaws before the encoder. A task head, and norms outside the layers, are trained
-    from the start.
+    `backbone` is a model or a config. The last layer is trained from the start. The others follow at equal intervals, and the
+    embeddings last, at the share `until` of training (if it is 1, they are never trained). In an encoder-decoder, the decoder is
+    unfrozen before the encoder. The task head, and norms outside the layers, are trained from the start.
 
     >>> methods = gradual_unfreezing(BertConfig(num_hidden_layers=4), until=0.4)
     >>> [method.end for method in methods]  # layers 2, 1, 0 and the embeddings
@@ -47,16 +47,17 @@ def gradual_unfreezing(backbone: Any, *, until: float = 0.5) -> list[Freeze]:
 def parameter_groups(
     model: Any, learning_rates: Mapping[str, float] | None = None, *, lr: float, weight_decay: float = 0.0
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: `learning_rates` by component (`embeddings`, `attention`, `ffn`, `norm`, `head`), else `lr`.
+    """Parameter groups for an optimizer: `learning_rates` by component (`embeddings`, `attention`, `ffn`, `norm`, `head`), others
+    with `lr`.
 
-    They hold what is trained at some time: also what a schedule has frozen just now. Tied parameters are in the group of their
-    source, once. Norms and biases are not decayed. A scheduler scales the rate of each group:
+    They contain every parameter that is trained at some time, including those that a schedule currently freezes. Tied parameters
+    appear once, in the group of their source. Norms and biases have no weight decay. A scheduler scales the rate of each group:
 
     >>> groups = parameter_groups(model, {"embeddings": 1e-4}, lr=1e-3, weight_decay=0.01)
     >>> Trainer(model=model, optimizers=(torch.optim.AdamW(groups), None), ...)
 
     Raises ValueError for an unknown component, a rate or weight decay that is not a number of at least 0, a rate of a component
-    that has nothing to train, or an unsupported model.
+    without trainable parameters, and an unsupported model.
     """
     learning_rates = dict(learning_rates or {})
     for component in learning_rates:
@@ -82,7 +83,7 @@ def parameter_groups(
     for name, parameter in canonical_parameters(model):
         component = architecture.component(base_name(model, name))
         if component != "constant" and (parameter.requires_grad or name in thawing):
-            # One dimension: biases, and the norms of task heads. Marian's output bias has two.
+            # Parameters with one dimension are biases, or norms of task heads. Marian's output bias has two dimensions.
             decayed = component != "norm" and parameter.ndim > 1 and not name.endswith("bias")
             groups[component, decayed]["params"].append(parameter)
     filled = [group for group in groups.values() if group["params"]]

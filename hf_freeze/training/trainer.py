@@ -1,4 +1,4 @@
-"""The Seq2SeqTrainer with batches of equal token budget and a perplexity that is one."""
+"""A Seq2SeqTrainer with batches of a fixed token budget and an exact perplexity."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,16 +17,19 @@ from hf_freeze.training.loss import aligned
 
 
 class TokenBatchTrainer(Seq2SeqTrainer):
-    """`max_tokens`: padded target tokens of a batch, for each process.
+    """`max_tokens`: the largest number of padded target tokens in a batch, for each process.
 
-    Data sets have columns `input_ids` and `labels`. Pass `accelerator_config={"even_batches": False}` in the training
-    arguments: the sampler gives every process equally many batches itself. `evaluate` returns the mean negative
-    log-likelihood of a target token in nats, without label smoothing, every token counted once (the Trainer's own averages
-    means of batches, and smooths), and its exponential.
+    Data sets have the columns `input_ids` and `labels`. Pass `accelerator_config={"even_batches": False}` in the training
+    arguments, because the sampler itself gives every process the same number of batches. `evaluate` returns the mean negative
+    log-likelihood of a target token in nats, and its exponential. Every token counts once, and labels are not smoothed; the
+    Trainer's own evaluation averages the means of batches and smooths labels.
     """
 
-    measured: tuple[str, str] = ("input_ids", "labels")  # columns whose lengths make batches, the last the token budget
-    scores: int = 2  # columns of `score`
+    length_columns: tuple[str, str] = (
+        "input_ids",
+        "labels",
+    )  # batches are sorted by their lengths; the second fills the budget
+    score_columns: int = 2  # number of columns of `score`
 
     def __init__(self, *args: Any, max_tokens: int, **kwargs: Any) -> None:
         if kwargs.get("compute_metrics") is not None:
@@ -41,7 +44,7 @@ class TokenBatchTrainer(Seq2SeqTrainer):
         return self.accelerator.prepare(loader)
 
     def _token_loader(self, dataset: Any, **kwargs: Any) -> DataLoader:
-        columns = [dataset[column] for column in self.measured]
+        columns = [dataset[column] for column in self.length_columns]
         for sentences in columns:
             check_ids(sentences, self.accelerator.unwrap_model(self.model).config.vocab_size)
         sources, targets = ([len(ids) for ids in sentences] for sentences in columns)
@@ -55,20 +58,21 @@ class TokenBatchTrainer(Seq2SeqTrainer):
         )
 
     def _collator(self, sampler: TokenBatchSampler) -> Callable[[list[dict[str, Any]]], Any]:
-        """What makes a batch of the examples that `sampler` names."""
+        """The function that collates the examples chosen by `sampler` into a batch."""
         return self.data_collator
 
     @torch.no_grad()
     def score(self, dataset: Any) -> torch.Tensor:
-        """(N, 2) float64: summed negative log-likelihood in nats, without label smoothing, and target tokens of every item.
+        """(N, 2) float64: of every item, the summed negative log-likelihood in nats, without label smoothing, and the number of
+        target tokens. Subclasses add columns.
 
-        Every process takes its share of the batches, and all get the whole. Other trainers here add columns.
+        Processes share the batches, and all of them return the whole result.
         """
         model = self.accelerator.unwrap_model(self.model)
         was_training = model.training
         model.eval()
         loader = self._token_loader(dataset, shuffle=False)
-        items = torch.zeros(len(dataset), self.scores, dtype=torch.float64, device=self.args.device)
+        items = torch.zeros(len(dataset), self.score_columns, dtype=torch.float64, device=self.args.device)
         batches: Any = zip(loader.batch_sampler or (), loader, strict=True)
         for number, (indices, batch) in enumerate(batches):
             if number % self.args.world_size != self.args.process_index:
@@ -81,7 +85,7 @@ class TokenBatchTrainer(Seq2SeqTrainer):
         return reduced
 
     def _score_batch(self, model: Any, batch: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
-        """(B, `scores`) of the examples of a batch."""
+        """(B, `score_columns`): the scores of the examples of a batch."""
         with self.compute_loss_context_manager():
             logits = model(**batch).logits
         logits, labels = aligned(logits, labels, shift=not model.config.is_encoder_decoder)
@@ -89,7 +93,7 @@ class TokenBatchTrainer(Seq2SeqTrainer):
         return torch.stack([nll.view(labels.shape).sum(1), (labels != -100).sum(1)], dim=1)
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        """Of the columns of `score`, summed: "loss", and what else is worth a look."""
+        """{name: value} from the summed columns of `score`: "loss" and further metrics."""
         nll, tokens = sums[:2]
         return {"loss": nll / tokens, "perplexity": math.exp(min(nll / tokens, 700))}
 
@@ -104,13 +108,12 @@ class TokenBatchTrainer(Seq2SeqTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    # -- a loss that is no number ----------------------------------------------------------------------------------------
+    # -- a loss that is not finite ---------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
-        self._sum_of_losses = (
-            self._sum_of_losses + loss
-        )  # read when something is logged or saved: a GPU is not waited for
+        # Summed without reading the value, which would wait for the GPU; `log` and `_save_checkpoint` check it.
+        self._sum_of_losses = self._sum_of_losses + loss
         return loss
 
     def log(self, *args: Any, **kwargs: Any) -> None:
@@ -121,16 +124,20 @@ class TokenBatchTrainer(Seq2SeqTrainer):
         self._check_finite(self._sum_of_losses, "the training loss")
         try:
             super()._save_checkpoint(*args, **kwargs)
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch's error for a full disk does not say so
+        except (
+            OSError,
+            RuntimeError,
+            SafetensorError,
+        ) as error:  # on a full disk, torch raises a RuntimeError without a reason
             raise OSError(
                 f"the checkpoint of step {self.state.global_step} could not be written (is the disk full?): {error}; "
                 "the checkpoints before it are kept"
             ) from error
 
-    def _check_finite(self, value: Any, what: str) -> None:
-        """Raises FloatingPointError, before a checkpoint is written over the last good one."""
+    def _check_finite(self, value: Any, name: str) -> None:
+        """Raise FloatingPointError before the last good checkpoint is overwritten."""
         if not math.isfinite(value):
             raise FloatingPointError(
-                f"{what} is {float(value)} at step {self.state.global_step}; the checkpoints before it are kept. "
+                f"{name} is {float(value)} at step {self.state.global_step}; the checkpoints before it are kept. "
                 "A lower learning rate, a longer warm-up or gradient clipping may help"
             )

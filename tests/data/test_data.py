@@ -118,7 +118,7 @@ def test_documents_are_separated_by_empty_lines(tmp_path, pack):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "a: the file is empty"), (b"\n \n", "a: nothing but empty lines"), (b"x\n\n\x00", "a, line 3: binary data")],
+    [(b"", "a: the file is empty"), (b"\n \n", "a: all lines are empty"), (b"x\n\n\x00", "a, line 3: binary data")],
 )
 def test_files_without_documents_are_refused(tmp_path, content, message):
     with pytest.raises(ValueError, match=message):
@@ -199,7 +199,7 @@ def test_the_end_of_text_may_stand_before_it():
     after, before = (train_tokenizer(LINES * 3, 60, eos=eos) for eos in ("after", "before"))
     assert after("two men")["input_ids"][-1] == before("two men")["input_ids"][0] == after.eos_token_id
     assert after("two men")["input_ids"][:-1] == before("two men")["input_ids"][1:]
-    with pytest.raises(ValueError, match=r"unknown place of </s> 'nowhere'; choose from \['after', 'before'\]"):
+    with pytest.raises(ValueError, match=r"unknown position of </s> 'nowhere'; choose from \['after', 'before'\]"):
         train_tokenizer(LINES, 60, eos="nowhere")
 
 

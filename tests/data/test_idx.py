@@ -46,7 +46,7 @@ BAD = {
     "text": (b"a cat", "not an idx file: it begins with 61 20 63 61, not with 00 00"),
     "damaged gzip": (gzip.compress(WHOLE, mtime=0)[:-9], "damaged gzip file"),
     "spoilt gzip": (gzip.compress(WHOLE, mtime=0)[:20] + b"\xff" * 30, "damaged gzip file"),
-    "floats": (idx(IMAGES, kind=0x0D), r"the type of its numbers is 0x0d, not 0x08 \(unsigned bytes\)"),
+    "floats": (idx(IMAGES, kind=0x0D), r"the data type is 0x0d, not 0x08 \(unsigned bytes\)"),
     "no axes": (b"\0\0\x08\0", "it has 0 axes, not one or more"),
     "cut in the header": (WHOLE[:9], "it ends after 9 bytes, within the 16 bytes of its header"),
     "cut": (WHOLE[:-1], r"59 bytes of data, but the header says 5 x 3 x 4 = 60"),

@@ -284,9 +284,9 @@ def test_tokenizers_that_cannot_be_trimmed(tmp_path):
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
-        ([], "keep must hold different ids, at least one, as integers in ascending order"),
-        ([0, 1, 2, 2], "keep must hold different ids"),
-        ([0, 1, 2.0], "keep must hold different ids, at least one, as integers"),
+        ([], "keep must list at least one id, as distinct integers in ascending order"),
+        ([0, 1, 2, 2], "keep must list at least one id, as distinct integers"),
+        ([0, 1, 2.0], "keep must list at least one id, as distinct integers"),
         ([0, 1, 2, 200], r"keep has the id 200; the tokenizer has 0\.\.119"),
         ([-1, 0, 1, 2], "keep has the id -1"),
         ([0, 1, 5], "keep lacks the id 2 of the special token '<unk>'"),

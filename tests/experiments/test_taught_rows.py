@@ -91,7 +91,7 @@ def test_translations_of_the_teacher_are_the_targets(grid):
 def test_what_is_kept_is_not_decoded_again(grid, tmp_path, monkeypatch):
     _, out = grid
     teacher, path = out / "row-0-seed-1" / "model", tmp_path / "kept.jsonl"
-    monkeypatch.setattr("hf_freeze.training.decoding._AT_A_TIME", 2)
+    monkeypatch.setattr("hf_freeze.training.decoding._CHUNK", 2)
     sentences = ["simdi", "homor", "pyhiz", "nukostu", "simdi homor"]
     whole = teacher_translations(teacher, sentences, path)
     lines = path.read_text("utf-8").splitlines(keepends=True)

@@ -321,7 +321,7 @@ def test_different_numbers_are_refused_with_both(name):
     first, second = INPUTS[name]
     inputs = {first: INPUTS[name][first][:3], second: INPUTS[name][second][:2]}
     for call in (load(name).compute, load(name).add_batch):
-        with pytest.raises(ValueError, match=f"{name} got 3 {first} but 2 {second}; each of the {first} needs its own"):
+        with pytest.raises(ValueError, match=f"{name} got 3 {first} but 2 {second}; their numbers must be equal"):
             call(**inputs)
 
 
@@ -363,7 +363,7 @@ def test_a_refused_batch_leaves_nothing_behind(name):
             r"references\[0\] must be a str or a list",
         ),
         ("accuracy", {"predictions": [0.7], "references": [1]}, r"predictions\[0\] must be a class label .* float 0.7"),
-        ("f1", {"predictions": [[0.1, 0.9]], "references": [1]}, r"not list \[0.1, 0.9\]; of logits take argmax"),
+        ("f1", {"predictions": [[0.1, 0.9]], "references": [1]}, r"not list \[0.1, 0.9\]; convert logits with argmax"),
         ("matthews_correlation", {"predictions": [1], "references": ["b"]}, r"references\[0\] must be a class label"),
         ("accuracy", {"predictions": [math.nan], "references": [1]}, "not float nan"),
         ("accuracy", {"predictions": [math.inf], "references": [1]}, "not float inf"),
@@ -372,7 +372,7 @@ def test_a_refused_batch_leaves_nothing_behind(name):
         ("perplexity", {"nll": [3.0], "tokens": [-1]}, r"tokens\[0\] must be a count, not -1"),
         ("perplexity", {"nll": [3.0], "tokens": [1.5]}, r"tokens\[0\] must be a count, not 1.5"),
         ("perplexity", {"nll": [3.0], "tokens": [math.inf]}, r"tokens\[0\] must be a count, not inf"),
-        ("perplexity", {"nll": [3.0, 1.0], "tokens": [0, 0]}, "perplexity of 2 items with 0 tokens in all"),
+        ("perplexity", {"nll": [3.0, 1.0], "tokens": [0, 0]}, "the perplexity of 2 items with 0 tokens in total"),
     ],
 )
 def test_bad_values_are_refused_by_their_place(name, inputs, match):

@@ -123,7 +123,7 @@ def test_every_method_carries_the_state_or_is_refused(case):
         state["exp_avg"] = parameter.detach().clone()
     new = make_variant(model, list(case.methods))
     if not all(method.selects for method in case.methods):
-        with pytest.raises(ValueError, match="makes other weights, or chooses by their values"):
+        with pytest.raises(ValueError, match="creates other weights, or selects them by value"):
             carried_optimizer(optimizer, model, new)
         return
     carried = carried_optimizer(optimizer, model, new)
@@ -184,11 +184,11 @@ def test_what_cannot_be_carried_is_refused():
     with pytest.raises(ValueError, match="must be the old one with more methods"):
         carried_optimizer(optimizer, model, native(case))
     halved = make_variant(model, [methods.HeadPruning(share=0.5)])
-    with pytest.raises(ValueError, match=r"HeadPruning\(heads=None, share=0\.5.* chooses by their values; only such"):
+    with pytest.raises(ValueError, match=r"HeadPruning\(heads=None, share=0\.5.* selects them by value; only methods"):
         carried_optimizer(optimizer, model, halved)
     name = next(iter(case.architecture.attentions(model.config)))
     pruned = make_variant(model, [methods.HeadPruning(heads={name: [0]})])
-    with pytest.raises(ValueError, match="holds a parameter that is not of the old model"):
+    with pytest.raises(ValueError, match="has a parameter that is not in the old model"):
         carried_optimizer(torch.optim.Adam([nn.Parameter(torch.ones(2))]), model, pruned)
     first = next(p for p in model.parameters() if p.requires_grad)
     optimizer.state[first]["exp_avg"] = torch.ones(3)
