@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test quality style clean
+.PHONY: demo test test-all quality style clean
 export OMP_NUM_THREADS ?= 1
 
 $(STAMP): pyproject.toml constraints.txt
@@ -19,6 +19,10 @@ demo: $(STAMP)  ## the freeze ablation of translation and language models on the
 test: $(STAMP)  ## all tests
 	-$(BIN)/python tests/transformers_suite/fetch.py
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+test-all: $(STAMP)  ## the full product of methods, architectures, tiny configs, tasks and sources: hours
+	-$(BIN)/python tests/transformers_suite/fetch.py
+	HF_FREEZE_TESTS=all $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 quality: $(STAMP)  ## what CI checks besides the tests
 	$(BIN)/ruff check .
