@@ -47,6 +47,12 @@ def test_rng_speed(run):
     assert re.search(r"ratio [\d.]+ \(claim: at least 0.5\)", run("rng_speed", "--rounds", "1"))
 
 
+def test_precision(run):
+    printed = run("precision", "--preset", "demo", "--batches", "1", "--rounds", "1")
+    assert re.search(r"bf16 takes [\d.]+ times as long as fp32; claim: (passed|missed)", printed)
+    assert printed.count("| chosen |") == 1
+
+
 def test_freeze_step(run, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(FOLDER)
 

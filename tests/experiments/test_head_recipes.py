@@ -337,8 +337,8 @@ def test_many_rows_are_compared_with_the_first_alone(monkeypatch, grid):
     assert len(few.differences) == 8 * 7 // 2
     assert len(set(few.signs().values())) == len(few.rows) == 8
     monkeypatch.setattr(significance, "MANY", 8)
-    for user in ("report", "text"):
-        monkeypatch.setattr(f"hf_freeze.experiments.{user}.MANY", 7 if user == "text" else 8)
+    for user in ("report", "build", "findings"):
+        monkeypatch.setattr(f"hf_freeze.experiments.report.{user}.MANY", 7 if user == "findings" else 8)
     many = write_report(out, say=lambda _: None)
     assert not many.all_pairs
     assert [d.base for d in many.differences] == ["0"] * 7

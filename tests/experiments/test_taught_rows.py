@@ -120,7 +120,7 @@ def test_a_report_draws_the_schedules(grid):
     report = write_report(out, say=lambda _: None)
     (axes,) = schedules_figure(report).axes
     (line,) = axes.lines
-    assert line.get_label() == "theseus: replacing rate"
+    assert line.get_label() == "in its place, from 0: replacing rate"
     assert line.get_ydata()[0] == 0.3
     assert line.get_ydata()[-1] == 1
     assert (out / "schedules.png").stat().st_size > 5000
