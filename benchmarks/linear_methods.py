@@ -248,7 +248,7 @@ class Bench:
                 if factors:
                     takes = layer.path(tokens, x.device.type)
                     if takes == "factors":
-                        weights = held_bytes(layer.ready_factors(tokens, x.device.type)[1]())
+                        weights = held_bytes(layer.prepared_factors(tokens, x.device.type)[1]())
                 macs, limit = self.limit(layer, weights, x)
                 if peer is not None:
                     way = choose_peer(layer, peer, x)

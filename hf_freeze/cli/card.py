@@ -26,16 +26,16 @@ def card(
 
     Example: hf-freeze card runs/freeze-ablation/row-3-seed-1 --license mit
     """
-    from hf_freeze.publish.cards import model_card, read_made
+    from hf_freeze.publish.cards import model_card, read_trained_model
     from hf_freeze.publish.hub import write_record
 
     with terminal.one_line_errors():
-        made = read_made(folder)
-        path = out or made.model / "README.md"
+        source = read_trained_model(folder)
+        path = out or source.model / "README.md"
         text = model_card(
-            made, repo_id, datasets=datasets or (), language=language or (), license=license, base_model=base_model
+            source, repo_id, datasets=datasets or (), language=language or (), license=license, base_model=base_model
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         text.save(path)
-        write_record(made, path.parent)
+        write_record(source, path.parent)
     terminal.say(f"Written: {path}")

@@ -87,16 +87,16 @@ class Derived(SelfInitialized):
     """
 
     # key -> ([(source tensor, its version, its address), ...], cached value)
-    _kept: dict[Any, tuple[list[Any], Any]] | None = None
+    _cache: dict[Any, tuple[list[Any], Any]] | None = None
 
     def dense_weight(self) -> torch.Tensor:
         """The weight (O, I) equivalent to the forward in eval mode, differentiable."""
         raise NotImplementedError
 
-    def keep(self, key: Any, compute: Callable[[], Any], sources: Iterable[Any] | None = None) -> Any:
+    def cached(self, key: Any, compute: Callable[[], Any], sources: Iterable[Any] | None = None) -> Any:
         """The cached result of `compute()`, recomputed if a source has changed. Default sources: all parameters and buffers."""
         sources = list(self._sources() if sources is None else sources)
-        value = self._find(key, sources)
+        value = self._lookup(key, sources)
         if value is not None:
             return value
         # Tensors created in inference mode cannot be used in training later; autocast would round the result.
@@ -105,20 +105,20 @@ class Derived(SelfInitialized):
             value = compute()
         # Inference tensors have no version counter, so changes could not be detected.
         if not any(source is not None and source.is_inference() for source in sources):
-            if self._kept is None:
-                self._kept = {}
+            if self._cache is None:
+                self._cache = {}
             states = [None if source is None else (source, source._version, source.data_ptr()) for source in sources]
-            self._kept[key] = (states, value)
+            self._cache[key] = (states, value)
         return value
 
     def _sources(self) -> Iterable[Any]:
         return (*self._parameters.values(), *self._buffers.values())
 
-    def _find(self, key: Any, sources: Iterable[Any]) -> Any:
+    def _lookup(self, key: Any, sources: Iterable[Any]) -> Any:
         """The cached value of `key`; None if there is none or a source has changed. Every forward calls it: it must be fast."""
-        if self._kept is None or key not in self._kept:
+        if self._cache is None or key not in self._cache:
             return None
-        states, value = self._kept[key]
+        states, value = self._cache[key]
         for state, source in zip(states, sources, strict=True):
             if state is None:
                 if source is not None:
@@ -127,10 +127,10 @@ class Derived(SelfInitialized):
                 return None
         return value
 
-    def kept_weight(self, device_type: str) -> torch.Tensor:
+    def cached_weight(self, device_type: str) -> torch.Tensor:
         """The cached dense weight. Under autocast it has autocast's dtype, so that a forward need not cast it."""
         dtype = autocast_dtype(device_type)
-        weight = self._find(dtype, self._sources())
+        weight = self._lookup(dtype, self._sources())
         if weight is not None:
             return weight
 
@@ -138,7 +138,7 @@ class Derived(SelfInitialized):
             weight = self.dense_weight()
             return weight.contiguous() if dtype is None else weight.to(dtype).contiguous()
 
-        return self.keep(dtype, compute)
+        return self.cached(dtype, compute)
 
     def needs_gradient(self) -> bool:
         """Whether the forward must be differentiable with respect to the parameters that the weight is computed from."""
@@ -149,16 +149,16 @@ class Derived(SelfInitialized):
         )
 
     def train(self, mode: bool = True) -> Any:
-        self._kept = None
+        self._cache = None
         return super().train(mode)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._kept = None
+        self._cache = None
         return super()._apply(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            name: value for name, value in self.__dict__.items() if name != "_kept"
+            name: value for name, value in self.__dict__.items() if name != "_cache"
         }  # the cache is not copied or pickled
 
 
@@ -169,7 +169,7 @@ class DerivedWeight(Derived):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""
-        weight = self.dense_weight() if self.needs_gradient() else self.kept_weight(x.device.type)
+        weight = self.dense_weight() if self.needs_gradient() else self.cached_weight(x.device.type)
         return functional.linear(x, weight, self.bias)
 
 

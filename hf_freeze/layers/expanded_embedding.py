@@ -39,7 +39,7 @@ class ExpandedEmbedding(Derived, nn.Embedding):
 
     def cached_table(self) -> torch.Tensor:
         """(V, H), cached."""
-        return self.keep("table", self.dense_weight, self._sources())
+        return self.cached("table", self.dense_weight, self._sources())
 
     def _sources(self) -> list[Any]:
         """The same as `parameters()`, which takes longer than the lookup itself."""

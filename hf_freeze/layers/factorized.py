@@ -1,4 +1,5 @@
-"""What low rank, tensor train and Tucker share: two ways to compute the same product, and the choice between them.
+"""The base class of low rank, tensor train and Tucker: computes products by the dense weight or by the factors, and chooses
+between the two.
 
 Shapes: N tokens, I inputs, O outputs.
 """
@@ -14,20 +15,22 @@ from hf_freeze.layers.cost import costs_of, product
 from hf_freeze.layers.derived import DerivedLinear, without_autocast
 
 EXECUTIONS = ("auto", "dense", "factors")
-_LARGEST_KEPT = 1 << 28  # numbers in a dense weight that "auto" makes: 1 GiB in fp32
-_GAIN = 0.8  # the estimate is rough: factors must promise at most this share of the time of the dense product
+_LARGEST_DENSE = 1 << 28  # the most entries of a dense weight that "auto" caches: 1 GiB in fp32
+_GAIN = (
+    0.8  # estimates are rough: factors are chosen if their estimated time is below this share of the dense product's
+)
 
 
 class FactorizedLinear(DerivedLinear):
-    """A weight that is a product of factors.
+    """A linear whose weight is a product of factors.
 
-    `execution` says how to compute without gradients: `"dense"` multiplies the factors once and keeps the weight;
-    `"factors"` never makes it, and saves its memory; `"auto"` takes what is faster for this number of tokens (`layers.cost`),
-    and factors for a weight of more than 2^28 numbers. With gradients it is the cheaper of both, whatever `execution`, since
-    the weight would have to be computed in every forward.
+    `execution` selects the computation without gradients. `"dense"` multiplies the factors once and caches the weight.
+    `"factors"` never computes the weight, which saves memory. `"auto"` chooses the faster way for the number of tokens
+    (`layers.cost`), but factors for a weight with more than 2^28 entries. With gradients, the cheaper way is chosen whatever
+    `execution` is, because the dense weight would be recomputed in every forward.
 
-    The two round differently. So the choice depends on shapes, the kind of device and `execution` alone: the same model gives
-    the same bits, however much memory is free.
+    The two ways round differently. The choice depends only on shapes, the kind of device and `execution`, so that the same model
+    gives the same bits, however much memory is free.
     """
 
     def __init__(self, linear: nn.Module, execution: str = "auto") -> None:
@@ -36,23 +39,23 @@ class FactorizedLinear(DerivedLinear):
         self._paths: dict[tuple[int, str, bool], str] = {}
 
     def factor_cost(self, tokens: int, device_type: str, *, training: bool) -> float:
-        """Of the product with the factors, in the unit of `layers.cost`; while training, of making them ready too."""
+        """The cost of the product with the factors, in the unit of `layers.cost`; in training, including their preparation."""
         raise NotImplementedError
 
     def dense_cost(self, device_type: str) -> float:
-        """Of computing the dense weight."""
+        """The cost of computing the dense weight."""
         raise NotImplementedError
 
-    def ready_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
-        """(key, function): what `multiply` needs of the parameters, and under which key it is kept for inference."""
+    def prepared_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
+        """(cache key, function that computes the `factors` argument of `multiply` from the parameters)."""
         raise NotImplementedError
 
-    def multiply(self, x: torch.Tensor, ready: Any) -> torch.Tensor:
-        """(N, I) -> (N, O), without bias."""
+    def multiply(self, x: torch.Tensor, factors: Any) -> torch.Tensor:
+        """(N, I) -> (N, O), without bias. `factors` come from the function of `prepared_factors`."""
         raise NotImplementedError
 
     def path(self, tokens: int, device_type: str, *, training: bool = False) -> str:
-        """`"dense"` or `"factors"`: how a forward of so many tokens is computed."""
+        """`"dense"` or `"factors"`: the way in which a forward of `tokens` tokens is computed."""
         key = (tokens, device_type, training)
         if key not in self._paths:
             if len(self._paths) > 10_000:
@@ -63,7 +66,7 @@ class FactorizedLinear(DerivedLinear):
     def _choose(self, tokens: int, device_type: str, training: bool) -> str:
         if not training and self.execution != "auto":
             return self.execution
-        if not training and self.in_features * self.out_features > _LARGEST_KEPT:
+        if not training and self.in_features * self.out_features > _LARGEST_DENSE:
             return "factors"
         dense = product(costs_of(device_type), 1, tokens, self.in_features, self.out_features)
         if training:
@@ -77,33 +80,35 @@ class FactorizedLinear(DerivedLinear):
         training = self.needs_gradient()
         tokens = x.numel() // self.in_features
         if self.path(tokens, device_type, training=training) == "dense":
-            weight = self._exactly(self.dense_weight, device_type) if training else self.kept_weight(device_type)
+            weight = self._exactly(self.dense_weight, device_type) if training else self.cached_weight(device_type)
             return functional.linear(x, weight, self.bias)
         rows = x.reshape(-1, self.in_features)
-        key, make = self.ready_factors(tokens, device_type)
-        if self.execution == "factors" and self._kept and key not in self._kept:
-            self._kept = None  # what is for other numbers of tokens; together they may hold more than the dense weight
-        ready = self._exactly(make, device_type) if training else self.keep(key, make)
+        key, prepare = self.prepared_factors(tokens, device_type)
+        if self.execution == "factors" and self._cache and key not in self._cache:
+            # Drop the factors prepared for other numbers of tokens: together they may need more memory than the dense weight.
+            self._cache = None
+        factors = self._exactly(prepare, device_type) if training else self.cached(key, prepare)
         chunk = costs_of(device_type).chunk
         if torch.is_grad_enabled() or chunk is None or tokens <= chunk:
-            y = self.multiply(rows, ready)
-            y = y if self.bias is None else y + self.bias.to(y.dtype)  # that of autocast, as a dense linear's
+            y = self.multiply(rows, factors)
+            # Under autocast the result has autocast's dtype, as with a dense linear.
+            y = y if self.bias is None else y + self.bias.to(y.dtype)
         else:
-            y = self._in_chunks(rows, ready, chunk)
+            y = self._in_chunks(rows, factors, chunk)
         return y.view(*x.shape[:-1], self.out_features)
 
     @staticmethod
-    def _exactly(make: Callable[[], Any], device_type: str) -> Any:
-        """Autocast rounds the products with the input, not those among the factors."""
+    def _exactly(compute: Callable[[], Any], device_type: str) -> Any:
+        """Compute without autocast, which should round only the products with the input, not those among the factors."""
         with without_autocast(device_type):
-            return make()
+            return compute()
 
-    def _in_chunks(self, rows: torch.Tensor, ready: Any, chunk: int) -> torch.Tensor:
-        """What lies between the factors would not fit into the cache for all tokens at once."""
+    def _in_chunks(self, rows: torch.Tensor, factors: Any, chunk: int) -> torch.Tensor:
+        """Multiply `chunk` rows at a time, so that intermediate results fit into the processor cache."""
         y = None
         for start in range(0, rows.shape[0], chunk):
-            part = self.multiply(rows[start : start + chunk], ready)
-            if y is None:  # autocast has decided the dtype
+            part = self.multiply(rows[start : start + chunk], factors)
+            if y is None:  # only now is the dtype known, which autocast may choose
                 y = part.new_empty(rows.shape[0], self.out_features)
             if self.bias is None:
                 y[start : start + chunk] = part
@@ -113,8 +118,8 @@ class FactorizedLinear(DerivedLinear):
 
 
 class TensorLinear(FactorizedLinear):
-    """Factors of the tensor that the weight becomes when the I inputs are written as `in_modes` and the O outputs as
-    `out_modes`. `std`: of an entry of the dense weight when it is fresh."""
+    """A linear whose weight, reshaped to a tensor with the modes `in_modes` of the inputs and `out_modes` of the outputs, is a
+    product of factors. `std`: initial standard deviation of an entry of the dense weight."""
 
     def __init__(
         self,
@@ -133,7 +138,7 @@ class TensorLinear(FactorizedLinear):
         self.initialize_parameters()
 
     def make_parameters(self, **new: Any) -> None:
-        """Register the factors, without values. Raises ValueError for ranks that do not fit the modes."""
+        """Register the uninitialised factors. Raises ValueError for ranks that do not fit the modes."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -141,11 +146,12 @@ class TensorLinear(FactorizedLinear):
 
 
 def left_vectors(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Left singular vectors U (rows, rank), and Uᵀ times the matrix, whose rows have the singular values as norms, descending.
+    """Left singular vectors U (rows, rank), and Uᵀ · matrix. The norms of the rows of the latter are the singular values,
+    descending.
 
-    Of a wide matrix, by the eigenvectors of its small Gram matrix: many times as fast as a singular value decomposition, and as
-    good for what is kept. U is orthogonal whatever the singular values, so that nothing is lost at full rank; only among values
-    below 1e-8 of the largest, which fp64 loses in a square, the order is not kept.
+    For a wide matrix, U consists of the eigenvectors of its small Gram matrix, which is many times faster than a singular value
+    decomposition and as accurate for the leading vectors. U is orthogonal in any case, so nothing is lost at full rank. Only
+    singular values below 1e-8 of the largest may be out of order, because their squares vanish in fp64.
     """
     if matrix.shape[0] > matrix.shape[1]:
         u, s, v = torch.linalg.svd(matrix, full_matrices=False)

@@ -66,11 +66,11 @@ class LowRankLinear(FactorizedLinear):
     def dense_cost(self, device_type: str) -> float:
         return product(costs_of(device_type), 1, self.out_features, self.rank, self.in_features)
 
-    def ready_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
+    def prepared_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
         return "factors", lambda: (self.down, self.up)
 
-    def multiply(self, x: torch.Tensor, ready: Any) -> torch.Tensor:
-        down, up = ready
+    def multiply(self, x: torch.Tensor, factors: Any) -> torch.Tensor:
+        down, up = factors
         return functional.linear(functional.linear(x, down), up)
 
     def extra_repr(self) -> str:

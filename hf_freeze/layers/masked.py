@@ -27,13 +27,13 @@ class Masked(Sparsifiable):
         return masked
 
     def kept_entries(self) -> torch.Tensor:
-        return self.keep(
+        return self.cached(
             "entries", lambda: unpack(self.mask, self.weight.numel()).view(self.weight.shape), (self.mask,)
         )
 
     def zeros(self) -> int:
         """The number of masked weights."""
-        return self.keep("zeros", lambda: int((~self.kept_entries()).sum()), (self.mask,))
+        return self.cached("zeros", lambda: int((~self.kept_entries()).sum()), (self.mask,))
 
 
 class MaskedLinear(Masked, nn.Linear):

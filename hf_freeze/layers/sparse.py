@@ -63,7 +63,7 @@ class SparseLinear(NeverDrawn, DerivedLinear):
 
     def positions(self) -> torch.Tensor:
         """int64 (non-zeros,): the index of each value in the flattened dense weight."""
-        return self.keep("positions", self._positions, self._buffers.values())
+        return self.cached("positions", self._positions, self._buffers.values())
 
     def _positions(self) -> torch.Tensor:
         if not hasattr(self, "columns"):

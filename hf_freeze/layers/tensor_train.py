@@ -72,12 +72,12 @@ class TensorTrainLinear(TensorLinear):
     def _plan(self, tokens: int, device_type: str, training: bool) -> "ContractionPlan":
         return best_plan(self.in_modes, self.out_modes, self.ranks, tokens, device_type, training)
 
-    def ready_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
+    def prepared_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
         plan = self._plan(tokens, device_type, self.needs_gradient())
         return plan.key, lambda: (plan, plan.matrices(self.cores))
 
-    def multiply(self, x: torch.Tensor, ready: Any) -> torch.Tensor:
-        plan, matrices = ready
+    def multiply(self, x: torch.Tensor, factors: Any) -> torch.Tensor:
+        plan, matrices = factors
         return plan.multiply(x, matrices)
 
 

@@ -95,7 +95,7 @@ class TuckerLinear(TensorLinear):
             costs_of(device_type), 1, self.out_features, rank, self.in_features
         )
 
-    def ready_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
+    def prepared_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
         plan = self._plan(tokens, device_type, self.needs_gradient())
         return plan.key, lambda: (plan, *self._matrices(plan))
 
@@ -114,8 +114,8 @@ class TuckerLinear(TensorLinear):
             plan.outputs.matrices([factor.T[None, :, :, None] for factor in outs]) if plan.outputs else [],
         )
 
-    def multiply(self, x: torch.Tensor, ready: Any) -> torch.Tensor:
-        plan, inputs, middle, outputs = ready
+    def multiply(self, x: torch.Tensor, factors: Any) -> torch.Tensor:
+        plan, inputs, middle, outputs = factors
         if plan.inputs is not None:
             x = plan.inputs.multiply(x, inputs)
         x = functional.linear(x, middle)

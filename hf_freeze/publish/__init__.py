@@ -1,1 +1,1 @@
-"""Cards, the Hub, code for repositories, and exports for other engines."""
+"""Publishes models: model cards, pushes to the Hub, code for repositories, and exports to other engines."""

@@ -1,4 +1,4 @@
-"""Models on the Hub: weights, tokenizer, results and card of a folder, pushed in one commit."""
+"""Pushes models to the Hub: weights, tokenizer, results and card in one commit."""
 
 import json
 import shutil
@@ -16,11 +16,11 @@ from hf_freeze.architectures.base import canonical_parameters
 from hf_freeze.compat.transformers import keys_to_ignore
 from hf_freeze.model.atomic_save import finish_model
 from hf_freeze.model.loading import empty_model
-from hf_freeze.publish.cards import Made, model_card, published_record, read_made, task_of
+from hf_freeze.publish.cards import TrainedModel, model_card, published_record, read_trained_model, task_of
 from hf_freeze.publish.remote_code import write_loader
 
-_HTTPError: Any = HfHubHTTPError.__bases__[0]  # of httpx, or of httpx2 from huggingface_hub 2 on
-_LEFT = (
+_HTTPError: Any = HfHubHTTPError.__bases__[0]  # HTTPError of httpx, or of httpx2 from huggingface_hub 2 on
+_NOT_PUBLISHED = (
     "checkpoint-*",
     "*.part",
     "optimizer.pt",
@@ -28,7 +28,7 @@ _LEFT = (
     "rng_state*",
     "training_args.bin",
     ".*",
-)  # not published
+)
 
 
 def push(
@@ -39,21 +39,21 @@ def push(
     revision: str | None = None,
     token: str | None = None,
     message: str | None = None,
-    **of_card: Any,
+    **card_options: Any,
 ) -> CommitInfo:
-    """Push the model in `folder`, that of a model or of a finished run, to the repository `repo_id` of the Hub, which is made
-    if it is not there. All files appear in one commit, or none does; a push that broke off is simply done again.
+    """Push the model in `folder`, which is the folder of a model or of a finished run, to the Hub repository `repo_id`.
 
-    A README.md in the folder of the model is taken as the card; where there is none, one is written from the record of the run.
-    `private`: of a new repository; `revision`: a branch, made if need be; `of_card`: as of `model_card`.
+    A missing repository is created. All files are published in one commit; after a failed push nothing is published, and the
+    push can be repeated. A README.md beside the model becomes the card; otherwise a card is written from the record of the run.
+    `private` applies to a new repository. `revision`: a branch, created if it is missing. `card_options` go to `model_card`.
 
-    Raises ValueError where the folder holds no whole model, and OSError where the Hub cannot be reached or refuses.
+    Raises ValueError if the folder has no complete model, and OSError if the Hub cannot be reached or refuses the push.
     """
-    made = read_made(Path(folder))
-    finish_model(made.model)
+    source = read_trained_model(Path(folder))
+    finish_model(source.model)
     with tempfile.TemporaryDirectory() as stage:
-        assemble(made, Path(stage), repo_id, **of_card)
-        return _upload(Path(stage), repo_id, private, revision, token, message or f"Push {made.model.parent.name}")
+        assemble(source, Path(stage), repo_id, **card_options)
+        return _upload(Path(stage), repo_id, private, revision, token, message or f"Push {source.model.parent.name}")
 
 
 def push_model(
@@ -68,14 +68,18 @@ def push_model(
     tags: list[str] | None = None,
     **options: Any,
 ) -> CommitInfo:
-    """`PreTrainedModel.push_to_hub` of a variant: with a card of its methods and sizes, where the repository has none yet."""
+    """`PreTrainedModel.push_to_hub` for variants: adds a card of methods and sizes if the repository has no card yet."""
     with tempfile.TemporaryDirectory() as stage:
         folder = Path(stage)
         model.save_pretrained(folder, max_shard_size=max_shard_size)
-        with _one_line_of_the_hub():
-            there = HfApi(token=token).file_exists(repo_id, "README.md")
-        access: Any = token
-        card = ModelCard.load(repo_id, token=access) if there else model_card(read_made(folder), repo_id, model=model)
+        with _short_hub_errors():
+            has_card = HfApi(token=token).file_exists(repo_id, "README.md")
+        any_token: Any = token
+        card = (
+            ModelCard.load(repo_id, token=any_token)
+            if has_card
+            else model_card(read_trained_model(folder), repo_id, model=model)
+        )
         data: Any = card.data
         data.tags = list(dict.fromkeys([*(data.tags or []), *(tags or [])])) or None
         card.save(folder / "README.md")
@@ -83,57 +87,61 @@ def push_model(
 
 
 def assemble(
-    made: Made, target: Path, repo_id: str | None = None, *, remote_code: bool = False, **of_card: Any
+    source: TrainedModel, target: Path, repo_id: str | None = None, *, remote_code: bool = False, **card_options: Any
 ) -> None:
-    """Put into `target` what a repository holds. Raises ValueError where the model is not whole, or `remote_code` is asked of a
-    model that the native class cannot hold."""
-    model = empty_model(made.model)
-    check_whole(made.model, model)
-    shutil.copytree(made.model, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_LEFT))
-    write_record(made, target)
+    """Write all files of the repository to `target`.
+
+    Raises ValueError if the model is incomplete, or if `remote_code` is requested and the native class cannot hold the model.
+    """
+    model = empty_model(source.model)
+    check_whole(source.model, model)
+    shutil.copytree(source.model, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_NOT_PUBLISHED))
+    write_record(source, target)
     if not (target / "README.md").exists():
-        model_card(made, repo_id, model=model, remote_code=remote_code, **of_card).save(target / "README.md")
+        model_card(source, repo_id, model=model, remote_code=remote_code, **card_options).save(target / "README.md")
     if remote_code:
         write_loader(target, model, task_of(model))
 
 
-def write_record(made: Made, target: Path) -> None:
-    """Put into `target` what a card refers to: results.json and pictures."""
-    if (record := published_record(made)) is not None:
+def write_record(source: TrainedModel, target: Path) -> None:
+    """Write the files that a card refers to, results.json and pictures, to `target`."""
+    if (record := published_record(source)) is not None:
         (target / "results.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    for picture in made.pictures:
+    for picture in source.pictures:
         shutil.copy(picture, target)
 
 
 def check_whole(folder: Path, model: Any) -> None:
-    """Raise ValueError where a tensor that `model`, perhaps on `meta`, needs from `folder` is not there in its shape. Reads the
-    headers of the files alone."""
-    found: dict[str, list[int]] = {}
+    """Raise ValueError if a tensor that `model`, perhaps on `meta`, needs from `folder` is missing or has another shape.
+
+    Reads only the headers of the weight files.
+    """
+    stored_shapes: dict[str, list[int]] = {}
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no weights: no *.safetensors is there")
     for path in files:
         try:
             with safe_open(path, "pt") as weights:
-                found |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+                stored_shapes |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path} is truncated or damaged: {error}") from error
-    left_out = keys_to_ignore(model)[0]
+    not_stored = keys_to_ignore(model)[0]
     for name, parameter in canonical_parameters(model):
         names = {name, *(tied for tied, source in model.all_tied_weights_keys.items() if source == name)}
-        if names & left_out:
+        if names & not_stored:
             continue
-        shapes = [found[each] for each in names if each in found]
+        shapes = [stored_shapes[alias] for alias in names if alias in stored_shapes]
         if list(parameter.shape) not in shapes:
-            what = f"has the shape {shapes[0]}, not {list(parameter.shape)}" if shapes else "is not there"
-            raise ValueError(f"{folder} holds no whole {type(model).__name__}: {name!r} {what}")
+            fault = f"has the shape {shapes[0]}, not {list(parameter.shape)}" if shapes else "is not there"
+            raise ValueError(f"{folder} holds no complete {type(model).__name__}: {name!r} {fault}")
 
 
 def _upload(
     folder: Path, repo_id: str, private: bool | None, revision: str | None, token: Any, message: str, **options: Any
 ) -> CommitInfo:
     api = HfApi(token=token)
-    with _one_line_of_the_hub():
+    with _short_hub_errors():
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/pr"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -143,8 +151,8 @@ def _upload(
 
 
 @contextmanager
-def _one_line_of_the_hub() -> Iterator[None]:
-    """What a user can do about it, in front of what the Hub says; a server that is not there is an OSError too."""
+def _short_hub_errors() -> Iterator[None]:
+    """Turns errors of the Hub, or of an unreachable server, into an OSError that starts with a hint for the user."""
     try:
         yield
     except HfHubHTTPError as error:
@@ -153,7 +161,7 @@ def _one_line_of_the_hub() -> Iterator[None]:
             status or 0, "push again: nothing was published" if (status or 0) >= 500 else ""
         )
         raise OSError(f"{hint}: {error}" if hint else str(error)) from error
-    except RuntimeError as error:  # what an upload that broke off becomes
+    except RuntimeError as error:  # huggingface_hub raises it for an interrupted upload
         if not isinstance(error.__cause__, _HTTPError):
             raise
         raise ConnectionError(f"{error} ({error.__cause__}) Nothing was published: push again") from error

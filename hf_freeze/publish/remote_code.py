@@ -1,7 +1,7 @@
-"""Code for a repository, by which `trust_remote_code=True` loads it where hf_freeze is not installed.
+"""Writes code into a repository so that `trust_remote_code=True` loads it without hf_freeze.
 
-It goes where the native class has the same stored tensors: parts frozen, drawn from a seed or left out. The model is then native,
-all of it trainable; saved again, it is dense.
+This works if the native class has the same tensors, which may be frozen, seeded or removed. The loaded model is native, and all
+of it is trainable; saving it stores all tensors.
 """
 
 import json
@@ -25,9 +25,9 @@ _MODULE, _RNG = "modeling_hf_freeze", "hf_freeze_rng"
 
 
 def write_loader(folder: Path, model: VariantMixin, task: str) -> None:
-    """Add the code to `folder`, which holds the saved `model`, and its names to config.json there.
+    """Add the code to `folder`, where `model` is saved, and register it in config.json there.
 
-    Raises ValueError where the native class would need other tensors than are stored.
+    Raises ValueError if the native class has other tensors than the model.
     """
     _check_native(model)
     seeded = [
@@ -36,13 +36,13 @@ def write_loader(folder: Path, model: VariantMixin, task: str) -> None:
     ]
     native_config: Any = model.native_class.config_class
     text = TEMPLATE.read_text(encoding="utf-8")
-    for mark, value in (
+    for placeholder, value in (
         ("NATIVE_CONFIG", native_config.__name__),
         ("NATIVE_MODEL", model.native_class.__name__),
         ("MODEL_TYPE", type(model.config).model_type),
         ("SEEDED_TENSORS", "[\n" + "".join(f"    {entry!r},\n" for entry in seeded) + "]"),
     ):
-        text = text.replace(mark, value)
+        text = text.replace(placeholder, value)
     (folder / f"{_MODULE}.py").write_text(text, encoding="utf-8")
     shutil.copy(str(rng.__file__), folder / f"{_RNG}.py")
     path = folder / "config.json"
@@ -57,10 +57,13 @@ def write_loader(folder: Path, model: VariantMixin, task: str) -> None:
 def _check_native(model: VariantMixin) -> None:
     with torch.device("meta"), no_draws():
         native = model.native_class(native_config_of(model.native_class, model.config))
-    ours, theirs = ({name: tuple(v.shape) for name, v in each.state_dict().items()} for each in (model, native))
-    if ours != theirs:
+    if _shapes(model) != _shapes(native):
         names = ", ".join(method["method"] for method in model.config.methods)
         raise ValueError(
-            f"no remote code for the methods {names}: their layers need hf_freeze ({how_to_install()}); "
-            f"push without remote code, or a {model.native_class.__name__} that merge() makes"
+            f"no remote code for the methods {names}: their layers need hf_freeze ({how_to_install()}); push without remote "
+            f"code, or push the {model.native_class.__name__} that merge() returns"
         )
+
+
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}

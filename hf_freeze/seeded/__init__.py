@@ -1,4 +1,4 @@
-"""Tensors that a seed defines, so that no checkpoint needs to hold them."""
+"""Tensors that are defined by a seed, so that checkpoints need not store them."""
 
 from hf_freeze.seeded.tensor import Origin as Origin
 from hf_freeze.seeded.tensor import SeededTensor as SeededTensor

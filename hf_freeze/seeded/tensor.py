@@ -1,11 +1,13 @@
-"""Random tensors that a seed defines, bit-identical on every device, in every version and for any range of rows.
+"""Random tensors defined by a seed: bit-identical on every device, in every version and for any range of rows.
 
-Philox-4x32-10 (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3") turns a counter into four 32-bit
-words with integer operations only. Element i of a tensor is word i % 4 of block i // 4. The key and the upper half of the
-counter come from a hash of (seed, name), so that every tensor has a stream of its own.
+Philox-4x32-10 (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3") maps a counter to four 32-bit words with
+integer operations only. Element i of a tensor is word i % 4 of block i // 4. The key and the upper half of the counter are a
+hash of (seed, name), so every tensor has its own stream.
 
-A word becomes an fp32 number by exact steps and one rounded multiplication: its top 24 bits u give u + 1/2 - 2^23, which
-fp32 holds exactly, times bound * 2^-23. The values are symmetric around zero and within (-bound, bound).
+A word is converted to fp32 by exact steps and one rounded multiplication: its top 24 bits u give u + 1/2 - 2^23, which is exact
+in fp32, times bound * 2^-23. The values are symmetric around zero and lie in (-bound, bound).
+
+This file is copied into repositories (publish/remote_code.py), so it imports nothing from hf_freeze.
 """
 
 import hashlib
@@ -22,24 +24,26 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
-_LOW, _HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)  # the halves of a 64-bit word, seen as two 32-bit ones
-_CPU_BLOCKS = 1 << 15  # blocks worked on at a time: their words then stay in the second-level cache
+_LOW, _HIGH = (
+    (0, 1) if sys.byteorder == "little" else (1, 0)
+)  # positions of the halves of a 64-bit word viewed as 32-bit words
+_CPU_BLOCKS = 1 << 15  # blocks computed at a time, so that their words stay in the second-level cache
 _GPU_BLOCKS = 1 << 24
 
 
 def stream(seed: int, name: str) -> tuple[int, int, int, int]:
-    """The two key words and the two upper counter words of the tensor `name` under `seed`."""
+    """Two key words and two upper counter words for the tensor `name` with `seed`."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
     key0, key1, counter2, counter3 = (int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4))
     return key0, key1, counter2, counter3
 
 
 def philox(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
-    """Philox-4x32-10 of four counter words: ints, or integer arrays or tensors of at least 64 bits that hold 32-bit words."""
+    """Philox-4x32-10 of four 32-bit counter words, stored in ints or in integer arrays or tensors of at least 64 bits."""
     c0, c1, c2, c3 = counter
     for k0, k1 in _round_keys(key):
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        # A product may wrap in int64. Its bits are right, but the shift drags the sign along.
+        # In int64 a product may overflow. Its bits are correct, but the shift extends the sign, so mask the result.
         c0, c2 = ((p1 >> 32) & _MASK) ^ (c1 ^ k0), ((p0 >> 32) & _MASK) ^ (c3 ^ k1)
         c1, c3 = p1 & _MASK, p0 & _MASK
     return c0, c1, c2, c3
@@ -52,15 +56,15 @@ def _round_keys(key: tuple[int, int]) -> list[tuple[int, int]]:
 def _philox_on_cpu(
     counter: tuple[Any, Any, Any, Any], key: tuple[int, int], products: np.ndarray, outputs: np.ndarray
 ) -> tuple[Any, Any, Any, Any]:
-    """`philox` in half the time: words are uint32 arrays of n values, or ints where all blocks share them.
+    """The same as `philox` in half the time. Words are uint32 arrays of n values, or ints if all blocks share them.
 
-    The halves of a product are strided views of it, where `philox` shifts and masks; a word that is an int, as three of the
-    four are at first, costs nothing; and all work is done in `products`, uint64 (2, 2, n), and `outputs`, uint32 (2, n), where
-    the result lies.
+    The time is saved in three ways. The halves of a product are strided views of it, instead of shifts and masks. Words that are
+    ints, initially three of four, cost nothing. All arrays are preallocated: `products`, uint64 (2, 2, n), and `outputs`,
+    uint32 (2, n). The result is a view of them.
     """
     c0, c1, c2, c3 = counter
     for i, (k0, k1) in enumerate(_round_keys(key)):
-        # By turns: the lower halves live on for a round, as c1 and c3.
+        # Two buffers alternate, because the lower halves are still needed in the next round, as c1 and c3.
         high0, low0 = _multiply(c0, _MULTIPLIERS[0], products[i % 2, 0])
         high1, low1 = _multiply(c2, _MULTIPLIERS[1], products[i % 2, 1])
         c0, c2 = _xor(high1, c1, k0, outputs[0]), _xor(high0, c3, k1, outputs[1])
@@ -94,9 +98,9 @@ def uniform(
     rows: tuple[int, int] | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """fp32 U(-bound, bound) of `shape`, or of its rows [start, stop) along dimension 0.
+    """fp32 values of U(-bound, bound) in `shape`, or only its rows [start, stop) along dimension 0.
 
-    On the CPU the blocks are shared among `torch.get_num_threads()` threads. Raises ValueError for rows outside the tensor.
+    On the CPU, `torch.get_num_threads()` threads share the blocks. Raises ValueError for rows outside the tensor.
     """
     start, stop = rows if rows is not None else (0, shape[0])
     if not 0 <= start <= stop <= shape[0]:
@@ -121,23 +125,23 @@ def uniform(
             target *= scale
 
     def fill_on_cpu(blocks: range) -> None:
-        # Work memory, made once: fresh memory would cost a third of the time.
+        # Arrays are allocated once: allocating them for each chunk would cost a third of the time.
         products, outputs = np.empty((2, 2, chunk), dtype=np.uint64), np.empty((2, chunk), dtype=np.uint32)
-        steps, lower, drawn = np.arange(chunk, dtype=np.uint32), *np.empty((2, chunk), dtype=np.uint32)
+        steps, lower, top_bits = np.arange(chunk, dtype=np.uint32), *np.empty((2, chunk), dtype=np.uint32)
         for block in blocks:
             size = min(chunk, last_block - block)
             target = out[block - first_block : block - first_block + size].numpy()
             np.add(steps, np.uint32(block & _MASK), out=lower)  # modulo 2^32
-            # Blocks share the upper word of their number, except where a chunk crosses a multiple of 2^32.
-            shared = block >> 32 == (block + size - 1) >> 32
-            higher = block >> 32 if shared else (np.arange(block, block + size) >> 32).astype(np.uint32)
+            # All blocks of a chunk have the same upper word, unless the chunk crosses a multiple of 2^32.
+            is_shared = block >> 32 == (block + size - 1) >> 32
+            higher = block >> 32 if is_shared else (np.arange(block, block + size) >> 32).astype(np.uint32)
             words = _philox_on_cpu((lower[:size], higher, *upper), key, products[:, :, :size], outputs[:, :size])
             for column, word in enumerate(words):
-                target[:, column] = np.right_shift(word, np.uint32(8), out=drawn[:size])
+                target[:, column] = np.right_shift(word, np.uint32(8), out=top_bits[:size])
             target += np.float32(0.5 - 2**23)
             target *= np.float32(scale)
 
-    # Every thread takes each `threads`-th chunk.
+    # Thread i computes the chunks i, i + threads, i + 2 · threads ...
     threads = torch.get_num_threads()
     shares = [range(first_block + thread * chunk, last_block, threads * chunk) for thread in range(threads)]
     if not on_cpu:
@@ -152,7 +156,7 @@ def uniform(
 
 
 def draws(seed: int, name: str, count: int) -> list[float]:
-    """`count` numbers of U(0, 1), each a function of (seed, name, its place)."""
+    """`count` numbers from U(0, 1); each is a function of (seed, name, index)."""
     key0, key1, counter2, counter3 = stream(seed, name)
     words = [
         word
@@ -164,8 +168,11 @@ def draws(seed: int, name: str, count: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a method that keeps part of the model took the values of a parameter: the parameter `name` before, of whose
-    dimension `dimension`, `size` long, it kept `index`. None: all of it."""
+    """The source of a parameter in a model that keeps parts of another.
+
+    The values come from the parameter `name` of the former model: the entries `index` along `dimension`, which had `size`
+    entries. `dimension` None: all values.
+    """
 
     name: str
     dimension: int | None = None
@@ -175,20 +182,20 @@ class Origin:
 
 @dataclass(frozen=True)
 class SeededTensor:
-    """A tensor that is not stored because its definition regenerates it: (seed, name, shape, scheme).
+    """The definition of a tensor, which regenerates it, so that it need not be stored: (seed, name, shape, scheme).
 
-    `name` is below `base_model_prefix`, so that a task model and its base model hold the same values. Schemes (N, M the two
+    `name` is relative to the base model, so that a task model and its base model have the same values. Schemes (N, M are the
     dimensions of the matrix; Bogoychev, 2021, https://arxiv.org/abs/2010.11859, and Marian's initialisation):
 
     - `glorot`: U(±sqrt(6 / (N + M))) (Glorot & Bengio, 2010, eq. 16);
-    - `embedding`: U(±sqrt(3 / d)), d the row width: Glorot with the fan-out alone, rows of unit norm on average;
+    - `embedding`: U(±sqrt(3 / d)), d the row width: Glorot with the fan-out only, which gives rows of norm 1 on average;
     - `diagonal`: ones on the main diagonal of the (rectangular) matrix, zeros elsewhere;
     - `zero_diagonal`: `glorot` with zeros on the main diagonal;
     - `zeros`: the bias of a random or diagonal linear, or of a norm; `ones`: the weight of a norm.
 
-    `parts`: equal matrices side by side along the last dimension, each of which the scheme is for (GPT-2 holds the queries,
-    keys and values as one matrix). `kept`: (dimension, indices) of each slice that later methods left, in their order;
-    `shape` is that before the first.
+    `parts`: the number of equal matrices side by side along the last dimension; the scheme applies to each of them (GPT-2 stores
+    the queries, keys and values in one matrix). `kept`: (dimension, indices) of each slice that later methods took, in order;
+    `shape` is the shape before the first slice.
     """
 
     seed: int
@@ -199,7 +206,7 @@ class SeededTensor:
     kept: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def taken_from(self, origin: Origin) -> "SeededTensor":
-        """The definition where a method kept this tensor as a slice of `origin`."""
+        """The definition of this tensor as a slice of the parameter that `origin` names."""
         if origin.dimension is None:
             return replace(self, name=origin.name)
         shape = list(self.shape)
@@ -208,13 +215,13 @@ class SeededTensor:
         return replace(self, name=origin.name, shape=tuple(shape), kept=kept)
 
     def generate(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The fp32 tensor. Raises ValueError for an unknown scheme."""
-        value = self._generate_whole(device)
+        """The tensor in fp32. Raises ValueError for an unknown scheme."""
+        value = self._generate_unsliced(device)
         for dimension, index in self.kept:
             value = value.index_select(dimension, torch.tensor(index, dtype=torch.long, device=device))
         return value
 
-    def _generate_whole(self, device: torch.device | str) -> torch.Tensor:
+    def _generate_unsliced(self, device: torch.device | str) -> torch.Tensor:
         if self.scheme == "zeros":
             return torch.zeros(self.shape, device=device)
         if self.scheme == "ones":
@@ -243,8 +250,8 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def fingerprint(model: Any) -> str:
-    """Of all values of a model, 256 bits, as 64 hexadecimal digits."""
-    made = hashlib.sha256()
+    """256 bits of SHA-256 over the names and values of all tensors of a model, as 64 hexadecimal digits."""
+    sha = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
-        made.update(f"{name} {digest(value)}\n".encode())
-    return made.hexdigest()
+        sha.update(f"{name} {digest(value)}\n".encode())
+    return sha.hexdigest()

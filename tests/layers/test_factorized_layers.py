@@ -146,7 +146,7 @@ def test_training_equals_the_dense_weight(cls, size, arguments, training_path):
         x = torch.randn(*tokens, size[0])
         y = layer(x)
         assert layer.path(math.prod(tokens), "cpu", training=True) == training_path
-        assert layer._kept is None
+        assert layer._cache is None
         torch.testing.assert_close(y, functional.linear(x, densify(layer), layer.bias), rtol=1e-5, atol=1e-5)
 
 
@@ -179,7 +179,7 @@ def test_frozen_factors_pass_the_gradient_on(cls, size, arguments, execution):
         bias, found = torch.autograd.grad(layer(x).sum(), (layer.bias, x))
         torch.testing.assert_close(found, densify(layer).sum(0).expand_as(x))
         torch.testing.assert_close(bias, torch.full_like(bias, tokens))
-        assert layer._kept
+        assert layer._cache
 
 
 @pytest.mark.parametrize(
@@ -558,14 +558,14 @@ def test_what_is_kept_goes_with_the_first_change(cls, size, arguments, execution
     first = layer(x)
     assert torch.equal(layer(x), first)
     assert len(made) == (execution == "dense")  # once for both
-    assert layer._kept
+    assert layer._cache
     assert set(layer.state_dict()) == keys
     before = dict(layer.__dict__)
     with torch.enable_grad():
         other = CHANGES[change](layer)
     if change in ("dtype", "train", "eval", "deepcopy", "pickle"):
-        assert other._kept is None
-        assert other is layer or layer._kept is before["_kept"]  # a copy leaves the original as it is
+        assert other._cache is None
+        assert other is layer or layer._cache is before["_cache"]  # a copy leaves the original as it is
     made.clear()
     x = x.to(next(other.parameters()).dtype)
     torch.testing.assert_close(other(x), functional.linear(x, densify(other), other.bias), rtol=1e-5, atol=1e-5)
@@ -679,12 +679,12 @@ def test_factors_hold_what_one_number_of_tokens_needs():
     with torch.no_grad():
         for tokens in (1, 8, 300, 1):
             layer(torch.randn(tokens, 64))
-            assert len(layer._kept) == 1
-            keys |= set(layer._kept)
-            ((_, value),) = layer._kept.values()
+            assert len(layer._cache) == 1
+            keys |= set(layer._cache)
+            ((_, value),) = layer._cache.values()
             again = layer(torch.randn(tokens, 64))
             assert again.shape == (tokens, 128)
-            assert next(iter(layer._kept.values()))[1] is value
+            assert next(iter(layer._cache.values()))[1] is value
     assert len(keys) > 1  # or it showed nothing
 
 

@@ -270,7 +270,7 @@ def test_what_inference_keeps_goes_with_a_change(kind, dense):
     def check():
         with torch.no_grad():
             torch.testing.assert_close(layer(x), functional.linear(x, layer.dense_weight(), layer.bias))
-        assert layer._kept
+        assert layer._cache
 
     with torch.inference_mode():
         layer(x)
@@ -293,10 +293,10 @@ def test_what_inference_keeps_goes_with_a_change(kind, dense):
             {n: 1.5 * t if t.is_floating_point() else t for n, t in layer.state_dict().items()}, assign=assign
         )
         check()
-    assert copy.deepcopy(layer)._kept is None
+    assert copy.deepcopy(layer)._cache is None
     assert set(layer.state_dict()) == names
     layer.train().eval()
-    assert layer._kept is None
+    assert layer._cache is None
 
 
 # -- variational dropout -----------------------------------------------------------------------------------------------------

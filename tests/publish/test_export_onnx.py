@@ -69,9 +69,9 @@ def test_translations_are_those_of_the_pipeline(translator):
     assert found(TEXTS[1]) == expected(TEXTS[1])
     assert found(TEXTS, max_new_tokens=3) == expected(TEXTS, max_new_tokens=3)
     assert found([]) == []
-    with pytest.raises(ValueError, match=r"onnx knows no 'num_beams'; choose from \['max_new_tokens'"):
+    with pytest.raises(ValueError, match=r"onnx has no setting 'num_beams'; choose from \['max_new_tokens'"):
         found("katze", num_beams=4)
-    with pytest.raises(ValueError, match="greedy search here bans single tokens only"):
+    with pytest.raises(ValueError, match="this greedy search can ban single tokens only"):
         found("katze", bad_words_ids=[[3, 4]])
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == AutoTokenizer.from_pretrained(source).get_vocab()
 

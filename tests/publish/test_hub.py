@@ -28,7 +28,7 @@ from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.runs.grid import run_grid
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import empty_model
-from hf_freeze.publish.cards import model_card, read_made
+from hf_freeze.publish.cards import model_card, read_trained_model
 from hf_freeze.publish.hub import assemble, check_whole, push, push_model
 
 TOKEN = "hf_loopback"
@@ -94,7 +94,7 @@ def test_a_pushed_run_translates_in_a_fresh_process(grid, loopback, tmp_path):
 
 
 def test_a_card_says_what_the_run_left_and_nothing_else(grid):
-    made = read_made(grid / "row-2.1-seed-1")
+    made = read_trained_model(grid / "row-2.1-seed-1")
     record = made.record
     card = model_card(made, "me/tiny", language=["de", "en"], license="mit")
     data = card.data.to_dict()
@@ -137,14 +137,14 @@ def test_other_seeds_and_folders_of_this_machine(grid, tmp_path):
     command = f"hf-freeze run {tmp_path}/r.yaml --set backbone.pretrained={tmp_path}/mini --set 'seeds=[1, 2]'"
     (other / "command.txt").write_text(command)
     (other / "row-2.1-seed-1" / "run.json").write_text(json.dumps(settings))
-    assemble(read_made(other / "row-2.1-seed-1"), tmp_path / "out", "me/x")
+    assemble(read_trained_model(other / "row-2.1-seed-1"), tmp_path / "out", "me/x")
     text = (tmp_path / "out" / "README.md").read_text()
     assert "BLEU 98.7 with seed 2" in text
     assert "multi30k (t)" in text
     assert "`hf-freeze run r.yaml --set backbone.pretrained=mini --set 'seeds=[1, 2]'`" in text
     assert "from the weights of mini" in text
     (other / "command.txt").write_text(f"{command}\nhf-freeze run {tmp_path}/more.yaml\n")
-    text = str(model_card(read_made(other / "row-2.1-seed-1")))
+    text = str(model_card(read_trained_model(other / "row-2.1-seed-1")))
     assert re.search(
         r"^- Commands of the grid, .*: `hf-freeze run r\.yaml .*`; `hf-freeze run more\.yaml`$", text, re.M
     )
@@ -154,7 +154,7 @@ def test_other_seeds_and_folders_of_this_machine(grid, tmp_path):
 
 def test_a_card_without_a_record_has_no_figures_but_sizes(grid, tmp_path):
     shutil.copytree(grid / "row-0-seed-1" / "model", tmp_path / "alone")
-    card = model_card(read_made(tmp_path / "alone"))
+    card = model_card(read_trained_model(tmp_path / "alone"))
     assert "model-index" not in card.data.to_dict()
     assert "Nothing is on record" in card.text
     assert "BLEU" not in card.text
@@ -164,7 +164,7 @@ def test_a_card_without_a_record_has_no_figures_but_sizes(grid, tmp_path):
 def test_every_method_has_a_card(case, tmp_path):
     model = build(case)
     model.save_pretrained(tmp_path)
-    card = model_card(read_made(tmp_path), "me/x")
+    card = model_card(read_trained_model(tmp_path), "me/x")
     for method in case.methods:
         described = re.search(rf"- \*\*{type(method).__name__}\*\*\. (.+)\n +Settings: `({{.*}})`", card.text)
         assert described

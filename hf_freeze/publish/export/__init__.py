@@ -6,6 +6,6 @@ folder = export_model("runs/theseus/row-0-seed-1/model", "ctranslate2", quantiza
 CTranslate2Translator(folder)("Guten Morgen")                       # [{"translation_text": "good morning"}]
 """
 
+from hf_freeze.publish.export.convert import export_model as export_model
 from hf_freeze.publish.export.ctranslate2 import CTranslate2Translator as CTranslate2Translator
-from hf_freeze.publish.export.exporting import export_model as export_model
 from hf_freeze.publish.export.onnx import OnnxTranslator as OnnxTranslator

@@ -1,8 +1,10 @@
-"""CTranslate2 (Klein et al., 2020, https://github.com/OpenNMT/CTranslate2): fast decoding on CPUs, of the weights in int8 too.
+"""Exports to CTranslate2 (Klein et al., 2020, https://github.com/OpenNMT/CTranslate2): fast decoding on CPUs, also with int8
+weights.
 
-Its own converter takes a Marian model for one of Helsinki-NLP: the pad token must have the last id, and the decoder starts
-from zeros. transformers lets it start from the row of `decoder_start_token_id`, which training moves where tables are tied. But
-for that a Marian decoder is Bart's, so the converter of Bart writes it, with the row and with all ids as they are.
+Marian models are converted by CTranslate2's converter for Bart. Its Marian converter assumes a Helsinki-NLP model, in which the
+pad token has the last id and the decoder starts from zeros. In transformers, the decoder starts from the embedding of
+`decoder_start_token_id`, which training changes if tables are tied. Otherwise a Marian decoder equals a Bart decoder, and the
+Bart converter keeps this embedding and all ids.
 """
 
 import copy
@@ -22,11 +24,12 @@ QUANTIZATIONS = ("int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16
 SUPPORTED_TASKS = {"marian": ("seq2seq-lm",), "gpt2": ("causal-lm",), "llama": ("causal-lm",)}
 NEEDS_TOKENIZER = True
 HOLDS_VARIANTS: tuple[str, ...] = ()
-_TOLERANCE = 1e-3  # of log-probabilities, absolute and relative
+_TOLERANCE = 1e-3  # absolute and relative, of log-probabilities
 
 
 def write(export: Export, folder: Path) -> None:
-    """Raises ValueError where CTranslate2 lacks the activation, or finds other probabilities than PyTorch."""
+    """Write the model to `folder`. Raises ValueError if CTranslate2 lacks the activation function or computes other
+    probabilities than PyTorch."""
     model = export.model.float()
     export.say("converting to CTranslate2")
     with tempfile.TemporaryDirectory() as exact:
@@ -67,7 +70,7 @@ def _save(model: Any, tokenizer: Any, folder: Path, quantization: str | None) ->
         target = _numbered(source, config.vocab_size)
         spec.register_vocabulary(target)
         spec.config.layer_norm_epsilon = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
-    # Each must be a token; of those that the tokenizer lacks, none is ever looked for.
+    # CTranslate2 requires all three tokens. If the tokenizer lacks one, no text contains it, so any token can stand in.
     eos = target[token_ids(settings.eos_token_id)[0]] if settings.eos_token_id is not None else target[0]
     spec.config.eos_token = eos
     spec.config.bos_token = tokenizer.bos_token or eos
@@ -78,15 +81,15 @@ def _save(model: Any, tokenizer: Any, folder: Path, quantization: str | None) ->
 
 
 def _tokens(tokenizer: Any) -> tuple[dict[int, str], dict[int, str]]:
-    """id -> token, of source and target."""
+    """{id: token} of source and target."""
     source = target = tokenizer.get_vocab()
-    if getattr(tokenizer, "separate_vocabs", False):  # a MarianTokenizer of two languages
+    if getattr(tokenizer, "separate_vocabs", False):  # a MarianTokenizer with two vocabularies
         target = tokenizer.target_encoder
     return {i: token for token, i in source.items()}, {i: token for token, i in target.items()}
 
 
 def _numbered(tokens: dict[int, str], size: int) -> list[str]:
-    """The token of each id, with a name for those that the model has a row for and the tokenizer none."""
+    """The tokens by id; ids of the model that the tokenizer lacks get placeholder names."""
     return [tokens.get(i, f"<unused_{i}>") for i in range(size)]
 
 
@@ -98,40 +101,43 @@ def _vocabulary(folder: Path, side: str) -> list[str]:
 
 @torch.no_grad()
 def _compare(model: Any, folder: Path) -> None:
-    """Probabilities of random tokens. The converters do not look at every field of a config."""
+    """Compare the log-probabilities of random tokens with PyTorch's: the converters ignore some fields of a config.
+
+    Raises ValueError if they differ.
+    """
     import ctranslate2
 
     source, target = _vocabulary(folder, "source"), _vocabulary(folder, "target")
-    random, options = np.random.default_rng(0), {"device": "cpu", "intra_threads": torch.get_num_threads()}
+    rng, options = np.random.default_rng(0), {"device": "cpu", "intra_threads": torch.get_num_threads()}
     eos = token_ids(set_or(model.generation_config.eos_token_id, 0))[0]
     for length in (5, 9):
-        encoded = random.integers(len(source), size=length).tolist()
-        found = random.integers(len(target), size=length).tolist()
-        tokens = [target[i] for i in found]
+        source_ids = rng.integers(len(source), size=length).tolist()
+        target_ids = rng.integers(len(target), size=length).tolist()
+        tokens = [target[i] for i in target_ids]
         if model.config.is_encoder_decoder:
             engine = ctranslate2.Translator(str(folder), **options)
-            scored = engine.score_batch([[source[i] for i in encoded]], [tokens])[0].log_probs
-            start, found = model.generation_config.decoder_start_token_id, [*found, eos]
-            inputs = {"input_ids": [encoded], "decoder_input_ids": [[start, *found[:-1]]]}
+            log_probs = engine.score_batch([[source[i] for i in source_ids]], [tokens])[0].log_probs
+            start, labels = model.generation_config.decoder_start_token_id, [*target_ids, eos]
+            inputs = {"input_ids": [source_ids], "decoder_input_ids": [[start, *target_ids]]}
         else:
-            scored = ctranslate2.Generator(str(folder), **options).score_batch([tokens])[0].log_probs
-            inputs, found = {"input_ids": [found[:-1]]}, found[1:]
+            log_probs = ctranslate2.Generator(str(folder), **options).score_batch([tokens])[0].log_probs
+            inputs, labels = {"input_ids": [target_ids[:-1]]}, target_ids[1:]
         logits = model(**{name: torch.tensor(ids) for name, ids in inputs.items()}).logits[0]
-        expected = logits.log_softmax(-1)[range(len(found)), found].numpy()
-        if not np.allclose(scored, expected, _TOLERANCE, _TOLERANCE):
-            worst = np.abs(np.array(scored) - expected).max()
+        expected = logits.log_softmax(-1)[range(len(labels)), labels].numpy()
+        if not np.allclose(log_probs, expected, _TOLERANCE, _TOLERANCE):
+            worst = np.abs(np.array(log_probs) - expected).max()
             raise ValueError(
-                f"ctranslate2 does not compute what {type(model).__name__} does: log-probabilities differ by {worst:.3g}; its "
-                "converter may not know a field of the config"
+                f"ctranslate2 does not compute the same as {type(model).__name__}: log-probabilities differ by {worst:.3g}; its "
+                "converter may ignore a field of the config"
             )
 
 
 class CTranslate2Translator(Translator):
-    """Translates with a folder of `hf-freeze export --format ctranslate2`. `options` go to `ctranslate2.Translator`: `device`,
-    `compute_type`, `inter_threads`, `intra_threads` ...
+    """Translates with a folder written by `hf-freeze export --format ctranslate2`. `options` go to `ctranslate2.Translator`:
+    `device`, `compute_type`, `inter_threads`, `intra_threads` ...
 
-    In fp32 it finds what `generate` finds, greedily and with beams under `early_stopping=True`; without, a few texts may
-    get a longer translation of a better score.
+    In fp32, its translations equal those of `generate` for greedy search, and for beam search with `early_stopping=True`.
+    Without early stopping, a few texts may get a longer translation with a better score.
     """
 
     format = "ctranslate2"
@@ -155,8 +161,9 @@ class CTranslate2Translator(Translator):
             max_decoding_length=self._new_tokens(config),
             beam_size=beams,
             num_hypotheses=returned,
-            # A text is done when so many sequences for each beam are. With early stopping that is what generate does. Without,
-            # generate goes on until the running ones score worse at their present length; twice as many is nearly the same.
+            # A text is finished when `patience` · `beam_size` sequences are. With early stopping, `generate` does the same with a
+            # patience of 1. Without, it continues until the running sequences score worse at their present length; a patience of
+            # 2 comes close to that.
             patience=1 if config.early_stopping is True else 2,
             length_penalty=set_or(config.length_penalty, 1.0),
             no_repeat_ngram_size=set_or(config.no_repeat_ngram_size, 0),

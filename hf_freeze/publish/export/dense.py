@@ -1,4 +1,4 @@
-"""A plain native model: what `merge()` gives, for whoever has transformers and no hf_freeze."""
+"""Exports the native model that `merge()` returns, for use with transformers without hf_freeze."""
 
 from pathlib import Path
 
@@ -15,5 +15,6 @@ HOLDS_VARIANTS: tuple[str, ...] = ()
 
 
 def write(export: Export, folder: Path) -> None:
+    """Save the model to `folder`, in the dtype `export.quantization` if it is set."""
     model = export.model if export.quantization is None else export.model.to(getattr(torch, export.quantization))
     model.save_pretrained(folder)

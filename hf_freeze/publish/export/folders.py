@@ -1,4 +1,4 @@
-"""What the formats share: what is exported, which packages that needs, and the mark of an exported folder."""
+"""Shared by all export formats: the model to export, optional packages, and the marker file of an exported folder."""
 
 import importlib
 import json
@@ -9,13 +9,16 @@ from typing import Any
 
 from hf_freeze.install import how_to_install
 
-MARK = "hf_freeze_export.json"  # in every exported folder: format, quantization, task, positions
+MARK = "hf_freeze_export.json"  # marks an exported folder; holds format, quantization, task and positions
 
 
 @dataclass(frozen=True)
 class Export:
-    """A model to write, in eval mode, with its task and, where there is one, its tokenizer. It is native, or, where a method
-    refuses to be merged (`refusal`) and the format holds variants, a variant."""
+    """A model to export, in eval mode, with its task and its tokenizer, if any.
+
+    The model is native. It is a variant only if a method cannot be merged (`refusal` gives the reason) and the format supports
+    variants.
+    """
 
     model: Any
     refusal: str | None
@@ -26,7 +29,7 @@ class Export:
 
 
 def require(package: str, format: str) -> Any:
-    """The imported package. Raises ValueError where it is not installed."""
+    """The imported package. Raises ValueError if it is not installed."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -34,9 +37,9 @@ def require(package: str, format: str) -> Any:
 
 
 def read_mark(folder: Path, format: str, task: str) -> dict[str, Any]:
-    """What `export_model` noted. Raises ValueError where the folder holds something else than `task` in `format`."""
+    """The marker written by `export_model`. Raises ValueError unless the folder holds a model of this format and task."""
     if not (folder / MARK).is_file():
-        raise ValueError(f"{folder} is no exported folder: it has no {MARK}; make one with hf-freeze export")
+        raise ValueError(f"{folder} is no exported folder: it has no {MARK}; create one with hf-freeze export")
     mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
     if (mark["format"], mark["task"]) != (format, task):
         raise ValueError(f"{folder} holds a {mark['task']} model for {mark['format']}, not {task} for {format}")

@@ -1,12 +1,12 @@
-"""ONNX, for ONNX Runtime and whatever else reads it: batch and lengths are dynamic.
+"""Exports to ONNX, for ONNX Runtime and other engines. Batch size and lengths are dynamic.
 
-    model.onnx     BERT: input_ids, attention_mask, token_type_ids (B, T) -> what the model returns, such as logits
+    model.onnx     BERT: input_ids, attention_mask, token_type_ids (B, T) -> the outputs of the model, such as logits
     encoder.onnx   Marian: input_ids, attention_mask (B, T) -> present.{layer}.encoder.{key,value} (B, N, T, H)
     decoder.onnx   Marian: input_ids (B, 1), encoder_attention_mask (B, T), past_key_values.{layer}.{decoder,encoder}.{key,value}
                    -> logits (B, 1, V), present.{layer}.decoder.{key,value} (B, N, P + 1, H)
 
-Shapes: B texts, T source tokens, P target tokens before this one, which may be none, N heads, H head dim, V vocabulary. The keys
-and values that the decoder reads of the source are those of the encoder's file: computed once, and in no second decoder file.
+Shapes: B texts, T source tokens, P previous target tokens (0 or more), N heads, H head dim, V vocabulary. encoder.onnx also
+computes the keys and values of the decoder's cross-attention, once for each text, so that one decoder file suffices.
 """
 
 import contextlib
@@ -40,39 +40,40 @@ SUPPORTED_TASKS = {
     "marian": ("seq2seq-lm",),
 }
 NEEDS_TOKENIZER = False
-HOLDS_VARIANTS = ("bert",)  # those whose methods cannot be merged: a graph holds any forward
-_TOLERANCE = 1e-3  # of outputs, absolute and relative
+HOLDS_VARIANTS = ("bert",)  # architectures that can be exported unmerged: an ONNX graph represents any forward
+_TOLERANCE = 1e-3  # absolute and relative, of outputs
 
 
 def write(export: Export, folder: Path) -> None:
-    """Raises ValueError for a forward that cannot be traced, and where ONNX Runtime finds other outputs than PyTorch."""
+    """Write the model to `folder`. Raises ValueError if the forward cannot be traced, or if ONNX Runtime computes other outputs
+    than PyTorch."""
     model = export.model.float()
     write_parts = _write_translator if model.config.is_encoder_decoder else _write_encoder
-    with tempfile.TemporaryDirectory() as exact, torch.no_grad():
-        where = folder if export.quantization is None else Path(exact)
+    with tempfile.TemporaryDirectory() as temporary, torch.no_grad():
+        unquantized = folder if export.quantization is None else Path(temporary)
         try:
-            write_parts(export, model, where)
-        except torch.onnx.OnnxExporterError as error:  # its text is pages long
+            write_parts(export, model, unquantized)
+        except torch.onnx.OnnxExporterError as error:  # its message is pages long
             reason = export.refusal or "torch.export cannot trace it"
             raise ValueError(f"onnx cannot hold this model: {reason}") from error
         if export.quantization is not None:
             export.say("quantizing")
-            _quantize(where, folder)
+            _quantize(unquantized, folder)
     model.config.save_pretrained(folder)
 
 
-def _quantize(exact: Path, folder: Path) -> None:
-    """Weights of matrix products and tables in int8, one scale each; activations when they are known."""
+def _quantize(unquantized: Path, folder: Path) -> None:
+    """Quantise the weights of matrix products and tables to int8 with one scale each; activations are quantised at run time."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    for path in sorted(exact.glob("*.onnx")):
+    for path in sorted(unquantized.glob("*.onnx")):
         with _quiet():
             quantize_dynamic(path, folder / path.name, weight_type=QuantType.QInt8)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporters' remarks about themselves; of a failure, the exception says what there is to say."""
+    """Silences the output of the exporters; failures still raise exceptions."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -86,7 +87,7 @@ def _quiet() -> Iterator[None]:
 def _export(
     module: nn.Module, inputs: dict[str, Tensor], outputs: list[str], axes: dict[str, dict[int, str]], path: Path
 ) -> None:
-    """`axes`: of each input, which dimensions are dynamic."""
+    """Export `module` to `path`. `axes`: the names of the dynamic dimensions of each input."""
     with _quiet():
         program: Any = torch.onnx.export(
             module.eval(),
@@ -109,17 +110,19 @@ def _session(path: Path, **options: Any) -> Any:
     return onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
 
 
-def _compare(found: list[Any], expected: list[Tensor], what: str) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        if ours.shape != tuple(theirs.shape) or not np.allclose(ours, theirs.numpy(), _TOLERANCE, _TOLERANCE):
-            raise ValueError(f"onnxruntime does not compute what PyTorch does for the {what}: shapes or values differ")
+def _compare(actual: list[Any], expected: list[Tensor], part: str) -> None:
+    for onnx, torch_ in zip(actual, expected, strict=True):
+        if onnx.shape != tuple(torch_.shape) or not np.allclose(onnx, torch_.numpy(), _TOLERANCE, _TOLERANCE):
+            raise ValueError(
+                f"onnxruntime does not compute the same as PyTorch for the {part}: shapes or values differ"
+            )
 
 
 # -- encoders ----------------------------------------------------------------------------------------------------------------
 
 
 class _Model(nn.Module):
-    """Positional inputs, and outputs as a tuple of tensors."""
+    """Wraps a model for the exporter: positional inputs, and a tuple of tensors as output."""
 
     def __init__(self, model: Any, names: list[str]) -> None:
         super().__init__()
@@ -147,24 +150,24 @@ def _write_encoder(export: Export, model: Any, folder: Path) -> None:
 
 
 def _batch(names: list[str], vocabulary: int, rows: int, length: int) -> dict[str, Tensor]:
-    """Random tokens (rows, length); of the last of several rows, half is padding."""
+    """Random tokens (rows, length). With several rows, half of the last row is padding."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.ones(rows, length, dtype=torch.long)
     if rows > 1:
         mask[-1, (length + 1) // 2 :] = 0
-    made = {
+    tensors = {
         "input_ids": torch.randint(vocabulary, (rows, length), generator=generator),
         "attention_mask": mask,
         "token_type_ids": torch.zeros(rows, length, dtype=torch.long),
     }
-    return {name: made[name] for name in names}
+    return {name: tensors[name] for name in names}
 
 
 # -- translators -------------------------------------------------------------------------------------------------------------
 
 
 class _Encoder(nn.Module):
-    """input_ids, attention_mask (B, T) -> key, value of each decoder layer's cross attention, each (B, N, T, H)"""
+    """input_ids, attention_mask (B, T) -> key and value (B, N, T, H) of the cross-attention of each decoder layer"""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -173,17 +176,17 @@ class _Encoder(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         hidden = self.encoder(input_ids=inputs[0], attention_mask=inputs[1]).last_hidden_state
-        found = []
+        keys_values = []
         for attention in self.attentions:
             for projection in (attention.k_proj, attention.v_proj):
                 projected = projection(hidden)
-                found.append(projected.view(*projected.shape[:2], -1, attention.head_dim).transpose(1, 2))
-        return tuple(found)
+                keys_values.append(projected.view(*projected.shape[:2], -1, attention.head_dim).transpose(1, 2))
+        return tuple(keys_values)
 
 
 class _Decoder(nn.Module):
-    """input_ids (B, 1), encoder_attention_mask (B, T), keys and values of the target before, then of the source -> logits and
-    the keys and values of the target with this token"""
+    """input_ids (B, 1), encoder_attention_mask (B, T), keys and values of the previous target tokens, then of the source ->
+    logits, and keys and values of the target including this token"""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -194,17 +197,17 @@ class _Decoder(nn.Module):
         ids, mask, *cached = inputs
         pairs = list(zip(cached[::2], cached[1::2], strict=True))
         target, source = (DynamicCache(half) for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]))
-        # Of the encoder's states only keys and values are read, which the cache has.
+        # The cache already has the keys and values of the encoder states, so the states themselves are not read.
         states = cached[0].new_zeros(ids.shape[0], mask.shape[1], self.decoder.config.d_model)
-        found = self.decoder(
+        outputs = self.decoder(
             input_ids=ids,
             encoder_hidden_states=states,
             encoder_attention_mask=mask,
             past_key_values=EncoderDecoderCache(target, source),
             use_cache=True,
         )
-        layers = found.past_key_values.self_attention_cache.layers
-        logits = self.output(found.last_hidden_state) + self.bias
+        layers = outputs.past_key_values.self_attention_cache.layers
+        logits = self.output(outputs.last_hidden_state) + self.bias
         return (logits, *(tensor for layer in layers for tensor in (layer.keys, layer.values)))
 
 
@@ -247,7 +250,7 @@ def _compare_translator(model: Any, folder: Path) -> None:
 
 
 class _Search:
-    """The two files, and the cache of a batch between two tokens."""
+    """Runs the two exported files; holds the cache of a batch between two tokens."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self._encoder, self._decoder = (_session(folder / f"{part}.onnx", **options) for part in ("encoder", "decoder"))
@@ -257,7 +260,7 @@ class _Search:
         self._width = inputs[self._past[0]]  # (B, N, P, H)
 
     def start(self, ids: Any, mask: Any) -> None:
-        """ids, mask (B, T)"""
+        """Encode a batch: ids, mask (B, T)."""
         _, heads, _, head_dim = self._width
         encoded = self._encoder.run(None, {"input_ids": ids, "attention_mask": mask})
         empty = np.zeros((len(ids), heads, 0, head_dim), np.float32)
@@ -265,19 +268,19 @@ class _Search:
         self._feed["encoder_attention_mask"] = mask
 
     def logits(self, tokens: Any) -> Any:
-        """tokens (B, 1) -> (B, V)"""
+        """tokens (B, 1) -> logits of the next token (B, V); appends the tokens to the cache."""
         logits, *present = self._decoder.run(None, {**self._feed, "input_ids": tokens})
         self._feed |= dict(zip(self._past, present, strict=True))
         return logits[:, -1]
 
     def keep(self, rows: Any) -> None:
-        """Go on with these rows of the batch."""
+        """Drop all rows of the batch except these."""
         self._feed = {name: value[rows] for name, value in self._feed.items()}
 
 
 class OnnxTranslator(Translator):
-    """Translates greedily with a folder of `hf-freeze export --format onnx`; for beams, export to CTranslate2. `options` are
-    fields of `onnxruntime.SessionOptions`, such as `intra_op_num_threads`."""
+    """Translates by greedy search with a folder written by `hf-freeze export --format onnx`. For beam search, export to
+    CTranslate2. `options` are fields of `onnxruntime.SessionOptions`, such as `intra_op_num_threads`."""
 
     format = "onnx"
     settings = ("max_new_tokens", "max_length", "bad_words_ids")
@@ -290,31 +293,32 @@ class OnnxTranslator(Translator):
     def _translate(self, encoded: list[list[int]], config: Any, batch_size: int) -> list[list[list[int]]]:
         banned = config.bad_words_ids or []
         if any(len(word) > 1 for word in banned):
-            raise ValueError(f"bad_words_ids={banned}: greedy search here bans single tokens only")
-        order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # hardly any padding in a batch
-        found: dict[int, list[int]] = {}
+            raise ValueError(f"bad_words_ids={banned}: this greedy search can ban single tokens only")
+        order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # similar lengths need little padding
+        translations: dict[int, list[int]] = {}
         for begin in range(0, len(order), batch_size):
             rows = order[begin : begin + batch_size]
-            found |= zip(rows, self._greedy([encoded[i] for i in rows], config, [w[0] for w in banned]), strict=True)
-        return [[found[i]] for i in range(len(encoded))]
+            outputs = self._greedy([encoded[i] for i in rows], config, [word[0] for word in banned])
+            translations |= zip(rows, outputs, strict=True)
+        return [[translations[i]] for i in range(len(encoded))]
 
     def _greedy(self, encoded: list[list[int]], config: Any, banned: list[int]) -> list[list[int]]:
         length, ends = max(map(len, encoded)), token_ids(config.eos_token_id)
         mask = np.array([[1] * len(ids) + [0] * (length - len(ids)) for ids in encoded], np.int64)
         pad = set_or(config.pad_token_id, 0)
         self._search.start(np.array([ids + [pad] * (length - len(ids)) for ids in encoded], np.int64), mask)
-        found: list[list[int]] = [[] for _ in encoded]
-        going, tokens = np.arange(len(encoded)), np.full((len(encoded), 1), config.decoder_start_token_id, np.int64)
+        outputs: list[list[int]] = [[] for _ in encoded]
+        running, tokens = np.arange(len(encoded)), np.full((len(encoded), 1), config.decoder_start_token_id, np.int64)
         for _ in range(self._new_tokens(config)):
             logits = self._search.logits(tokens)
             logits[:, banned] = -np.inf
-            chosen = logits.argmax(-1)
-            goes_on = ~np.isin(chosen, ends)
-            going, tokens = going[goes_on], chosen[goes_on, None]
-            if not len(going):
+            best = logits.argmax(-1)
+            unfinished = ~np.isin(best, ends)
+            running, tokens = running[unfinished], best[unfinished, None]
+            if not len(running):
                 break
-            if not goes_on.all():
-                self._search.keep(goes_on)
-            for row, token in zip(going, tokens[:, 0], strict=True):
-                found[row].append(int(token))
-        return found
+            if not unfinished.all():
+                self._search.keep(unfinished)
+            for row, token in zip(running, tokens[:, 0], strict=True):
+                outputs[row].append(int(token))
+        return outputs

@@ -1,4 +1,4 @@
-"""From a model directory to a folder of another format: merged, converted, checked, and put in place when it is whole."""
+"""Exports a model to another format: merges the methods, converts, compares with PyTorch, and replaces the folder atomically."""
 
 import json
 import os
@@ -32,44 +32,45 @@ def export_model(
 ) -> Path:
     """Write the model of a directory or Hub id in another format; returns the folder, which needs no hf_freeze.
 
-    `format`: one of `FORMATS`. `quantization`: of the weights, one of the format's `QUANTIZATIONS`; None keeps fp32 (of
-    `dense`, what the model has). `out`: SOURCE-FORMAT or SOURCE-FORMAT-QUANTIZATION if not given; an earlier export there is
-    replaced, anything else only with `force`. The tokenizer and the generation settings go along. `say` is told what takes long.
+    `format`: one of `FORMATS`. `quantization`: the type of the weights, one of the format's `QUANTIZATIONS`; None means fp32, or
+    for `dense` the dtype of the model. `out` defaults to SOURCE-FORMAT or SOURCE-FORMAT-QUANTIZATION. An earlier export in this
+    folder is replaced, any other content only with `force`. The tokenizer and the generation settings are exported too. `say`
+    is called with a message before each slow step.
 
-    The methods of a variant are merged. Before it is quantized, what was written is compared with PyTorch.
+    The methods of a variant are merged. The exported model is compared with PyTorch before it is quantized.
 
-    Raises ValueError for an unknown format or quantization, a missing package, a source that is no model, a model that the
-    format cannot hold, a folder that is in the way, and an engine that computes something else than PyTorch.
+    Raises ValueError for an unknown format or quantization, a missing package, a source without a model, a model that the
+    format cannot represent, an `out` that must not be replaced, and an engine whose results differ from PyTorch's.
     """
     if format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; choose from {list(FORMATS)}")
-    chosen = FORMATS[format]
-    if quantization is not None and quantization not in chosen.QUANTIZATIONS:
+    writer = FORMATS[format]
+    if quantization is not None and quantization not in writer.QUANTIZATIONS:
         raise ValueError(
-            f"unknown quantization {quantization!r} for {format}; choose from {list(chosen.QUANTIZATIONS)}"
+            f"unknown quantization {quantization!r} for {format}; choose from {list(writer.QUANTIZATIONS)}"
         )
-    for package in chosen.PACKAGES:
+    for package in writer.PACKAGES:
         require(package, format)
     folder = _destination(source, "-".join(filter(None, (format, quantization))), out)
     _check_replaceable(folder, source, force)
     say(f"reading {source}")
     model, task = _open(source)
-    tasks = chosen.SUPPORTED_TASKS.get(architecture_of(model.config.model_type).model_type, ())
+    tasks = writer.SUPPORTED_TASKS.get(architecture_of(model.config.model_type).model_type, ())
     if task not in tasks:
-        choices = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in chosen.SUPPORTED_TASKS.items())
-        raise ValueError(f"{format} takes no {type(model).__name__} ({task}); choose from {choices}")
+        choices = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in writer.SUPPORTED_TASKS.items())
+        raise ValueError(f"{format} does not support {type(model).__name__} ({task}); choose from {choices}")
     tokenizer = _tokenizer(source)
-    if tokenizer is None and chosen.NEEDS_TOKENIZER:
-        raise ValueError(f"{source} holds no tokenizer, whose tokens {format} needs; save it beside the model")
+    if tokenizer is None and writer.NEEDS_TOKENIZER:
+        raise ValueError(f"{source} holds no tokenizer, but {format} needs one; save it beside the model")
     model, refusal = _merged(model)
-    if refusal is not None and architecture_of(model.config.model_type).model_type not in chosen.HOLDS_VARIANTS:
+    if refusal is not None and architecture_of(model.config.model_type).model_type not in writer.HOLDS_VARIANTS:
         raise ValueError(f"{format} cannot hold this model: {refusal}")
     export = Export(model, refusal, task, tokenizer, quantization, say)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".hf_freeze_export_", dir=folder.parent) as temporary:
         written = Path(temporary) / "written"
         written.mkdir()
-        chosen.write(export, written)
+        writer.write(export, written)
         if tokenizer is not None:
             tokenizer.save_pretrained(written)
         if export.model.can_generate():
@@ -90,7 +91,7 @@ def _destination(source: Any, suffix: str, out: Any) -> Path:
     if path.is_dir():
         path = path.resolve()
         return path.with_name(f"{path.name}-{suffix}")
-    return Path(f"{path.name}-{suffix}")  # of a Hub id: here
+    return Path(f"{path.name}-{suffix}")  # a Hub id is exported to the working directory
 
 
 def _check_replaceable(folder: Path, source: Any, force: bool) -> None:
@@ -101,7 +102,7 @@ def _check_replaceable(folder: Path, source: Any, force: bool) -> None:
     if Path(source).exists() and Path(source).resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"{folder} holds the model that is exported; choose another --out")
     if any(folder.iterdir()) and not (folder / MARK).is_file() and not force:
-        raise ValueError(f"{folder} is not empty and no earlier export; choose another --out, or replace it by --force")
+        raise ValueError(f"{folder} is neither empty nor an earlier export; choose another --out, or use --force")
 
 
 def _open(source: Any) -> tuple[Any, str]:
@@ -115,12 +116,17 @@ def _open(source: Any) -> tuple[Any, str]:
 def _tokenizer(source: Any) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, TypeError, KeyError):  # what it raises depends on which file it misses first
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+    ):  # transformers raises any of these, depending on the missing file
         return None
 
 
 def _merged(model: Any) -> tuple[Any, str | None]:
-    """(the native model, None), or (the variant as it is, why a method cannot be merged)."""
+    """(merged native model, None), or (the variant itself, the reason why a method cannot be merged)."""
     if not isinstance(model, VariantMixin):
         return model, None
     try:
