@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test quality style clean
+.PHONY: demo test test-all quality style clean
 export OMP_NUM_THREADS ?= 1
 
 $(STAMP): pyproject.toml constraints.txt
@@ -19,6 +19,9 @@ demo: $(STAMP)  ## the freeze ablation of translation and language models on the
 test: $(STAMP)  ## all tests
 	-$(BIN)/python tests/transformers_suite/fetch.py
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+test-all: export HF_FREEZE_TESTS := all
+test-all: test  ## the tests with every combination that they are drawn from: hours
 
 quality: $(STAMP)  ## what CI checks besides the tests
 	$(BIN)/ruff check .
