@@ -6,7 +6,7 @@ import shutil
 import huggingface_hub.constants
 import pytest
 from support import ROOT
-from support.pages import blocks_of, check_page
+from support.pages import Block, blocks_of, check_page, is_worked_example
 from support.recipes import TINY, write_recipe
 from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
@@ -104,5 +104,38 @@ def place(request, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_blocks_of_a_page_work(name, place):
-    blocks = blocks_of(PAGES[name])
+    blocks = [block for block in blocks_of(PAGES[name]) if not is_worked_example(block)]
     check_page(blocks, place("".join(block.code for block in blocks)))
+
+
+FAULTS = {
+    "a syntax error": ("python", "make_variant(trained, ...)]"),
+    "a name that nothing defines": ("python", "make_variant(trained, [])"),
+    "an unknown command": ("bash", "hf-freeze freeze MODEL"),
+    "an unknown option": ("bash", "hf-freeze run RECIPE --fast"),
+    "a missing argument": ("bash", "hf-freeze push runs/a"),
+    "a missing recipe": ("bash", "hf-freeze run recipes/none.yaml"),
+    "an unknown setting": ("bash", "hf-freeze run recipes/theseus/bert.yaml --set training.bf17=auto"),
+    "an unknown method": ("bash", "hf-freeze methods; hf-freeze methods low_rang"),
+    "an unknown extra": ("bash", 'pip install -c constraints.txt -e ".[exports]"'),
+    "a version that is not pinned": ("bash", "pip install torch==1.0.0"),
+    "an unknown target": ("bash", "make demos"),
+    "a missing script": ("bash", "python benchmarks/none.py"),
+    "an unknown option of a script": ("bash", "python recipes/small_translator/train.py --begin FOLDER"),
+    "a missing config": ("bash", "accelerate launch --config_file recipes/accelerate/none.yaml"),
+    "a program without a check": ("bash", "rm -r runs"),
+    "a recipe with an unknown field": ("yaml", 'rows:\n  "0": {label: a, method: []}'),
+    "a language without a check": ("toml", "a = 1"),
+}
+
+
+@pytest.mark.parametrize(("language", "code"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_in_a_block_is_found(language, code, place):
+    block = Block(ROOT / "recipes" / "theseus" / "README.md", 1, language, code, "")
+    with pytest.raises((AssertionError, SyntaxError, NameError)):
+        check_page([block], place(code))
+
+
+def test_a_printed_line_that_has_changed_is_found(place):
+    with pytest.raises(AssertionError):
+        check_page(blocks_of(ROOT / "README.md", "```python\nprint(1)\n```\n\nThis prints `2`."), place(""))

@@ -203,8 +203,8 @@ def test_a_folder_that_a_node_does_not_see(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--address", "auto"], "--address auto needs --on ray, not of --on local"),
-        (["--cpus", "2", "--on", "slurm"], "--cpus 2.0 needs --on ray, not of --on slurm"),
+        (["--address", "auto"], "--address auto needs --on ray, not --on local"),
+        (["--cpus", "2", "--on", "slurm"], "--cpus 2.0 needs --on ray, not --on slurm"),
         (["--on", "ray", "--address", "ray://a:1"], "--address 'ray://a:1': write HOST:PORT"),
         (["--on", "ray", "--address", "here"], "--address 'here': write HOST:PORT"),
         (["--on", "ray", "--address", "a:99999"], "--address 'a:99999': write HOST:PORT"),

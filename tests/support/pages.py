@@ -55,6 +55,11 @@ def blocks_of(page: Path, text: str | None = None) -> list[Block]:
     return blocks
 
 
+def is_worked_example(block: Block) -> bool:
+    """Whether the block is a file for a registry, which would stay in it if the block ran with the page."""
+    return re.search(r"^(@|\w+ = )register_", block.code, re.MULTILINE) is not None
+
+
 def check_page(blocks: list[Block], folder: Path) -> None:
     """Check all blocks of a page in their order, in `folder`, which is the working directory. One namespace for its Python."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
