@@ -400,7 +400,11 @@ LITE = LiteTransformer(kernels=[3, 5], heads=2, conv_heads=2)
         ("marian", [LiteTransformer(heads=5)], r"LiteTransformer\(heads=5\): must divide half of the hidden size 24"),
         ("marian", [LiteTransformer(heads=8)], r"LiteTransformer\(heads=8\): must divide half"),
         ("gpt2", [LiteTransformer(conv_heads=5)], r"LiteTransformer\(conv_heads=5\): must divide half"),
-        ("gpt2", [LITE, LITE], "LiteTransformer after 'lite_transformer', which has put in other blocks; leave one of the two out"),
+        (
+            "gpt2",
+            [LITE, LITE],
+            "LiteTransformer after 'lite_transformer', which has put in other blocks; leave one of the two out",
+        ),
         ("marian", [LowRank(rank=2), LITE], "'lite_transformer': 'encoder.layers.0.fc1' is a LowRankLinear already"),
         (
             "gpt2",
