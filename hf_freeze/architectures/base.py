@@ -1,4 +1,5 @@
-"""What the methods must know of a backbone family, as data: where its stacks, attentions, FFNs and embeddings are.
+"""`Architecture`: a description of a backbone family as data, which tells methods where its stacks, attentions, FFNs and
+embeddings are.
 
 Names are below `base_model_prefix` (`encoder.layers.0.fc1`, not `model.encoder.layers.0.fc1`), so that one description
 serves every task class. `{}` stands for the layer number.
@@ -21,8 +22,8 @@ TRAINED = ("embeddings", "attention", "ffn", "norm", "head")
 COMPONENTS = (*TRAINED, "constant")
 LINEAR_COMPONENTS = ("ffn", "attention")
 
-# Above any published dense model: a config from the Hub must not make us allocate without bound. Llama 3.1 405B has 16,384
-# channels, 53,248 FFN neurons and 126 layers; DeepNet has 1,000 layers.
+# The limits exceed every published dense model. They stop a config from the Hub that would allocate without bound. For
+# comparison: Llama 3.1 405B has 16,384 channels, 53,248 FFN neurons and 126 layers; DeepNet has 1,000 layers.
 _LARGEST = {
     "hidden size": 1 << 16,
     "FFN width": 1 << 18,
@@ -33,18 +34,18 @@ _LARGEST = {
     "positions": 1 << 24,
     "rows of positions": 1 << 16,
 }
-_LARGEST_MODEL = 1 << 40  # numbers in matrices: tensors that are not stored are made without a file that holds them
+_LARGEST_MODEL = 1 << 40  # numbers in matrices; needed because a seed regenerates tensors that no file stores
 LARGEST_LABELS = 1 << 20
-_OF_PREDECESSOR = re.compile(r"\.predecessor\.\d+(?=\.)")  # within the layer that is to replace it
+_OF_PREDECESSOR = re.compile(r"\.predecessor\.\d+(?=\.)")  # a predecessor is a submodule of its successor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """One attention block of a layer: its projections, below the layer, and the config fields of its numbers of heads. Of a
-    fused one, q, k and v have the same name; it holds them side by side along its outputs.
+    """One attention block of a layer. `q`, `k`, `v`, `o`: its projections, as names below the layer. In a fused projection q, k
+    and v have the same name, and their outputs lie side by side.
 
-    Where a method has put in an attention of other sizes, `heads` and `size` are its numbers of heads and of a head's numbers.
-    `switch`: a config field; where it is false, the layers do not have this block.
+    `heads`: the config field with the number of heads. If a method has put in an attention of another size, `heads` is the
+    number itself and `size` the size of a head. `switch`: a config field; if it is false, layers do not have this block.
     """
 
     q: str
@@ -52,40 +53,41 @@ class Attention:
     v: str
     o: str
     heads: str | int
-    groups: str | None = None  # that of its heads of keys and values, where several queries share one
-    bidirectional: bool = False  # whether each token sees all of its own sentence
+    groups: str | None = None  # the config field with the number of key and value heads, if queries share them
+    bidirectional: bool = False  # whether each token attends to all tokens of its sentence
     size: int | None = None
-    others: tuple[str, ...] = ()  # patterns of what else in the layer is of it, such as a convolution
+    others: tuple[str, ...] = ()  # patterns of further parameters of the block, such as those of a convolution
     switch: str | None = None
 
     @property
     def linears(self) -> dict[str, int]:
-        """Module name -> number of projections that it holds: 3 where q, k and v are fused."""
+        """Module name -> number of projections that it holds: 3 if q, k and v are fused."""
         return dict(Counter((self.q, self.k, self.v, self.o)))
 
     @property
     def module(self) -> str:
-        """The module that computes the heads."""
+        """Name of the module that computes the heads."""
         return self.q.rpartition(".")[0]
 
     def head_count(self, config: Any) -> int:
-        """Heads of queries."""
+        """Number of query heads."""
         return self.heads if isinstance(self.heads, int) else getattr(config, self.heads)
 
     def head_size(self, config: Any) -> int:
-        """Numbers in a query, key or value of one head."""
+        """Size of a query, key or value of one head."""
         return self.size or getattr(config, "head_dim", None) or config.hidden_size // self.head_count(config)
 
     def key_head_count(self, config: Any) -> int:
-        """Heads of keys and values."""
+        """Number of key and value heads."""
         return getattr(config, self.groups) if self.groups else self.head_count(config)
 
     def group_size(self, config: Any) -> int:
-        """Queries that share a head of keys and values."""
+        """Number of query heads that share one key and value head."""
         return self.head_count(config) // self.key_head_count(config)
 
     def inside(self, name: str, **changes: Any) -> "Attention":
-        """The same where another module has taken the place of the one that computes the heads, and holds it as `name`."""
+        """The description after another module has replaced the one that computes the heads and holds it as its submodule
+        `name`."""
         moved = {
             role: f"{self.module}.{name}{getattr(self, role).removeprefix(self.module)}"
             for role in ("q", "k", "v", "o")
@@ -93,7 +95,7 @@ class Attention:
         return replace(self, **moved, **changes)
 
     def within(self, layer: str) -> "Attention":
-        """The same with names below the base model."""
+        """The same attention in the layer named `layer`, with names below the base model."""
         return replace(self, **{name: f"{layer}.{getattr(self, name)}" for name in ("q", "k", "v", "o")})
 
 
@@ -104,18 +106,18 @@ class Stack:
     layers: str  # "encoder.layers.{}"
     depth: str  # the config field that holds the number of layers
     attentions: dict[str, Attention]  # "self", "cross"
-    ffn: tuple[str, ...]  # the linears, in the order of the forward; the last one is after the activation
+    ffn: tuple[str, ...]  # the linears, in the order of the forward; the last one follows the activation
     width: str  # the config field that holds the number of FFN neurons
-    activation: str | None  # the module between them, if it is one
-    reads: str = ""  # the module whose forward is given the stack's token ids; the base model itself
+    activation: str | None  # the activation, if it is a module
+    reads: str = ""  # the module whose forward receives the stack's token ids; "" is the base model
 
     @property
     def layer_pattern(self) -> str:
-        """A regular expression for the name of a layer, its number in a group."""
+        """A regular expression for the name of a layer, with its number as a group."""
         return re.escape(self.layers).replace(r"\{\}", r"(\d+)")
 
     def attentions_in(self, config: Any) -> dict[str, Attention]:
-        """Those that the layers of a model with this config have."""
+        """Kind -> attention, for the attentions that layers have with this config."""
         return {
             kind: attention
             for kind, attention in self.attentions.items()
@@ -125,12 +127,12 @@ class Stack:
 
 @dataclass(frozen=True, kw_only=True)
 class NormedEmbeddings:
-    """Tables whose sum is normalised before the first layer, and an output with a linear and a norm before its matrix, as
-    BERT has them. Names of modules; those of the output, which only some tasks have, of the whole model."""
+    """Tables whose sum is normalised before the first layer, and an output with a linear and a norm before its matrix, as in
+    BERT. Fields are names of modules below the base model; those of the output, which only some tasks have, are full names."""
 
-    others: tuple[str, ...]  # the tables added to the tokens': positions, types
+    others: tuple[str, ...]  # the tables added to the token table: positions, types
     norm: str
-    last: str  # the dropout whose result the first layer takes
+    last: str  # the dropout whose result the first layer receives
     output_linear: str
     output_norm: str
 
@@ -139,9 +141,9 @@ class NormedEmbeddings:
 class Architecture:
     """A backbone family.
 
-    `embeddings`, `norms` and `constants` are patterns (`*` matches anything); what is left is the task head.
-    `sizes` names the config fields whose absurd values are refused, by kind. `output`: the linear from hidden states to the
-    vocabulary, by its name in the models of those tasks that have one.
+    `embeddings`, `norms` and `constants` are patterns (`*` matches anything); parameters that match nothing belong to the task
+    head. `sizes`: kind -> config fields, whose absurd values are refused. `output`: full name of the linear from hidden states
+    to the vocabulary, in models of tasks that have one.
     """
 
     model_type: str
@@ -153,17 +155,17 @@ class Architecture:
     tiny: dict[str, Any]  # config fields of a model for tests, of about 10,000 parameters
     tiny_variants: dict[str, dict[str, Any]] = field(
         default_factory=dict
-    )  # name -> what other such models change in `tiny`
-    tiny_inputs: Callable[[str], dict[str, torch.Tensor]]  # task -> a batch with labels, unequal lengths, padding
-    named_like: str | None = None  # a model type whose modules have the same names, where PEFT does not know this one
+    )  # name -> changes to `tiny`, for further models
+    tiny_inputs: Callable[[str], dict[str, torch.Tensor]]  # task -> a batch with labels, different lengths, padding
+    named_like: str | None = None  # a model type with the same module names, for PEFT, which may not know this one
     token_tables: dict[
         str, str
-    ]  # module, of which a model may have a part, some tied to others -> config field of its rows
-    other_tables: dict[str, str] = field(default_factory=dict)  # of positions and types: module -> field of its rows
+    ]  # module -> config field of its rows; a model may have only some, and tie some to others
+    other_tables: dict[str, str] = field(default_factory=dict)  # the same for positions and types
     normed_embeddings: NormedEmbeddings | None = None
     output: str | None = None
     constants: tuple[str, ...] = ()
-    output_bias: str | None = None  # full name of a bias on the logits that lies outside the output: (..., vocabulary)
+    output_bias: str | None = None  # full name of a bias on the logits, (..., vocabulary), outside the output linear
 
     @property
     def tiny_configs(self) -> dict[str, dict[str, Any]]:
@@ -172,23 +174,24 @@ class Architecture:
 
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], str]]:
-        found = []
+        """(pattern of parameter names, component)"""
+        patterns = []
         for stack in self.stacks.values():
             attention = [linear for block in stack.attentions.values() for linear in block.linears]
             for component, linears in (("attention", attention), ("ffn", stack.ffn)):
-                found += [
+                patterns += [
                     (re.compile(rf"{stack.layer_pattern}\.{re.escape(linear)}\..+"), component) for linear in linears
                 ]
             for block in stack.attentions.values():
-                found += [
+                patterns += [
                     (re.compile(rf"{stack.layer_pattern}\.{translate(other)}"), "attention") for other in block.others
                 ]
         for component, globs in (("embeddings", self.embeddings), ("norm", self.norms), ("constant", self.constants)):
-            found += [(re.compile(translate(glob)), component) for glob in globs]
-        return found
+            patterns += [(re.compile(translate(glob)), component) for glob in globs]
+        return patterns
 
     def matches(self, name: str) -> list[str]:
-        """Every component whose description fits the parameter `name`: exactly one, or none for the task head."""
+        """The components whose patterns match the parameter `name`: one, or none for the task head. The tests check this."""
         name = _OF_PREDECESSOR.sub("", name)
         return [component for pattern, component in self._patterns if pattern.fullmatch(name)]
 
@@ -197,25 +200,26 @@ class Architecture:
         return next(iter(self.matches(name)), "head")
 
     def parts(self, name: str) -> int:
-        """Number of projections side by side in the matrix `name`: 3 where queries, keys and values are fused, else 1."""
-        return next((number for pattern, number in self._fused if pattern.fullmatch(name)), 1)
+        """Number of projections side by side in the matrix `name`: 3 if queries, keys and values are fused, else 1."""
+        return next((count for pattern, count in self._fused_patterns if pattern.fullmatch(name)), 1)
 
     @cached_property
-    def _fused(self) -> list[tuple[re.Pattern[str], int]]:
+    def _fused_patterns(self) -> list[tuple[re.Pattern[str], int]]:
+        """(pattern of the names of fused matrices, number of projections in them)"""
         return [
-            (re.compile(rf"{stack.layer_pattern}\.{re.escape(linear)}\.weight"), number)
+            (re.compile(rf"{stack.layer_pattern}\.{re.escape(linear)}\.weight"), count)
             for stack in self.stacks.values()
             for block in stack.attentions.values()
-            for linear, number in block.linears.items()
-            if number > 1
+            for linear, count in block.linears.items()
+            if count > 1
         ]
 
     def depths(self, config: Any) -> dict[str, int]:
-        """Layers of each stack."""
+        """Stack -> number of its layers."""
         return {name: getattr(config, stack.depth) for name, stack in self.stacks.items()}
 
     def linears(self, config: Any, component: str) -> list[tuple[str, int, str]]:
-        """(stack, layer, module name) of each linear of `component`, "ffn" or "attention". Raises ValueError for others."""
+        """(stack, layer, module name) of each linear of `component`, "ffn" or "attention". Raises ValueError for another."""
         if component not in LINEAR_COMPONENTS:
             raise ValueError(f"component={component!r} has no linears in layers: choose from {list(LINEAR_COMPONENTS)}")
         names = {
@@ -240,7 +244,7 @@ class Architecture:
         }
 
     def attentions(self, config: Any) -> dict[str, Attention]:
-        """Attention, such as "encoder.0.self" -> its projections, by their names below the base model."""
+        """Attention, such as "encoder.0.self" -> its description, with names below the base model."""
         return {
             f"{name}.{layer}.{kind}": attention.within(stack.layers.format(layer))
             for name, stack in self.stacks.items()
@@ -251,12 +255,12 @@ class Architecture:
     def layer_of(self, name: str) -> tuple[str, int] | None:
         """(stack, layer) that the parameter `name` lies in, or None."""
         for stack_name, stack in self.stacks.items():
-            if found := re.match(rf"{stack.layer_pattern}\.", name):
-                return stack_name, int(found[1])
+            if match := re.match(rf"{stack.layer_pattern}\.", name):
+                return stack_name, int(match[1])
         return None
 
     def check_layers(self, layers: dict[str, list[int]] | None, config: Any) -> None:
-        """Raise ValueError where `layers` names a stack or layer that the backbone does not have."""
+        """Raise ValueError if `layers` names a stack or layer that the backbone does not have."""
         depths = self.depths(config)
         for stack, numbers in (layers or {}).items():
             if stack not in depths:
@@ -268,7 +272,7 @@ class Architecture:
                     )
 
     def check_sizes(self, config: Any) -> None:
-        """Raise ValueError for a size that no real model has, before anything is allocated."""
+        """Raise ValueError for a size above the limits at the top of this file, before anything is allocated."""
         for kind, names in self.sizes.items():
             for name in names:
                 value = getattr(config, name, None)
@@ -280,13 +284,13 @@ class Architecture:
             raise ValueError(f"{self.model_type} config: {count:.1e} parameters; the limit is {_LARGEST_MODEL:.1e}")
 
     def matrix_sizes(self, config: Any) -> int:
-        """Numbers in all tables and matrices of the backbone, and in an output matrix: what a model of this config allocates but
-        for biases, norms and task heads, if nothing is tied."""
+        """The count of numbers in all tables and matrices of the backbone and in an untied output matrix. Biases, norms and task
+        heads do not count; tied tables count separately."""
         tokens = list(self.token_tables.values())
         rows = sum(getattr(config, field) for field in (*tokens, tokens[0], *self.other_tables.values()))
-        columns = 0  # of all linears within layers, each (hidden size, columns) or the other way round
+        columns = 0  # of all linears in layers: each is (hidden size, columns) or (columns, hidden size)
         for stack in self.stacks.values():
-            neurons = getattr(config, stack.width) or 4 * config.hidden_size  # GPT-2 may leave it out
+            neurons = getattr(config, stack.width) or 4 * config.hidden_size  # None in GPT-2 means this default
             heads = sum(
                 2 * attention.head_size(config) * (attention.head_count(config) + attention.key_head_count(config))
                 for attention in stack.attentions_in(config).values()
@@ -296,22 +300,22 @@ class Architecture:
 
 
 def is_of_predecessor(name: str) -> bool:
-    """Whether a parameter lies in a layer that another one is to replace, and which is gone when training ends."""
+    """Whether a parameter lies in a predecessor layer (of Theseus), which is removed when training ends."""
     return _OF_PREDECESSOR.search(name) is not None
 
 
-def base_name(model: nn.Module, name: str) -> str:
-    """`name` below `base_model_prefix`: equal for a task model and its base model."""
+def base_name(model: Any, name: str) -> str:
+    """The name of a parameter or module below `base_model_prefix`: the same in a task model and its base model."""
     return name.removeprefix(f"{model.base_model_prefix}.")
 
 
 def full_name(model: Any, name: str) -> str:
-    """The name in `model` of what is `name` below `base_model_prefix`."""
+    """The full name in `model` of the parameter or module `name` below `base_model_prefix`."""
     return name if model.base_model is model else f"{model.base_model_prefix}.{name}"
 
 
-def canonical_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, parameter), each tied parameter once, under the name it is tied to; also on `meta`, where ties are not made yet."""
+def canonical_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter), with each tied parameter once, under its source's name. Works on `meta`, before tensors are tied."""
     tied = getattr(model, "all_tied_weights_keys", {})
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name not in tied:
@@ -319,7 +323,7 @@ def canonical_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
 
 
 def in_layers(blocks: dict[str, T], layers: dict[str, list[int]] | None) -> dict[str, T]:
-    """Of blocks by name, such as "encoder.0.ffn", those that lie in `layers` (None: all)."""
+    """The blocks, by names such as "encoder.0.ffn", that lie in `layers` (None: all)."""
     return {
         name: block
         for name, block in blocks.items()
@@ -339,7 +343,7 @@ def check_layers_type(layers: Any) -> None:
 
 
 def decoder_inputs(task: str) -> dict[str, torch.Tensor]:
-    """`tiny_inputs` of a decoder alone: two sentences of 5 and 3 tokens; 0 pads."""
+    """`tiny_inputs` for decoder-only models: two sentences of 5 and 3 tokens; 0 is the padding."""
     batch = {
         "input_ids": torch.tensor([[5, 9, 3, 7, 1], [8, 4, 1, 0, 0]]),
         "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),

@@ -54,7 +54,7 @@ BERT = register_architecture(
                 activation="intermediate.intermediate_act_fn",
             )
         },
-        # The dropout is the last module of the embeddings: a factorised table is projected there.
+        # The dropout is the last module of the embeddings: FactorizedEmbedding puts the projection there.
         embeddings=("embeddings.*_embeddings.*", "embeddings.dropout.projection.*"),
         token_tables={"embeddings.word_embeddings": "vocab_size"},
         other_tables={

@@ -1,4 +1,5 @@
-"""GPT-2 (Radford et al., 2019). Its linears are `Conv1D`: weights of (inputs, outputs), queries, keys and values in one."""
+"""GPT-2 (Radford et al., 2019). Its linears are `Conv1D`, with weights of (inputs, outputs); one of them holds queries, keys and
+values."""
 
 from hf_freeze.architectures.base import Architecture, Attention, Stack, decoder_inputs
 from hf_freeze.architectures.registry import register_architecture

@@ -18,7 +18,7 @@ def _attention(name: str, stack: str) -> Attention:
 
 
 def _inputs(task: str) -> dict[str, torch.Tensor]:
-    # Two sentences of 5 and 3 tokens; 0 pads, starts the decoder and never is a label.
+    # Two sentences of 5 and 3 tokens; 0 is the padding, starts the decoder and is never a label.
     batch = {
         "input_ids": torch.tensor([[5, 9, 3, 7, 1], [8, 4, 1, 0, 0]]),
         "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),

@@ -1,4 +1,4 @@
-"""Tasks, by the names that users give them, and the Auto class of each."""
+"""Task names and the Auto class of each task."""
 
 import transformers
 
@@ -16,7 +16,8 @@ AUTO_CLASSES = {
 
 
 def native_class(task: str, config_class: type) -> type[transformers.PreTrainedModel]:
-    """The class that the Auto class of a task makes for a config class, native or a variant's. Raises ValueError if none."""
+    """The model class that the Auto class of `task` maps a config class to, native or a variant's. Raises ValueError if there is
+    none."""
     model_class = mapped_class(AUTO_CLASSES[task], config_class)
     if model_class is None:
         raise ValueError(f"no {task!r} model for {config_class.__name__}")

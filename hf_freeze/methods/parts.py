@@ -6,7 +6,7 @@ The model asks for a part by its type: `method.part(Schedule)` is None for a met
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -55,10 +55,7 @@ class Schedule(Part):
     Training then needs `VariantCallback` or `model.advance`; without either, the first step raises an error.
     """
 
-    @property
-    def skips(self) -> bool:
-        """Whether a step may leave a trainable parameter without a gradient."""
-        return False
+    skips: ClassVar[bool] = False  # whether a step may leave a trainable parameter without a gradient
 
     def values(self, step: int, total_steps: int) -> dict[str, float]:
         """Description in words -> value after `step` of `total_steps` steps. Reports plot these values."""

@@ -430,7 +430,7 @@ def test_a_dense_output_merges(name):
 
 
 def test_an_adaptive_softmax_does_not_merge():
-    message = r"\Amethod 'adaptive_embedding' cannot be merged: an adaptive softmax is none .*output='dense' is\)\Z"
+    message = r"\Amethod 'adaptive_embedding' cannot be merged: no single matrix computes an adaptive softmax .*output='dense' can be merged\)\Z"
     with pytest.raises(ValueError, match=message):
         adaptive(backbone("marian")).merge()
     config = AutoConfig.for_model("bert", **ARCHITECTURES["bert"].tiny)
@@ -624,5 +624,5 @@ def test_the_smaller_of_two_vocabularies_limits():
 @pytest.mark.parametrize("native", [backbone("gpt2"), bert(BertForMaskedLM)], ids=["gpt2", "bert"])
 def test_a_table_is_divided_once(native):
     for first in (methods.AdaptiveEmbedding(cutoffs=CUTOFFS, factor=2), methods.FactorizedEmbedding(rank=4)):
-        with pytest.raises(ValueError, match=r"\Amethod 'adaptive_embedding': .* already, .*another method.*\Z"):
+        with pytest.raises(ValueError, match=r"\Amethod 'adaptive_embedding': .*another method.*\Z"):
             make_variant(native, [first, methods.AdaptiveEmbedding(cutoffs=[7], factor=2)])

@@ -167,7 +167,7 @@ def test_parts_follow_albert():
     """ALBERT's own rule: group = int(layer / (layers / groups))."""
     for depth, groups in ((12, 1), (12, 4), (7, 3), (6, 6)):
         expected = [[layer for layer in range(depth) if int(layer / (depth / groups)) == g] for g in range(groups)]
-        assert methods.layer_sharing._parts(depth, groups) == expected
+        assert methods.layer_sharing._groups(depth, groups) == expected
 
 
 def test_other_depths(backbone):
