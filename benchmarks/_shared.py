@@ -1,4 +1,4 @@
-"""What the benchmarks share: models of the freeze ablation, measuring in turns, rates of this machine, the report."""
+"""Shared by the benchmarks: models of the freeze ablation, alternating measurements, rates of this machine, the report."""
 
 import argparse
 import functools
@@ -28,19 +28,21 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def parser(docstring: str | None, *, presets: bool = True) -> argparse.ArgumentParser:
-    """With `--out`, and with `presets` what chooses the models of the freeze ablation."""
-    made = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """A parser with `--out`, and with `presets` also `--preset` and `--set`, which choose models of the freeze ablation."""
+    new_parser = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
     if presets:
-        made.add_argument(
-            "--preset", default="tiny", help="of the recipe of the freeze ablation: demo, tiny, base, big ..."
+        new_parser.add_argument(
+            "--preset", default="tiny", help="a preset of the freeze ablation recipe: demo, tiny, base, big ..."
         )
-        made.add_argument("--set", action="append", default=[], help="backbone.config.encoder_layers=2 and the like")
-    made.add_argument("--out", type=Path, help="a Markdown file for the table")
-    return made
+        new_parser.add_argument(
+            "--set", action="append", default=[], help="override a setting, such as backbone.config.encoder_layers=2"
+        )
+    new_parser.add_argument("--out", type=Path, help="a Markdown file for the table")
+    return new_parser
 
 
 def rows(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """row -> its run, as the recipe says with `--preset` and `--set`."""
+    """{row: its run} of the freeze ablation recipe with `--preset` and `--set`."""
     runs = expand(load_recipe(RECIPE, [f"preset={options.preset}", *options.set]))
     for run in runs:
         run["training"]["bf16"] = uses_bf16(run["training"]["bf16"])
@@ -62,7 +64,7 @@ def config(run: dict[str, Any], vocabulary: int) -> Any:
 
 
 def seconds(work: Callable[[], object], calls: int = 1) -> float:
-    """Of one call, the mean of `calls`."""
+    """Mean seconds of a call, over `calls` calls."""
     synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -78,7 +80,7 @@ def synchronize() -> None:
 
 @dataclass
 class Pair:
-    """Times of two works, a mean per round, and their ratio: the median over the rounds' own ratios."""
+    """Times of two functions in each round, and their ratio: the median of the ratios of the rounds."""
 
     one: list[float] = field(default_factory=list)
     other: list[float] = field(default_factory=list)
@@ -101,69 +103,73 @@ def quartiles(values: list[float], digits: int = 3) -> str:
 
 
 def in_turns(one: Callable[[], object], other: Callable[[], object], rounds: int, *, at_least: float = 0.0) -> Pair:
-    """Rounds of one, other, other, one, after an uncounted call of each: drift and warm caches favour neither.
+    """Time two functions in rounds of four turns (one, other, other, one), so that drift and warm caches favour neither.
 
-    A work is called so often in its turn that the turn takes `at_least` so many seconds.
+    Each function is first called once without timing. In a turn, it is repeated for at least `at_least` seconds.
     """
     one(), other()
-    often = {work: _calls(work, at_least) for work in (one, other)}
+    calls = {work: _calls(work, at_least) for work in (one, other)}
     pair = Pair()
     for _ in range(rounds):
-        first, second, third, fourth = (seconds(work, often[work]) for work in (one, other, other, one))
+        first, second, third, fourth = (seconds(work, calls[work]) for work in (one, other, other, one))
         pair.one.append((first + fourth) / 2)
         pair.other.append((second + third) / 2)
     return pair
 
 
 def _calls(work: Callable[[], object], at_least: float) -> int:
-    """How many take `at_least` so many seconds."""
+    """The number of calls that take at least `at_least` seconds."""
     return max(1, math.ceil(at_least / best(work, 3))) if at_least else 1
 
 
 def best(work: Callable[[], object], times: int = 5) -> float:
-    """Seconds of the fastest of a few calls: noise only adds."""
+    """Seconds of the fastest of a few calls, since noise only adds time."""
     return min(seconds(work) for _ in range(times))
 
 
 def resident(field: str) -> int:
-    """Bytes of this process, on Linux: resident now (VmRSS) or at most (VmHWM; getrusage would count the parent's too)."""
+    """Resident bytes of this process, on Linux: `field` is VmRSS (now) or VmHWM (peak).
+
+    getrusage is no alternative: its peak includes the parent's.
+    """
     return int(re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
 
 
 def in_new_process(work: Callable[..., Any], *arguments: Any, **variables: str) -> Any:
-    """`work(*arguments)` in a process of its own, started with these environment variables."""
+    """The result of `work(*arguments)` in a new process with these environment variables."""
     with patch.dict(os.environ, variables), multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, arguments)
 
 
 def copy_rate(size: int = 1 << 28) -> float:
-    """Bytes read or written a second, by copies between two tensors of `size` bytes."""
+    """Bytes read plus written per second in copies between two tensors of `size` bytes."""
     source, target = torch.ones(size // 4, device=DEVICE), torch.ones(size // 4, device=DEVICE)
     return 2 * size / best(lambda: target.copy_(source))
 
 
 @functools.cache
 def read_rate(size: int) -> float:
-    """Bytes read a second from one tensor of `size` bytes, again and again: from a cache where it fits into one."""
+    """Bytes per second when one tensor of `size` bytes is read repeatedly; a tensor that fits is read from a cache."""
     values = torch.ones(size // 4, device=DEVICE)
     calls = max(1, (1 << 24) // size)
     return size * calls / best(lambda: [torch.dot(values, values) for _ in range(calls)])
 
 
 def product_rate(size: int = 1024) -> float:
-    """Multiply-adds a second of an fp32 product of two square matrices."""
+    """Multiply-adds per second of an fp32 product of two square matrices."""
     left, right = torch.ones(size, size, device=DEVICE), torch.ones(size, size, device=DEVICE)
-    return size**3 / best(
-        lambda: left @ right, 50
-    )  # over seconds: a limit that something else slowed down would be none
+    # Many calls: a rate lowered by other load would be no limit.
+    return size**3 / best(lambda: left @ right, 50)
 
 
-def verdict(found: list[tuple[float, str]], holds: Callable[[float], bool]) -> str:
-    """Of a bar: whether all measured values hold, and each place where one does not."""
-    wrong = [f"{where} ({value:.2f})" for value, where in found if not holds(value)]
-    if not found:
+def verdict(measurements: list[tuple[float, str]], holds: Callable[[float], bool]) -> str:
+    """Whether all measured values satisfy the claim `holds`, and the cases in which they do not; (value, case)."""
+    missed = [f"{case} ({value:.2f})" for value, case in measurements if not holds(value)]
+    if not measurements:
         return "not measured"
-    return f"missed in {len(wrong)} of {len(found)}: {'; '.join(wrong)}" if wrong else f"passed in all {len(found)}"
+    if not missed:
+        return f"passed in all {len(measurements)}"
+    return f"missed in {len(missed)} of {len(measurements)}: {'; '.join(missed)}"
 
 
 def markdown(header: list[str], lines: list[list[str]]) -> str:
@@ -172,9 +178,9 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
 
 
 def report(options: argparse.Namespace, table: str, summary: str) -> None:
-    """Print the table and the line with the ratios; with `--out` write them down with the command and the machine."""
+    """Print the table and the summary; with `--out`, also write them to a file with the command and the machine."""
     print(f"{table}\n\n{summary}; {environment()}")
     if options.out is not None:
-        where = ", ".join(f"{key} {value}" for key, value in environment().items())
+        machine = ", ".join(f"{key} {value}" for key, value in environment().items())
         command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-        options.out.write_text(f"`{command}`\n\n{where}\n\n{table}\n\n{summary}\n", encoding="utf-8")
+        options.out.write_text(f"`{command}`\n\n{machine}\n\n{table}\n\n{summary}\n", encoding="utf-8")

@@ -1,20 +1,20 @@
-"""What a checkpoint of a model with seeded frozen parts weighs, and what that costs when it is saved and loaded.
+"""Size of checkpoints with seeded frozen parts, and the time to save and load them.
 
-    python benchmarks/checkpoint_size.py                # Transformer-big, 36,000 types: 6 GiB of memory are enough
+    python benchmarks/checkpoint_size.py                # Transformer-big, 36,000 types: needs 6 GiB of memory
     python benchmarks/checkpoint_size.py --preset tiny
 
-Claim: the weights file holds the stored parameters and persistent buffers, and a header of at most 64 KB. With Transformer-big
-trained on attention alone (row 4 of the freeze ablation) these are 302 MB; all of it (row 0) is 853 MB. Sizes are exact.
+Claim: the weights file contains only the stored parameters and persistent buffers, and a header of at most 64 KB. For
+Transformer-big with only attention trained (row 4 of the freeze ablation) this is 302 MB; the full model (row 0) has 853 MB.
+Sizes are exact.
 
-Time: `save_pretrained`, and `from_pretrained` by the Auto class, of `--row` and of row 0 in turns, one-other-other-one, in one
-process. The files lie in the page cache throughout (written there without fsync, read back from there): a disk's own time is
-not in it. A ratio is the median of the rounds' ratios, with quartiles. Making again: all seeded tensors of the row. Cold: loaded
-after the page cache was told to forget the files, so from the disk. Fetched: what a download of the folder takes at 100 Mbit/s,
-and then loading, from the page cache.
+Time: `save_pretrained`, and `from_pretrained` by the Auto class, of `--row` and of row 0, in alternating turns in one process.
+The files stay in the page cache (no fsync), so disk time is excluded. A ratio is the median of the ratios of the rounds, with
+quartiles. "Making again" regenerates all seeded tensors of the row. "Cold" loads from the disk, after the files were dropped
+from the page cache. "Fetched" adds the download of the folder at 100 Mbit/s to loading from the page cache.
 
-Limit: the bytes of the tensors at the rate of writing, or reading, one plain file of that size, and what guards the seeded
-tensors: saving checks them against their digests, so the SHA-256 of their bytes, at the rate of one large buffer; loading makes
-them again, at the rate of one large Philox tensor, and checks them too.
+Limit: the bytes of the tensors at the rate at which one plain file of that size is written or read, plus the checks of the
+seeded tensors. Saving verifies their digests: SHA-256 of their bytes, at the rate of one large buffer. Loading regenerates them,
+at the rate of one large Philox tensor, and verifies them too.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from hf_freeze import make_variant, stored_bytes
 from hf_freeze.methods.registry import method_from_dict
 from hf_freeze.seeded import tensor as rng
 
-BYTES_A_SECOND = 100e6 / 8  # of a download
+BYTES_PER_SECOND = 100e6 / 8  # of a download
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
@@ -52,7 +52,7 @@ def file_sizes(folder: Path) -> dict[str, int]:
 
 
 def file_rates(folder: Path, size: int) -> tuple[float, float]:
-    """Bytes a second: written to a file that was there before, and read back, through the page cache."""
+    """Bytes per second of overwriting an existing file and of reading it back, through the page cache."""
     file, content = folder / "plain", bytearray(size)
     file.write_bytes(content)
     written = _shared.best(lambda: file.write_bytes(content))
@@ -63,7 +63,7 @@ def file_rates(folder: Path, size: int) -> tuple[float, float]:
 
 
 def forget(folder: Path) -> None:
-    """Out of the page cache with the files, where the system knows how."""
+    """Drop the files from the page cache, if the system supports it."""
     if not hasattr(os, "posix_fadvise"):
         return
     os.sync()
@@ -114,10 +114,10 @@ def main() -> None:
         sizes = {name: file_sizes(folder) for name, folder in folders.items()}
         expected = {"variant": stored_bytes(variant), "dense": stored_bytes(dense)}
         write_rate, read_rate = file_rates(Path(root), sizes["variant"]["tensors"])
-    made = [definition.generate("cpu") for definition in seeded]
-    values = sum(tensor.numel() for tensor in made)
-    drawn = sum(tensor.numel() for tensor in made if tensor.ndim == 2)  # zero biases cost nothing
-    del made
+    tensors = [definition.generate("cpu") for definition in seeded]
+    values = sum(tensor.numel() for tensor in tensors)
+    drawn = sum(tensor.numel() for tensor in tensors if tensor.ndim == 2)  # zero biases cost nothing
+    del tensors
     again = _shared.best(lambda: [definition.generate("cpu") for definition in seeded], options.rounds)
     large = torch.empty(1 << 24)
     philox = large.numel() / _shared.best(lambda: rng.uniform(0, "x", (4096, 4096), 0.1))
@@ -131,17 +131,17 @@ def main() -> None:
     times = {"variant": (saved.one, loaded.one), "dense": (saved.other, loaded.other)}
     lines = []
     for name, row in (("variant", options.row), ("dense", "0")):
-        (save, load), size = (statistics.median(each) for each in times[name]), sizes[name]
+        (save, load), size = (statistics.median(rounds) for rounds in times[name]), sizes[name]
         lines.append([runs[row]["label"], f"{size['tensors']:,}", f"{size['tensors'] - expected[name]:,}",
                       f"{size['header']:,}", f"{size['other']:,}", f"{save:.2f}", f"{limits[name][0]:.2f}", f"{load:.2f}",
                       f"{limits[name][1]:.2f}", f"{cold[name]:.2f}",
-                      f"{sum(size.values()) / BYTES_A_SECOND + load:.2f}"])  # fmt: skip
+                      f"{sum(size.values()) / BYTES_PER_SECOND + load:.2f}"])  # fmt: skip
     header = ["row", "bytes of tensors", "above what must be stored", "bytes of header", "of other files", "save, s", "limit",
               "load, s", "limit", "load cold, s", "fetched and loaded, s"]  # fmt: skip
-    tensors = {name: size["tensors"] for name, size in sizes.items()}
+    stored = {name: size["tensors"] for name, size in sizes.items()}
     summary = (
-        f"tensors: {tensors['variant'] / 1e6:.1f} MB instead of {tensors['dense'] / 1e6:.1f} MB, ratio "
-        f"{tensors['variant'] / tensors['dense']:.4f}; header at most {max(s['header'] for s in sizes.values()):,} bytes (claim: "
+        f"tensors: {stored['variant'] / 1e6:.1f} MB instead of {stored['dense'] / 1e6:.1f} MB, ratio "
+        f"{stored['variant'] / stored['dense']:.4f}; header at most {max(s['header'] for s in sizes.values()):,} bytes (claim: "
         f"65,536); save ratio {saved}, load ratio {loaded}; making {drawn / 1e6:.1f} million values again: {again:.2f} s, "
         f"{drawn / philox:.2f} s at the rate of one large tensor, {philox / 1e6:.0f} million a second, and SHA-256 at "
         f"{sha / 1e9:.2f}, writing at {write_rate / 1e9:.2f} and reading at {read_rate / 1e9:.2f} billion bytes a second; "

@@ -1,43 +1,44 @@
-"""Time and memory of factorised, adaptive and trimmed embeddings and of shared layers, in a small Marian, against dense tables.
+"""Time and memory of factorised, adaptive and trimmed embeddings and of shared layers in a small Marian, against dense tables.
 
     python benchmarks/embeddings.py --out embeddings.md    # about half an hour on one core
     python benchmarks/embeddings.py --vocabularies 16000 32000 --patience 0.2 --out embeddings.md    # six minutes
 
-Claims: the factorised output (d -> E -> V, E = d/4) is faster than the dense matrix from V = 16,000 on; a vocabulary trimmed to
-1/2 or 1/4 saves at least .85 of the removed share of the output's time; rows that DeFINE keeps are looked up in at most 1.05 of
-the time of a plain table's; a decoding step with factorised embeddings, DeFINE, shared layers or both takes at most 1.05 of the
-dense model's; a training step with an adaptive softmax is faster than with the full one from V = 32,000 on. Each place where
-that does not hold is named.
+Claims: the factorised output (d -> E -> V, E = d/4) is faster than the dense matrix from V = 16,000 on. A vocabulary trimmed to
+1/2 or 1/4 saves at least 0.85 of the removed share of the output's time. Looking up the cached rows of DeFINE takes at most 1.05
+of the time of a plain table. A decoding step with factorised embeddings, DeFINE, shared layers or both takes at most 1.05 of the
+dense model's. A training step with an adaptive softmax is faster than with the full softmax from V = 32,000 on. The report names
+each case that misses its claim.
 
 Models: Marian with one tied table for source, target and output, 2 + 2 layers of width d (`--width`), FFN 4d, fp32, fresh
-weights, made by `make_variant`: FactorizedEmbedding of rank d/4 and d/8, DeFINE (a table of d/4 columns, three layers of 4, 2
-and 1 groups, the last of width d; in eval mode its rows are kept), VocabularyTrimming of the dense model to the first half and
-quarter of its ids (after a check that the kept logits are the same), LayerSharing of both stacks, with and without d/4,
-AdaptiveEmbedding of the widths d, d/4 and d/16 below V/16, V/4 and V, its output an adaptive softmax.
+weights, built by `make_variant`:
+- FactorizedEmbedding of rank d/4 and d/8;
+- DeFINE: a table of d/4 columns, three layers of 4, 2 and 1 groups, the last of width d; eval mode caches its rows;
+- VocabularyTrimming of the dense model to the first half and quarter of its ids, after a check that the kept logits are equal;
+- LayerSharing of both stacks, with and without FactorizedEmbedding of rank d/4;
+- AdaptiveEmbedding with the widths d, d/4 and d/16 below V/16, V/4 and V, and an adaptive softmax as output.
 
-Works, in eval mode without gradients but for the last two:
-- look-up: rows of 64 and 2048 random ids, projected where factorised; other ids in each of eight calls (DeFINE has made its rows
-  before);
-- output: logits of 1 and 64 hidden states; of the adaptive softmax, the log-probabilities of all tokens;
-- decoding step: of the whole model, batch 1 and 64: one token after 16 with cache (source of 16), greedy choice included;
+Operations, in eval mode without gradients except for the last two:
+- look-up: rows of 64 and 2048 random ids, projected if factorised; eight sets of ids in turn (DeFINE has cached its rows);
+- output: logits of 1 and 64 hidden states; for the adaptive softmax, the log-probabilities of all tokens;
+- decoding step: of the whole model, batch 1 and 64: one token after 16 with cache (source of 16), including the greedy choice;
 - training step: forward, label-smoothed loss and backward of 64 sentences of 16 source and 16 target tokens, with dropout,
   without the optimiser;
-- loss by labels: the same with the labels given to the model and its own loss, cross-entropy without smoothing, which an adaptive
-  softmax computes from the parts that they need. Here the ids, and so the labels, follow Zipf's law, p(id) in proportion to 1/id;
-  everywhere else they are uniform, which for adaptive embeddings means that most rows are narrow.
+- loss by labels: the same, but the model gets the labels and computes its own loss, cross-entropy without smoothing, for which an
+  adaptive softmax needs only some of its bands. Here the ids, and so the labels, follow Zipf's law: p(id) is proportional to
+  1/id. Everywhere else ids are uniform, so that most rows of adaptive embeddings are narrow.
 
-Time: row, dense, dense, row, each called for at least `--turn` ms; a ratio is the median of the rounds' ratios, with quartiles.
-"Dense again", a second model like the first, shows the noise (of a training step only up to V = 16,000: it takes long). A turn
-calls one work again and again, so what fits into a cache is read from there; in a model the layers come in between, as in the
-decoding step here.
+Time: the turns row, dense, dense, row, each of at least `--turn` ms; a ratio is the median of the ratios of the rounds, with
+quartiles. "Dense again", a second dense model, shows the noise (for training steps, which take long, only up to V = 16,000). A
+turn repeats one operation, so data that fits into a cache is read from there; in a real model other layers run in between, as
+in the decoding step here.
 
-Saved / removed: time saved, by the share of the ids that is removed, by the time of the dense output of as many tokens, in the
-same run. 1 means in proportion; a decoding step that has no more than the output to save has at most about 1.
+Saved / removed: the time saved, divided by the removed share of the ids and by the time of the dense output for as many tokens
+in the same run. 1 means proportional. In a decoding step, where only the output gets faster, at most about 1 is possible.
 
-Limit: the larger of the multiply-adds (counted by torch) at the rate of a large product, and the bytes that must be read and
-written, each once, at the rate of reading so many bytes again and again. These are: the rows looked up, the projection and what
-comes out; the table, inputs and logits; parameters of the decoder and the output, cache and logits; and for a training step all
-parameters twice and their gradients once.
+Limit: the larger of two times: the multiply-adds (counted by torch) at the rate of a large product, and the bytes that must be
+read and written once, at the rate of repeatedly reading as many bytes. The bytes are: for the look-up, the rows, the projection
+and the result; for the output, the table, inputs and logits; for a decoding step, the parameters of the decoder and the output,
+cache and logits; for a training step, all parameters twice and their gradients once.
 """
 
 import argparse
@@ -85,9 +86,9 @@ class Work:
 
 
 def rows(vocabulary: int, width: int) -> dict[str, Row]:
-    """The noise comes first: its times are those of dense."""
+    """{name: row}; "dense again" comes first, because its dense times are the reference of later rows."""
     quarter, eighth = (methods.FactorizedEmbedding(rank=width // divisor) for divisor in (4, 8))
-    half_kept, quarter_kept = (methods.VocabularyTrimming(keep=[*range(vocabulary // divisor)]) for divisor in (2, 4))
+    half, quarter_of_ids = (methods.VocabularyTrimming(keep=[*range(vocabulary // divisor)]) for divisor in (2, 4))
     define = methods.DeFINE(map_dim=width // 4, depth=3, width=width, groups=4)
     shared = methods.LayerSharing()
     adaptive = methods.AdaptiveEmbedding(cutoffs=[vocabulary // 16, vocabulary // 4])
@@ -97,15 +98,15 @@ def rows(vocabulary: int, width: int) -> dict[str, Row]:
         "E = d/8": Row([eighth]),
         "DeFINE": Row([define], ("look-up", "decoding step", "training step")),
         "adaptive": Row([adaptive], (*USUAL[:-1], "loss by labels")),
-        "1/2 of the ids": Row([half_kept], ("output", "decoding step"), removed=0.5),
-        "1/4 of the ids": Row([quarter_kept], ("output", "decoding step"), removed=0.75),
+        "1/2 of the ids": Row([half], ("output", "decoding step"), removed=0.5),
+        "1/4 of the ids": Row([quarter_of_ids], ("output", "decoding step"), removed=0.75),
         "layers shared": Row([shared], ("decoding step",)),
         "layers shared, E = d/4": Row([shared, quarter], ("decoding step",)),
     }
 
 
 def make_model(vocabulary: int, width: int, row: Row, dense: Any = None) -> Any:
-    """From a config; a trimmed one from `dense`."""
+    """The model of a row, built from a config; a trimmed model is built from `dense`."""
     stack = {"layers": 2, "attention_heads": max(1, width // 64), "ffn_dim": 4 * width}
     sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in stack.items()}
     backbone = {"d_model": width, "max_position_embeddings": 4 * LENGTH, "scale_embedding": True, **sizes}
@@ -120,9 +121,9 @@ def make_model(vocabulary: int, width: int, row: Row, dense: Any = None) -> Any:
 
 
 def bytes_of(*modules: Any) -> int:
-    """Of their parameters, each once."""
-    found = {parameter for module in modules for parameter in module.parameters()}
-    return sum(parameter.numel() * parameter.element_size() for parameter in found)
+    """Bytes of the parameters of the modules; shared parameters count once."""
+    parameters = {parameter for module in modules for parameter in module.parameters()}
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
 def tables_of(model: Any) -> list[Any]:
@@ -154,18 +155,18 @@ def output(model: Any, tokens: int) -> Work:
 def decoding_step(model: Any, batch: int) -> Work:
     source, start = random_ids(model, batch, LENGTH), random_ids(model, batch, LENGTH + 1)
     encoded = model.base_model.encoder(source)
-    # The backbone alone: it makes no logits of what comes before.
+    # Only the backbone runs, which computes no logits of the previous tokens.
     cache = model.base_model(encoder_outputs=encoded, decoder_input_ids=start[:, :-1], use_cache=True).past_key_values
 
     def step() -> torch.Tensor:
-        made = model(encoder_outputs=encoded, decoder_input_ids=start[:, -1:], past_key_values=cache, use_cache=True)
+        outputs = model(encoder_outputs=encoded, decoder_input_ids=start[:, -1:], past_key_values=cache, use_cache=True)
         cache.crop(-1)
-        return made.logits[:, -1].argmax(-1)
+        return outputs.logits[:, -1].argmax(-1)
 
-    kept = (tensor for part in (cache.self_attention_cache, cache.cross_attention_cache) for layer in part.layers
-            for tensor in (layer.keys, layer.values))  # fmt: skip
+    cached = (tensor for part in (cache.self_attention_cache, cache.cross_attention_cache) for layer in part.layers
+              for tensor in (layer.keys, layer.values))  # fmt: skip
     size = bytes_of(model.base_model.decoder, model.get_output_embeddings())
-    return Work(step, size + 4 * (sum(tensor.numel() for tensor in kept) + batch * model.config.vocab_size))
+    return Work(step, size + 4 * (sum(tensor.numel() for tensor in cached) + batch * model.config.vocab_size))
 
 
 def training_step(model: Any, batch: int) -> Work:
@@ -205,24 +206,24 @@ class Bench:
         self.ratios: dict[str, list[tuple[float, str]]] = {name: [] for name in BARS}
 
     def limit(self, macs: float, size: int) -> float:
-        """Seconds."""
+        """The limit in seconds for so many multiply-adds and bytes."""
         power = 1 << (size - 1).bit_length()
         return max(macs / self.products, size / _shared.read_rate(max(1 << 20, min(power, 1 << 28))))
 
     def turns(self, one: Work, other: Work, expected: float | None) -> tuple[_shared.Pair, float]:
-        """(times, multiply-adds of `one`); fewer rounds where a call of `other` takes the `expected` seconds."""
+        """(times, multiply-adds of `one`). `expected`: seconds of a call of `other`, if known; slow calls get fewer rounds."""
         with FlopCounterMode(display=False) as counter:
-            took = _shared.seconds(one.run)
-        round_takes = 2 * (took + (took if expected is None else expected))
-        rounds = max(min(2, self.options.rounds), min(self.options.rounds, int(self.options.patience / round_takes)))
+            call_seconds = _shared.seconds(one.run)
+        round_seconds = 2 * (call_seconds + (call_seconds if expected is None else expected))
+        rounds = max(min(2, self.options.rounds), min(self.options.rounds, int(self.options.patience / round_seconds)))
         turn = self.options.turn / 1e3
-        # What is far slower than a turn is called once in it, without finding out.
-        pair = _shared.in_turns(one.run, other.run, rounds, at_least=turn if took < 10 * turn else 0.0)
+        # A function far slower than a turn is called once per turn; `at_least=0` skips the calls that would determine this.
+        pair = _shared.in_turns(one.run, other.run, rounds, at_least=turn if call_seconds < 10 * turn else 0.0)
         return pair, counter.get_total_flops() / 2
 
     @torch.no_grad()
     def measure(self, vocabulary: int) -> tuple[str, dict[str, float]]:
-        """A table of times, and row -> MB of its tables."""
+        """(a table of times, {row: MB of its tables})."""
         width = self.options.width
         dense = make_model(vocabulary, width, Row([]))
         dense_seconds: dict[tuple[str, int], float] = {}
@@ -233,60 +234,61 @@ class Bench:
                 check_logits(model, dense)
             tables[name] = bytes_of(*tables_of(model)) / 1e6
             for work in row.works:
-                for each in (model, dense):
-                    each.train(work in TRAINING)
+                for compared in (model, dense):
+                    compared.train(work in TRAINING)
                 for number in self.options.numbers[work]:
                     one, other = MAKE[work](model, number), MAKE[work](dense, number)
                     pair, macs = self.turns(one, other, dense_seconds.get((work, number)))
-                    times = [statistics.median(each) for each in (pair.other, pair.one)]
+                    times = [statistics.median(rounds) for rounds in (pair.other, pair.one)]
                     dense_seconds.setdefault((work, number), times[0])
-                    where = f"{work} {number}"
                     saved = None
                     if row.removed:
                         saved = (1 - pair.ratio) * times[0] / (row.removed * dense_seconds["output", number])
                         if work == "output":
                             saved = (1 - pair.ratio) / row.removed
-                    self.judge(f"V = {vocabulary:,}, {name}, {where}", vocabulary, name, work, pair.ratio, saved)
+                    case = f"V = {vocabulary:,}, {name}, {work} {number}"
+                    self.judge(case, vocabulary, name, work, pair.ratio, saved)
                     limit = self.limit(macs, one.bytes)
                     lines.append([name, f"{work}, {UNITS[work]} {number}", *(f"{1e6 * time:,.0f}" for time in times), str(pair),
                                   "" if saved is None else f"{saved:.2f}", f"{macs / 1e6:,.2f}", f"{one.bytes / 1e6:,.2f}",
                                   f"{1e6 * limit:,.0f}", f"{limit / times[1]:.2f}"])  # fmt: skip
                     print(f"V = {vocabulary:,}", *lines[-1], sep=" | ", flush=True)
-            for each in (model, dense):
-                each.zero_grad()
+            for compared in (model, dense):
+                compared.zero_grad()
         header = ["model", "work", "dense, µs", "takes, µs", "takes / dense", "saved / removed", "multiply-adds, M", "MB",
                   "limit, µs", "limit / time"]  # fmt: skip
         return _shared.markdown(header, lines), tables
 
-    def judge(self, where: str, vocabulary: int, name: str, work: str, ratio: float, saved: float | None) -> None:
+    def judge(self, case: str, vocabulary: int, name: str, work: str, ratio: float, saved: float | None) -> None:
+        """Record the measurement for the claims that it concerns."""
         if work == "output" and name == "E = d/4" and vocabulary >= FROM:
-            self.ratios["output"].append((ratio, where))
+            self.ratios["output"].append((ratio, case))
         if work == "output" and saved is not None:
-            self.ratios["saved"].append((saved, where))
+            self.ratios["saved"].append((saved, case))
         if work == "look-up" and name == "DeFINE":
-            self.ratios["kept"].append((ratio, where))
+            self.ratios["kept"].append((ratio, case))
         if work == "decoding step" and saved is None and name not in ("dense again", "adaptive"):
-            self.ratios["decoding"].append((ratio, where))
+            self.ratios["decoding"].append((ratio, case))
         if work == "loss by labels" and name == "adaptive" and vocabulary >= LABELS_FROM:
-            self.ratios["labels"].append((ratio, where))
+            self.ratios["labels"].append((ratio, case))
 
 
 def check_logits(trimmed: Any, dense: Any) -> None:
-    """Raises RuntimeError where a kept token has another logit than before."""
+    """Raise RuntimeError if the logit of a kept token differs from the dense model's."""
     x = torch.randn(4, dense.config.d_model, device=_shared.DEVICE)
     one, other = (model.get_output_embeddings()(x) for model in (trimmed, dense))
     if not torch.allclose(one, other[:, : one.shape[1]], rtol=1e-5, atol=1e-5):
-        raise RuntimeError("the trimmed output has other logits for the kept ids")
+        raise RuntimeError("the trimmed output and the dense output differ in the logits of the kept ids")
 
 
 def main() -> None:
     parser = _shared.parser(__doc__, presets=False)
-    parser.add_argument("--quick", action="store_true", help="small sizes, once, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="small sizes and one round, as a smoke test")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=VOCABULARIES, help="V, multiples of 4")
     parser.add_argument("--width", type=int, default=512, help="d, a multiple of 64")
-    parser.add_argument("--rounds", type=int, default=15, help="of four turns each, at most")
-    parser.add_argument("--patience", type=float, default=1.2, help="s for a ratio, if that leaves two rounds")
-    parser.add_argument("--turn", type=float, default=2.0, help="ms of a turn, at least")
+    parser.add_argument("--rounds", type=int, default=15, help="largest number of rounds of four turns")
+    parser.add_argument("--patience", type=float, default=1.2, help="seconds per ratio, but at least two rounds")
+    parser.add_argument("--turn", type=float, default=2.0, help="shortest time of a turn in ms")
     options = parser.parse_args()
     options.numbers = NUMBERS
     if options.quick:

@@ -1,17 +1,17 @@
-"""Exported translators against `generate`: the same translations, how many bytes, and how long they take.
+"""Exported translators against `generate`: identical translations, sizes and times.
 
     python benchmarks/export.py runs/theseus/row-0-seed-1/model --text test.de.gz --target test.en.gz --out export.md
 
-Claims: in fp32, CTranslate2 and ONNX Runtime find the translation of `generate` for every sentence, and CTranslate2 takes less
-than half of its time; int8 costs at most 0.5 BLEU.
+Claims: in fp32, CTranslate2 and ONNX Runtime give the same translation as `generate` for every sentence, and CTranslate2 takes
+less than half of its time; int8 costs at most 0.5 BLEU.
 
-Translates the first `--sentences` sentences with the merged model (`generate`, with cache) and with each exported folder,
-greedily and, but for ONNX, with `--beams`, under the same limit of `--new-tokens` and length penalty, the pad token banned.
-Identical: translations that are the same text. BLEU is sacrebleu's with the targets. MB: the model files alone; of PyTorch the
-fp32 file of the merged model.
+Translates the first `--sentences` sentences with the merged model (`generate`, with cache) and with each exported folder: by
+greedy search and, except for ONNX, with `--beams`. All have the same limit of `--new-tokens` and length penalty; the pad token
+is banned. "Identical" counts translations with the same text. BLEU is sacrebleu's. MB counts the model files only; for PyTorch,
+the fp32 file of the merged model.
 
-A time is that of one sentence, its tokenization included, of the first 100 in batches of 25, or of the first 20 one by one; a
-ratio the median over rounds of engine, PyTorch, PyTorch, engine, with quartiles. All on one thread.
+Times are per sentence including tokenization: of the first 100 sentences in batches of 25, or of the first 20 one by one. A
+ratio is the median over rounds of the turns engine, PyTorch, PyTorch, engine, with quartiles. All run on one thread.
 """
 
 import argparse
@@ -44,25 +44,27 @@ def pytorch(folder: Path, common: dict[str, Any]) -> Callable[[list[str], int, i
 
     @torch.no_grad()
     def translate(texts: list[str], batch: int, beams: int) -> list[str]:
-        made = []
+        translations = []
         for start in range(0, len(texts), batch):
             encoded = tokenizer(texts[start : start + batch], return_tensors="pt", padding=True)
             encoded.pop("token_type_ids", None)
-            found = model.generate(**encoded, num_beams=beams, do_sample=False, **common)
-            made += tokenizer.batch_decode(found, skip_special_tokens=True)
-        return made
+            outputs = model.generate(**encoded, num_beams=beams, do_sample=False, **common)
+            translations += tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        return translations
 
     return translate
 
 
 def engine(name: str, folder: Path, common: dict[str, Any]) -> Callable[[list[str], int, int], list[str]]:
-    """The same by an exported folder."""
+    """(texts, batch size, beams) -> translations by an exported folder."""
     translator = ENGINES[name](folder)
 
     def translate(texts: list[str], batch: int, beams: int) -> list[str]:
         settings = common | ({"num_beams": beams} if name == "ctranslate2" else {})
         parts = [texts[start : start + batch] for start in range(0, len(texts), batch)]
-        return [found["translation_text"] for part in parts for found in translator(part, batch_size=batch, **settings)]
+        return [
+            result["translation_text"] for part in parts for result in translator(part, batch_size=batch, **settings)
+        ]
 
     return translate
 
@@ -92,27 +94,27 @@ def main() -> None:
 
 
 def report(options: argparse.Namespace, sources: list[str], targets: list[str], folder: Path) -> None:
-    def bleu(found: list[str]) -> float:
-        return sacrebleu.corpus_bleu(found, [targets]).score
+    def bleu(translations: list[str]) -> float:
+        return sacrebleu.corpus_bleu(translations, [targets]).score
 
     dense = export_model(options.model, "dense", out=folder / "dense")
     pad = AutoModelForSeq2SeqLM.from_pretrained(dense).generation_config.pad_token_id
     common = {"max_new_tokens": options.new_tokens, "bad_words_ids": [[pad]]}
     plain = pytorch(dense, common)
     expected = {beams: plain(sources, BATCH, beams) for beams in dict.fromkeys((1, options.beams))}
-    lines, differ, slow, worse = [], [], [], []
-    for beams, found in expected.items():
-        lines.append(["PyTorch", str(beams), f"{megabytes(dense):.2f}", f"{bleu(found):.2f}", *[""] * 5])
+    lines, differences, time_ratios, bleu_losses = [], [], [], []
+    for beams, translations in expected.items():
+        lines.append(["PyTorch", str(beams), f"{megabytes(dense):.2f}", f"{bleu(translations):.2f}", *[""] * 5])
     for name in options.engines:
         for quantization in (None, "int8"):
             exported = export_model(options.model, name, quantization=quantization, out=folder / "exported")
             translate = engine(name, exported, common)
             for beams in expected if name == "ctranslate2" else (1,):
-                where = f"{name} {quantization or 'fp32'}"
-                found = translate(sources, BATCH, beams)
-                same = sum(one == other for one, other in zip(found, expected[beams], strict=True))
-                score = bleu(found)
-                cells = [where, str(beams), f"{megabytes(exported):.2f}", f"{score:.2f}", f"{same} of {len(sources)}"]
+                label = f"{name} {quantization or 'fp32'}"
+                translations = translate(sources, BATCH, beams)
+                same = sum(one == other for one, other in zip(translations, expected[beams], strict=True))
+                score = bleu(translations)
+                cells = [label, str(beams), f"{megabytes(exported):.2f}", f"{score:.2f}", f"{same} of {len(sources)}"]
                 for texts, batch in ((sources[:TOGETHER], BATCH), (sources[:ALONE], 1)):
                     pair = _shared.in_turns(
                         lambda run=translate, texts=texts, batch=batch, beams=beams: run(texts, batch, beams),
@@ -121,18 +123,18 @@ def report(options: argparse.Namespace, sources: list[str], targets: list[str], 
                     )
                     cells += [f"{1e3 * median(pair.one) / len(texts):.2f}", str(pair)]
                     if name == "ctranslate2":
-                        slow.append((pair.ratio, f"{where}, {beams} beams, batch {batch}"))
+                        time_ratios.append((pair.ratio, f"{label}, {beams} beams, batch {batch}"))
                 if quantization is None:
-                    differ.append((len(sources) - same, f"{where}, {beams} beams"))
+                    differences.append((len(sources) - same, f"{label}, {beams} beams"))
                 else:
-                    worse.append((bleu(expected[beams]) - score, f"{where}, {beams} beams"))
+                    bleu_losses.append((bleu(expected[beams]) - score, f"{label}, {beams} beams"))
                 lines.append(cells)
                 print(*cells, sep=" | ", flush=True)
     header = ["engine", "beams", "MB", "BLEU", "identical", f"batch {BATCH}: ms a sentence", "to PyTorch"]
     summary = (
-        f"fp32 as PyTorch: {_shared.verdict(differ, lambda count: count == 0)}; CTranslate2 at most {BARS['ratio']} of the time: "
-        f"{_shared.verdict(slow, lambda ratio: ratio <= BARS['ratio'])}; int8 at most {BARS['int8']} BLEU worse: "
-        f"{_shared.verdict(worse, lambda lost: lost <= BARS['int8'])}; {len(sources)} sentences, 1 thread"
+        f"fp32 as PyTorch: {_shared.verdict(differences, lambda count: count == 0)}; CTranslate2 at most {BARS['ratio']} of the "
+        f"time: {_shared.verdict(time_ratios, lambda ratio: ratio <= BARS['ratio'])}; int8 at most {BARS['int8']} BLEU worse: "
+        f"{_shared.verdict(bleu_losses, lambda loss: loss <= BARS['int8'])}; {len(sources)} sentences, 1 thread"
     )
     _shared.report(options, _shared.markdown([*header, "batch 1: ms a sentence", "to PyTorch"], lines), summary)
 

@@ -1,29 +1,30 @@
-"""What freezing saves in a training step, for each row of the freeze ablation.
+"""Time and memory that freezing saves in a training step, for each row of the freeze ablation.
 
     python benchmarks/freeze_step.py --preset tiny
     python benchmarks/freeze_step.py --preset base --vocab 8000 --rounds 5 \\
         --set backbone.config.encoder_layers=2 --set backbone.config.decoder_layers=2
 
-Claims: a variant's step takes at most 1.02 of the time of the same row done by hand (the native class,
-`requires_grad_(False)` on the same tensors, the same weights). Training it takes the same memory, to the byte, as by hand, and
-less than training everything (row 0): frozen tensors have no gradient and no optimiser state, and no activation is kept for
-the gradient of their weights.
+Claims: a step of a variant takes at most 1.02 of the time of the same row frozen by hand (the native class with
+`requires_grad_(False)` on the same tensors, and the same weights). Training it takes exactly the same memory as by hand, and
+less than training everything (row 0): frozen tensors have no gradient and no optimiser state, and no activations are saved for
+the gradients of their weights.
 
-Time: a step is forward, label-smoothed loss, backward, clipping, fused AdamW and zero_grad, in bf16 autocast where the preset
-says so, always on the same random tokens: `--tokens` in sentences of `--length`, no padding. Variant and by hand run in
-turns, one-other-other-one, in one process, after a check that both compute the same losses; likewise variant and row 0, where
-row 0 itself, against a second model like it, shows the noise. A ratio is the median of the rounds' ratios, with quartiles.
+Time: a step is forward, label-smoothed loss, backward, clipping, fused AdamW and zero_grad, under bf16 autocast if the preset
+uses it. The tokens are always the same, random: `--tokens` tokens in sentences of `--length`, without padding. Variant and
+by-hand model alternate in one process, after a check that both compute the same losses. Variant and row 0 alternate likewise;
+row 0 against a second model of the same kind shows the noise. A ratio is the median of the ratios of the rounds, with quartiles.
 
-Memory: state (parameters, gradients, moments) and kept (what autograd holds between forward and backward, parameters left
-out, as `saved_tensors_hooks` sees it) are exact. Peak is of a new process for each model, which first takes a step of one
-linear so that libraries are loaded: the most that is resident (`/proc`; of the allocator on a GPU) over three steps, less what
-was before the model; its malloc returns what is freed (MALLOC_MMAP_THRESHOLD_ of 1 MB), or the peak would hold that too. In a
-small model with a large vocabulary the peak is the loss: logits, their log-softmax and the gradients of both.
+Memory: "state" (parameters, gradients, moments) and "kept" (tensors that autograd saves between forward and backward, measured by
+`saved_tensors_hooks`, without parameters) are exact. "Peak" is measured in a new process for each model, which first trains one
+linear so that all libraries are loaded. It is the largest resident memory (`/proc`; on a GPU the allocator's) over three steps,
+less the memory before the model was built. With MALLOC_MMAP_THRESHOLD_ = 1 MB, malloc returns freed memory, which would
+otherwise count. In a small model with a large vocabulary, the peak comes from the loss: logits, their log-softmax and the
+gradients of both.
 
-Limit: multiply-adds of forward and backward, given what is frozen, at the rate of bare matrix products of the model's own
-linears at this number of tokens; and 40 bytes for each trained parameter at the rate of a copy (gradient: read to measure its
-norm, read and written to clip it; AdamW reads parameter, gradient and two moments and writes three of them). It leaves out
-softmax, loss, norms, dropout and casts; the smaller the model, the more of a step these are.
+Limit: the multiply-adds of forward and backward with these frozen parts, at the rate of bare matrix products of the model's own
+linears with this number of tokens; plus 40 bytes for each trained parameter at the rate of a copy (the gradient is read for its
+norm, and read and written for clipping; AdamW reads parameter, gradient and two moments and writes three of them). It excludes
+softmax, loss, norms, dropout and casts, whose share of a step is larger in smaller models.
 """
 
 import collections
@@ -64,8 +65,8 @@ def make(run: dict[str, Any], vocabulary: int, by_hand: bool) -> Any:
 
 def stepper(model: Any, run: dict[str, Any], tokens: int, length: int) -> Callable[[], torch.Tensor]:
     """A function that takes one training step and returns its loss."""
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(2, model.config.vocab_size, (2, max(1, tokens // length), length), generator=draw)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, model.config.vocab_size, (2, max(1, tokens // length), length), generator=generator)
     inputs, labels = ids.to(_shared.DEVICE)
     loss_of = label_smoothed_loss(run["training"]["label_smoothing"])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -90,7 +91,7 @@ def losses(step: Callable[[], torch.Tensor]) -> list[float]:
 
 
 def memory(run: dict[str, Any], vocabulary: int, by_hand: bool, tokens: int, length: int) -> dict[str, float]:
-    """Bytes of `state` and `kept` (exact) and `peak`; to be called in a new process."""
+    """Bytes of `state`, `kept` (both exact) and `peak`; call it in a new process."""
     linear = nn.Linear(8, 8).to(_shared.DEVICE)
     with torch.autocast(_shared.DEVICE, torch.bfloat16):
         linear(torch.ones(8, 8, device=_shared.DEVICE)).float().sum().backward()
@@ -101,30 +102,31 @@ def memory(run: dict[str, Any], vocabulary: int, by_hand: bool, tokens: int, len
     for _ in range(3):
         step()
     peak = _resident("VmHWM") - before
-    held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
+    parameter_storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved_sizes: dict[int, int] = {}
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    def record(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in held:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in parameter_storages:
+            saved_sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         step()
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
-    return {"state": sum(b * (4 if trained else 1) for b, trained in sizes), "kept": sum(kept.values()), "peak": peak}
+    state = sum(size * (4 if trained else 1) for size, trained in sizes)
+    return {"state": state, "kept": sum(saved_sizes.values()), "peak": peak}
 
 
 def _resident(field: str) -> int:
-    """Bytes resident now (VmRSS) or at most (VmHWM; getrusage would count the parent's too); on a GPU of its allocator."""
+    """Bytes in use now (VmRSS) or at the peak (VmHWM): of the process, or on a GPU of the allocator."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated() if field == "VmRSS" else torch.cuda.max_memory_allocated()
     return _shared.resident(field)
 
 
 def product_rate(model: Any, tokens: int, bf16: bool) -> float:
-    """Multiply-adds a second of bare products: each linear of the model, forward, each shape as often as it occurs."""
+    """Multiply-adds per second of bare forward products of all linears of the model; each shape counts as often as it occurs."""
     shapes = collections.Counter(tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
     work = time = 0.0
     for (out, into), count in shapes.items():
@@ -140,9 +142,9 @@ def main() -> None:
     parser = _shared.parser(__doc__)
     parser.add_argument("--rows", nargs="+", default=["0", "1", "2", "3", "4", "5", "6"])
     parser.add_argument("--vocab", type=int, help="default: the preset's")
-    parser.add_argument("--tokens", type=int, default=2048, help="of a batch, on either side")
-    parser.add_argument("--length", type=int, default=32, help="of a sentence")
-    parser.add_argument("--rounds", type=int, default=10, help="of four steps each, for each ratio")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens in a batch, on each side")
+    parser.add_argument("--length", type=int, default=32, help="tokens in a sentence")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of four steps for each ratio")
     options = parser.parse_args()
     runs = _shared.rows(options)
     vocabulary = options.vocab or runs["0"]["tokenizer"]["vocab_size"]
@@ -154,13 +156,13 @@ def main() -> None:
     whole_step = stepper(everything, runs["0"], *batch)
     bf16 = runs["0"]["training"]["bf16"]
     products, copies = product_rate(everything, options.tokens, bf16), _shared.copy_rate()
-    lines, ratios = [], {"time": [], "held": [], "peak": []}
+    lines, ratios = [], {"time": [], "memory": [], "peak": []}
     for row in options.rows:
         variant, native = (make(runs[row], vocabulary, by_hand=hand) for hand in (False, True))
         native.load_state_dict(variant.state_dict())
         step, step_by_hand = stepper(variant, runs[row], *batch), stepper(native, runs[row], *batch)
         if losses(step) != losses(step_by_hand):
-            raise RuntimeError(f"row {row}: by hand the losses are others, so the two are not the same training")
+            raise RuntimeError(f"row {row}: the variant and the model frozen by hand have different losses")
         hand = _shared.in_turns(step, step_by_hand, options.rounds)
         whole = _shared.in_turns(step, whole_step, options.rounds)
         (ours, theirs), (whole_memory, _) = measured[row], measured["0"]
@@ -168,7 +170,7 @@ def main() -> None:
             raise RuntimeError(f"row {row}: {ours}, but by hand {theirs}")
         ratios["time"].append(hand.ratio)
         if row != "0":
-            ratios["held"].append((ours["state"] + ours["kept"]) / (whole_memory["state"] + whole_memory["kept"]))
+            ratios["memory"].append((ours["state"] + ours["kept"]) / (whole_memory["state"] + whole_memory["kept"]))
             ratios["peak"].append(ours["peak"] / whole_memory["peak"])
         macs = multiply_adds(variant, length=options.length)
         tokens = options.tokens // options.length * options.length
@@ -183,8 +185,8 @@ def main() -> None:
     header = ["row", "ms a step", "ratio to by hand", "ratio to row 0", "limit: products + optimiser, ms", "limit / time",
               "state, MB", "kept", "peak", "peak by hand"]  # fmt: skip
     summary = f"step: at most {max(ratios['time']):.3f} of the same done by hand (claim: 1.02)"
-    if ratios["held"]:
-        summary += f"; state and kept as by hand and at most {max(ratios['held']):.3f} of row 0 (claim: below 1), peak at most "
+    if ratios["memory"]:
+        summary += f"; state and kept as by hand and at most {max(ratios['memory']):.3f} of row 0 (claim: below 1), peak at most "
         summary += f"{max(ratios['peak']):.3f}"
     summary += (
         f"; {options.preset}, {vocabulary} types, {products / 1e9:.0f} billion multiply-adds and {copies / 1e9:.1f} "

@@ -1,28 +1,28 @@
-"""Time of attentions that have lost heads, of heads that attend by position, and of scoring heads.
+"""Time of attentions with removed heads, of heads with fixed patterns, and of scoring heads.
 
     python benchmarks/heads.py --out heads.md           # about 10 minutes on one core
     python benchmarks/heads.py --peer --out heads.md    # with Torch-Pruning, installed by hand
 
-Claims: removing heads saves at least .85 of what it could; an encoder with seven fixed heads and one that learns, or with eight
-fixed, is faster than one whose eight learn, from length 128 on; `analysis.head_importance` takes at most 1.15 of forward and
-backward in training on the same batches. Each place where that does not hold is named.
+Claims: removing heads saves at least 0.85 of the time that it could save. From length 128 on, an encoder with eight fixed heads,
+or with seven fixed heads and one learned head, is faster than with eight learned heads. `analysis.head_importance` takes at most
+1.15 of the time of a training forward and backward on the same batches. The report names each case that misses its claim.
 
-Models, fp32, fresh weights, made by `make_variant`:
-- encoder: `--layers` layers as BERT-base has them (768 wide, 12 heads, FFN 3072), all alike, so that two stand for twelve;
-- decoder: as many of Transformer-base (512 wide, 8 heads, FFN 2048), one step: a token after `length` tokens with cache, with as
-  many source tokens;
+Models, fp32, fresh weights, built by `make_variant`:
+- encoder: `--layers` layers like BERT-base (768 wide, 12 heads, FFN 3072); layers are identical, so two represent twelve;
+- decoder: the same number of layers like Transformer-base (512 wide, 8 heads, FFN 2048); one step decodes a token after `length`
+  tokens with cache, with `length` source tokens;
 - fixed: an encoder as wide as that decoder.
 
-Heads removed: .25, .5 and .75 of each attention (of 8 or 12, exactly so many), and all, which is what could be saved: an
-attention of half the heads could save half of what none saves. Saved / possible: (dense - row) / (share x (dense - none)), of
-the medians.
+Heads removed: 0.25, 0.5 and 0.75 of each attention (exact shares of 8 or 12 heads), and all. Removing all shows the possible
+saving: an attention with half of its heads could save half of it. Saved / possible: (dense - row) / (share x (dense - none)),
+from the medians.
 
-Time: row, dense, dense, row, each called for at least `--turn` ms; a ratio is the median of the rounds' ratios, with quartiles.
-"dense again", a second model like the first, shows the noise. No text is padded.
+Time: the turns row, dense, dense, row, each of at least `--turn` ms; a ratio is the median of the ratios of the rounds, with
+quartiles. "dense again", a second dense model, shows the noise. No text is padded.
 
 `--peer` compares with Torch-Pruning (`pip install torch-pruning`, not a dependency; Fang et al., 2023,
-https://arxiv.org/abs/2301.12900): the same heads of the same encoder removed by its dependency graph, the outputs equal, ours at
-most 1.03 of its time; and whether `from_pretrained` opens what `save_pretrained` wrote of each.
+https://arxiv.org/abs/2301.12900), which removes the same heads of the same encoder by its dependency graph. The outputs must be
+equal, and ours should take at most 1.03 of its time. It also reports whether `from_pretrained` opens the saved model of each.
 """
 
 import argparse
@@ -43,6 +43,7 @@ from hf_freeze.experiments.runs.text_training import choose_attention
 SHARES = (0.25, 0.5, 0.75)
 BARS = {"saved": 0.85, "fixed": 1.0, "scoring": 1.15, "peer": 1.03}
 FIXED_FROM = 128
+Measurements = dict[str, list[tuple[float, str]]]  # claim -> (value, case) of each measurement
 
 
 def encoder(options: argparse.Namespace) -> Any:
@@ -81,7 +82,7 @@ def _ready(model: Any) -> Any:
 
 
 def without(model: Any, share: float) -> Any:
-    """The model without this share of the heads of each attention."""
+    """A copy of the model in which this share of the heads of each attention is removed."""
     attentions = model.architecture.attentions(model.config)
     heads = {name: list(range(round(share * a.head_count(model.config)))) for name, a in attentions.items()}
     return _ready(make_variant(model, [methods.HeadPruning(heads=heads)]))
@@ -107,14 +108,15 @@ def decode(model: Any, batch: int, length: int) -> Callable[[], object]:
 
     def work() -> object:
         with torch.inference_mode():
-            made = model(encoder_outputs=source, decoder_input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+            outputs = model(encoder_outputs=source, decoder_input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
             cache.crop(-1)
-            return made.logits.argmax(-1)
+            return outputs.logits.argmax(-1)
 
     return work
 
 
-def pruning(options: argparse.Namespace, found: dict[str, list[tuple[float, str]]]) -> list[list[str]]:
+def pruning(options: argparse.Namespace, measurements: Measurements) -> list[list[str]]:
+    """Table rows of models with removed heads; adds to `measurements`, as the functions below."""
     lines = []
     for name, make, work in (("encoder", encoder, encode), ("decoder", translator, decode)):
         torch.manual_seed(0)
@@ -133,21 +135,15 @@ def pruning(options: argparse.Namespace, found: dict[str, list[tuple[float, str]
                     share = models[row][1]
                     saved = (1 - pair.ratio) / (share * possible) if 0 < share < 1 else None
                     if saved is not None:
-                        found["saved"].append((saved, f"{name}, batch {batch}, length {length}, {share:.0%}"))
+                        measurements["saved"].append((saved, f"{name}, batch {batch}, length {length}, {share:.0%}"))
                     ms = 1000 * statistics.median(pair.one)
-                    where = [
-                        name,
-                        f"{batch} x {length}",
-                        f"{ms:.2f}",
-                        str(pair),
-                        "" if saved is None else f"{saved:.2f}",
-                    ]
-                    lines.append([row, *where])
+                    saved_cell = "" if saved is None else f"{saved:.2f}"
+                    lines.append([row, name, f"{batch} x {length}", f"{ms:.2f}", str(pair), saved_cell])
                     print(" ".join(lines[-1]), flush=True)
     return lines
 
 
-def fixed(options: argparse.Namespace, found: dict[str, list[tuple[float, str]]]) -> list[list[str]]:
+def fixed(options: argparse.Namespace, measurements: Measurements) -> list[list[str]]:
     torch.manual_seed(0)
     dense, lines = translator(options), []
     models = {"dense again": copy.deepcopy(dense)}
@@ -161,14 +157,14 @@ def fixed(options: argparse.Namespace, found: dict[str, list[tuple[float, str]]]
                     encode(model, batch, length), reference, options.rounds, at_least=options.turn / 1000
                 )
                 if row != "dense again" and length >= FIXED_FROM:
-                    found["fixed"].append((pair.ratio, f"{row}, batch {batch}, length {length}"))
+                    measurements["fixed"].append((pair.ratio, f"{row}, batch {batch}, length {length}"))
                 ms = 1000 * statistics.median(pair.one)
                 lines.append([row, "fixed", f"{batch} x {length}", f"{ms:.2f}", str(pair), ""])
                 print(" ".join(lines[-1]), flush=True)
     return lines
 
 
-def scoring(options: argparse.Namespace, found: dict[str, list[tuple[float, str]]]) -> list[list[str]]:
+def scoring(options: argparse.Namespace, measurements: Measurements) -> list[list[str]]:
     torch.manual_seed(0)
     model, lines = encoder(options), []
     batch, length = max(options.batches), options.lengths[len(options.lengths) // 2]
@@ -183,14 +179,14 @@ def scoring(options: argparse.Namespace, found: dict[str, list[tuple[float, str]
     pair = _shared.in_turns(
         lambda: head_importance(model, [inputs]), train, options.rounds, at_least=options.turn / 1000
     )
-    found["scoring"].append((pair.ratio, f"batch {batch}, length {length}"))
+    measurements["scoring"].append((pair.ratio, f"batch {batch}, length {length}"))
     ms = 1000 * statistics.median(pair.one)
     lines.append(["head_importance, against training", "encoder", f"{batch} x {length}", f"{ms:.2f}", str(pair), ""])
     return lines
 
 
-def peer(options: argparse.Namespace, found: dict[str, list[tuple[float, str]]]) -> list[list[str]]:
-    """Ours against Torch-Pruning's."""
+def peer(options: argparse.Namespace, measurements: Measurements) -> list[list[str]]:
+    """Compare our pruned models with Torch-Pruning's. Raises RuntimeError if their logits differ."""
     torch.manual_seed(0)
     dense, lines = encoder(options), []
     native = _ready(dense.merge())
@@ -201,9 +197,9 @@ def peer(options: argparse.Namespace, found: dict[str, list[tuple[float, str]]])
             ids = torch.randint(2, 1000, (2, min(options.lengths)), device=_shared.DEVICE)
             difference = float((ours(ids).logits - theirs(ids).logits).abs().max())
         if difference > 1e-4:
-            raise RuntimeError(f"{count} heads removed in two ways give logits that differ by {difference:.2g}")
+            raise RuntimeError(f"with {count} heads removed, our logits and Torch-Pruning's differ by {difference:.2g}")
         opened = "; ".join(
-            f"{who} opens again: {'yes' if reopens(m) else 'no'}" for who, m in (("ours", ours), ("theirs", theirs))
+            f"{name} opens again: {'yes' if reopens(m) else 'no'}" for name, m in (("ours", ours), ("theirs", theirs))
         )
         for batch in options.batches:
             for length in options.lengths:
@@ -213,7 +209,7 @@ def peer(options: argparse.Namespace, found: dict[str, list[tuple[float, str]]])
                     options.rounds,
                     at_least=options.turn / 1000,
                 )
-                found["peer"].append((pair.ratio, f"{share:.0%}, batch {batch}, length {length}"))
+                measurements["peer"].append((pair.ratio, f"{share:.0%}, batch {batch}, length {length}"))
                 ms = 1000 * statistics.median(pair.one)
                 row = f"{share:.0%} of the heads removed, against Torch-Pruning ({opened})"
                 lines.append([row, "encoder", f"{batch} x {length}", f"{ms:.2f}", str(pair), ""])
@@ -222,7 +218,7 @@ def peer(options: argparse.Namespace, found: dict[str, list[tuple[float, str]]])
 
 
 def by_peer(native: Any, count: int) -> Any:
-    """The first `count` heads of each attention of this BERT removed by Torch-Pruning."""
+    """A copy of this BERT in which Torch-Pruning removed the first `count` heads of each attention."""
     import torch_pruning  # pyright: ignore[reportMissingImports]
 
     model = copy.deepcopy(native)
@@ -230,47 +226,52 @@ def by_peer(native: Any, count: int) -> Any:
     example = {"input_ids": torch.randint(2, 1000, (2, 8), device=_shared.DEVICE)}
     graph = torch_pruning.DependencyGraph().build_dependency(model, example_inputs=example)
     for layer in model.bert.encoder.layer:
-        places = list(range(count * size))
-        graph.get_pruning_group(layer.attention.self.query, torch_pruning.prune_linear_out_channels, places).prune()
+        channels = list(range(count * size))
+        graph.get_pruning_group(layer.attention.self.query, torch_pruning.prune_linear_out_channels, channels).prune()
     return _ready(model)
 
 
 def reopens(model: Any) -> bool:
+    """Whether `from_pretrained` can load the saved model."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         try:
             AutoModelForMaskedLM.from_pretrained(folder)
-        except RuntimeError:  # sizes that its config does not know
+        except RuntimeError:  # tensor sizes that do not match its config
             return False
     return True
 
 
 def arguments() -> argparse.Namespace:
-    made = _shared.parser(__doc__, presets=False)
-    made.add_argument("--layers", type=int, default=2)
-    made.add_argument("--width", type=int, default=768, help="of the encoder; a multiple of 48")
-    made.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512])
-    made.add_argument("--batches", type=int, nargs="+", default=[1, 32])
-    made.add_argument("--rounds", type=int, default=5)
-    made.add_argument("--turn", type=float, default=100, help="ms that a turn takes at least")
-    made.add_argument("--peer", action="store_true", help="compare with Torch-Pruning too, which must be installed")
-    return made.parse_args()
+    parser = _shared.parser(__doc__, presets=False)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=768, help="width of the encoder, a multiple of 48")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--turn", type=float, default=100, help="shortest time of a turn in ms")
+    parser.add_argument("--peer", action="store_true", help="also compare with Torch-Pruning, which must be installed")
+    return parser.parse_args()
 
 
 def main() -> None:
     options = arguments()
-    found: dict[str, list[tuple[float, str]]] = {name: [] for name in BARS}
+    measurements: Measurements = {name: [] for name in BARS}
     parts = (pruning, fixed, scoring, *([peer] if options.peer else []))
-    lines = [line for part in parts for line in part(options, found)]
+    lines = [line for part in parts for line in part(options, measurements)]
     header = ["row", "of", "batch x length", "ms", "to dense", "saved / possible"]
     summary = "\n".join(
         [
-            f"- saved at least {BARS['saved']} of what could be: {_shared.verdict(found['saved'], BARS['saved'].__le__)}",
+            f"- saved at least {BARS['saved']} of what could be: {_shared.verdict(measurements['saved'], BARS['saved'].__le__)}",
             f"- fixed heads faster than dense from length {FIXED_FROM} on: "
-            f"{_shared.verdict(found['fixed'], BARS['fixed'].__gt__)}",
-            f"- scoring at most {BARS['scoring']} of training: {_shared.verdict(found['scoring'], BARS['scoring'].__ge__)}",
+            f"{_shared.verdict(measurements['fixed'], BARS['fixed'].__gt__)}",
+            f"- scoring at most {BARS['scoring']} of training: "
+            f"{_shared.verdict(measurements['scoring'], BARS['scoring'].__ge__)}",
             *(
-                [f"- at most {BARS['peer']} of Torch-Pruning's: {_shared.verdict(found['peer'], BARS['peer'].__ge__)}"]
+                [
+                    f"- at most {BARS['peer']} of Torch-Pruning's: "
+                    f"{_shared.verdict(measurements['peer'], BARS['peer'].__ge__)}"
+                ]
                 if options.peer
                 else []
             ),

@@ -1,35 +1,34 @@
-"""Time and memory of the layers that take a linear's place, against nn.Linear and against tensorly-torch.
+"""Time and memory of the layers that replace a linear, against nn.Linear and tensorly-torch.
 
     python benchmarks/linear_methods.py --out linear_methods.md --plot linear_methods.png    # about 5 minutes on one core
     pip install -c constraints.txt -e ".[benchmarks]"                                        # the peer, tensorly-torch
 
-Claims: in inference with execution="auto" each layer takes at most 1.05 of the time of the nn.Linear that it replaces; tensor
-train and Tucker are at least 2.5 times as fast as tensorly-torch's layers of the same shapes and ranks; execution="factors"
-holds less memory than the dense weight; an FFN without some of its neurons saves at least .85 of their share in time. Each
-place where that does not hold is named.
+Claims: in inference with execution="auto", each layer takes at most 1.05 of the time of the nn.Linear that it replaces. Tensor
+train and Tucker are at least 2.5 times as fast as tensorly-torch's layers with the same shapes and ranks. With
+execution="factors", a layer holds less memory than the dense weight. An FFN with removed neurons saves at least 0.85 of their
+share in time. The report names each case that misses its claim.
 
-Layers, made by the methods as in a model, fp32, with bias: low rank at 25 % of the parameters; tensor train of rank 2 and 8;
+Layers, built by the methods as in a model, fp32, with bias: low rank with 25 % of the parameters; tensor train of rank 2 and 8;
 Tucker of rank 2 and 3 (default shapes); 90 % of the weights pruned, with a mask and finalized; variational dropout, finalized
-with 10 % left; a whole FFN (inputs, outputs, inputs; ReLU) with half and a quarter of its neurons. The values are random: they
-cost what trained ones cost. And a second nn.Linear: what it takes of the first one's time is noise, such as where in memory the
-two happen to lie, and shows how much a ratio means.
+with 10 % of the weights; a whole FFN (inputs, outputs, inputs; ReLU) with half and a quarter of its neurons. Values are random,
+which does not affect the time. A second nn.Linear shows the noise, such as the effect of its position in memory.
 
-Time: eval mode, no gradients, the layer and nn.Linear in turns, one-other-other-one, each called for at least `--turn` ms. A
-ratio is the median of the rounds' ratios, with quartiles. "Takes" is the way that "auto" chose, "the other" the way that it did
-not choose, against dense as well. A turn calls one layer again and again, so weights lie in the caches if they fit: where a
-model's do not, what reads fewer of them gains more than here.
+Time: eval mode, no gradients, the turns layer, nn.Linear, nn.Linear, layer, each of at least `--turn` ms. A ratio is the median
+of the ratios of the rounds, with quartiles. "Takes" is the execution that "auto" chose; "the other" is the ratio of the execution
+that it did not choose. A turn repeats one layer, so its weights stay in the caches if they fit. In a model whose weights do not
+fit, layers that read fewer weights gain more than here.
 
-Peer: FactorizedLinear with the factors of our layer, after a check that both compute the same; the fastest of its
-implementations "factorized" and "reconstructed", the former for tensor train with torch's einsum in the order of opt_einsum or
-from left to right. It keeps nothing between two forwards.
+Peer: tensorly-torch's FactorizedLinear with the factors of our layer, after a check that both compute the same. Its fastest
+implementation counts: "factorized" (for tensor train, with torch's einsum in the order of opt_einsum or from left to right) or
+"reconstructed". It caches nothing between two forwards.
 
-Training: forward and backward (gradients of inputs and parameters; of variational dropout with the KL term) of
-`--training-tokens` tokens against nn.Linear. First: the first forward less a later one, with execution="dense": what is computed
-once after loading. Held: bytes of all tensors that the module holds after forwards of all numbers of tokens; what a forward
-needs in passing is not in it.
+Training: forward and backward (gradients of inputs and parameters; for variational dropout with the KL term) of
+`--training-tokens` tokens, against nn.Linear. First: the first forward minus a later one with execution="dense", the one-time
+cost after loading. Held: bytes of all tensors that the module holds after forwards with all numbers of tokens, without temporary
+tensors.
 
-Limit: the larger of the multiply-adds (counted by torch) at the rate of a large product, and the bytes of weights, inputs and
-outputs at the rate of reading so many bytes again and again.
+Limit: the larger of two times: the multiply-adds (counted by torch) at the rate of a large product, and the bytes of weights,
+inputs and outputs at the rate of repeatedly reading as many bytes.
 """
 
 import argparse
@@ -80,12 +79,12 @@ class Size:
         return nn.Linear(self.inputs, self.outputs, device=_shared.DEVICE)
 
     def rank(self, share: float) -> int:
-        """Of a low-rank layer with this share of the weights."""
+        """The rank of a low-rank layer with this share of the weights."""
         return max(1, int(share * self.weights / (self.inputs + self.outputs)))
 
 
 def layers(size: Size) -> dict[str, Callable[[], tuple[nn.Module, nn.Module]]]:
-    """name -> a function that makes (the layer that trains, the layer of inference): one and the same, but for finalize()."""
+    """{name: function that returns (layer for training, layer for inference)}; the two differ only after `finalize()`."""
 
     def factorized(method: Any) -> Callable[[], tuple[nn.Module, nn.Module]]:
         def make() -> tuple[nn.Module, nn.Module]:
@@ -133,16 +132,16 @@ def ffn(size: Size, width: int) -> nn.Module:
 def set_execution(layer: Any, execution: str) -> None:
     layer.execution = execution
     layer._paths.clear()
-    layer.eval()  # forgets what was kept
+    layer.eval()  # clears the cache
 
 
 def held_bytes(*roots: Any) -> int:
-    """Of all tensors that can be reached from these, each storage once."""
-    found: dict[int, int] = {}
+    """Bytes of all tensors reachable from `roots`; shared storages count once."""
+    storages: dict[int, int] = {}
     for tensor in _tensors(roots, set()):
         storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
@@ -152,11 +151,11 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each, seen)
+        for entry in value.values():
+            yield from _tensors(entry, seen)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each, seen)
+        for entry in value:
+            yield from _tensors(entry, seen)
     elif hasattr(value, "__dict__"):
         yield from _tensors(vars(value), seen)
 
@@ -174,7 +173,7 @@ def peer_of(layer: Any) -> Any:
         if train:
             values = [core.permute(0, 2, 1, 3) for core in layer.cores]
         else:
-            order = (*range(inputs, len(ranks)), *range(inputs))  # theirs has the outputs first
+            order = (*range(inputs, len(ranks)), *range(inputs))  # tensorly-torch has the outputs first
             peer.weight.core.copy_(layer.core.reshape(layer.ranks).permute(order))
             values = [*layer.factors[inputs:], *layer.factors[:inputs]]
         for factor, value in zip(peer.weight.factors, values, strict=True):
@@ -183,25 +182,28 @@ def peer_of(layer: Any) -> Any:
 
 
 def choose_peer(layer: Any, peer: Any, x: torch.Tensor) -> str:
-    """Set the peer to the fastest of its ways for so many tokens; raises RuntimeError where it computes something else."""
-    expected = layer(x)
-    # Tucker from left to right would multiply every input by every entry of the core.
-    orders = (True, False) if isinstance(layer, TensorTrainLinear) else (True,)
-    ways = [("reconstructed", True), *(("factorized", order) for order in orders)]
+    """Set the peer to its fastest implementation for the tokens of `x`, and return its name.
 
-    def take(way: tuple[str, bool]) -> None:
-        peer.implementation, torch.backends.opt_einsum.enabled = way
+    Raises RuntimeError if an implementation computes other results than `layer`.
+    """
+    expected = layer(x)
+    # Without opt_einsum, Tucker would multiply every input by every entry of the core.
+    use_opt_einsum = (True, False) if isinstance(layer, TensorTrainLinear) else (True,)
+    candidates = [("reconstructed", True), *(("factorized", enabled) for enabled in use_opt_einsum)]
+
+    def select(candidate: tuple[str, bool]) -> None:
+        peer.implementation, torch.backends.opt_einsum.enabled = candidate
 
     times = {}
-    for way in ways:
-        take(way)
-        times[way] = _shared.best(lambda: peer(x), 1)
-        if times[way] < 0.05:
-            times[way] = _shared.best(lambda: peer(x))
+    for candidate in candidates:
+        select(candidate)
+        times[candidate] = _shared.best(lambda: peer(x), 1)
+        if times[candidate] < 0.05:
+            times[candidate] = _shared.best(lambda: peer(x))
         if not torch.allclose(peer(x), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
-            raise RuntimeError(f"{layer}: the peer's {way[0]!r} computes something else")
+            raise RuntimeError(f"{layer}: the peer's implementation {candidate[0]!r} computes other results")
     fastest = min(times, key=times.__getitem__)
-    take(fastest)
+    select(fastest)
     return fastest[0] if fastest[1] else f"{fastest[0]}, in order"
 
 
@@ -212,7 +214,7 @@ class Bench:
         self.ratios: dict[str, list[tuple[float, str]]] = {name: [] for name in (*BARS, "memory")}
 
     def rounds(self, seconds: float) -> int:
-        """Fewer where a round takes long."""
+        """The number of rounds, fewer for a slow call."""
         return max(min(3, self.options.rounds), min(self.options.rounds, int(self.options.patience / (4 * seconds))))
 
     def turns(self, one: Callable[[], object], other: Callable[[], object]) -> _shared.Pair:
@@ -232,18 +234,18 @@ class Bench:
         return _shared.verdict(self.ratios[name], holds)
 
     @torch.no_grad()
-    def inference(self, size: Size, made: dict[str, tuple[nn.Module, nn.Module]]) -> str:
+    def inference(self, size: Size, pairs: dict[str, tuple[nn.Module, nn.Module]]) -> str:
         dense, lines = size.linear().eval(), []
-        for name, (_, layer) in made.items():
+        for name, (_, layer) in pairs.items():
             factors = isinstance(layer, FactorizedLinear)
             peer = peer_of(layer) if tltorch and isinstance(layer, TensorTrainLinear | TuckerLinear) else None
             for tokens in self.options.tokens:
-                x, where = torch.randn(tokens, size.inputs, device=_shared.DEVICE), f"{size}, {name}, {tokens}"
+                x, case = torch.randn(tokens, size.inputs, device=_shared.DEVICE), f"{size}, {name}, {tokens}"
                 run, run_dense = functools.partial(layer.eval(), x), functools.partial(dense, x)
                 pair = self.turns(run, run_dense)
                 if name != NOISE:
-                    self.ratios["auto"].append((pair.ratio, where))
-                takes, other, against, way = "dense", "", "", ""
+                    self.ratios["auto"].append((pair.ratio, case))
+                takes, other, to_peer, implementation = "dense", "", "", ""
                 weights = 4 * size.weights
                 if factors:
                     takes = layer.path(tokens, x.device.type)
@@ -251,28 +253,29 @@ class Bench:
                         weights = held_bytes(layer.prepared_factors(tokens, x.device.type)[1]())
                 macs, limit = self.limit(layer, weights, x)
                 if peer is not None:
-                    way = choose_peer(layer, peer, x)
-                    compared = self.turns(functools.partial(peer, x), run)
-                    self.ratios["peer"].append((compared.ratio, where))
-                    against = str(compared)
+                    implementation = choose_peer(layer, peer, x)
+                    peer_pair = self.turns(functools.partial(peer, x), run)
+                    self.ratios["peer"].append((peer_pair.ratio, case))
+                    to_peer = str(peer_pair)
                     torch.backends.opt_einsum.enabled = True
                 if factors:
                     set_execution(layer, "dense" if takes == "factors" else "factors")
                     other = f"{self.turns(run, run_dense).ratio:.3f}"
                     set_execution(layer, "auto")
-                times = [1e6 * statistics.median(each) for each in (pair.other, pair.one)]
+                times = [1e6 * statistics.median(rounds) for rounds in (pair.other, pair.one)]
                 lines.append([name, str(tokens), *(f"{time:,.0f}" for time in times), str(pair), takes, other,
-                              f"{macs:,.2f}", f"{1e6 * limit:,.0f}", f"{1e6 * limit / times[1]:.2f}", against, way])  # fmt: skip
+                              f"{macs:,.2f}", f"{1e6 * limit:,.0f}", f"{1e6 * limit / times[1]:.2f}", to_peer,
+                              implementation])  # fmt: skip
                 print(size, *lines[-1], sep=" | ", flush=True)
         header = ["layer", "tokens", "dense, µs", "layer, µs", "layer / dense", "takes", "the other / dense",
                   "multiply-adds, M", "limit, µs", "limit / time", "peer / layer", "the peer's way"]  # fmt: skip
         return _shared.markdown(header, lines)
 
-    def other_costs(self, size: Size, made: dict[str, tuple[nn.Module, nn.Module]]) -> str:
+    def other_costs(self, size: Size, pairs: dict[str, tuple[nn.Module, nn.Module]]) -> str:
         dense, lines = size.linear(), []
         dense_bytes = held_bytes(dense)
         x = torch.randn(self.options.training_tokens, size.inputs, device=_shared.DEVICE, requires_grad=True)
-        for name, (trained, layer) in made.items():
+        for name, (trained, layer) in pairs.items():
             factors = isinstance(layer, FactorizedLinear)
             stored = sum(t.numel() * t.element_size() for t in (*layer.parameters(), *layer.buffers()))
             training = "as masked" if trained is not layer and not hasattr(trained, "kl") else ""
@@ -292,7 +295,7 @@ class Bench:
             first = self._first(layer, size)
             if factors:
                 set_execution(layer, "auto")
-            cells = [f"{each / 1e6:.3f}" for each in (stored, *([0] * (2 - len(held))), *held)]
+            cells = [f"{size_ / 1e6:.3f}" for size_ in (stored, *([0] * (2 - len(held))), *held)]
             if not factors:
                 cells[1] = ""
             lines.append([name, f"{stored / dense_bytes:.4f}", *cells, f"{1e3 * first:.2f}", training])
@@ -303,12 +306,12 @@ class Bench:
 
     @torch.no_grad()
     def _first(self, layer: nn.Module, size: Size) -> float:
-        """Seconds of the first forward of one token less those of a later one, the median of a few."""
-        x, found = torch.randn(1, size.inputs, device=_shared.DEVICE), []
+        """Seconds of the first forward of one token minus a later one, the median over the rounds."""
+        x, differences = torch.randn(1, size.inputs, device=_shared.DEVICE), []
         for _ in range(self.options.rounds):
-            layer.eval()  # forgets what was kept
-            found.append(_shared.seconds(lambda: layer(x)) - _shared.best(lambda: layer(x)))
-        return statistics.median(found)
+            layer.eval()  # clears the cache
+            differences.append(_shared.seconds(lambda: layer(x)) - _shared.best(lambda: layer(x)))
+        return statistics.median(differences)
 
     @torch.no_grad()
     def neurons(self, size: Size) -> list[list[str]]:
@@ -322,7 +325,7 @@ class Bench:
                 self.ratios["saved"].append((saved, f"{size}, 1/{divisor}, {tokens}"))
                 weights = held_bytes(*pruned.parameters())
                 macs, limit = self.limit(pruned, weights, x)
-                times = [1e6 * statistics.median(each) for each in (pair.other, pair.one)]
+                times = [1e6 * statistics.median(rounds) for rounds in (pair.other, pair.one)]
                 cells = [str(size), f"1/{divisor}", str(tokens), *(f"{time:,.0f}" for time in times), str(pair)]
                 lines.append([*cells, f"{saved:.2f}", f"{macs:,.2f}", f"{1e6 * limit:,.0f}",
                               f"{1e6 * limit / times[1]:.2f}"])  # fmt: skip
@@ -331,10 +334,10 @@ class Bench:
 
 
 def step(layer: Any, x: torch.Tensor) -> Callable[[], None]:
-    """Forward and backward, of the KL term too where there is one."""
+    """A function that runs forward and backward, including the KL term of a variational layer."""
     gradient = torch.randn(x.shape[0], layer.out_features, device=x.device)
 
-    def take() -> None:
+    def run() -> None:
         x.grad = None
         for parameter in layer.parameters():
             parameter.grad = None
@@ -344,7 +347,7 @@ def step(layer: Any, x: torch.Tensor) -> Callable[[], None]:
         else:
             y.backward(gradient)
 
-    return take
+    return run
 
 
 RANKS = {
@@ -356,7 +359,8 @@ RANKS = {
 
 @torch.no_grad()
 def plot(bench: Bench, size: Size, path: Path) -> None:
-    """Ratio to dense against rank, a panel for each method, for each number of tokens: auto, and factors where auto is dense."""
+    """Plot the ratio to dense against the rank: a panel for each method, and lines for each number of tokens with the executions
+    "auto" and "factors"."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
@@ -373,14 +377,14 @@ def plot(bench: Bench, size: Size, path: Path) -> None:
             for index, tokens in enumerate(bench.options.tokens):
                 colour, marker = style_of(index)
                 x = torch.randn(tokens, size.inputs, device=_shared.DEVICE)
-                for execution, look in (("auto", "-"), ("factors", ":")):
+                for execution, line_style in (("auto", "-"), ("factors", ":")):
                     points = []
                     for rank in ranks:
                         layer = kinds[name](rank=rank, execution=execution).make(size.linear(), "linear", None).eval()
                         pair = bench.turns(functools.partial(layer, x), functools.partial(dense, x))
                         points.append(pair.ratio)
                     label = f"{tokens} token{'s' * (tokens > 1)}, {execution}"
-                    axes.plot(ranks, points, look, color=colour, marker=marker, markersize=5, label=label)
+                    axes.plot(ranks, points, line_style, color=colour, marker=marker, markersize=5, label=label)
             axes.axhline(1, color=INK, linewidth=0.8)
             axes.set(title=name, xlabel="rank", xscale="log", yscale="log")
             axes.xaxis.set_major_locator(FixedLocator(ranks))
@@ -396,12 +400,12 @@ def plot(bench: Bench, size: Size, path: Path) -> None:
 
 def main() -> None:
     parser = _shared.parser(__doc__, presets=False)
-    parser.add_argument("--quick", action="store_true", help="a small size, once, to see that it works")
-    parser.add_argument("--rounds", type=int, default=15, help="of four turns each, at most")
-    parser.add_argument("--patience", type=float, default=1.5, help="s for a ratio, if that leaves three rounds")
-    parser.add_argument("--turn", type=float, default=2.0, help="ms of a turn, at least")
+    parser.add_argument("--quick", action="store_true", help="a small size and one round, as a smoke test")
+    parser.add_argument("--rounds", type=int, default=15, help="largest number of rounds of four turns")
+    parser.add_argument("--patience", type=float, default=1.5, help="seconds per ratio, but at least three rounds")
+    parser.add_argument("--turn", type=float, default=2.0, help="shortest time of a turn in ms")
     parser.add_argument("--training-tokens", type=int, default=512)
-    parser.add_argument("--plot", type=Path, help="a PNG file: time against rank, of the first size")
+    parser.add_argument("--plot", type=Path, help="a PNG file for the plot of time against rank, first size only")
     options = parser.parse_args()
     sizes, options.tokens = [Size(*size) for size in SIZES], TOKENS
     if options.quick:
@@ -412,13 +416,13 @@ def main() -> None:
     torch.manual_seed(0)
     bench, parts, neurons = Bench(options), [], []
     for size in sizes:
-        made = {name: make() for name, make in layers(size).items()}
-        for each in made.values():
-            for layer in each:
+        pairs = {name: make() for name, make in layers(size).items()}
+        for pair in pairs.values():
+            for layer in pair:
                 layer.eval()
         gc.collect()
-        parts.append(f"**{size}**, inference:\n\n{bench.inference(size, made)}")
-        parts.append(f"**{size}**, memory, loading and training:\n\n{bench.other_costs(size, made)}")
+        parts.append(f"**{size}**, inference:\n\n{bench.inference(size, pairs)}")
+        parts.append(f"**{size}**, memory, loading and training:\n\n{bench.other_costs(size, pairs)}")
         neurons += bench.neurons(size)
     header = ["FFN", "neurons", "tokens", "dense, µs", "pruned, µs", "pruned / dense", "saved / removed",
               "multiply-adds, M", "limit, µs", "limit / time"]  # fmt: skip

@@ -1,18 +1,18 @@
-"""Time of training steps in which layers are replaced or left out, and of what is left of them.
+"""Time of training steps with Theseus and LayerDrop, and of the finalized models.
 
     python benchmarks/progressive.py --out progressive.md     # about ten minutes on one core
 
-Claims: a step of Theseus costs at most 1.1 of what its draws make one expect, that is the mean, by the rate, of a step of the
-predecessor alone and one of the successor alone; LayerDrop saves at least .85 of the share p of the layers' time; a finalized
-model takes at most 1.03 of a native one of its depth. Each place where that does not hold is named.
+Claims: a step of Theseus costs at most 1.1 of the expected time: the mean of a predecessor-only step and a successor-only step,
+weighted by the rate. LayerDrop saves at least 0.85 of the share p of the layers' time. A finalized model takes at most 1.03 of
+the time of a native model of its depth. The report names each case that misses its claim.
 
-Models, fp32, fresh weights, made by `make_variant`: an encoder of `--layers` layers as MiniLM has them (384 wide, 12 heads, FFN
-1536) with its masked-LM head on 1,000 tokens, and a Marian translator of as many layers in each stack, 256 wide. A step: forward,
-backward and AdamW on `--batch` x `--length` tokens (and as many target tokens), with the draws of step 0, 1, 2 ... of a training.
-The layers' time: a step of all layers less one in which LayerDrop leaves out all.
+Models, fp32, fresh weights, built by `make_variant`: an encoder with `--layers` layers like MiniLM (384 wide, 12 heads, FFN 1536)
+and a masked-LM head on 1,000 tokens; and a Marian translator with as many layers in each stack, 256 wide. A step is forward,
+backward and AdamW on `--batch` x `--length` tokens (and as many target tokens), with the draws of the steps 0, 1, 2 ... of a
+training. The layers' time is a step with all layers minus a step in which LayerDrop drops all layers.
 
-Time: row, reference, reference, row, each for `--steps` steps; a ratio is the median of the rounds' ratios, with quartiles.
-"again", a second model like the first, shows the noise.
+Time: the turns row, reference, reference, row, each of `--steps` steps; a ratio is the median of the ratios of the rounds, with
+quartiles. "again", a second model of the same kind, shows the noise.
 """
 
 import argparse
@@ -30,10 +30,11 @@ from hf_freeze import make_variant, methods
 from hf_freeze.experiments.runs.text_training import choose_attention
 
 BARS = {"theseus": 1.1, "layer_drop": 0.85, "finalized": 1.03}
-TOTAL = 10**6  # steps of a training that never ends here
-NEVER = 1e-9
+TOTAL = 10**6  # steps of the training, more than are ever run
+NEVER = 1e-9  # a probability close to 0
 RATES = (0.3, 0.5, 0.8)
 DROPS = (0.2, 0.5)
+Measurements = dict[str, list[tuple[float, str]]]  # claim -> (value, case) of each measurement
 
 
 def encoder(options: argparse.Namespace) -> Any:
@@ -59,7 +60,7 @@ def translator(options: argparse.Namespace) -> Any:
 
 
 def training(model: Any, options: argparse.Namespace) -> Callable[[], None]:
-    """`--steps` steps, each with the draws of the next step."""
+    """A function that trains for `--steps` steps, continuing the draws of the previous call."""
     model = model.to(_shared.DEVICE).train()
     choose_attention(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
@@ -92,7 +93,8 @@ def inference(model: Any, options: argparse.Namespace) -> Callable[[], None]:
     return work
 
 
-def measure(name: str, dense: Any, options: argparse.Namespace, found: dict[str, list[tuple[float, str]]]) -> list[Any]:
+def measure(name: str, dense: Any, options: argparse.Namespace, measurements: Measurements) -> list[Any]:
+    """The table rows of one model; adds to `measurements`."""
     lines: list[list[str]] = []
 
     def compare(row: str, one: Callable[[], None], other: Callable[[], None]) -> float:
@@ -112,48 +114,49 @@ def measure(name: str, dense: Any, options: argparse.Namespace, found: dict[str,
         ratio = compare(f"Theseus, rate {rate}", trained(methods.Theseus(rate=rate, train="all")), reference)
         expected = rate * after + (1 - rate) * before
         lines[-1][-1] = f"{ratio / expected:.3f} of the expected"
-        found["theseus"].append((ratio / expected, f"{name}, rate {rate}"))
+        measurements["theseus"].append((ratio / expected, f"{name}, rate {rate}"))
     none = compare("LayerDrop, no layer", trained(methods.LayerDrop(p=1 - NEVER)), reference)
     for p in DROPS:
         ratio = compare(f"LayerDrop, p = {p}", trained(methods.LayerDrop(p=p)), reference)
         saved = (1 - ratio) / (p * (1 - none))
         lines[-1][-1] = f"saved {saved:.2f} of p x layers"
-        found["layer_drop"].append((saved, f"{name}, p = {p}"))
+        measurements["layer_drop"].append((saved, f"{name}, p = {p}"))
     finalized = make_variant(dense, [methods.Theseus(rate=0.5)])
     finalized.finalize()
     native = copy.deepcopy(finalized.merge())
     ratio = compare(
         "finalized, against a native model of its depth", inference(finalized, options), inference(native, options)
     )
-    found["finalized"].append((ratio, name))
+    measurements["finalized"].append((ratio, name))
     return lines
 
 
 def arguments() -> argparse.Namespace:
-    made = _shared.parser(__doc__, presets=False)
-    made.add_argument("--layers", type=int, default=6, help="of each stack; an even number")
-    made.add_argument("--width", type=int, default=384, help="of the encoder; a multiple of 48")
-    made.add_argument("--batch", type=int, default=4)
-    made.add_argument("--length", type=int, default=32)
-    made.add_argument("--rounds", type=int, default=3)
-    made.add_argument("--steps", type=int, default=24, help="of a turn: so many draws")
-    return made.parse_args()
+    parser = _shared.parser(__doc__, presets=False)
+    parser.add_argument("--layers", type=int, default=6, help="layers of each stack, an even number")
+    parser.add_argument("--width", type=int, default=384, help="width of the encoder, a multiple of 48")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=24, help="steps in a turn, each with its own draws")
+    return parser.parse_args()
 
 
 def main() -> None:
     options = arguments()
-    found: dict[str, list[tuple[float, str]]] = {name: [] for name in BARS}
+    measurements: Measurements = {name: [] for name in BARS}
     lines = []
     for name, make in (("encoder", encoder), ("translator", translator)):
         torch.manual_seed(0)
-        lines += measure(name, make(options), options, found)
+        lines += measure(name, make(options), options, measurements)
     summary = "\n".join(
         [
-            f"- Theseus at most {BARS['theseus']} of the expected: {_shared.verdict(found['theseus'], BARS['theseus'].__ge__)}",
+            f"- Theseus at most {BARS['theseus']} of the expected: "
+            f"{_shared.verdict(measurements['theseus'], BARS['theseus'].__ge__)}",
             f"- LayerDrop saves at least {BARS['layer_drop']} of the share p of the layers' time: "
-            f"{_shared.verdict(found['layer_drop'], BARS['layer_drop'].__le__)}",
+            f"{_shared.verdict(measurements['layer_drop'], BARS['layer_drop'].__le__)}",
             f"- finalized at most {BARS['finalized']} of native: "
-            f"{_shared.verdict(found['finalized'], BARS['finalized'].__ge__)}",
+            f"{_shared.verdict(measurements['finalized'], BARS['finalized'].__ge__)}",
             f"- threads: {torch.get_num_threads()}",
         ]
     )

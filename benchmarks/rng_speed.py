@@ -1,12 +1,13 @@
-"""Regenerating a seeded tensor against torch's own uniform generator.
+"""Speed of regenerating a seeded tensor, against torch's uniform generator.
 
     python benchmarks/rng_speed.py
 
-Claim: at least half the speed of `torch.empty(n).uniform_()`. Method: a new tensor of 2^24 fp32 values by either, in turn,
-`--rounds` times, in one process; the best of each (noise only adds). `uniform_` runs on one thread whatever the setting; ours
-shares its blocks among `torch.get_num_threads()`. New memory costs both the same, so the ratio to `uniform_` in memory that was
-written before is given too: it is lower. Beside it the work: Philox-4x32-10 takes 20 multiplications (32 to 64 bits) and 40
-exclusive ors of 32-bit words for 4 values, 15 operations a value, each a pass through the cache.
+Claim: at least half the speed of `torch.empty(n).uniform_()`. Both generate a new tensor of 2^24 fp32 values, in turns and
+`--rounds` times in one process; the best time of each counts, since noise only adds time. `uniform_` always runs on one thread;
+ours shares its blocks among `torch.get_num_threads()` threads. New memory costs both the same, so the ratio to `uniform_` in
+memory that was written before is reported too; it is lower. The amount of work is printed beside it: for 4 values,
+Philox-4x32-10 needs 20 multiplications (32 to 64 bits) and 40 exclusive ors of 32-bit words, so 15 operations per value, each a
+pass through the cache.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for name, work in works.items():
             times[name].append(seconds(work))
-    best = {name: min(each) for name, each in times.items()}
+    best = {name: min(rounds) for name, rounds in times.items()}
     for name, time_taken in best.items():
         print(f"{name:<17} {SIZE / time_taken / 1e6:5.0f} million values a second")
     print(f"ours: {torch.get_num_threads()} threads, {15 * SIZE / best['ours'] / 1e9:.1f} billion operations a second")

@@ -1,25 +1,24 @@
-"""Decoding and training time of the finished runs of a translation grid, each against row 0 of the same folder.
+"""Decoding and training time of the finished runs of a translation grid, against row 0 of the same grid.
 
     hf-freeze run recipes/freeze_ablation/recipe.yaml --out runs/demo
     python benchmarks/run_latency.py runs/demo --out run_latency.md
 
-Claim: no row takes more than 1.05 of row 0's time to decode, at batch 1 or 64. What a method does to a training step is measured
-without a claim.
+Claim: no row takes more than 1.05 of row 0's time to decode, at batch 1 or 64. Training steps are measured without a claim.
 
-Each row's model (of the smallest seed that row 0 has too) is loaded as it was saved, in fp32, with the attention of the runs. A
-ratio is the median over rounds of row, row 0, row 0, row in one process, with quartiles; row 0 against itself, loaded twice,
-shows the noise.
+The model of each row (with the smallest seed that row 0 has too) is loaded as it was saved, in fp32, with the attention
+implementation of the runs. A ratio is the median over rounds of the turns row, row 0, row 0, row in one process, with quartiles.
+Row 0 against itself, loaded twice, shows the noise.
 
-Decoding: `--sentences` sentences (of the test split that the runs were made with where that is the built-in corpus, or
-`--text`), greedy, with cache, one sentence after the other and in batches of 64: exactly `--new-tokens` new tokens each, so that
-what a row gains by shorter translations is not in it; or, with `--until-end`, until the model ends its translation, which is what
-a user waits for. Rows with a vocabulary of their own, whose tokens are other pieces of text, can only be compared so.
+Decoding: `--sentences` sentences of the built-in test split with the settings of the runs, or of `--text`; greedy search with
+cache, one sentence at a time and in batches of 64. Each sentence gets exactly `--new-tokens` new tokens, which excludes the gain
+of a row with shorter translations. With `--until-end`, decoding runs until the model ends the translation, the time for which a
+user waits. Rows with different vocabularies, whose tokens are different pieces of text, can only be compared with `--until-end`.
 
-What decoding takes goes into `latency.json` in the folder of each run that was measured, from which `hf-freeze report` weighs the
-rows by it too.
+Decoding times are written to `latency.json` in the folder of each measured run; `hf-freeze report` compares the rows by them too.
 
-Training: forward, label-smoothed loss, backward and fused AdamW step on what is trainable, in training mode, on one batch of 64
-of these sentences with their targets (`--target`; without it, `--text` is its own), the teacher's pass of a distilled row too.
+Training: forward, label-smoothed loss, backward and fused AdamW step of the trainable parameters, in training mode, on one batch
+of 64 of these sentences with their targets (`--target`; by default `--text` itself). Rows with distillation include the forward
+of the teacher.
 """
 
 import argparse
@@ -48,22 +47,23 @@ BATCH = 64
 
 
 def find_rows(folder: Path, seed: int | None) -> dict[str, Path]:
-    """row -> folder of its finished run, row 0 first; SystemExit where there is none of row 0."""
-    found: dict[str, dict[int, Path]] = {}
+    """{row: folder of its finished run}, row 0 first. Raises SystemExit if there is no finished run of row 0."""
+    runs: dict[str, dict[int, Path]] = {}
     for path in folder.glob("row-*-seed-*"):
         row, number = re.fullmatch(r"row-(.+)-seed-(\d+)", path.name).groups()  # type: ignore[union-attr]
         if (path / "metrics.json").exists() and (path / "model").is_dir() and (seed is None or int(number) == seed):
-            found.setdefault(row, {})[int(number)] = path
-    if "0" not in found:
-        of = "" if seed is None else f" of seed {seed}"
-        raise SystemExit(f"{folder} holds no finished run of row 0{of}: `hf-freeze run RECIPE --out {folder}` first")
-    zero = found["0"]
-    order = sorted(found, key=lambda row: (row != "0", row))
-    return {row: found[row][min(set(found[row]) & set(zero) or found[row])] for row in order}
+            runs.setdefault(row, {})[int(number)] = path
+    if "0" not in runs:
+        of_seed = "" if seed is None else f" of seed {seed}"
+        raise SystemExit(
+            f"{folder} holds no finished run of row 0{of_seed}: run `hf-freeze run RECIPE --out {folder}` first"
+        )
+    order = sorted(runs, key=lambda row: (row != "0", row))
+    return {row: runs[row][min(set(runs[row]) & set(runs["0"]) or runs[row])] for row in order}
 
 
 def read_text(options: argparse.Namespace, folder: Path) -> tuple[list[str], list[str]]:
-    """Sources and targets."""
+    """(sources, targets); `folder` is that of a run."""
     if options.text is not None:
         sources = data.read_lines(options.text)
         targets = data.read_lines(options.target or options.text)
@@ -73,8 +73,8 @@ def read_text(options: argparse.Namespace, folder: Path) -> tuple[list[str], lis
         settings = json.loads(file.read_text(encoding="utf-8"))["data"] if file.exists() else {}
         test = data.builtin_corpus(**settings.get("builtin", {}))["test"]
         pairs = list(zip(test["source"], test["target"], strict=True))
-    chosen = pairs[: options.sentences]
-    return [source for source, _ in chosen], [target for _, target in chosen]
+    pairs = pairs[: options.sentences]
+    return [source for source, _ in pairs], [target for _, target in pairs]
 
 
 def load(folder: Path) -> Any:
@@ -87,7 +87,7 @@ def load(folder: Path) -> Any:
 
 
 def decoder(model: Any, batches: list[Any], new_tokens: int | None) -> Callable[[], None]:
-    """A function that decodes all batches, each to the same length; None: until the model ends."""
+    """A function that decodes all batches, to `new_tokens` new tokens each, or if None until the model ends."""
     model.eval()
     longest = max(batch["input_ids"].shape[1] for batch in batches)
     limits = {"max_new_tokens": min(2 * longest + 10, model.config.max_position_embeddings - 1)}
@@ -97,9 +97,9 @@ def decoder(model: Any, batches: list[Any], new_tokens: int | None) -> Callable[
     @torch.no_grad()
     def decode() -> None:
         for batch in batches:
-            made = model.generate(**batch, num_beams=1, do_sample=False, **limits)
-            if new_tokens is not None and made.shape[1] != new_tokens + 1:
-                raise RuntimeError(f"{made.shape[1] - 1} new tokens instead of {new_tokens}")
+            outputs = model.generate(**batch, num_beams=1, do_sample=False, **limits)
+            if new_tokens is not None and outputs.shape[1] != new_tokens + 1:
+                raise RuntimeError(f"{outputs.shape[1] - 1} new tokens instead of {new_tokens}")
 
     return decode
 
@@ -124,15 +124,19 @@ def stepper(model: Any, batch: Any, labels: torch.Tensor) -> Callable[[], None]:
 
 def main() -> None:
     parser = _shared.parser(__doc__, presets=False)
-    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="of `hf-freeze run`: row-NAME-seed-N/model")
-    parser.add_argument("--rows", nargs="+", help="default: all; row 0 is always there")
-    parser.add_argument("--seed", type=int, help="default: the smallest that row 0 has too")
-    parser.add_argument("--text", help="source sentences, one a line, plain or gzipped")
+    parser.add_argument(
+        "folder", type=Path, metavar="RUN_FOLDER", help="folder of `hf-freeze run`, with row-NAME-seed-N/model"
+    )
+    parser.add_argument("--rows", nargs="+", help="default: all; row 0 is always included")
+    parser.add_argument("--seed", type=int, help="default: the smallest seed that row 0 has too")
+    parser.add_argument("--text", help="source sentences, one per line, plain or gzipped")
     parser.add_argument("--target", help="their translations")
     parser.add_argument("--sentences", type=int, default=BATCH)
     parser.add_argument("--new-tokens", type=int, default=20)
     parser.add_argument("--until-end", action="store_true", help="decode until the model ends, instead of --new-tokens")
-    parser.add_argument("--rounds", type=int, default=5, help="of four turns each; three times as many for short works")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="rounds of four turns; three times as many for short measurements"
+    )
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -156,19 +160,19 @@ def main() -> None:
         def encode(part: list[str]) -> Any:
             return tokenizer(part, return_tensors="pt", padding=True, truncation=True).to(_shared.DEVICE)
 
-        together = [encode(sources[start : start + BATCH]) for start in range(0, len(sources), BATCH)]
+        batches = [encode(sources[start : start + BATCH]) for start in range(0, len(sources), BATCH)]
         labels = encode(targets[:BATCH])
         labels = labels["input_ids"].masked_fill(labels["attention_mask"] == 0, -100)
         decoding, training = load(folder), load(folder)
         return {
             "1": decoder(decoding, [encode([source]) for source in sources], new_tokens),
-            "64": decoder(decoding, together, new_tokens),
-            "step": stepper(training, together[0], labels),
+            "64": decoder(decoding, batches, new_tokens),
+            "step": stepper(training, batches[0], labels),
         }
 
     zero = works_of(folders["0"])
     length = "each to the end that the model sets" if new_tokens is None else f"{new_tokens} new tokens each"
-    lines, worst, first_ms = [], [], {}
+    lines, ratios, first_ms = [], [], {}
     for row, folder in folders.items():
         works = works_of(folder)
         record = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
@@ -183,18 +187,20 @@ def main() -> None:
                 decoding[name] = {"ratio": pair.ratio, "ratios": pair.ratios, "first_ms": first_ms[name]}
             cells += [f"{1e3 * statistics.median(pair.one) / scale:.2f}", str(pair)]
             if name != "step" and row != "0":
-                worst.append((pair.ratio, f"row {row} at batch {name}"))
+                ratios.append((pair.ratio, f"row {row} at batch {name}"))
         conditions = (
             f"{len(sources)} sentences of {Path(options.text).name if options.text else 'the test set'}, {length}"
         )
-        measured = {"decoding": decoding, "conditions": conditions, "environment": environment()}
-        write_whole(folder / LATENCY, json.dumps(measured, indent=1) + "\n")
+        latency = {"decoding": decoding, "conditions": conditions, "environment": environment()}
+        write_whole(folder / LATENCY, json.dumps(latency, indent=1) + "\n")
         lines.append(cells)
         print(*cells, sep=" | ", flush=True)
     header = ["row", "stored, MB", "batch 1: ms a sentence", "to row 0", "batch 64: ms a sentence", "to row 0",
               "training step, ms", "to row 0"]  # fmt: skip
-    missed = [f"{where} ({ratio:.2f})" for ratio, where in worst if ratio > BAR]
-    verdict = f"missed: {', '.join(missed)}" if missed else "passed" if worst else "not measured: there is no other row"
+    missed = [f"{case} ({ratio:.2f})" for ratio, case in ratios if ratio > BAR]
+    verdict = (
+        f"missed: {', '.join(missed)}" if missed else "passed" if ratios else "not measured: there is no other row"
+    )
     summary = (
         f"decoding at most {BAR} of row 0: {verdict}; {len(sources)} sentences, {length}, a step of {len(targets[:BATCH])} "
         f"sentences; {torch.get_num_threads()} threads"

@@ -1,20 +1,20 @@
-"""A trained translator in every form that can be served: bytes on disk, time to load, latency, memory, BLEU.
+"""A trained translator in all formats for serving: bytes on disk, load time, latency, memory, BLEU.
 
     python benchmarks/ship.py runs/theseus-multi30k/row-0-seed-1/model runs/theseus-multi30k/row-3-1-seed-1/model \
         --text test_2016_flickr.de.gz --target test_2016_flickr.en.gz --out ship.md
 
-Claim: the small translator in int8 for CTranslate2 loses at most 1 BLEU against the dense baseline, weighs less than 2 MB with
-its tokenizer, decodes one sentence at least 10 times faster than the baseline's `generate`, and faster than the baseline in int8
-for CTranslate2.
+Claim: the small translator in int8 for CTranslate2 loses at most 1 BLEU against the dense baseline, takes less than 2 MB
+including its tokenizer, and decodes one sentence at least 10 times faster than the baseline's `generate` and faster than the
+baseline in int8 for CTranslate2.
 
-The first model is the dense baseline. Forms of each: PyTorch (`generate`, with cache) as saved, in fp32; merged into the class of
-transformers (`native`), and this in bf16 and with weights in int8 and nf4 (bitsandbytes); ONNX and CTranslate2, in fp32 and int8.
-All greedy, on one thread.
+The first model is the dense baseline. Forms of each model: PyTorch (`generate`, with cache) as saved, in fp32; merged into the
+native class (`native`), also in bf16 and with int8 and nf4 weights (bitsandbytes); ONNX and CTranslate2, in fp32 and int8. All
+use greedy search on one thread.
 
-MB: all files of the folder, tokenizer and settings included. Load: the median of three, in a new process that has imported the
-libraries, from files in the page cache. Memory: the peak of that process after 64 sentences, above what it held before loading.
-A time is that of one sentence with its tokenization, one by one or 64 at once. A ratio is to the baseline's `generate` in fp32,
-the median over rounds of form, baseline, baseline, form, with quartiles. BLEU is sacrebleu's on `--sentences` of the text.
+MB: all files of the folder, including tokenizer and settings. Load: the median of three loads in a new process that has imported
+the libraries, from files in the page cache. Memory: the peak of that process after 64 sentences, minus its memory before loading.
+Times are per sentence including tokenization, one by one or 64 at once. Ratios are to the baseline's `generate` in fp32, the
+median over rounds of the turns form, baseline, baseline, form, with quartiles. BLEU is sacrebleu's on `--sentences` sentences.
 """
 
 import argparse
@@ -41,8 +41,8 @@ FORMS = ("fp32", "native", "bf16", "int8", "nf4", "onnx", "onnx int8", "ctransla
 Translate = Callable[[list[str], int, int], list[str]]
 
 
-def written(source: Path, form: str, root: Path) -> Path:
-    """`source` in `form`: a folder in `root`, which is of this source alone, where it is not that already."""
+def converted(source: Path, form: str, root: Path) -> Path:
+    """The folder of `source` in `form`, created in `root` if it does not exist; each source needs its own `root`."""
     name, _, quantization = form.partition(" ")
     folder = root / form
     if form == "fp32":
@@ -53,7 +53,7 @@ def written(source: Path, form: str, root: Path) -> Path:
         return export_model(source, name, quantization=quantization or None, out=folder)
     if form == "native":
         return export_model(source, "dense", out=folder)
-    model = AutoModelForSeq2SeqLM.from_pretrained(written(source, "native", root))
+    model = AutoModelForSeq2SeqLM.from_pretrained(converted(source, "native", root))
     if form == "bf16":
         model = model.bfloat16()
     else:
@@ -69,7 +69,7 @@ def loaded(form: str, folder: Path, common: dict[str, Any]) -> Translate:
 
 
 def alone(form: str, folder: Path, common: dict[str, Any], texts: list[str]) -> tuple[float, float]:
-    """Seconds to load, and bytes held at most; in a process of its own."""
+    """(seconds to load, peak of additional bytes); call it in a new process."""
     quiet()
     before, times = _shared.resident("VmRSS"), []
     for _ in range(3):
@@ -95,12 +95,12 @@ def bytes_of(folder: Path) -> int:
 def main() -> None:
     parser: argparse.ArgumentParser = _shared.parser(__doc__, presets=False)
     parser.add_argument("models", type=Path, nargs="+", help="directories of Marian models, the dense baseline first")
-    parser.add_argument("--text", required=True, help="source sentences, one a line, plain or gzipped")
+    parser.add_argument("--text", required=True, help="source sentences, one per line, plain or gzipped")
     parser.add_argument("--target", required=True, help="their translations")
-    parser.add_argument("--sentences", type=int, default=1000, help="of BLEU")
+    parser.add_argument("--sentences", type=int, default=1000, help="sentences for BLEU")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--new-tokens", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=3, help="of four turns each")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of four turns")
     options = parser.parse_args()
     quiet()
     with tempfile.TemporaryDirectory() as temporary:
@@ -115,13 +115,13 @@ def report(options: argparse.Namespace, root: Path) -> None:
     baseline = pytorch(dense, common)
     texts = {1: sources[:ALONE], TOGETHER: sources[:TOGETHER]}
     lines: list[list[str]] = []
-    found: dict[tuple[Path, str], dict[str, Any]] = {}
+    results: dict[tuple[Path, str], dict[str, Any]] = {}
     for model in options.models:
         for form in options.forms:
-            folder = written(model, form, root / str(options.models.index(model)))
+            folder = converted(model, form, root / str(options.models.index(model)))
             translate = loaded(form, folder, common)
-            made = [translate(sources[i : i + TOGETHER], TOGETHER, 1) for i in range(0, len(sources), TOGETHER)]
-            score = sacrebleu.corpus_bleu([text for part in made for text in part], [targets]).score
+            parts = [translate(sources[i : i + TOGETHER], TOGETHER, 1) for i in range(0, len(sources), TOGETHER)]
+            score = sacrebleu.corpus_bleu([text for part in parts for text in part], [targets]).score
             pairs = {
                 size: _shared.in_turns(
                     lambda run=translate, size=size: run(texts[size], size, 1),
@@ -131,13 +131,13 @@ def report(options: argparse.Namespace, root: Path) -> None:
                 for size in texts
             }
             load, peak = _shared.in_new_process(alone, form, folder, common, texts[TOGETHER], OMP_NUM_THREADS="1")
-            found[model, form] = {
+            results[model, form] = {
                 "translate": translate,
                 "bytes": bytes_of(folder),
                 "bleu": score,
                 "speed": 1 / pairs[1].ratio,
             }
-            cells = [f"{_name(model)}, {form}", f"{found[model, form]['bytes'] / 1e6:.2f}", f"{score:.2f}"]
+            cells = [f"{_name(model)}, {form}", f"{results[model, form]['bytes'] / 1e6:.2f}", f"{score:.2f}"]
             cells += [f"{load:.2f}", f"{peak / 1e6:.0f}"]
             for size, pair in pairs.items():
                 cells += [f"{1e3 * statistics.median(pair.one) / len(texts[size]):.2f}", str(pair)]
@@ -153,33 +153,35 @@ def report(options: argparse.Namespace, root: Path) -> None:
         "to the baseline",
     ]
     header += [f"{TOGETHER} at once: ms a sentence", "to the baseline"]
-    summary = "; ".join([*(verdicts(found, dense, model, texts[1], options.rounds) for model in others), ""])
+    summary = "; ".join([*(verdicts(results, dense, model, texts[1], options.rounds) for model in others), ""])
     summary += f"{len(sources)} sentences of BLEU, greedy, 1 thread"
     _shared.report(options, _shared.markdown(header, lines), summary)
 
 
-def verdicts(found: dict, dense: Path, model: Path, texts: list[str], rounds: int) -> str:
-    """Of the claim, for the small translator `model`."""
-    served, other = (found.get((each, "ctranslate2 int8")) for each in (model, dense))
-    if served is None or (dense, "fp32") not in found:
+def verdicts(results: dict, dense: Path, model: Path, texts: list[str], rounds: int) -> str:
+    """Whether the small translator `model` satisfies each part of the claim."""
+    small, baseline = (results.get((path, "ctranslate2 int8")) for path in (model, dense))
+    if small is None or (dense, "fp32") not in results:
         return f"{_name(model)}: not measured"
-    lost = found[dense, "fp32"]["bleu"] - served["bleu"]
+    lost = results[dense, "fp32"]["bleu"] - small["bleu"]
     pair = _shared.in_turns(
-        lambda: served["translate"](texts, 1, 1), lambda: other["translate"](texts, 1, 1), max(rounds, 5)
+        lambda: small["translate"](texts, 1, 1), lambda: baseline["translate"](texts, 1, 1), max(rounds, 5)
     )
     checks = {
         f"{lost:.2f} BLEU lost (at most {BARS['bleu']})": lost <= BARS["bleu"],
-        f"{served['bytes']:,} bytes (below {BARS['bytes']:,})": served["bytes"] < BARS["bytes"],
-        f"{served['speed']:.1f} times faster than the baseline's generate (at least {BARS['speed']:.0f})": (
-            served["speed"] >= BARS["speed"]
+        f"{small['bytes']:,} bytes (below {BARS['bytes']:,})": small["bytes"] < BARS["bytes"],
+        f"{small['speed']:.1f} times faster than the baseline's generate (at least {BARS['speed']:.0f})": (
+            small["speed"] >= BARS["speed"]
         ),
         f"{pair} of the time of the baseline in int8 for CTranslate2 (below 1)": pair.ratio < 1,
     }
-    return f"{_name(model)}: " + ", ".join(f"{'passed' if held else 'MISSED'} {text}" for text, held in checks.items())
+    return f"{_name(model)}: " + ", ".join(
+        f"{'passed' if holds else 'MISSED'} {text}" for text, holds in checks.items()
+    )
 
 
 def _name(model: Path) -> str:
-    """Of a run's model, the run; it is called `model` in every one."""
+    """The name of the folder; for the `model` folder of a run, the name of the run."""
     return model.resolve().parent.name if model.resolve().name == "model" else model.resolve().name
 
 

@@ -1,19 +1,21 @@
-"""Our training path (Trainer, token batches, eager attention on a CPU) against a plain loop and against the Trainer's defaults.
+"""Throughput of our training (Trainer, token batches, eager attention on a CPU) against a plain loop and the Trainer's defaults.
 
     python benchmarks/training_throughput.py --source train.de.gz --target train.en.gz
 
-Claim: a step costs at most 1.15 times that of a plain PyTorch loop on the same batches. Measured in target tokens that are no
-padding, a second. All train the same fresh native class or variant of it, in one process, in turns of `--steps` steps whose
-first is not counted; the order of the paths is reversed from round to round, and a ratio is the median of the rounds' ratios:
+Claim: a step costs at most 1.15 times as much as in a plain PyTorch loop on the same batches, measured in target tokens per
+second without padding. All paths train the same native class, or a variant of it, with fresh weights, in one process. A turn has
+`--steps` steps, of which the first is not counted. The order of the paths is reversed from round to round. A ratio is the median
+of the ratios of the rounds. The paths:
 
-- ours: `TokenBatchTrainer`, batches of equally many padded tokens and of similar length, our choice of attention and loss;
-- plain loop: PyTorch alone, the same batches and values of the loss, transformers' default attention; and with our attention;
-- Trainer's defaults: `Seq2SeqTrainer`, sentences in random order, as many a batch as ours has on average (so as many real
-  tokens), padded to the longest; its own label smoothing; default attention; and with our attention.
+- ours: `TokenBatchTrainer`, batches with about the same number of padded tokens and similar lengths, our attention and loss;
+- plain loop: PyTorch alone, the same batches and loss values, transformers' default attention; and again with our attention;
+- Trainer's defaults: `Seq2SeqTrainer`, sentences in random order, as many per batch as ours has on average (so as many real
+  tokens), padded to the longest; its own label smoothing; default attention; and again with our attention.
 
-What is lost where: padding, as a share of the positions that each path computes; attention, by the same path with either;
-the Trainer, by ours against the plain loop with our attention, in ms a step. What random order and its own loss then leave is
-between the last path and ours. Limit: multiply-adds of a step (without padding) at the rate of bare products, see freeze_step.py.
+Where time is lost: padding is reported as a share of the computed positions; the effect of attention shows in the same path with
+both kinds; the overhead of the Trainer is ours minus the plain loop with our attention, in ms per step. The rest of the
+difference between the last path and ours comes from random order and the Trainer's loss. Limit: the multiply-adds of a step
+(without padding) at the rate of bare products, see freeze_step.py.
 """
 
 import copy
@@ -38,7 +40,7 @@ from hf_freeze.training import TokenBatchTrainer, label_smoothed_loss
 
 
 class Meter(TrainerCallback):
-    """A collator that counts, and a clock of the ends of steps. Batches are collated in the order of the steps."""
+    """A collator that counts tokens, and a callback that records when steps end. Batches are collated in the order of steps."""
 
     def __init__(self, collator: Any) -> None:
         self.collator = collator
@@ -57,16 +59,16 @@ class Meter(TrainerCallback):
         self.ends.append(time.perf_counter())
 
     def result(self) -> tuple[float, float, float]:
-        """Seconds a step, target tokens a second, share of padding; without the first step."""
+        """(seconds per step, target tokens per second, share of padding), without the first step."""
         steps, elapsed = len(self.ends) - 1, self.ends[-1] - self.ends[0]
-        targets, tokens, positions = (sum(each) for each in zip(*self.batches[1 : steps + 1], strict=True))
+        targets, tokens, positions = (sum(counts) for counts in zip(*self.batches[1 : steps + 1], strict=True))
         return elapsed / steps, targets / elapsed, 1 - tokens / positions
 
 
 def trainer_turn(
     model: Any, run: dict[str, Any], dataset: Any, meter: Meter, steps: int, sentences: int | None
 ) -> None:
-    """With `sentences` a batch the Trainer's defaults, else ours."""
+    """Train with the Trainer's defaults and `sentences` sentences per batch, or if None with our trainer."""
     settings = run["training"]
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments(run, Path(folder))
@@ -111,9 +113,9 @@ def plain_turn(model: Any, run: dict[str, Any], dataset: Any, meter: Meter, step
 
 def main() -> None:
     parser = _shared.parser(__doc__)
-    parser.add_argument("--source", help="source side of parallel text; without it the built-in corpus")
+    parser.add_argument("--source", help="source side of parallel text; default: the built-in corpus")
     parser.add_argument("--target")
-    parser.add_argument("--steps", type=int, default=15, help="of a turn")
+    parser.add_argument("--steps", type=int, default=15, help="steps in a turn")
     parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     logging.set_verbosity_error()
@@ -151,21 +153,21 @@ def main() -> None:
             paths[name](meter)
             results[name].append(meter.result())
     ratios = {
-        name: [mine[1] / theirs[1] for mine, theirs in zip(results["ours"], each, strict=True)]
-        for name, each in results.items()
+        name: [mine[1] / theirs[1] for mine, theirs in zip(results["ours"], rounds, strict=True)]
+        for name, rounds in results.items()
     }
     length = round(statistics.fmean(len(ids) for ids in dataset["labels"]))
     macs = multiply_adds(ours, length=length)
     rate = product_rate(ours, run["training"]["max_tokens"], run["training"]["bf16"])
     lines = []
-    for name, each in results.items():
-        step, speed, padding = (statistics.median(values) for values in zip(*each, strict=True))
-        spread = _shared.quartiles([result[1] for result in each], 0)
+    for name, rounds in results.items():
+        step, speed, padding = (statistics.median(values) for values in zip(*rounds, strict=True))
+        spread = _shared.quartiles([result[1] for result in rounds], 0)
         ratio = f"{statistics.median(ratios[name]):.3f} ({_shared.quartiles(ratios[name])})"
         lines.append([name, f"{1e3 * step:.1f}", f"{speed:,.0f} ({spread})", f"{100 * padding:.1f} %", ratio])
     header = ["path", "ms a step", "target tokens a second", "padding", "ours to it"]
-    same = zip(results["ours"], results["plain loop, our attention"], strict=True)
-    overhead = statistics.median(mine[0] - theirs[0] for mine, theirs in same)
+    paired = zip(results["ours"], results["plain loop, our attention"], strict=True)
+    overhead = statistics.median(mine[0] - theirs[0] for mine, theirs in paired)
     summary = (
         f"cost of a token, ours to the plain loop: ratio {1 / statistics.median(ratios['plain loop']):.3f} (claim: at most "
         f"1.15), with our attention {1 / statistics.median(ratios['plain loop, our attention']):.3f}; the Trainer adds "
