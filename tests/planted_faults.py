@@ -19,7 +19,19 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "runs", "build", "__pycache__", ".pytest_cache", ".ruff_cache")
+COPIED = (
+    "hf_freeze",
+    "tests",
+    "recipes",
+    "benchmarks",
+    "docs",
+    "model_cards",
+    "*.md",
+    "*.toml",
+    "*.txt",
+    "Makefile",
+    "LICENSE",
+)
 
 
 @dataclass(frozen=True)
@@ -130,6 +142,13 @@ FAULTS = (
 )
 
 
+def copy_tree(source: Path, target: Path) -> None:
+    target.mkdir()
+    for path in (path for pattern in COPIED for path in source.glob(pattern)):
+        copy = shutil.copytree if path.is_dir() else shutil.copy
+        copy(path, target / path.name)
+
+
 def is_first_release(tree: Path) -> bool:
     return (tree / "hf_freeze" / "variant.py").exists()
 
@@ -149,13 +168,13 @@ def plant(fault: Fault, tree: Path) -> None:
     (tree / name).write_text(text.replace(old, new), encoding="utf-8")
 
 
-def first_failure(tree: Path, workers: int) -> str | None:
-    """The first test that fails in `tree`, or None. Raises SystemExit if the tests cannot run."""
+def first_failure(tree: Path, workers: int, tests: list[str]) -> str | None:
+    """The first of the `tests` that fails in `tree`, or None. Raises SystemExit if they cannot run."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider"]
-    command += ["--numprocesses", str(workers), "--dist", "worksteal"]
+    command += ["--numprocesses", str(workers), "--dist", "worksteal", *tests]
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+::\S+)", done.stdout, re.MULTILINE)
     if failed is None and done.returncode != 0:
         raise SystemExit(f"the tests could not run:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return failed and failed[1]
@@ -166,6 +185,7 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="the version to test; this one")
     parser.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS], help="names of faults; all")
     parser.add_argument("--workers", type=int, default=2, help="processes of a run")
+    parser.add_argument("--tests", nargs="+", default=[], metavar="PATH", help="of the tests, these; all")
     arguments = parser.parse_args()
     rows = []
     for fault in FAULTS:
@@ -176,10 +196,10 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             tree = Path(folder) / "tree"
-            shutil.copytree(arguments.tree, tree, ignore=LEFT_OUT)
+            copy_tree(arguments.tree, tree)
             plant(fault, tree)
             began = time.monotonic()
-            found = first_failure(tree, arguments.workers)
+            found = first_failure(tree, arguments.workers, arguments.tests)
         rows.append((fault, found or "not found", f"{time.monotonic() - began:.0f}"))
         print(f"{fault.name}: {rows[-1][1]}", file=sys.stderr, flush=True)
     print("| fault | effect | found by | seconds |\n|---|---|---|---:|")

@@ -1,15 +1,10 @@
 """Scores of heads against gates by autograd and finite differences; choosing heads by them."""
 
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
 import torch
-from support import TESTS
 from support.cases import BASELINES, MODEL, Case
 from support.models import native
+from support.processes import two_processes
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze import make_variant
@@ -168,38 +163,10 @@ def test_the_best_head_is_the_one_that_is_used():
     assert head_importance(model, [MARIAN.batch()])["encoder.1.self"].tolist() == [0, 1]
 
 
-PROGRAM = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-import torch.distributed as dist
-from test_head_importance import MARIAN, native
-from hf_freeze.analysis import head_importance
-dist.init_process_group("gloo")
-batch = MARIAN.batch()
-mine = {name: value[dist.get_rank() : dist.get_rank() + 1] for name, value in batch.items()}
-found = head_importance(native(MARIAN), [mine], normalize="none")
-torch.save(found, f"{sys.argv[2]}/{dist.get_rank()}.pt")
-dist.destroy_process_group()
-"""
-
-
 def test_two_processes_score_what_one_does(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    (tmp_path / "child.py").write_text(PROGRAM, encoding="utf-8")
-    command = [sys.executable, "-W", "ignore", tmp_path / "child.py", TESTS, tmp_path]
-    environment = os.environ | {
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
-    children = [subprocess.Popen(list(map(str, command)), env=environment | {"RANK": str(rank)}) for rank in range(2)]
-    assert [child.wait(timeout=300) for child in children] == [0, 0]
     whole = head_importance(native(MARIAN), [MARIAN.batch()], normalize="none")
-    for rank in range(2):
-        close(torch.load(tmp_path / f"{rank}.pt"), whole)
+    for scores in two_processes("head_importance", tmp_path):
+        close({name: torch.tensor(values) for name, values in scores.items()}, whole)
 
 
 @pytest.mark.parametrize(

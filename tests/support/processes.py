@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hf_freeze.experiments.runs.launcher import leave_processes
+from hf_freeze.experiments.runs.processes import Processes
 from hf_freeze.seeded.tensor import digest
 from support import TESTS
 
@@ -43,30 +45,40 @@ def left_processes() -> list[str]:
 
 
 def two_processes(name: str, folder: Path) -> list[Any]:
-    """Run `support.children.NAME RESULT RANK` as a group of two processes on the CPU; the JSON that each wrote to RESULT."""
+    """Run `support.children.NAME RESULT RANK` as a group of two processes on the CPU; the JSON that each wrote to RESULT.
+
+    They are forks of the server that grids start their runs from, so only its first use waits for imports.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    children, logs = [], []
-    try:
-        for rank in range(2):
-            environment = (
-                os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
-            )
-            logs.append(folder / f"log-{rank}")
-            with logs[-1].open("w") as log:
-                command = [sys.executable, "-m", f"support.children.{name}", folder / f"result-{rank}", str(rank)]
-                children.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=TESTS))
-        deadline = time.monotonic() + 300
-        while any(child.poll() is None for child in children) and time.monotonic() < deadline:
-            if any(child.poll() for child in children):
-                break
-            time.sleep(0.1)
-    finally:
-        codes = [child.poll() for child in children]
-        for child in children:  # where one failed, the other waits for it
-            child.kill()
-            child.wait()
+    context = Processes(jobs=2, resume_anyway=False).context
+    children, logs = [], [folder / f"log-{rank}" for rank in range(2)]
+    for rank, log in enumerate(logs):
+        environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
+        arguments = [name, str(folder / f"result-{rank}"), str(rank)]
+        children.append(context.Process(target=_child, args=(arguments, environment, log)))
+        children[-1].start()
+    deadline = time.monotonic() + 300
+    while any(child.is_alive() for child in children) and time.monotonic() < deadline:
+        if any(child.exitcode for child in children):
+            break
+        time.sleep(0.05)
+    codes = [child.exitcode for child in children]
+    for child in children:  # where one failed, the other waits for it
+        child.kill()
+        child.join()
     assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
     return [json.loads((folder / f"result-{rank}").read_text()) for rank in range(2)]
+
+
+def _child(arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    """`python -m support.children.NAME ...`, in a process that has imported already; all that it prints goes to `log`."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ |= environment
+    torch.set_num_threads(1)
+    sys.argv = arguments
+    runpy.run_module(f"support.children.{arguments[0]}", run_name="__main__")

@@ -28,12 +28,12 @@ class Processes:
     def __init__(self, jobs: int, resume_anyway: bool) -> None:
         for name, value in KEEP_MEMORY.items():
             os.environ.setdefault(name, value)
-        self._context: Any = multiprocessing.get_context(_METHOD)
+        self.context: Any = multiprocessing.get_context(_METHOD)
         if _METHOD == "forkserver":
-            self._context.set_forkserver_preload(["hf_freeze.experiments.runs.execute"])
+            self.context.set_forkserver_preload(["hf_freeze.experiments.runs.execute"])
         # More threads than cores make a step many times slower, so who says OMP_NUM_THREADS is heard.
         self._threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // jobs))
-        self._messages = self._context.Queue()
+        self._messages = self.context.Queue()
         self._jobs, self._resume_anyway = jobs, resume_anyway
         self._running: dict[Path, Any] = {}
 
@@ -42,7 +42,7 @@ class Processes:
 
     def start(self, run: dict[str, Any], folder: Path) -> None:
         arguments = (run, folder, self._threads, self._messages, self._resume_anyway)
-        self._running[folder] = self._context.Process(target=_child, args=arguments)
+        self._running[folder] = self.context.Process(target=_child, args=arguments)
         self._running[folder].start()
         self._messages.put((folder, {"stage": "starting"}))
 
