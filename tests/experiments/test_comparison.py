@@ -303,9 +303,9 @@ def test_the_script_finds_the_fronts_of_the_page(compared, browse):
         assert rows_of(page, table) == rows_of(before, table)
     assert "8 of 8 rows shown" in page
     assert page.count("<svg") == before.count("<svg") + 2
-    # The script adds the label as text: in the tooltip of its point, in the sentence on the front and in the name of the drawing.
+    # The script adds the label as text: in the tooltip of its point, and in the sentence about the fronts.
     assert page.count("<title>B 0: &lt;script&gt;alert") == 1
-    assert page.count("alert") == before.count("alert") + 3
+    assert page.count("alert") == before.count("alert") + 2
 
 
 @needs_browser
