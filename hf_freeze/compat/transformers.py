@@ -10,6 +10,7 @@ from typing import Any
 
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 
 
 class PrivateHooks:
@@ -106,7 +107,9 @@ def keep_on_save(model: Any, names: set[str]) -> None:
 
 
 def keys_to_ignore(model: Any) -> tuple[set[str], set[str]]:
-    """(names that are not saved, patterns of names that may be missing when loading) of a native class."""
+    """(names that are not saved, patterns of names that may be missing when loading); a plain module has none."""
+    if not isinstance(model, PreTrainedModel):
+        return set(), set()
     return set(model._keys_to_ignore_on_save or ()), set(model._keys_to_ignore_on_load_missing or ())
 
 

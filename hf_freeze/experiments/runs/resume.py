@@ -14,6 +14,7 @@ from hf_freeze.experiments.runs.environment import environment
 from hf_freeze.experiments.runs.launcher import is_first_process, is_launched
 from hf_freeze.experiments.runs.precision import note_precision, precision_of
 from hf_freeze.io import write_whole
+from hf_freeze.training.precision import AUTO
 
 
 def last_whole_checkpoint(folder: Path) -> str | None:
@@ -28,7 +29,9 @@ def last_whole_checkpoint(folder: Path) -> str | None:
 
 
 def agreed_precision(out: Path, run: dict[str, Any], resume_anyway: bool) -> str:
-    """As `precision_of`, and noted for the other runs of the grid; several processes take that of the first."""
+    """As `precision_of`, and noted for the other runs of the grid; several processes take what the first one measured."""
+    if run["training"].get("bf16") != AUTO:
+        return precision_of(out, run, resume_anyway=resume_anyway)
     precision: list[Any] = [None]
     if is_first_process():
         precision = [precision_of(out, run, resume_anyway=resume_anyway)]
