@@ -1,4 +1,4 @@
-"""What to compress, and how far: every function gives the config of a method, or plain numbers."""
+"""Decides from data what to compress and how far. Every function returns the config of a method, or plain numbers."""
 
 from hf_freeze.analysis.ablation import head_ablation as head_ablation
 from hf_freeze.analysis.cutoffs import choose_cutoffs as choose_cutoffs

@@ -1,24 +1,21 @@
-"""Checks, progress, and what is seen of a model while it runs, for everything here."""
+"""Run a model on batches, and observe or replace the inputs of its linears."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_freeze.analysis._progress import track
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.architectures.registry import architecture_for
 
-T = TypeVar("T")
-
 
 def check_model(model: Any) -> Architecture:
-    """The architecture. Raises ValueError for what is no model, for one on meta and for an unknown architecture."""
+    """The architecture of `model`. Raises ValueError for other objects, a model on meta and an unknown architecture."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"needs a model with trained weights, not a {type(model).__name__}")
     architecture = architecture_for(model)
@@ -27,24 +24,11 @@ def check_model(model: Any) -> Architecture:
     return architecture
 
 
-@contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """Seen on a terminal only, and gone when all is done."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress
-
-
-def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """The items, with a bar."""
-    with progress_bar() as progress:
-        yield from progress.track(items, description=description, total=total)
-
-
-def batches_on(model: Any, dataloader: Any, doing: str) -> Iterator[dict[str, Any]]:
-    """Each on the device of the model. Raises ValueError for a batch that is no dict, and where there is none."""
+def batches_on(model: Any, dataloader: Any, description: str) -> Iterator[dict[str, Any]]:
+    """The batches on the device of the model, with a progress bar. Raises ValueError for a batch that is no dict, and for an
+    empty dataloader."""
     number, total = 0, len(dataloader) if hasattr(dataloader, "__len__") else None
-    for number, batch in enumerate(track(dataloader, doing, total), 1):  # noqa: B007
+    for number, batch in enumerate(track(dataloader, description, total), 1):  # noqa: B007
         if not isinstance(batch, Mapping):
             raise ValueError(f"a batch is a dict of tensors for the forward, not a {type(batch).__name__}")
         yield {name: v.to(model.device) if torch.is_tensor(v) else v for name, v in batch.items()}
@@ -53,13 +37,13 @@ def batches_on(model: Any, dataloader: Any, doing: str) -> Iterator[dict[str, An
 
 
 @contextmanager
-def inputs_seen(
-    linears: dict[str, nn.Module], note: Callable[[str, torch.Tensor], torch.Tensor | None]
+def input_hooks(
+    linears: dict[str, nn.Module], observe: Callable[[str, torch.Tensor], torch.Tensor | None]
 ) -> Iterator[None]:
-    """`note(block, input)` in every forward of the linear of this block; what it returns takes the place of the input."""
+    """Call `observe(block, input)` before every forward of the linear of a block. A returned tensor replaces the input."""
 
     def hook(block: str, module: nn.Module, arguments: tuple[torch.Tensor]) -> Any:
-        return note(block, arguments[0])
+        return observe(block, arguments[0])
 
     handles = [linear.register_forward_pre_hook(functools.partial(hook, block)) for block, linear in linears.items()]
     try:
@@ -69,35 +53,35 @@ def inputs_seen(
             handle.remove()
 
 
-def loss_of(model: Any, batch: dict[str, Any], what: str) -> torch.Tensor:
-    """Raises ValueError for a batch without labels, which names `what` needs them."""
+def loss_of(model: Any, batch: dict[str, Any], owner: str) -> torch.Tensor:
+    """The loss of `batch`. Raises ValueError for a batch without labels; `owner` is the function that needs the loss."""
     loss = model(**batch).get("loss")
     if loss is None:
-        raise ValueError(f"{what} needs a loss: batches with labels, not only {sorted(batch)}")
+        raise ValueError(f"{owner} needs a loss: batches with labels, not only {sorted(batch)}")
     return loss
 
 
 def inputs_and_gradients(
-    model: Any, batch: dict[str, Any], linears: dict[str, nn.Module], what: str
+    model: Any, batch: dict[str, Any], linears: dict[str, nn.Module], owner: str
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Of the linear of each block that has run: its input and the gradient of the loss of `batch` with respect to it.
+    """Block -> (input of its linear, gradient of the loss of `batch` with respect to this input), for blocks that have run.
 
-    Raises ValueError for a batch without labels, which names `what` needs them.
+    Raises ValueError for a batch without labels; `owner` is the function that needs them.
     """
-    seen: dict[str, torch.Tensor] = {}
+    inputs: dict[str, torch.Tensor] = {}
 
-    def note(block: str, x: torch.Tensor) -> torch.Tensor:
-        seen[block] = x if x.requires_grad else x.detach().requires_grad_()  # below it, all may be frozen
-        return seen[block]
+    def observe(block: str, x: torch.Tensor) -> torch.Tensor:
+        inputs[block] = x if x.requires_grad else x.detach().requires_grad_()  # all earlier parameters may be frozen
+        return inputs[block]
 
-    with inputs_seen(linears, note), torch.enable_grad():
-        loss = loss_of(model, batch, what)
-    gradients = torch.autograd.grad(loss, list(seen.values()), materialize_grads=True)
-    return {block: (x.detach(), gradient) for (block, x), gradient in zip(seen.items(), gradients, strict=True)}
+    with input_hooks(linears, observe), torch.enable_grad():
+        loss = loss_of(model, batch, owner)
+    gradients = torch.autograd.grad(loss, list(inputs.values()), materialize_grads=True)
+    return {block: (x.detach(), gradient) for (block, x), gradient in zip(inputs.items(), gradients, strict=True)}
 
 
 def token_mask(architecture: Architecture, model: Any, batch: Any, block: str, x: torch.Tensor) -> torch.Tensor:
-    """bool (B, T): the tokens of this stack that are not padding; `x` is (B, T, F)."""
+    """bool (B, T): True for the tokens of the block's stack that are not padding. `x`: the block's input, (B, T, F)."""
     mask = batch.get("attention_mask")
     if model.config.is_encoder_decoder and block.split(".")[0] == "decoder":
         mask = batch.get("decoder_attention_mask")
@@ -114,10 +98,11 @@ def token_mask(architecture: Architecture, model: Any, batch: Any, block: str, x
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put `model` in eval mode, and restore the mode of each module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module, mode in modes:  # from the outside inwards
+        for module, mode in modes:  # parents first: train() also sets the mode of submodules
             module.train(mode)

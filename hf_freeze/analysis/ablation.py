@@ -1,4 +1,4 @@
-"""What is lost without an attention head, measured."""
+"""Measure how much a model loses without an attention head."""
 
 import json
 import math
@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
-from hf_freeze.analysis._probe import batches_on, check_model, in_eval_mode, inputs_seen, loss_of, track
+from hf_freeze.analysis._probe import batches_on, check_model, in_eval_mode, input_hooks, loss_of
+from hf_freeze.analysis._progress import track
 from hf_freeze.analysis.head_importance import count_heads, count_labels, output_projections
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.io import whole_lines, write_whole
 from hf_freeze.seeded import fingerprint
+
+Head = tuple[str, int]  # attention, such as "encoder.0.self", and number of the head
 
 
 def head_ablation(
@@ -24,37 +27,39 @@ def head_ablation(
     keep_one: bool = False,
     path: str | Path | None = None,
 ) -> dict[str, torch.Tensor]:
-    """What is lost without each head alone, or with `keep_one` without all others of its attention: attention -> fp32 on the CPU
-    (N,), as Michel et al. (2019, section 3) measure it. Larger is worse; negative is better than with all heads. As scores
-    for `select_heads` they give the oracle's order.
+    """The loss of quality without each single head, or with `keep_one` without all other heads of its attention, as Michel et al.
+    (2019, section 3) measure it: attention -> fp32 on the CPU (N,). Larger values are worse; a negative value means that the
+    model is better without the head. As scores for `select_heads` they give the oracle order.
 
-    `evaluate` is given the model in eval mode and returns a score of which more is better (such as BLEU); it is called once, and
-    once for each head. `path`: a file that holds what is done, from which a broken measurement goes on. With `data`,
-    batches as for `head_importance`, it is the rise of the loss, a mean over all labels: what lies before the layer of a head
-    is computed once a batch and not again.
+    `evaluate` receives the model in eval mode and returns a score where more is better, such as BLEU. It is called once for the
+    whole model and once for each head. `path`: a file of finished measurements, from which an interrupted call resumes.
 
-    Raises ValueError for both or neither of data and evaluate, a path with data, what `head_importance` refuses, a score that is
-    no number, and a file of another measurement.
+    With `data`, batches as for `head_importance`, the result is the rise of the loss, as a mean over all labels. The layers
+    before a head's layer are computed once per batch.
+
+    Raises ValueError for both or neither of data and evaluate, a path with data, the inputs that `head_importance` refuses, a
+    score that is not a finite number, and a file of another measurement.
     """
     architecture = check_model(model)
     if (data is None) == (evaluate is None):
         raise ValueError("head_ablation: give one of data and evaluate")
     if path is not None and evaluate is None:
-        raise ValueError(f"head_ablation(path={str(path)!r}): is of measurements with evaluate; data needs none")
+        raise ValueError(f"head_ablation(path={str(path)!r}): only works with evaluate; with data, leave path out")
     outputs, sizes = output_projections(model, architecture)
     counts = count_heads(outputs, sizes)
-    every = [(name, head) for name, count in counts.items() for head in range(count)]
+    heads = [(name, head) for name, count in counts.items() for head in range(count)]
     with in_eval_mode(model), torch.no_grad():
         if evaluate is not None:
-            found = _score_drops(model, evaluate, outputs, sizes, every, keep_one, None if path is None else Path(path))
+            file = None if path is None else Path(path)
+            losses = _score_drops(model, evaluate, outputs, sizes, heads, keep_one, file)
         else:
-            found = _loss_rises(model, architecture, data, outputs, sizes, every, keep_one)
-    return {name: torch.tensor([found[name, head] for head in range(count)]) for name, count in counts.items()}
+            losses = _loss_rises(model, architecture, data, outputs, sizes, heads, keep_one)
+    return {name: torch.tensor([losses[name, head] for head in range(count)]) for name, count in counts.items()}
 
 
 @contextmanager
 def _masked(output: Any, size: int, head: int, keep_one: bool) -> Iterator[None]:
-    """The output projection without the context of this head, or of all others."""
+    """Mask the context of this head, or with `keep_one` of all other heads, before the projection `output`."""
 
     def mask(_: str, context: torch.Tensor) -> torch.Tensor:
         gates = torch.full(
@@ -63,7 +68,7 @@ def _masked(output: Any, size: int, head: int, keep_one: bool) -> Iterator[None]
         gates[head] = float(keep_one)
         return context * gates.repeat_interleave(size)
 
-    with inputs_seen({"": output}, mask):
+    with input_hooks({"": output}, mask):
         yield
 
 
@@ -72,34 +77,37 @@ def _score_drops(
     evaluate: Callable[[Any], float],
     outputs: dict[str, Any],
     sizes: dict[str, int],
-    every: list[tuple[str, int]],
+    heads: list[Head],
     keep_one: bool,
     path: Path | None,
-) -> dict[tuple[str, int], float]:
-    of = {"keep_one": keep_one, "model": fingerprint(model)} if path else {}
-    done: dict[tuple[str, int] | None, float] = {}
+) -> dict[Head, float]:
+    """Head -> drop of the score. The first line of the file identifies the measurement; each further line holds one score."""
+    measurement = {"keep_one": keep_one, "model": fingerprint(model)} if path else {}
+    scores: dict[Head | None, float] = {}  # None: the whole model
     if path is not None and path.exists():
         first, *lines = map(json.loads, whole_lines(path) or ["{}"])
-        if first != of:
-            raise ValueError(f"{path} is of another measurement: of {first}, not {of}; give another path, or delete it")
-        done = {(line["attention"], line["head"]) if "head" in line else None: line["score"] for line in lines}
+        if first != measurement:
+            raise ValueError(
+                f"{path} is of another measurement: of {first}, not {measurement}; give another path, or delete it"
+            )
+        scores = {(line["attention"], line["head"]) if "head" in line else None: line["score"] for line in lines}
     elif path is not None:
-        write_whole(path, json.dumps(of) + "\n")
-    for place in track([None, *every], "Masking heads"):
-        if place in done:
+        write_whole(path, json.dumps(measurement) + "\n")
+    for head in track([None, *heads], "Masking heads"):
+        if head in scores:
             continue
-        with nullcontext() if place is None else _masked(outputs[place[0]], sizes[place[0]], place[1], keep_one):
+        with nullcontext() if head is None else _masked(outputs[head[0]], sizes[head[0]], head[1], keep_one):
             score = evaluate(model)
         if not isinstance(score, int | float) or not math.isfinite(score):
             raise ValueError(
-                f"head_ablation: evaluate returned {score!r}; it must be a finite number, of which more is better"
+                f"head_ablation: evaluate returned {score!r}; it must be a finite number, where more is better"
             )
-        done[place] = float(score)
+        scores[head] = float(score)
         if path is not None:
-            named = {} if place is None else {"attention": place[0], "head": place[1]}
+            fields = {} if head is None else {"attention": head[0], "head": head[1]}
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(named | {"score": float(score)}) + "\n")
-    return {place: done[None] - done[place] for place in every}
+                file.write(json.dumps(fields | {"score": float(score)}) + "\n")
+    return {head: scores[None] - scores[head] for head in heads}
 
 
 def _loss_rises(
@@ -108,35 +116,36 @@ def _loss_rises(
     data: Any,
     outputs: dict[str, Any],
     sizes: dict[str, int],
-    every: list[tuple[str, int]],
+    heads: list[Head],
     keep_one: bool,
-) -> dict[tuple[str, int], float]:
+) -> dict[Head, float]:
+    """Head -> rise of the loss, as a mean over all labels."""
     layers = [
         model.base_model.get_submodule(stack.layers.format(number))
         for name, stack in architecture.stacks.items()
         for number in range(architecture.depths(model.config)[name])
     ]
-    place_of = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
-    rises, labels = dict.fromkeys(every, 0.0), 0
+    layer_of = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
+    rises, labels = dict.fromkeys(heads, 0.0), 0
     for batch in batches_on(model, data, "Masking heads"):
         with _recorded(layers) as results:
             loss = loss_of(model, batch, "head_ablation")
         if len(results) != len(layers):
             raise ValueError(
-                f"of {len(layers)} layers {len(results)} have run: without all, heads cannot be masked one by one"
+                f"only {len(results)} of {len(layers)} layers have run, and all must run to mask heads one by one"
             )
         count = count_labels(model, batch)
         labels += count
-        for name, head in every:
-            before = place_of[outputs[name]]
-            with _replayed(layers[:before], results), _masked(outputs[name], sizes[name], head, keep_one):
+        for name, head in heads:
+            earlier = layers[: layer_of[outputs[name]]]
+            with _replayed(earlier, results), _masked(outputs[name], sizes[name], head, keep_one):
                 rises[name, head] += count * float(loss_of(model, batch, "head_ablation") - loss)
-    return {place: rise / labels for place, rise in rises.items()}
+    return {head: rise / labels for head, rise in rises.items()}
 
 
 @contextmanager
 def _recorded(layers: list[Any]) -> Iterator[list[Any]]:
-    """What they return, in order."""
+    """A list that collects the results of the layers, in order."""
     results: list[Any] = []
     handles = [layer.register_forward_hook(lambda _, __, result: results.append(result)) for layer in layers]
     try:
@@ -148,14 +157,14 @@ def _recorded(layers: list[Any]) -> Iterator[list[Any]]:
 
 @contextmanager
 def _replayed(layers: list[Any], results: list[Any]) -> Iterator[None]:
-    """Each layer returns what it has returned before, and computes nothing."""
-    before = [vars(layer).get("forward") for layer in layers]
+    """Let each layer return its recorded result instead of computing."""
+    forwards = [vars(layer).get("forward") for layer in layers]
     for layer, result in zip(layers, results, strict=False):
         layer.forward = lambda *_, _result=result, **__: _result
     try:
         yield
     finally:
-        for layer, forward in zip(layers, before, strict=True):
+        for layer, forward in zip(layers, forwards, strict=True):
             del layer.forward
-            if forward is not None:  # of a method, such as LayerDrop
+            if forward is not None:  # a method, such as LayerDrop, has set it
                 layer.forward = forward

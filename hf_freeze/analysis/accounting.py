@@ -1,4 +1,4 @@
-"""What a model costs, per component: parameters, stored bytes, multiply-adds. All of it works on `meta`."""
+"""The cost of a model per component: parameters, stored bytes, multiply-adds. Everything works on `meta`."""
 
 import copy
 from collections import defaultdict
@@ -19,9 +19,10 @@ from hf_freeze.layers.quantized import Quantized
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCount:
-    """Numbers of parameters: tied tensors once, constants (sinusoidal positions) never, quantised weights as what they stand for.
+    """Numbers of parameters. Tied tensors count once, constants (sinusoidal positions) do not count, and a quantised matrix
+    counts as the weights that it encodes.
 
-    `stored`: what `save_pretrained` writes. `by_component`: the same for `embeddings`, `attention`, `ffn`, `norm`, `head`.
+    `stored`: those that `save_pretrained` writes. `by_component`: the counts of `embeddings`, `attention`, `ffn`, `norm`, `head`.
     """
 
     total: int
@@ -68,17 +69,18 @@ def stored_bytes(model: nn.Module) -> int:
     return parameters + sum(buffer.numel() * buffer.element_size() for buffer in buffers.values())
 
 
-def _components(model: nn.Module) -> Any:
+def _components(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
+    """(name, parameter, component), with each tied parameter once."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type"):
-        raise ValueError(f"{type(model).__name__} is no transformers model")
+        raise ValueError(f"{type(model).__name__} is not a transformers model")
     architecture = architecture_for(model)
     for name, parameter in canonical_parameters(model):
         yield name, parameter, architecture.component(base_name(model, name))
 
 
 def _quantized(model: Any) -> Iterator[tuple[Quantized, str]]:
-    """(module, component) of weights that are no parameters, each that is tied once."""
+    """(module, component) for each quantised weight, which is a buffer; tied ones once."""
     architecture, tied = architecture_for(model), getattr(model, "all_tied_weights_keys", {})
     for name, module in model.named_modules():
         if isinstance(module, Quantized) and f"{name}.packed" not in tied:
@@ -87,7 +89,7 @@ def _quantized(model: Any) -> Iterator[tuple[Quantized, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class MultiplyAdds:
-    """Multiply-adds of matrix products, per token. `backward`: what autograd does, given what is frozen."""
+    """Multiply-adds of matrix products, per token. `backward`: those of autograd, which skips work for frozen parameters."""
 
     forward: float
     backward: float
@@ -95,12 +97,12 @@ class MultiplyAdds:
 
 
 def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
-    """Multiply-adds per token of one training step on a sequence of `length` tokens (a pair of such, encoder-decoder).
+    """Multiply-adds per token of one training step on a sequence of `length` tokens (encoder-decoders: a pair of sequences).
 
-    Counted operation by operation on `meta` (torch's FlopCounterMode: two flops are one multiply-add), score products of
-    attention included; the lookup of an embedding is free, the product with a tied output matrix counts as `embeddings`.
-    A linear whose weight is computed counts with the products that a CPU chooses for `length` tokens, the making of the weight
-    included, unless it is frozen and kept; one with zeros in its weight counts as a dense one, which is what is computed.
+    Each operation is counted on `meta` (torch's FlopCounterMode: two flops are one multiply-add), score products of attention
+    included. The lookup of an embedding is free; the product with a tied output matrix counts as `embeddings`. A linear whose
+    weight is computed counts with the products that a CPU would choose for `length` tokens, including those that compute the
+    weight, unless the weight is frozen and cached. A linear with zeros in its weight is computed densely and counts as dense.
     Raises ValueError for a length below 1 or above the positions of the model.
     """
     positions = getattr(model.config, "max_position_embeddings", length)
@@ -109,16 +111,16 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
     twin = _on_meta(model)
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
-    if getattr(model.config, "add_cross_attention", False):  # a decoder alone, with as many states of an encoder
+    if getattr(model.config, "add_cross_attention", False):  # a decoder that attends to `length` encoder states
         inputs["encoder_hidden_states"] = torch.zeros(1, length, model.config.hidden_size, device="meta")
     calls: dict[nn.Module, list[torch.Tensor]] = defaultdict(list)
 
-    def note_input(module: nn.Module, arguments: Any) -> None:
+    def record_input(module: nn.Module, arguments: Any) -> None:
         if arguments and torch.is_tensor(arguments[0]):
             calls[module].append(arguments[0].detach().requires_grad_(arguments[0].requires_grad))
 
-    hooks = [module.register_forward_pre_hook(note_input) for module in twin.modules()]
-    twin(**inputs)  # also computes what frozen layers keep from then on
+    hooks = [module.register_forward_pre_hook(record_input) for module in twin.modules()]
+    twin(**inputs)  # this first forward also fills the caches of frozen layers
     for hook in hooks:
         hook.remove()
     with FlopCounterMode(display=False) as counter:
@@ -130,8 +132,8 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
         if differentiable:
             torch.stack(differentiable).sum().backward()
     backward_flops = counter.get_total_flops()
-    # In the backward pass the counter does not know the modules. So each linear is run again, alone; what is left are the
-    # score products of attention.
+    # The counter cannot attribute the backward pass to modules. So each linear runs again, alone; the difference to the total
+    # are the score products of attention.
     backward: dict[str, float] = defaultdict(float)
     for module, (component, _) in forward.items():
         if _is_linear(module):
@@ -152,7 +154,7 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
 
 
 def _backward_alone(module: nn.Module, x: torch.Tensor) -> int:
-    """Flops of the gradients of one call, with respect to what is trained and, where it needs one, the input."""
+    """Flops of the gradients of one call, with respect to trainable parameters and, if it needs a gradient, the input."""
     y = module(x)
     with FlopCounterMode(display=False) as counter:
         if y.requires_grad:
@@ -165,11 +167,14 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _on_meta(model: Any) -> Any:
+    """A model on meta with the same config and the same frozen parameters, in training mode."""
     config = copy.deepcopy(model.config)
-    set_attention_implementation(config, "eager")  # plain matrix products: each is counted, on every device
+    set_attention_implementation(
+        config, "eager"
+    )  # plain matrix products: the counter sees each of them on every device
     with torch.device("meta"):
         twin = type(model)(config)
-    # On meta there are no values to look at: some forwards look for padding among the ids, or without a cache at the positions.
+    # Some forwards look for padding among the ids or, without a cache, read the positions: on meta there are no values to read.
     twin.config.pad_token_id, twin.config.use_cache = None, True
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     twin.tie_weights()
@@ -179,19 +184,20 @@ def _on_meta(model: Any) -> Any:
 
 
 def _forward_by_component(model: Any, counter: FlopCounterMode) -> dict[nn.Module, tuple[str, int]]:
-    """module -> (component, flops of its own: the counter adds each operation to every module around it)."""
+    """module -> (component, its own flops). The counter adds each operation to all enclosing modules, so the flops of submodules
+    are subtracted."""
     architecture = architecture_for(model)
     counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
     tied = model.all_tied_weights_keys
     root = type(model).__name__
-    own: dict[nn.Module, tuple[str, int]] = {}
+    own_flops: dict[nn.Module, tuple[str, int]] = {}
     for name, module in model.named_modules():
         key = f"{root}.{name}" if name else root
         flops = counts.get(key, 0) - sum(counts.get(f"{key}.{child}", 0) for child, _ in module.named_children())
         if flops and _is_linear(module):
             packed = tied.get(f"{name}.packed", f"{name}.packed").removesuffix("packed")
             source = tied.get(f"{name}.weight", f"{packed}weight")
-            own[module] = (architecture.component(base_name(model, source)), flops)
+            own_flops[module] = (architecture.component(base_name(model, source)), flops)
         elif flops:
-            own[module] = ("attention", flops)  # score products, outside any linear
-    return own
+            own_flops[module] = ("attention", flops)  # score products, outside any linear
+    return own_flops

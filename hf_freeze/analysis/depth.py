@@ -1,4 +1,4 @@
-"""Which layers to leave out of a model that was trained with LayerDrop."""
+"""Choose the layers to remove from a model that was trained with LayerDrop."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,14 +10,14 @@ from hf_freeze.methods._spacing import evenly_spaced
 
 
 def extract_depth(model: Any, layers: Mapping[str, int]) -> LayerSelection:
-    """The method that leaves so many layers of each stack, such as `{"encoder": 3}`, as LayerDrop prunes (Fan et al., 2020,
-    https://arxiv.org/abs/1909.11556, section 3.2): what a training with it has prepared for. Every ⌊1 / p⌋-th goes, p being the
-    share to remove; where that would leave another number, those at even distances stay, the first and the last among them.
-    `model` may be a config.
+    """The `LayerSelection` that reduces each stack to the number of layers in `layers`, such as `{"encoder": 3}`, as LayerDrop
+    prunes (Fan et al., 2020, https://arxiv.org/abs/1909.11556, section 3.2); training with LayerDrop prepares a model for this.
+    Every ⌊1 / p⌋-th layer is removed, where p is the share to remove. If that would leave another number of layers, the kept
+    ones lie at even distances, the first and the last layer among them. `model` may be a config.
 
     >>> shallow = make_variant(model, [analysis.extract_depth(model, {"encoder": 3, "decoder": 3})])
 
-    Raises ValueError for an unsupported model, an unknown stack, and a number outside 1..its layers.
+    Raises ValueError for an unsupported model, an unknown stack, and a number outside 1..the layers of the stack.
     """
     config = getattr(model, "config", model)
     if not hasattr(config, "model_type"):
@@ -33,6 +33,6 @@ def extract_depth(model: Any, layers: Mapping[str, int]) -> LayerSelection:
     for stack, count in layers.items():
         if type(count) is not int or not 1 <= count <= depths[stack]:
             raise ValueError(
-                f"extract_depth(layers={{{stack!r}: {count!r}}}): must be an integer in 1..{depths[stack]}, the layers there"
+                f"extract_depth(layers={{{stack!r}: {count!r}}}): must be an integer in 1..{depths[stack]}, its layers"
             )
     return LayerSelection(keep={stack: evenly_spaced(depths[stack], count) for stack, count in layers.items()})

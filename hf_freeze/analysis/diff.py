@@ -1,4 +1,4 @@
-"""How two models differ: in their settings, and in the values of which tensors and components by how much."""
+"""Compare two models: their settings, and the values of their tensors, per tensor and per component."""
 
 import math
 from collections import defaultdict
@@ -13,15 +13,16 @@ from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameter
 from hf_freeze.architectures.registry import VARIANT_PREFIX, architecture_for
 from hf_freeze.layers.derived import Computed, dense_class
 
-_OF_THE_FILE = ("transformers_version", "_name_or_path", "architectures", "methods", "digests", "model_type")
+_FILE_FIELDS = ("transformers_version", "_name_or_path", "architectures", "methods", "digests", "model_type")
 SAME, CHANGED, RESIZED, FIRST, SECOND = "same", "changed", "of another shape", "of the first", "of the second"
 KINDS = (SAME, CHANGED, RESIZED, FIRST, SECOND)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorDifference:
-    """A parameter of one or both models, or the weight that a layer computes of `factors`. `kind`: one of `KINDS`; shapes: None
-    in the model that lacks it. For those of equal shape, in fp64: `distance` ||b - a||, `norm` ||a||, `largest` max |b - a|."""
+    """A parameter of one or both models, or a weight that a layer computes from factors. `kind`: one of `KINDS`. `shapes`: one
+    per model, None if the model lacks the tensor. For tensors a and b of equal shape, in fp64: `distance` ||b - a||, `norm` ||a||,
+    `largest` max |b - a|. `factor`: whether it is a factor of a computed weight."""
 
     name: str
     component: str
@@ -34,30 +35,29 @@ class TensorDifference:
 
     @property
     def relative(self) -> float:
-        """||b - a|| / ||a||; infinite where a is zero and b is not."""
+        """||b - a|| / ||a||; infinite if a is zero and b is not."""
         return _ratio(self.distance, self.norm)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """`settings`: (name, value in the first, value in the second) of the configs and methods; None where one has it not."""
+    """`settings`: (name, value in the first, value in the second) of config and method fields that differ; None if a model lacks
+    the field."""
 
     settings: list[tuple[str, Any, Any]]
     tensors: list[TensorDifference]
 
     def by_component(self) -> dict[str, tuple[dict[str, int], float]]:
-        """component -> numbers of tensors of each kind, and ||b - a|| / ||a|| of all its values of equal shape as one vector,
-        with the weights that factors make and without the factors."""
-        found = {}
+        """component -> (number of tensors of each kind, ||b - a|| / ||a||). The norms treat all tensors of equal shape as one
+        vector; they include weights computed from factors, but not the factors."""
+        differences = {}
         for component in TRAINED:
-            if tensors := [each for each in self.tensors if each.component == component]:
-                whole = [each for each in tensors if not each.factor]
-                norms = (math.hypot(*(getattr(each, part) for each in whole)) for part in ("distance", "norm"))
-                found[component] = (
-                    {kind: sum(each.kind == kind for each in tensors) for kind in KINDS},
-                    _ratio(*norms),
-                )
-        return found
+            if tensors := [tensor for tensor in self.tensors if tensor.component == component]:
+                whole = [tensor for tensor in tensors if not tensor.factor]
+                norms = (math.hypot(*(getattr(tensor, field) for tensor in whole)) for field in ("distance", "norm"))
+                kinds = {kind: sum(tensor.kind == kind for tensor in tensors) for kind in KINDS}
+                differences[component] = (kinds, _ratio(*norms))
+        return differences
 
 
 def _ratio(distance: float, norm: float) -> float:
@@ -65,24 +65,27 @@ def _ratio(distance: float, norm: float) -> float:
 
 
 def compare(first: Any, second: Any) -> Comparison:
-    """Compare two models of one architecture, variants or native. Tied tensors count once, constants never.
+    """Compare two models of one architecture, variants or native. Tied tensors count once; constants are left out.
 
-    A linear that is factorised, quantised or stored sparse, and a quantised table, is compared by the weight that it computes;
-    its factors are listed too.
+    Linears that are factorised, quantised or stored sparse, and quantised tables, are compared by the weights that they compute;
+    their factors are listed too.
 
-    Raises ValueError where the architectures differ.
+    Raises ValueError if the architectures differ.
     """
-    one, other = architecture_for(first), architecture_for(second)
-    if one.model_type != other.model_type:
+    architectures = architecture_for(first), architecture_for(second)
+    if architectures[0].model_type != architectures[1].model_type:
         raise ValueError(
-            f"cannot compare {one.model_type!r} with {other.model_type!r}: other architectures, other names"
+            f"cannot compare {architectures[0].model_type!r} with {architectures[1].model_type!r}: different architectures have "
+            "different names"
         )
     computed = [dict(_computed_weights(model)) for model in (first, second)]
-    values = [dict(canonical_parameters(model)) | made for model, made in zip((first, second), computed, strict=True)]
-    layers = {name.removesuffix(".weight") for made in computed for name in made}
+    values = [
+        dict(canonical_parameters(model)) | weights for model, weights in zip((first, second), computed, strict=True)
+    ]
+    layers = {name.removesuffix(".weight") for weights in computed for name in weights}
     tensors = []
     for name in dict.fromkeys([*values[0], *values[1]]):
-        model, architecture = (first, one) if name in values[0] else (second, other)
+        model, architecture = (first, architectures[0]) if name in values[0] else (second, architectures[1])
         component = architecture.component(base_name(model, name))
         if component != "constant":
             layer, _, last = name.rpartition(".")
@@ -93,7 +96,7 @@ def compare(first: Any, second: Any) -> Comparison:
 
 
 def _computed_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, weight), as the layer that was replaced has it: of a Conv1D (I, O)."""
+    """(name, weight) of each layer that computes its weight, in the layout of the replaced layer: (I, O) for a Conv1D."""
     tied = getattr(model, "all_tied_weights_keys", {})
     for layer, module in model.named_modules():
         if isinstance(module, Computed) and f"{layer}.weight" not in tied:
@@ -103,7 +106,7 @@ def _computed_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def _compare_tensors(a: torch.Tensor | None, b: torch.Tensor | None) -> dict[str, Any]:
-    """The fields of a `TensorDifference` that the values decide."""
+    """The fields of a `TensorDifference` that depend on the values."""
     shapes = tuple(None if value is None else tuple(value.shape) for value in (a, b))
     if a is None or b is None:
         return {"kind": SECOND if a is None else FIRST, "shapes": shapes}
@@ -120,21 +123,21 @@ def _compare_tensors(a: torch.Tensor | None, b: torch.Tensor | None) -> dict[str
 
 
 def _compare_settings(first: Any, second: Any) -> list[tuple[str, Any, Any]]:
-    one, other = (_settings(config) for config in (first, second))
-    names = dict.fromkeys([*one, *other])
-    return [(name, one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)]
+    """(name, value in the first, value in the second) of each setting that differs."""
+    a, b = _settings(first), _settings(second)
+    return [(name, a.get(name), b.get(name)) for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """Fields of the config, and of each method as `method.field`; a second one of a kind is `method 2.field`."""
+    """The fields of the config, and those of each method as `method.field`, or `method 2.field` for its second use."""
     data = config.to_dict()
-    found = {name: value for name, value in data.items() if name not in _OF_THE_FILE}
-    found["model_type"] = config.model_type.removeprefix(VARIANT_PREFIX)
+    settings = {name: value for name, value in data.items() if name not in _FILE_FIELDS}
+    settings["model_type"] = config.model_type.removeprefix(VARIANT_PREFIX)
     numbers: dict[str, int] = defaultdict(int)
     for method in data.get("methods", ()):
         kind = method["method"]
         numbers[kind] += 1
         label = kind if numbers[kind] == 1 else f"{kind} {numbers[kind]}"
-        found[label] = "applied"
-        found |= {f"{label}.{name}": value for name, value in method.items() if name != "method"}
-    return found
+        settings[label] = "applied"
+        settings |= {f"{label}.{name}": value for name, value in method.items() if name != "method"}
+    return settings

@@ -1,4 +1,5 @@
-"""Which attention heads matter, and which to remove (Michel et al., 2019, https://arxiv.org/abs/1905.10650).
+"""Score attention heads by their importance, and choose the heads to remove (Michel et al., 2019,
+https://arxiv.org/abs/1905.10650).
 
 Shapes: B batch, T tokens, N heads. The context of a head is its part of the input of the output projection.
 """
@@ -16,6 +17,7 @@ from hf_freeze.compat.transformers import mapped_class
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.gated import Gated
 from hf_freeze.layers.no_attention import NoHeads
+from hf_freeze.methods._checks import check_choice, check_integer, check_one_given, check_positive_share
 
 REDUCTIONS = ("per_token", "per_example", "per_batch")
 NORMALIZATIONS = ("layer", "none")
@@ -28,26 +30,25 @@ def head_importance(
     reduction: str = "per_token",
     normalize: str = "layer",
 ) -> dict[str, torch.Tensor]:
-    """Score every head, in eval mode: attention, such as `"encoder.0.self"` -> fp32 on the CPU (N,), larger is better. One
-    forward and one backward a batch.
+    """Score every head, in eval mode: attention, such as `"encoder.0.self"` -> fp32 on the CPU (N,). Larger is more important.
+    Each batch takes one forward and one backward.
 
-    With g = ⟨context, ∂L/∂context⟩ of a head at a token, L the loss summed over the labels of a batch (which is the derivative
-    by a factor on the head), the score is the mean over tokens of |g| (`reduction="per_token"`), over examples of |Σ g|
-    (`"per_example"`; Michel et al., eq. 2) or over batches of |Σ g| (`"per_batch"`, as scripts have it that sum the gradients
-    of a batch first). The first two do not depend on how the examples are batched. `normalize="layer"` divides the scores of
-    an attention by their L2 norm, as Michel et al. do; `"none"` leaves them.
+    Let g = ⟨context, ∂L/∂context⟩ of a head at a token, where L is the loss summed over the labels of a batch; Σ g is the
+    derivative of L by a factor on the head. The score is the mean over tokens of |g| (`reduction="per_token"`), the mean over
+    examples of |Σ g| (`"per_example"`; Michel et al., eq. 2) or the mean over batches of |Σ g| (`"per_batch"`, as in scripts
+    that first sum the gradients of a batch). The first two do not depend on how examples are batched. `normalize="layer"`
+    divides the scores of an attention by their L2 norm, as Michel et al. do; `"none"` does not.
 
-    `dataloader`: batches with labels, dicts of tensors for the forward. Padding does not count, as in `ffn_importance`. Where
-    torch.distributed runs, every process has its own part of the data, and all get the scores of the whole. The model, its
-    modes and its gradients stay as they were. An attention without heads has no scores.
+    `dataloader`: batches with labels, as dicts of tensors for the forward. Padding does not count, as in `ffn_importance`. With
+    torch.distributed, every process passes its own part of the data, and all get the scores of the whole data. The model, its
+    modes and its gradients do not change. An attention without heads has no scores.
 
     Raises ValueError for an unknown reduction, normalisation or architecture, a model on meta, missing or empty data, batches
     without labels, and an attention that no batch has reached.
     """
     architecture = check_model(model)
-    for name, value, choices in (("reduction", reduction, REDUCTIONS), ("normalize", normalize, NORMALIZATIONS)):
-        if value not in choices:
-            raise ValueError(f"{name}={value!r}: choose from {list(choices)}")
+    check_choice(reduction, REDUCTIONS, "head_importance", "reduction")
+    check_choice(normalize, NORMALIZATIONS, "head_importance", "normalize")
     outputs, sizes = output_projections(model, architecture)
     sums = {
         name: torch.zeros(count, dtype=torch.float64, device=model.device)
@@ -57,8 +58,8 @@ def head_importance(
     with in_eval_mode(model):
         for batch in batches_on(model, dataloader, "Scoring heads"):
             labels = count_labels(model, batch)
-            found = inputs_and_gradients(model, batch, outputs, "head_importance")
-            for name, (context, gradient) in found.items():
+            contexts = inputs_and_gradients(model, batch, outputs, "head_importance")
+            for name, (context, gradient) in contexts.items():
                 mask = token_mask(architecture, model, batch, name, context)
                 product = (context.double() * gradient).unflatten(-1, (-1, sizes[name])).sum(-1) * labels
                 product = product * mask[..., None]  # (B, T, N)
@@ -70,7 +71,7 @@ def head_importance(
                     score, count = product.sum((0, 1)).abs(), 1
                 sums[name] += score
                 counts[name] += count
-    sums, counts = _over_processes(sums), _over_processes(counts)
+    sums, counts = _sum_over_processes(sums), _sum_over_processes(counts)
     for name in outputs:
         if not counts[name]:
             raise ValueError(f"no batch has reached {name!r}: it cannot be scored")
@@ -81,7 +82,7 @@ def head_importance(
 
 
 def output_projections(model: Any, architecture: Architecture) -> tuple[dict[str, Any], dict[str, int]]:
-    """Of each attention that has heads: its output projection, and the numbers in a head."""
+    """Attention -> its output projection, and attention -> the size of a head, for each attention that has heads."""
     attentions = architecture.attentions(model.config)
     modules = {name: model.base_model.get_submodule(attention.o) for name, attention in attentions.items()}
     outputs = {name: output for name, output in modules.items() if not isinstance(output, NoHeads)}
@@ -89,12 +90,12 @@ def output_projections(model: Any, architecture: Architecture) -> tuple[dict[str
 
 
 def count_heads(outputs: dict[str, Any], sizes: dict[str, int]) -> dict[str, int]:
-    """Of each attention that `output_projections` has found: how many heads it has left."""
+    """Attention -> number of its heads, from the results of `output_projections`."""
     return {name: features(output)[0] // sizes[name] for name, output in outputs.items()}
 
 
 def count_labels(model: Any, batch: Mapping[str, Any]) -> int:
-    """How many of them the loss of the batch is a mean over."""
+    """The number of labels over which the loss of the batch is a mean."""
     labels = batch.get("labels")
     if not torch.is_tensor(labels) or labels.is_floating_point():
         return len(next(value for value in batch.values() if torch.is_tensor(value)))
@@ -102,27 +103,27 @@ def count_labels(model: Any, batch: Mapping[str, Any]) -> int:
     return int(((labels[..., 1:] if causal else labels) != -100).sum())
 
 
-def _over_processes(found: dict[str, Any]) -> dict[str, Any]:
-    """The sums of what each process has found."""
+def _sum_over_processes(values: dict[str, Any]) -> dict[str, Any]:
+    """Each value summed over all processes of torch.distributed."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return found
+        return values
     parts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, {n: v.cpu() if torch.is_tensor(v) else v for n, v in found.items()})
-    return {name: sum(part[name] for part in parts) for name in found}
+    torch.distributed.all_gather_object(parts, {n: v.cpu() if torch.is_tensor(v) else v for n, v in values.items()})
+    return {name: sum(part[name] for part in parts) for name in values}
 
 
 def head_gates(model: Any) -> dict[str, torch.Tensor]:
-    """What the gates of `HeadMask` are: attention -> their absolute values, fp32 on the CPU (N,), for `select_heads`.
+    """The gates of `HeadMask` as scores for `select_heads`: attention -> their absolute values, fp32 on the CPU (N,).
 
-    Raises ValueError for an unknown architecture, a model on meta, and one without gates.
+    Raises ValueError for an unknown architecture, a model on meta, and a model without gates.
     """
     architecture = check_model(model)
     modules = dict(model.base_model.named_modules())
     outputs = {name: modules[attention.o] for name, attention in architecture.attentions(model.config).items()}
-    found = {name: output.gates for name, output in outputs.items() if isinstance(output, Gated)}
-    if not found:
+    gates = {name: output.gates for name, output in outputs.items() if isinstance(output, Gated)}
+    if not gates:
         raise ValueError(f"this {type(model).__name__} has no gates: apply HeadMask first")
-    return {name: gates.detach().abs().float().cpu() for name, gates in found.items()}
+    return {name: values.detach().abs().float().cpu() for name, values in gates.items()}
 
 
 def select_heads(
@@ -133,10 +134,10 @@ def select_heads(
     min_heads: int = 0,
     group_size: int = 1,
 ) -> methods.HeadPruning:
-    """Remove the heads of the lowest scores: attention -> (N,), as `head_importance` gives them, all compared with each other.
+    """Remove the heads with the lowest scores over all attentions. `scores`: attention -> (N,), as from `head_importance`.
 
-    `count` heads, or this `fraction` of all, are removed; each attention keeps `min_heads` at least. With a `group_size`, so many
-    heads that share keys and values go together, by the sum of their scores.
+    `count` heads, or this `fraction` of all heads, are removed; each attention keeps at least `min_heads`. `group_size`: the
+    number of heads that share keys and values; they are removed together, by the sum of their scores.
 
     Raises ValueError for scores that are empty, not finite or not (N,), both or neither of fraction and count, and numbers of
     heads that cannot be removed.
@@ -150,21 +151,20 @@ def select_heads(
             raise ValueError(
                 f"select_heads(group_size={group_size!r}): must divide the {values.numel()} heads of {name!r}"
             )
-    if (fraction is None) == (count is None):
-        raise ValueError(f"select_heads(fraction={fraction!r}, count={count!r}): give one of them")
-    if fraction is not None and not (isinstance(fraction, int | float) and 0 < fraction <= 1):
-        raise ValueError(f"select_heads(fraction={fraction!r}): must be a share in (0, 1]")
-    if type(min_heads) is not int or min_heads < 0:
-        raise ValueError(f"select_heads(min_heads={min_heads!r}): must be an integer of at least 0")
+    check_one_given("select_heads", fraction=fraction, count=count)
+    if fraction is not None:
+        check_positive_share(fraction, "select_heads", "fraction")
+    check_integer(min_heads, 0, "select_heads", "min_heads")
     groups = {name: values.double().cpu().view(-1, group_size).sum(1) for name, values in scores.items()}
     least = -(-min_heads // group_size)
     most = sum(max(len(values) - least, 0) for values in groups.values())
     total = sum(map(len, groups.values()))
-    wanted = round(fraction * total) if fraction is not None else round(count / group_size)  # type: ignore[operator]
-    if not 1 <= wanted <= most:
-        asked = f"fraction={fraction!r}" if fraction is not None else f"count={count!r}"
+    # Numbers of groups from here on.
+    to_remove = round(fraction * total) if fraction is not None else round(count / group_size)  # type: ignore[operator]
+    if not 1 <= to_remove <= most:
+        setting = f"fraction={fraction!r}" if fraction is not None else f"count={count!r}"
         raise ValueError(
-            f"select_heads({asked}, min_heads={min_heads}): that is {wanted * group_size} heads; must be in "
+            f"select_heads({setting}, min_heads={min_heads}): that is {to_remove * group_size} heads; must be in "
             f"{group_size}..{most * group_size}"
         )
     ranking = sorted(
@@ -172,9 +172,9 @@ def select_heads(
     )
     removed: dict[str, list[int]] = {}
     for _, name, number in ranking:
-        if wanted and len(removed.get(name, ())) < len(groups[name]) - least:
+        if to_remove and len(removed.get(name, ())) < len(groups[name]) - least:
             removed.setdefault(name, []).append(number)
-            wanted -= 1
+            to_remove -= 1
     heads = {
         name: [number * group_size + head for number in sorted(removed[name]) for head in range(group_size)]
         for name in scores

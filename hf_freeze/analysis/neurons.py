@@ -1,4 +1,4 @@
-"""Which neurons of the FFNs matter, and which to keep.
+"""Score the neurons of FFNs by their importance, and choose the neurons to keep.
 
 Shapes: B batch, T tokens, F neurons of an FFN. A neuron is a column of the input of the last linear of its FFN, after the
 activation (and the gate, where there is one).
@@ -14,12 +14,13 @@ from hf_freeze.analysis._probe import (
     batches_on,
     check_model,
     in_eval_mode,
+    input_hooks,
     inputs_and_gradients,
-    inputs_seen,
     token_mask,
 )
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.derived import features
+from hf_freeze.methods._checks import check_choice, check_one_given, check_positive, check_positive_share
 
 SCORES = ("magnitude", "activation", "taylor")
 _SCOPES = ("layer", "global")
@@ -28,29 +29,31 @@ _SCOPES = ("layer", "global")
 def ffn_importance(
     model: Any, dataloader: Iterable[Mapping[str, Any]] | None = None, *, score: str = "magnitude"
 ) -> dict[str, torch.Tensor]:
-    """Score every neuron of every FFN, in eval mode: FFN, such as `"encoder.0.ffn"` -> fp32 on the CPU (F,), larger is better.
+    """Score every neuron of every FFN, in eval mode: FFN, such as `"encoder.0.ffn"` -> fp32 on the CPU (F,). Larger is more
+    important.
 
-    - `"magnitude"`: product of the norms of its input weights and of its output weights, as `FFNPruning(width=...)` ranks
-      them. Needs no data.
-    - `"activation"`: mean of its absolute value over the tokens.
-    - `"taylor"`: mean over batches of |Σ activation · gradient of the loss|, summed over the tokens of the batch: how much, to
-      first order, the loss changes without it (Molchanov et al., 2017, https://arxiv.org/abs/1611.06440, who take the
-      examples one by one: batches of one; and 2019, https://arxiv.org/abs/1906.10771, section 3.1). Needs labels.
+    - `"magnitude"`: the product of the norm of a neuron's input weights and the norm of its output weights, as
+      `FFNPruning(width=...)` ranks neurons. Needs no data.
+    - `"activation"`: the mean over tokens of the neuron's absolute value.
+    - `"taylor"`: the mean over batches of |Σ activation · gradient of the loss|, summed over the tokens of the batch. It
+      estimates, to first order, how much the loss changes without the neuron (Molchanov et al., 2017,
+      https://arxiv.org/abs/1611.06440, with batches of one example; and 2019, https://arxiv.org/abs/1906.10771, section 3.1).
+      Needs labels.
 
-    `dataloader`: batches, dicts of tensors for the forward. Padding does not count: `attention_mask`, and in the decoder of an
-    encoder-decoder `decoder_attention_mask`, or labels of -100. The model, its modes and its gradients stay as they were.
+    `dataloader`: batches, as dicts of tensors for the forward. Padding does not count: zeros in `attention_mask`; in the decoder
+    of an encoder-decoder, zeros in `decoder_attention_mask`, or labels of -100. The model, its modes and its gradients do not
+    change.
 
-    Raises ValueError for an unknown score or architecture, a model on meta, missing or empty data, batches without labels where
-    they are needed, and a mask whose shape is not that of the tokens.
+    Raises ValueError for an unknown score or architecture, a model on meta, missing or empty data, batches without the labels
+    that "taylor" needs, and a mask whose shape is not that of the tokens.
     """
     architecture = check_model(model)
-    if score not in SCORES:
-        raise ValueError(f"score={score!r}: choose from {list(SCORES)}")
+    check_choice(score, SCORES, "ffn_importance", "score")
     blocks = architecture.ffns(model.config)
     if score == "magnitude":
         return {block: surgery.neuron_magnitudes(model, linears).cpu() for block, linears in blocks.items()}
     if dataloader is None:
-        raise ValueError(f"score={score!r} needs a dataloader")
+        raise ValueError(f"ffn_importance(score={score!r}) needs a dataloader")
     last = {block: model.base_model.get_submodule(linears[-1]) for block, linears in blocks.items()}
     collect = _activations if score == "activation" else _first_order
     with in_eval_mode(model):
@@ -62,15 +65,15 @@ def _activations(model: Any, architecture: Architecture, last: Any, dataloader: 
     tokens = dict.fromkeys(last, 0)
     for batch in batches_on(model, dataloader, "Scoring neurons"):
 
-        def note(block: str, x: torch.Tensor, batch: Any = batch) -> None:
+        def add(block: str, x: torch.Tensor, batch: Any = batch) -> None:
             rows = x[token_mask(architecture, model, batch, block, x)]
             sums[block] += rows.double().abs().sum(0).cpu()
             tokens[block] += rows.shape[0]
 
-        with inputs_seen(last, note), torch.no_grad():
+        with input_hooks(last, add), torch.no_grad():
             model(**batch)
     if empty := [block for block, count in tokens.items() if not count]:
-        raise ValueError(f"the dataloader has no token that is not padding, at {empty[0]!r}")
+        raise ValueError(f"the dataloader has only padding for {empty[0]!r}")
     return {block: (total / tokens[block]).float() for block, total in sums.items()}
 
 
@@ -92,11 +95,12 @@ def select_neurons(
     scope: str = "layer",
     multiple_of: int = 1,
 ) -> methods.FFNPruning:
-    """Keep the neurons of the highest scores: FFN -> (F,), as `ffn_importance` gives them.
+    """Keep the neurons with the highest scores. `scores`: FFN -> (F,), as from `ffn_importance`.
 
-    `width` neurons, or this `fraction` of them, are kept in each FFN (`scope="layer"`) or on average (`"global"`, which compares
-    the scores of different FFNs as they are: scale them if they should not be). Each FFN keeps the nearest multiple of
-    `multiple_of`, at least one, or all neurons if it has not so many. An FFN that keeps all is not named.
+    `width` neurons, or this `fraction` of them, are kept in each FFN (`scope="layer"`) or on average (`"global"`). The global
+    scope compares the unscaled scores of different FFNs; scale them first if they are not comparable. Each FFN keeps the nearest
+    multiple of `multiple_of`, at least one multiple, or all its neurons if it has fewer. The result leaves out FFNs that keep all
+    neurons.
 
     Raises ValueError for scores that are empty, not finite or not (F,), both or neither of width and fraction, a width below 1
     or above the neurons, a fraction outside (0, 1], an unknown scope, a multiple_of below 1, and where nothing is removed.
@@ -106,27 +110,24 @@ def select_neurons(
     for block, values in scores.items():
         if not torch.is_tensor(values) or values.ndim != 1 or not values.numel() or not values.isfinite().all():
             raise ValueError(f"select_neurons: the scores of {block!r} must be finite numbers in a tensor (neurons,)")
-    if (width is None) == (fraction is None):
-        raise ValueError(f"select_neurons(width={width!r}, fraction={fraction!r}): give one of them")
-    if scope not in _SCOPES:
-        raise ValueError(f"select_neurons(scope={scope!r}): choose from {list(_SCOPES)}")
-    if type(multiple_of) is not int or multiple_of < 1:
-        raise ValueError(f"select_neurons(multiple_of={multiple_of!r}): must be an integer of at least 1")
+    check_one_given("select_neurons", width=width, fraction=fraction)
+    check_choice(scope, _SCOPES, "select_neurons", "scope")
+    check_positive(multiple_of, "select_neurons", "multiple_of")
     smallest = min(values.numel() for values in scores.values())
     if width is not None and (type(width) is not int or not 1 <= width <= smallest):
         raise ValueError(f"select_neurons(width={width!r}): must be in 1..{smallest}, the neurons of the smallest FFN")
-    if fraction is not None and not (isinstance(fraction, int | float) and 0 < fraction <= 1):
-        raise ValueError(f"select_neurons(fraction={fraction!r}): must be a share in (0, 1]")
+    if fraction is not None:
+        check_positive_share(fraction, "select_neurons", "fraction")
 
-    wanted = {b: float(width) if width is not None else float(fraction or 0) * v.numel() for b, v in scores.items()}
+    counts = {b: float(width) if width is not None else float(fraction or 0) * v.numel() for b, v in scores.items()}
     if scope == "global":
         ranking = torch.cat([values.double().cpu() for values in scores.values()]).argsort(descending=True, stable=True)
         owners = torch.cat([torch.full((v.numel(),), i) for i, v in enumerate(scores.values())])
-        best = owners[ranking[: round(sum(wanted.values()))]].bincount(minlength=len(scores))
-        wanted = dict(zip(scores, best.tolist(), strict=True))
+        best = owners[ranking[: round(sum(counts.values()))]].bincount(minlength=len(scores))
+        counts = dict(zip(scores, best.tolist(), strict=True))
     keep = {}
     for block, values in scores.items():
-        count = max(int(wanted[block] / multiple_of + 0.5), 1) * multiple_of
+        count = max(int(counts[block] / multiple_of + 0.5), 1) * multiple_of
         if count < values.numel():
             keep[block] = values.argsort(descending=True, stable=True)[:count].sort().values.tolist()
     if not keep:

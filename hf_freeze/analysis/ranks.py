@@ -1,4 +1,4 @@
-"""Ranks for each linear, from the spectra of trained weights: at an energy, a number of parameters or a measured time.
+"""Choose ranks for each linear from the spectra of trained weights, for an energy, a number of parameters or a measured time.
 
 Shapes: I inputs, O outputs of a linear.
 """
@@ -13,14 +13,16 @@ from rich.progress import Progress
 from torch import nn
 
 from hf_freeze import methods, surgery
-from hf_freeze.analysis._probe import check_model, progress_bar
+from hf_freeze.analysis._probe import check_model
+from hf_freeze.analysis._progress import progress_bar
 from hf_freeze.analysis.latency import check_tokens, median_ms
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.shapes import modes_of
 from hf_freeze.layers.tensor_train import check_ranks
+from hf_freeze.methods._checks import is_number
 
-_ROUNDING = 1e-10  # a smaller share of the energy is the rounding of fp32 weights and of their Gram matrices
-_LATENCY_STEP = 1e-3  # of energy: measured times differ by more than what finer steps change
+_ROUNDING = 1e-10  # a smaller share of the energy may be a rounding error of fp32 weights and their Gram matrices
+_LATENCY_STEP = 1e-3  # of energy; measured times vary by more than a finer step changes them
 
 Ranks = tuple[int, ...]
 
@@ -35,26 +37,27 @@ def choose_ranks(
     tokens: int = 64,
     **settings: Any,
 ) -> Any:
-    """The config of `method` (`methods.LowRank`, `TensorTrain` or `Tucker`) with ranks of its own for each linear.
+    """The config of `method` (`methods.LowRank`, `TensorTrain` or `Tucker`) with separate ranks for each linear.
 
     Give one of:
 
-    - `energy`, in (0, 1]: for each linear the smallest ranks that keep this share of its squared Frobenius norm. For tensor
-      trains those of TT-SVD (Oseledets, 2011, https://doi.org/10.1137/090752286, theorem 2.2), for Tucker those of HOSVD (De
-      Lathauwer et al., 2000, https://doi.org/10.1137/S0895479896305696, property 10); both bound the loss from above, and
-      may keep more.
-    - `budget`, in (0, 1]: the share of the weights of all chosen linears, biases apart, that may be left. The energy is the
-      highest that fits, the same for all linears (to 1e-4 for tensor trains, whose ranks depend on one another).
-    - `max_latency`: ms that all chosen linears may take one after another, in a forward of `tokens` tokens without gradients,
-      in eval mode, on the device of the model. The sum of the medians of real layers of these ranks, each measured warm and
-      alone; in the model they compete for the cache. The energy is the highest that fits, to 1e-3.
+    - `energy`, in (0, 1]: for each linear the smallest ranks that keep this share of its squared Frobenius norm. Tensor trains
+      use the bound of TT-SVD (Oseledets, 2011, https://doi.org/10.1137/090752286, theorem 2.2), Tucker that of HOSVD (De
+      Lathauwer et al., 2000, https://doi.org/10.1137/S0895479896305696, property 10). Both are upper bounds of the loss, so the
+      factors may keep more.
+    - `budget`, in (0, 1]: the share of the weights of all chosen linears, without biases, that may remain. All linears get the
+      same energy, the highest that fits (to 1e-4 for tensor trains, whose ranks depend on one another).
+    - `max_latency`: the ms that all chosen linears may take one after another, in a forward of `tokens` tokens without
+      gradients, in eval mode, on the device of the model. It is compared with the sum of the medians of real layers of these
+      ranks, each measured warm and alone; in the model they compete for the cache. The energy is the highest that fits, to 1e-3.
 
     `settings` go to the method: `components`, `layers`, `shape`, `execution`. A linear whose factors would not be smaller stays
-    dense and is not named; in budget and latency it counts as such. Less than 1e-10 of the energy counts as rounding.
+    dense: the config does not name it, and it counts as dense in budget and latency. A share of the energy below 1e-10 counts as
+    a rounding error.
 
-    Raises ValueError for another method, an unknown setting, a share outside (0, 1], a budget or latency that rank 1 exceeds
-    (with what is possible), a model on meta, an unknown architecture, a linear that a method has changed, weights that are not
-    finite, and where every linear would stay dense.
+    Raises ValueError for another method, an unknown setting, a share outside (0, 1], a budget or latency that even rank 1 exceeds
+    (the message says what is possible), a model on meta, an unknown architecture, a linear that a method has changed, weights
+    that are not finite, and if every linear would stay dense.
     """
     if method not in _SPECTRA:
         raise ValueError(f"method={method!r}: choose from {[f'methods.{m.__name__}' for m in _SPECTRA]}")
@@ -79,12 +82,13 @@ def choose_ranks(
 
 
 def _check_goal(**goals: Any) -> str:
-    given = {name: value for name, value in goals.items() if value is not None}
-    if len(given) != 1:
-        raise ValueError(f"choose_ranks: give one of {list(goals)}, not {list(given) or 'none'}")
-    ((name, value),) = given.items()
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value <= 0 or (name != "max_latency" and value > 1):
+    """The one goal that is not None, as text for messages. Raises ValueError for none, several or an invalid value."""
+    chosen = {name: value for name, value in goals.items() if value is not None}
+    if len(chosen) != 1:
+        raise ValueError(f"choose_ranks: give one of {list(goals)}, not {list(chosen) or 'none'}")
+    ((name, value),) = chosen.items()
+    finite = is_number(value) and math.isfinite(value)
+    if not finite or value <= 0 or (name != "max_latency" and value > 1):
         raise ValueError(
             f"{name}={value!r}: must be {'a number of ms above 0' if name == 'max_latency' else 'a share in (0, 1]'}"
         )
@@ -92,7 +96,7 @@ def _check_goal(**goals: Any) -> str:
 
 
 def _pattern(method: type[Any], settings: dict[str, Any]) -> Any:
-    """The method with any rank, which checks the settings."""
+    """The method with rank 1, which checks the settings."""
     known = [field.name for field in fields(method) if field.name not in ("rank", "ranks")]
     for name in settings:
         if name not in known:
@@ -101,20 +105,21 @@ def _pattern(method: type[Any], settings: dict[str, Any]) -> Any:
 
 
 class _Spectrum:
-    """What a linear loses at which ranks. `losses`: at that loss, or a larger one, all ranks are 1."""
+    """The relation between the ranks of a linear and the share of its energy that they lose. `losses`: at this loss and above,
+    all ranks are 1."""
 
     losses: int
-    step = 1e-9  # how fine a loss is searched
+    step = 1e-9  # resolution of the search for a loss
 
     def __init__(self, linear: nn.Module, modes: Any) -> None:
         raise NotImplementedError
 
     def ranks(self, loss: float) -> Ranks:
-        """The smallest that lose at most this share of the squared norm."""
+        """The smallest ranks that lose at most this share of the squared norm."""
         raise NotImplementedError
 
     def size(self, ranks: Ranks) -> int:
-        """Parameters, without a bias."""
+        """Number of parameters at these ranks, without a bias."""
         raise NotImplementedError
 
 
@@ -149,8 +154,8 @@ class _TuckerSpectrum(_Spectrum):
 
 
 class _TensorTrainSpectrum(_Spectrum):
-    """As `layers.tensor_train.tt_svd` with a loss, several times faster: no factor is needed, and eigenvectors of the smaller
-    Gram matrix tell as much as singular vectors. A rank depends on those before it, so each loss is computed anew."""
+    """As `layers.tensor_train.tt_svd` with a loss, but several times faster: it computes no factors, and takes eigenvectors of
+    the smaller Gram matrix instead of singular vectors. Each rank depends on the previous ones, so each loss is computed anew."""
 
     step = 1e-4
 
@@ -171,8 +176,8 @@ class _TensorTrainSpectrum(_Spectrum):
             energies, vectors = torch.linalg.eigh(rest.T @ rest if tall else rest @ rest.T)
             energies = energies.clamp_min(0)
             rank = max(int((energies.cumsum(0) > allowed).sum()), 1)
-            kept = vectors[:, -rank:]
-            rest = energies[-rank:, None].sqrt() * kept.T if tall else kept.T @ rest  # S Vᵀ
+            axes = vectors[:, -rank:]
+            rest = energies[-rank:, None].sqrt() * axes.T if tall else axes.T @ rest  # S Vᵀ
             ranks.append(rank)
         return (*ranks, 1)
 
@@ -191,7 +196,7 @@ _SPECTRA: dict[type, type[_Spectrum]] = {
 
 
 def _lost(matrix: torch.Tensor) -> torch.Tensor:
-    """Share of the squared norm that is lost where the first k singular values are kept, for k = 0, 1, ...: descending."""
+    """The share of the squared norm that is lost if the k largest singular values are kept, for k = 0, 1, ...: descending."""
     gram = matrix.T @ matrix if matrix.shape[0] > matrix.shape[1] else matrix @ matrix.T
     lost = torch.linalg.eigvalsh(gram).clamp_min(0).cumsum(0).flip(0)
     return (lost / lost[0].clamp_min(torch.finfo(lost.dtype).tiny)).cpu()
@@ -202,13 +207,13 @@ def _smallest(lost: torch.Tensor, allowed: float) -> int:
 
 
 class _Chooser:
-    """Finds the smallest loss that fits; the choice at a loss is linear -> ranks, of those that become smaller."""
+    """Finds the smallest loss that fits a limit. A choice maps each linear that becomes smaller to its ranks."""
 
     def __init__(self, model: Any, method: type[Any], pattern: Any, settings: dict[str, Any]) -> None:
         self.model, self.method, self.pattern, self.settings = model, method, pattern, settings
         self.linears: dict[str, Any] = {}
         self.spectra: dict[str, _Spectrum] = {}
-        self.times: dict[Any, float] = {}  # (shape, dtype, ranks) -> ms; without ranks, of the dense linear
+        self.times: dict[Any, float] = {}  # (shape, dtype, ranks ...) -> ms; ranks None is the dense linear
 
     def decompose(self, names: Sequence[str], progress: Progress) -> None:
         for name in progress.track(names, description="Decomposing linears"):
@@ -224,12 +229,13 @@ class _Chooser:
             self.linears[name] = linear
 
     def at(self, loss: float) -> dict[str, Ranks]:
-        found = {}
+        """The choice at this loss."""
+        choice = {}
         for name, spectrum in self.spectra.items():
             ranks = spectrum.ranks(max(loss, _ROUNDING))
             if spectrum.size(ranks) < self.linears[name].weight.numel():
-                found[name] = ranks
-        return found
+                choice[name] = ranks
+        return choice
 
     def config(self, chosen: dict[str, Ranks]) -> Any:
         if self.method is methods.LowRank:
@@ -239,8 +245,8 @@ class _Chooser:
     def within_budget(self, budget: float, progress: Progress) -> dict[str, Ranks]:
         def share(chosen: dict[str, Ranks]) -> float:
             sizes = {name: linear.weight.numel() for name, linear in self.linears.items()}
-            left = sizes | {name: self.spectra[name].size(ranks) for name, ranks in chosen.items()}
-            return sum(left.values()) / sum(sizes.values())
+            new_sizes = sizes | {name: self.spectra[name].size(ranks) for name, ranks in chosen.items()}
+            return sum(new_sizes.values()) / sum(sizes.values())
 
         least = self.at(self.largest_loss)
         if share(least) > budget:
@@ -253,12 +259,12 @@ class _Chooser:
 
     def within_latency(self, limit: float, tokens: int, progress: Progress) -> dict[str, Ranks]:
         def ms(chosen: dict[str, Ranks]) -> float:
-            measured = progress.add_task("Measuring layers", total=len(self.linears))
+            task = progress.add_task("Measuring layers", total=len(self.linears))
             total = 0.0
             for name in self.linears:
                 total += self._measure(name, chosen.get(name), tokens)
-                progress.advance(measured)
-            progress.remove_task(measured)
+                progress.advance(task)
+            progress.remove_task(task)
             return total
 
         least, dense = self.at(self.largest_loss), ms({})
@@ -275,15 +281,15 @@ class _Chooser:
 
     @property
     def largest_loss(self) -> float:
-        """At which every rank is 1."""
+        """A loss at which every rank is 1."""
         return max(spectrum.losses for spectrum in self.spectra.values()) + 1
 
     def _search(
         self, fits: Callable[[dict[str, Ranks]], bool], least: dict[str, Ranks], step: float, progress: Progress
     ) -> dict[str, Ranks]:
         """The choice at the smallest loss that fits, by bisection; `least` fits."""
-        if fits(most := self.at(0.0)):
-            return most
+        if fits(largest := self.at(0.0)):
+            return largest
         below, above, best = 0.0, self.largest_loss, least
         task = progress.add_task("Searching", total=math.ceil(math.log2(above / step)))
         while above - below > step:
@@ -298,6 +304,7 @@ class _Chooser:
         return best
 
     def _measure(self, name: str, ranks: Ranks | None, tokens: int) -> float:
+        """The time in ms of the linear `name` at these ranks (None: dense)."""
         linear = self.linears[name]
         key = (features(linear), type(linear), linear.weight.dtype, linear.bias is not None, ranks)
         if key not in self.times:

@@ -1,4 +1,4 @@
-"""Which tokens a corpus needs."""
+"""Choose the tokens to keep from their counts in a corpus."""
 
 import itertools
 import json
@@ -13,8 +13,9 @@ from transformers import MarianTokenizer
 
 from hf_freeze import methods
 from hf_freeze.data.trimming import check_kind, merges, special_tokens
+from hf_freeze.methods._checks import check_one_given, check_positive_share
 
-_AT_ONCE = 1000  # texts
+_BATCH_SIZE = 1000  # texts
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -26,25 +27,23 @@ def choose_vocabulary(
     size: int | None = None,
     coverage: float | None = None,
 ) -> methods.VocabularyTrimming:
-    """Keep the tokens that occur most often in `texts`: at most `size`, or as many as it takes to cover this share of all
-    occurrences, 1 for every token that occurs.
+    """Keep the tokens that occur most often in `texts`: at most `size` tokens, or as many as cover the share `coverage` of all
+    occurrences (1: every token that occurs).
 
         trimming = analysis.choose_vocabulary(tokenizer, texts, coverage=0.999)
         model = make_variant(model, [trimming])
         tokenizer = data.trim_tokenizer(tokenizer, trimming.keep)
 
-    Kept in any case: special and added tokens, language codes, the byte alphabet or byte tokens where the tokenizer has them, and
-    the single characters that occur, so that other text can be spelled; and for each token of BPE, those that merge into it.
-    `targets`: texts of the other language, where the tokenizer splits that by a model of its own, as `MarianTokenizer` does.
+    Some tokens are always kept: special and added tokens, language codes, the byte alphabet or byte tokens if the tokenizer has
+    them, all single characters that occur, so that other text can be spelled, and for each kept BPE token those that merge into
+    it. `targets`: texts of the target language, for tokenizers with a separate model for it, such as `MarianTokenizer`.
 
-    Raises ValueError for a tokenizer that cannot be trimmed, without text, for both or neither of size and coverage, a size below
-    what is kept in any case or above the vocabulary, and a coverage outside (0, 1].
+    Raises ValueError for a tokenizer that cannot be trimmed, for texts without a token, both or neither of size and coverage, a
+    size below the number of tokens that are always kept or above the vocabulary, and a coverage outside (0, 1].
     """
-    if (size is None) == (coverage is None):
-        raise ValueError(f"choose_vocabulary(size={size!r}, coverage={coverage!r}): give one of them")
-    number = isinstance(coverage, int | float) and not isinstance(coverage, bool)
-    if coverage is not None and not (number and 0 < coverage <= 1):
-        raise ValueError(f"choose_vocabulary(coverage={coverage!r}): must be a share in (0, 1]")
+    check_one_given("choose_vocabulary", size=size, coverage=coverage)
+    if coverage is not None:
+        check_positive_share(coverage, "choose_vocabulary", "coverage")
     check_kind(tokenizer)
     vocabulary = tokenizer.get_vocab()
     counts = _count(tokenizer, texts, targets)
@@ -63,23 +62,24 @@ def choose_vocabulary(
         added = _closure({token}, parents) - kept
         if size is None or len(kept) + len(added) <= size:
             kept |= added
-            covered += sum(counts[each] for each in added)
+            covered += sum(counts[part] for part in added)
     return methods.VocabularyTrimming(keep=sorted(kept))
 
 
 def count_tokens(tokenizer: Any, texts: Iterable[str], *, targets: Iterable[str] = ()) -> np.ndarray:
-    """int64 (V,): how often each id occurs in `texts`, without special tokens added; V is `len(tokenizer)`.
+    """int64 (V,): the number of occurrences of each id in `texts`, without added special tokens; V is `len(tokenizer)`.
 
-    `targets`: as for `choose_vocabulary`. Raises ValueError for a string instead of a list of them, and without any token.
+    `targets`: as for `choose_vocabulary`. Raises ValueError for a string instead of a list of strings, and for texts without a
+    token.
     """
     counts = _count(tokenizer, texts, targets)
-    found = np.zeros(max(len(tokenizer), max(counts) + 1), dtype=np.int64)
-    found[list(counts)] = list(counts.values())
-    return found
+    array = np.zeros(max(len(tokenizer), max(counts) + 1), dtype=np.int64)
+    array[list(counts)] = list(counts.values())
+    return array
 
 
 def _count(tokenizer: Any, texts: Iterable[str], targets: Iterable[str]) -> Counter[int]:
-    """Id -> how often it occurs; no special token is added."""
+    """Id -> number of occurrences, without added special tokens."""
     if isinstance(texts, str) or isinstance(targets, str):
         raise ValueError("texts and targets are lists of strings, not a string")
     settings = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
@@ -95,12 +95,12 @@ def _count(tokenizer: Any, texts: Iterable[str], targets: Iterable[str]) -> Coun
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
     texts = iter(texts)
-    while batch := list(itertools.islice(texts, _AT_ONCE)):
+    while batch := list(itertools.islice(texts, _BATCH_SIZE)):
         yield batch
 
 
 def _needed(tokenizer: Any, vocabulary: Mapping[str, int], counts: Mapping[int, int]) -> set[int]:
-    """The ids without which the tokenizer would not be complete."""
+    """The ids that are always kept, without merge parents."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, *special_tokens(tokenizer).values()}
     special |= {number for token, number in vocabulary.items() if _BYTE.fullmatch(token)}
     occurring = tokenizer.convert_ids_to_tokens([token for token in counts if token not in special])
@@ -119,32 +119,32 @@ def _needed(tokenizer: Any, vocabulary: Mapping[str, int], counts: Mapping[int, 
 
 
 def _parents(tokenizer: Any) -> dict[int, set[int]]:
-    """Id -> the ids that merge into it, of BPE."""
+    """Id -> the ids that merge into it, for BPE; empty for other tokenizers."""
     if isinstance(tokenizer, MarianTokenizer):
         return {}
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    found: dict[int, set[int]] = {}
+    parents: dict[int, set[int]] = {}
     if model["type"] == "BPE":
         vocab = model["vocab"]
         for pair, piece in merges(model):
-            found.setdefault(vocab[piece], set()).update(vocab[part] for part in pair)
-    return found
+            parents.setdefault(vocab[piece], set()).update(vocab[part] for part in pair)
+    return parents
 
 
 def _closure(tokens: set[int], parents: Mapping[int, set[int]]) -> set[int]:
-    """The tokens and all that merge into them."""
-    found, waiting = set(tokens), list(tokens)
+    """The tokens and all that merge into them, directly or not."""
+    closure, waiting = set(tokens), list(tokens)
     while waiting:
-        new = parents.get(waiting.pop(), set()) - found
-        found |= new
+        new = parents.get(waiting.pop(), set()) - closure
+        closure |= new
         waiting += new
-    return found
+    return closure
 
 
 def word_continuations(tokenizer: Any) -> list[int]:
-    """Ids of the tokens that go on with the word before them, for `FixedAttention(unit="word")`: of WordPiece those that begin
-    with `##`; of tokenizers that mark the start of a word (`▁`, or `Ġ` in byte-level BPE) those without the mark. Special and
-    added tokens are words of their own.
+    """Ids of the tokens that continue a word, for `FixedAttention(unit="word")`. In WordPiece they begin with `##`; in tokenizers
+    that mark the start of a word (`▁`, or `Ġ` in byte-level BPE) they lack the mark. Special and added tokens are words of their
+    own.
 
     Raises ValueError for a tokenizer that marks neither.
     """

@@ -437,7 +437,7 @@ def test_wrong_scores_and_data_are_refused():
     model, batch = native(BERT), BERT.tiny_inputs("masked-lm")
     unlabelled = {name: values for name, values in batch.items() if name != "labels"}
     for data, score, message in (
-        ([batch], "size", "score='size': choose from .'magnitude', 'activation', 'taylor'."),
+        ([batch], "size", r"score='size'\): choose from .'magnitude', 'activation', 'taylor'."),
         (None, "taylor", "score='taylor' needs a dataloader"),
         ([], "activation", "the dataloader is empty"),
         ([], "taylor", "the dataloader is empty"),

@@ -174,8 +174,8 @@ def test_two_processes_score_what_one_does(tmp_path):
     [
         ({"dataloader": []}, "the dataloader is empty"),
         ({"dataloader": [[1]]}, "a batch is a dict of tensors for the forward, not a list"),
-        ({"reduction": "sum"}, r"reduction='sum': choose from \['per_token', 'per_example', 'per_batch'\]"),
-        ({"normalize": "max"}, r"normalize='max': choose from \['layer', 'none'\]"),
+        ({"reduction": "sum"}, r"reduction='sum'\): choose from \['per_token', 'per_example', 'per_batch'\]"),
+        ({"normalize": "max"}, r"normalize='max'\): choose from \['layer', 'none'\]"),
         ({"model": torch.nn.Linear(1, 1)}, "needs a model with trained weights, not a Linear"),
         (
             {

@@ -430,7 +430,9 @@ def test_a_dense_output_merges(name):
 
 
 def test_an_adaptive_softmax_does_not_merge():
-    message = r"\Amethod 'adaptive_embedding' cannot be merged: no single matrix computes an adaptive softmax .*output='dense' can be merged\)\Z"
+    message = (
+        r"\Amethod 'adaptive_embedding' cannot be merged: no single matrix computes .*output='dense' can be merged\)\Z"
+    )
     with pytest.raises(ValueError, match=message):
         adaptive(backbone("marian")).merge()
     config = AutoConfig.for_model("bert", **ARCHITECTURES["bert"].tiny)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_freeze import make_variant, methods
-from hf_freeze.analysis._probe import inputs_seen
+from hf_freeze.analysis._probe import input_hooks
 from hf_freeze.training import carried_optimizer, parameter_groups
 
 STEPS = 3
@@ -55,7 +55,7 @@ def test_pruned_heads_in_the_middle_of_training(case, whole):
     train(forgetful, fresh, batch)
 
     gates = torch.ones(count).index_fill(0, torch.tensor(heads), 0).repeat_interleave(size)
-    with inputs_seen({name: output}, lambda _, context: context * gates):
+    with input_hooks({name: output}, lambda _, context: context * gates):
         train(model, optimizer, batch)
     expected = make_variant(model, [pruning])
     assert largest_difference(pruned, expected) < 2e-5
