@@ -146,7 +146,7 @@ def test_other_seeds_and_folders_of_this_machine(grid, tmp_path):
     (other / "command.txt").write_text(f"{command}\nhf-freeze run {tmp_path}/more.yaml\n")
     text = str(model_card(read_trained_model(other / "row-2.1-seed-1")))
     assert re.search(
-        r"^- Commands of the grid, .*: `hf-freeze run r\.yaml .*`; `hf-freeze run more\.yaml`$", text, re.M
+        r"^- Commands of the grid of this model: `hf-freeze run r\.yaml .*`; `hf-freeze run more\.yaml`$", text, re.M
     )
     for name in ("README.md", "results.json"):
         assert str(tmp_path) not in (tmp_path / "out" / name).read_text()
