@@ -21,8 +21,8 @@ KINDS = (SAME, CHANGED, RESIZED, FIRST, SECOND)
 @dataclass(frozen=True, kw_only=True)
 class TensorDifference:
     """A parameter of one or both models, or a weight that a layer computes from factors. `kind`: one of `KINDS`. `shapes`: one
-    per model, None if the model lacks the tensor. For tensors a and b of equal shape, in fp64: `distance` ||b - a||, `norm` ||a||,
-    `largest` max |b - a|. `factor`: whether it is a factor of a computed weight."""
+    per model, None if the model lacks the tensor. `factor`: whether it is a factor of a computed weight. For tensors a and b of
+    equal shape, in fp64: `distance` ||b - a||, `norm` ||a||, `largest` max |b - a|."""
 
     name: str
     component: str

@@ -438,7 +438,7 @@ def test_wrong_scores_and_data_are_refused():
     unlabelled = {name: values for name, values in batch.items() if name != "labels"}
     for data, score, message in (
         ([batch], "size", r"score='size'\): choose from .'magnitude', 'activation', 'taylor'."),
-        (None, "taylor", "score='taylor' needs a dataloader"),
+        (None, "taylor", r"score='taylor'\) needs a dataloader"),
         ([], "activation", "the dataloader is empty"),
         ([], "taylor", "the dataloader is empty"),
         ([unlabelled], "taylor", "needs a loss: batches with labels, not only .'attention_mask', 'input_ids'"),
@@ -446,7 +446,7 @@ def test_wrong_scores_and_data_are_refused():
         (
             [batch | {"attention_mask": torch.zeros(2, 5)}],
             "activation",
-            "no token that is not padding, at 'encoder.0.ffn'",
+            "the dataloader has only padding for 'encoder.0.ffn'",
         ),
         (
             [batch | {"attention_mask": torch.ones(2, 5, 5)}],

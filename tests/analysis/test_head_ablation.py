@@ -105,7 +105,7 @@ def test_the_order_of_an_oracle():
     [
         ({}, "give one of data and evaluate"),
         ({"data": [MARIAN.batch()], "evaluate": len}, "give one of data and evaluate"),
-        ({"data": [MARIAN.batch()], "path": "x"}, r"path='x'\): is of measurements with evaluate"),
+        ({"data": [MARIAN.batch()], "path": "x"}, r"path='x'\): only works with evaluate"),
         ({"data": []}, "the dataloader is empty"),
         (
             {"data": [{"input_ids": torch.ones(1, 2).long(), "decoder_input_ids": torch.ones(1, 2).long()}]},

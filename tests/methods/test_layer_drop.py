@@ -309,7 +309,7 @@ def test_the_extracted_model_is_the_trained_one_without_the_layers(architecture)
         (None, {}, r"layers=\{\}\): must be a dict from stacks to numbers"),
         (None, 3, r"layers=3\): must be a dict from stacks to numbers"),
         (None, {"middle": 2}, r"no stack 'middle' in marian; choose from \['decoder', 'encoder'\]"),
-        (None, {"decoder": 2, "encoder": 5}, r"\{'encoder': 5\}\): must be an integer in 1\.\.4, the layers there"),
+        (None, {"decoder": 2, "encoder": 5}, r"\{'encoder': 5\}\): must be an integer in 1\.\.4, its layers"),
         (None, {"encoder": 0}, r"\{'encoder': 0\}\): must be an integer in 1\.\.4"),
         (None, {"encoder": 2.0}, r"\{'encoder': 2\.0\}\): must be an integer in 1\.\.4"),
     ],
