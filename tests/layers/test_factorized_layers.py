@@ -646,9 +646,9 @@ def test_factors_never_make_the_weight(cls, size, arguments, monkeypatch):
     # "auto" where dense is faster, but the weight is too large.
     monkeypatch.setattr(factorized, "_GAIN", 0)
     assert makes_weight(make(cls, size, arguments), 1)
-    monkeypatch.setattr(factorized, "_LARGEST_KEPT", math.prod(size))
+    monkeypatch.setattr(factorized, "_LARGEST_DENSE", math.prod(size))
     assert makes_weight(make(cls, size, arguments), 1)
-    monkeypatch.setattr(factorized, "_LARGEST_KEPT", math.prod(size) - 1)
+    monkeypatch.setattr(factorized, "_LARGEST_DENSE", math.prod(size) - 1)
     assert not makes_weight(make(cls, size, arguments), 1)
 
 
