@@ -103,7 +103,8 @@ def do_not_save(model: Any, names: set[str]) -> None:
 def keep_on_save(model: Any, names: set[str]) -> None:
     """Have `save_pretrained` write these tensors even if the class leaves them out."""
     if names:
-        model._keys_to_ignore_on_save = set(model._keys_to_ignore_on_save or ()) - names
+        left_out: set[str] = set(model._keys_to_ignore_on_save or ())
+        model._keys_to_ignore_on_save = left_out - names
 
 
 def keys_to_ignore(model: Any) -> tuple[set[str], set[str]]:
