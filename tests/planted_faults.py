@@ -174,7 +174,7 @@ def first_failure(tree: Path, workers: int, tests: list[str]) -> str | None:
     command += ["--numprocesses", str(workers), "--dist", "worksteal", *tests]
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+::\S+)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - |$)", done.stdout, re.MULTILINE)
     if failed is None and done.returncode != 0:
         raise SystemExit(f"the tests could not run:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return failed and failed[1]

@@ -56,7 +56,7 @@ GPT2 = register_architecture(
         },
         tiny_variants={
             "inverse_layer_scale": {
-                "n_layer": 3,
+                "n_layer": 4,
                 "scale_attn_by_inverse_layer_idx": True,
                 "reorder_and_upcast_attn": True,
             },
