@@ -102,7 +102,9 @@ class SavingMixin(_Model):
             key = (type(module), value.shape, value.dtype)  # those of encoder and decoder are equal
             if key not in computed:
                 fresh = copy.deepcopy(module).to(value.dtype)
-                draw(self, fresh)
+                # Native classes draw random values first: saving must not move the global random state.
+                with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+                    draw(self, fresh)
                 computed[key] = fresh.get_parameter(attribute)
             if not torch.equal(value.cpu(), computed[key].cpu()):
                 trained.add(name)
