@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import distributed
+from torch import distributed, nn
 
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name
@@ -101,7 +101,8 @@ class SavingMixin(_Model):
             module = self.get_submodule(owner)
             key = (type(module), value.shape, value.dtype)  # those of encoder and decoder are equal
             if key not in computed:
-                fresh = copy.deepcopy(module).to(value.dtype)
+                fresh = copy.deepcopy(module)
+                setattr(fresh, attribute, nn.Parameter(torch.empty_like(value)))  # the module's own may be sharded
                 # Native classes draw random values first: saving must not move the global random state.
                 with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
                     draw(self, fresh)

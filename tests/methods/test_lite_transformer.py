@@ -313,11 +313,14 @@ def test_each_half_sees_what_it_may(name):
 
 def test_a_mask_of_another_kind_is_refused():
     for mask in ("block mask", torch.ones(2, 5, 5)):
-        with pytest.raises(ValueError, match=r"cannot read a mask of (str|Tensor).*use 'eager', 'sdpa' or"):
-            long_short._tokens(mask, 0, torch.zeros(2, 5, 8))
+        with pytest.raises(
+            ValueError,
+            match=r"cannot read a mask of (str|Tensor): choose the attention implementation 'eager', 'sdpa' or",
+        ):
+            long_short._token_mask(mask, 0, torch.zeros(2, 5, 8))
     flat = torch.tensor([[0, 1, 1, 1]])
-    assert long_short._tokens(flat, 1, torch.zeros(2, 2, 8)).tolist() == [[True, True]] * 2
-    assert long_short._tokens(flat, 0, torch.zeros(1, 2, 8)).tolist() == [[False, True]]
+    assert long_short._token_mask(flat, 1, torch.zeros(2, 2, 8)).tolist() == [[True, True]] * 2
+    assert long_short._token_mask(flat, 0, torch.zeros(1, 2, 8)).tolist() == [[False, True]]
 
 
 # -- with other methods ------------------------------------------------------------------------------------------------------
