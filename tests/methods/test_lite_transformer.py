@@ -315,7 +315,7 @@ def test_a_mask_of_another_kind_is_refused():
     for mask in ("block mask", torch.ones(2, 5, 5)):
         with pytest.raises(
             ValueError,
-            match=r"cannot read a mask of (str|Tensor): choose the attention implementation 'eager', 'sdpa' or",
+            match=r"cannot read a mask of (str|Tensor): choose .* 'eager', 'sdpa' or",
         ):
             long_short._token_mask(mask, 0, torch.zeros(2, 5, 8))
     flat = torch.tensor([[0, 1, 1, 1]])
