@@ -281,7 +281,7 @@ class Bench:
             training = "as masked" if trained is not layer and not hasattr(trained, "kl") else ""
             if not training:
                 training = str(self.turns(step(trained.train(), x), step(dense.train(), x)))
-            held = []
+            held_sizes = []
             for execution in ("factors", "dense") if factors else ("dense",):
                 if factors:
                     set_execution(layer, execution)
@@ -289,13 +289,13 @@ class Bench:
                 for tokens in self.options.tokens:
                     with torch.no_grad():
                         layer(torch.randn(tokens, size.inputs, device=_shared.DEVICE))
-                held.append(held_bytes(layer))
+                held_sizes.append(held_bytes(layer))
             if factors:
-                self.ratios["memory"].append((held[0] / dense_bytes, f"{size}, {name}"))
+                self.ratios["memory"].append((held_sizes[0] / dense_bytes, f"{size}, {name}"))
             first = self._first(layer, size)
             if factors:
                 set_execution(layer, "auto")
-            cells = [f"{size_ / 1e6:.3f}" for size_ in (stored, *([0] * (2 - len(held))), *held)]
+            cells = [f"{size_ / 1e6:.3f}" for size_ in (stored, *([0] * (2 - len(held_sizes))), *held_sizes)]
             if not factors:
                 cells[1] = ""
             lines.append([name, f"{stored / dense_bytes:.4f}", *cells, f"{1e3 * first:.2f}", training])
