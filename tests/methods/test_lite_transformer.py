@@ -126,7 +126,7 @@ def attended(attention, x, heads, seen):
 @pytest.mark.parametrize("conv", ["dynamic", "lightweight"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @torch.no_grad()
-def test_half_attends_and_half_is_convolved(name, conv, implementation, monkeypatch):
+def test_half_attends_and_half_is_convolved(name, conv, implementation):
     model = made(name, conv=conv, heads=3, kernels=[3, 7])
     model.set_attn_implementation(implementation)
     calls = []
@@ -136,7 +136,6 @@ def test_half_attends_and_half_is_convolved(name, conv, implementation, monkeypa
     assert len(calls) == (4 if name == "marian" else 2)
     described = [each for n, each in model.architecture.attentions(model.config).items() if n.endswith(".self")]
     assert {(each.head_count(model.config), each.head_size(model.config)) for each in described} == {(3, 4)}
-    monkeypatch.setattr("test_convolution.C", 12)
     for place, module, x, found in calls:
         causal, tokens = "encoder" not in place, x.shape[1]
         mask = batch_of(name)["attention_mask"].bool() if tokens == 5 else torch.ones(2, tokens, dtype=torch.bool)
