@@ -73,10 +73,10 @@ def regenerate(model: Any) -> None:
             continue
         value = definition.generate(parameter.device)
         actual = digest(value)
-        expected = model.config.digests.setdefault(definition.name, actual)
+        expected = model.config.digests.setdefault(base_name(model, name), actual)
         if actual != expected:
             raise ValueError(
-                f"digest mismatch: the regenerated tensor {definition.name!r} has {actual}, the config says {expected}; "
+                f"digest mismatch: the regenerated tensor {base_name(model, name)!r} has {actual}, the config says {expected}; "
                 "the config was changed, or this is not the hf_freeze that wrote it"
             )
         parameter.copy_(value)

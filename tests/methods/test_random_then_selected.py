@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from support.cases import Case
 from support.models import differences, native, outputs, reload, reload_problems, seeded_names, trainability
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel
 
 from hf_freeze import make_variant, methods
 from hf_freeze.architectures.base import base_name
@@ -175,3 +175,15 @@ def test_a_changed_slice_is_refused(tmp_path):
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"digest mismatch: the regenerated tensor 'encoder\.layers\.0\.fc1\.weight'"):
         type(make_variant(source, [])).from_pretrained(tmp_path)
+
+
+def test_kept_layers_have_digests_of_their_own(tmp_path):
+    """Layers 1 and 2 become 0 and 1: layer 1 has one digest as a place, and another as an origin."""
+    config = AutoConfig.for_model("marian", **ARCHITECTURES["marian"].tiny | {"encoder_layers": 4})
+    model = make_variant(config, [methods.Freeze(ffn="random", seed=3)], task="seq2seq-lm")
+    model = make_variant(model, [methods.LayerSelection(keep={"encoder": [1, 2]})])
+    assert set(model.config.digests) == {base_name(model, name) for name in model.seeded_tensors}
+    model.save_pretrained(tmp_path)
+    reloaded = type(model).from_pretrained(tmp_path)
+    for name in model.seeded_tensors:
+        assert torch.equal(reloaded.get_parameter(name), model.get_parameter(name))
