@@ -2,12 +2,11 @@
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import asdict
 
 import pytest
 import torch
+from support.processes import printed_by
 from transformers import AutoConfig, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 from hf_freeze import analysis, make_variant, methods
@@ -515,4 +514,4 @@ def test_importing_hf_freeze_does_not_import_the_analysis():
         "import sys, hf_freeze; assert 'hf_freeze.analysis' not in sys.modules; hf_freeze.analysis.choose_ranks; "
         "from hf_freeze import analysis; assert analysis is hf_freeze.analysis"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    printed_by(code)

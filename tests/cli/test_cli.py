@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from support.processes import printed_by
 from typer.testing import CliRunner
 
 import hf_freeze
@@ -63,8 +64,7 @@ def test_importing_the_package_still_registers_variants():
         "import hf_freeze; from transformers import AutoConfig; from transformers.pipelines import PIPELINE_REGISTRY; "
         "AutoConfig.for_model('hf_freeze_bert'); print('translation' in PIPELINE_REGISTRY.supported_tasks)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "True", done.stderr
+    assert printed_by(code).strip() == "True"
 
 
 def test_public_names_are_listed_and_found():

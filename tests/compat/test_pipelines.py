@@ -2,12 +2,12 @@
 
 import json
 import logging
-import subprocess
 import sys
 
 import pytest
 import torch
 import transformers.pipelines
+from support.processes import printed_by
 from support.text import SOURCE, fast_tokenizer, marian_tokenizer, spm_pieces, train_spm
 from torch.utils.data import Dataset
 from transformers import (
@@ -506,8 +506,7 @@ def test_the_import_loads_no_model_code():
     file = sys.modules[TranslationPipeline.__module__].__file__  # run alone, without the package around it
     code = "import runpy, sys, transformers.pipelines; before = set(sys.modules)\n"
     code += f"runpy.run_path({file!r}); print(*(name for name in set(sys.modules) - before if '.models.' in name))"
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert child.stdout.split() == []
+    assert printed_by(code).split() == []
 
 
 def test_before_generate_arguments_were_set_aside(directory, monkeypatch):

@@ -1,11 +1,10 @@
 """Variants in `pipeline()`: the same text as the native model that `merge()` makes, in a new process too."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
+from support.processes import printed_by
 from support.text import fast_tokenizer, marian_tokenizer
 from test_pipelines import TEXTS, marian_model
 from transformers import BertConfig, BertTokenizer, MarianTokenizer, pipeline
@@ -46,13 +45,7 @@ def test_a_new_process_translates_the_same(translator):
         "import json, sys, torch; torch.manual_seed(99); import hf_freeze; from transformers import pipeline;"
         "print(json.dumps(pipeline('translation', model=sys.argv[1])(json.loads(sys.argv[2]))))"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, str(directory), json.dumps(TEXTS)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(done.stdout.splitlines()[-1]) == here
+    assert json.loads(printed_by(program, directory, json.dumps(TEXTS)).splitlines()[-1]) == here
 
 
 @pytest.fixture

@@ -71,8 +71,9 @@ def test_the_file_holds_what_is_counted_and_nothing_seeded(case: Case, saved):
     assert config["digests"] == expected
 
 
-@every_cell
+@over(once_on_each_architecture() + once_on_each_architecture(finalized=True))
 def test_meta_builds_the_same_structure(case: Case):
+    """Of every cell, `test_a_saved_variant_reloads_bit_equal` says so too: loading builds on meta."""
     real = build(case)
     with torch.device("meta"):
         if case.finalized:

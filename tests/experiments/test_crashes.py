@@ -36,18 +36,6 @@ from hf_freeze.experiments.runs.grid import FailedRuns, run_grid
 from hf_freeze.experiments.runs.resume import last_whole_checkpoint
 from hf_freeze.run_folder import run_folder
 
-
-def in_one_thread(command, **kwargs):
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **kwargs,
-    )
-
-
 # -- killed --------------------------------------------------------------------------------------------------------------------
 
 
@@ -64,17 +52,19 @@ def test_a_killed_grid_ends_as_an_undisturbed_one(task, tmp_path):
     draw = random.Random(seed)
     print(f"seed {seed}")
     size = {
-        "data": {"builtin": {"seed": 0, "train": 200 * kills, "dev": 10, "test": 8}},
+        "data": {"builtin": {"seed": 0, "train": 120 * kills, "dev": 10, "test": 8}},
         "presets/small/training/max_tokens": 60,
     }
     changes = EACH[task] | LONGER | SCHEDULED | size
     changes["rows/3"] = {"label": "from 0", "methods": [{"method": "freeze", "ffn": "frozen"}], "start": "0"}
     recipe = write_recipe(tmp_path / "r.yaml", **changes)
     (tmp_path / "killed").mkdir()
-    command = ["-m", "hf_freeze", "run", recipe, "--out", tmp_path / "killed", "--jobs", "2"]
+    command = [sys.executable, "-m", "hf_freeze", "run", recipe, "--out", tmp_path / "killed", "--jobs", "2"]
     reached = []
     for _ in range(kills):
-        grid = in_one_thread(command)
+        grid = subprocess.Popen(
+            command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+        )
         # From the first checkpoint that a run can go on from: where a kill comes while it is written, none does.
         before = whole_checkpoints(tmp_path / "killed")
         deadline = time.monotonic() + 400
@@ -113,10 +103,7 @@ def test_what_is_killed_at_any_moment_is_whole_or_not_there(tmp_path):
     print(f"seed {seed}")
     kills = {"training": 60 if ALL else 18, "saving": 14, "reporting": 6}
     words = [f"{work}={number}" for work, number in kills.items()]
-    child = in_one_thread(["-m", "support.children.killed", tmp_path, seed, *words], cwd=TESTS)
-    output = child.communicate(timeout=900)[0]
-    assert child.returncode == 0, output
-    seen = json.loads(output.splitlines()[-1])
+    seen = run_child("killed", tmp_path, seed, *words)
     assert {work: counts["kills"] for work, counts in seen.items()} == kills
     assert seen["training"]["equal"] == seen["training"]["runs"]
     assert seen["training"]["resumed"] > 0

@@ -2,12 +2,11 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 from support import ROOT
+from support.processes import printed_by
 from transformers import MarianConfig
 
 from hf_freeze import make_variant
@@ -114,14 +113,8 @@ def test_a_copied_directory_translates_in_a_new_process(tmp_path):
         "made = pipeline('translation', model=sys.argv[1])(json.loads(sys.argv[2]), max_new_tokens=5);"
         "print(json.dumps([one['translation_text'] for one in made]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "copy"), json.dumps(sentences)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-    )
+    printed = printed_by(program, tmp_path / "copy", json.dumps(sentences), folder=tmp_path)
     recorded = (folders["small-tt"] / "translations.txt").read_text(encoding="utf-8").splitlines()
-    for text, full in zip(json.loads(done.stdout.splitlines()[-1]), recorded, strict=False):
+    for text, full in zip(json.loads(printed.splitlines()[-1]), recorded, strict=False):
         assert text
         assert full.startswith(text)

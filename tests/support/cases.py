@@ -99,8 +99,7 @@ class Case:
     @property
     def causal(self) -> bool:
         """Whether some stack must not see the future."""
-        config = native_config(self.architecture, self.config)
-        return "decoder" in self.architecture.stacks or getattr(config, "is_decoder", False)
+        return "decoder" in self.architecture.stacks or _is_decoder(self.architecture.model_type, self.config)
 
     @property
     def has_loss(self) -> bool:
@@ -171,6 +170,11 @@ def sources(methods: tuple[Method, ...]) -> tuple[str, ...]:
 def plain(architecture: Architecture, *methods: Method, **changes: Any) -> Case:
     """A case with the first config, the first task, and trained weights where the methods can take them over."""
     return replace(Case(architecture, architecture.tasks[0], sources(methods)[0], methods), **changes)
+
+
+@functools.cache
+def _is_decoder(model_type: str, config: str) -> bool:
+    return getattr(native_config(ARCHITECTURES[model_type], config), "is_decoder", False)
 
 
 @functools.cache

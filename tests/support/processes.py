@@ -1,11 +1,14 @@
-"""Children of the tests: one new process that prints JSON, or a group of two that train together."""
+"""Children of the tests: one new process, or a group of two that train together."""
 
+import functools
 import json
 import os
 import runpy
+import select
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,15 +22,49 @@ from hf_freeze.seeded.tensor import digest
 from support import TESTS
 
 
-def run_child(name: str, *arguments: Any) -> Any:
-    """The JSON in the last line that the module `support.children.NAME` prints.
+@functools.cache
+def _fork_server() -> subprocess.Popen[str]:
+    """One for all tests of this process. It ends with this process, which closes the pipe that it reads."""
+    command = [sys.executable, "-W", "ignore", "-m", "support.fork_server"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=TESTS)
 
-    A new process imports for seconds, so give one child all the work of a test.
+
+def new_process(
+    code: str = "", *arguments: Any, module: str = "", folder: Path = TESTS, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `code`, or a module, in a process that has torch and transformers imported, which takes seconds, but not hf_freeze.
+
+    What these packages read from `environment` when they are imported, such as HF_ENDPOINT, has no effect.
     """
-    command = [sys.executable, "-m", f"support.children.{name}", *map(str, arguments)]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=TESTS)
-    assert child.returncode == 0, child.stderr[-3000:]
-    return json.loads(child.stdout.splitlines()[-1])
+    server = _fork_server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with tempfile.TemporaryDirectory() as streams:
+        files = {name: Path(streams) / name for name in ("stdout", "stderr")}
+        request = {"code": code, "module": module, "arguments": list(map(str, arguments)), "environment": environment}
+        request |= {name: str(path) for name, path in files.items()} | {"folder": str(folder)}
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        ready, _, _ = select.select([server.stdout], [], [], 600)
+        if not ready:
+            server.kill()
+            _fork_server.cache_clear()
+            raise TimeoutError(f"{module or code} did not end within 600 s")
+        exit_code = int(server.stdout.readline())
+        printed = {name: path.read_text() if path.exists() else "" for name, path in files.items()}
+    return subprocess.CompletedProcess([module or code, *arguments], exit_code, **printed)
+
+
+def printed_by(code: str, *arguments: Any, **options: Any) -> str:
+    """What `code` prints in a `new_process`, which must not fail."""
+    done = new_process(code, *arguments, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def run_child(name: str, *arguments: Any) -> Any:
+    """The JSON in the last line that the module `support.children.NAME` prints in a `new_process`."""
+    return json.loads(printed_by("", *arguments, module=f"support.children.{name}").splitlines()[-1])
 
 
 def ranks_disagree(tensors: dict[str, torch.Tensor]) -> list[str]:

@@ -3,8 +3,6 @@
 import copy
 import json
 import pickle
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from support.cases import BASELINES
 from support.models import add_noise, native, outputs, snapshot, trainability
-from support.processes import two_processes
+from support.processes import printed_by, two_processes
 from support.schedules import PHASES, STEPS, scheduled_model, trainer
 from support.training import objective
 from transformers import AutoModelForSeq2SeqLM, Trainer, get_scheduler
@@ -461,5 +459,4 @@ def test_the_callback_is_public_and_imported_when_asked_for():
         "import sys, hf_freeze; light = 'hf_freeze.training' not in sys.modules; "
         "from hf_freeze import VariantCallback; print(light, 'hf_freeze.training' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["True", "True"], done.stderr
+    assert printed_by(code).split() == ["True", "True"]
