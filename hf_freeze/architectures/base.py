@@ -197,7 +197,14 @@ class Architecture:
 
     def component(self, name: str) -> str:
         """The component of the parameter `name` (below `base_model_prefix`)."""
-        return next(iter(self.matches(name)), "head")
+        if name not in self._components:  # asked for again and again
+            self._components[name] = next(iter(self.matches(name)), "head")
+        return self._components[name]
+
+    @cached_property
+    def _components(self) -> dict[str, str]:
+        """Component of each parameter that was asked for."""
+        return {}
 
     def parts(self, name: str) -> int:
         """Number of projections side by side in the matrix `name`: 3 if queries, keys and values are fused, else 1."""

@@ -55,7 +55,7 @@ def test_generate_is_the_same_with_a_cache_and_with_padding(case: Case):
     assert generation_problems(build(case), case.batch()) == []
 
 
-@every_cell
+@over(once_on_each_architecture() + once_on_each_architecture(finalized=True))
 def test_a_sentence_sees_neither_padding_nor_the_others_of_its_batch(case: Case):
     model = build(case)
     inputs = inputs_only(model, case.batch())
@@ -146,7 +146,7 @@ def native_multiply_adds(model_type, config, task):
     return multiply_adds(AUTO_CLASSES[task].from_config(native_config(ARCHITECTURES[model_type], config)), length=8)
 
 
-@over(PLAIN)
+@over(once() + once(finalized=True) + BASELINES)
 def test_multiply_adds_are_those_of_the_components(case: Case):
     model = build(case)
     cost = multiply_adds(model, length=8)

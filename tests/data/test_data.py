@@ -4,12 +4,11 @@ import gzip
 import itertools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support import ROOT
+from support.processes import printed_by
 from transformers import AutoTokenizer
 
 from hf_freeze.data import (
@@ -375,9 +374,7 @@ def test_wordpiece_is_the_same_in_another_process(texts, tmp_path):
         "import json, sys; from hf_freeze.data import read_lines, train_tokenizer; "
         "print(json.dumps(train_tokenizer(read_lines(sys.argv[1]), 150, 'wordpiece').get_vocab()))"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "texts")]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert json.loads(printed) == train_tokenizer(texts, 150, "wordpiece").get_vocab()
+    assert json.loads(printed_by(code, tmp_path / "texts")) == train_tokenizer(texts, 150, "wordpiece").get_vocab()
 
 
 def test_a_wordpiece_vocabulary_too_small_is_refused():

@@ -1,14 +1,12 @@
 """`training.bf16: auto`: bf16 where the machine multiplies in it natively, else fp32; the same in all runs of a grid."""
 
 import json
-import os
 import platform
-import subprocess
-import sys
 
 import pytest
 import torch
 from rich.console import Console
+from support.processes import printed_by
 from support.recipes import TINY, write_recipe
 
 from hf_freeze.experiments.recipes.load import load_recipe
@@ -69,10 +67,9 @@ def test_a_gpu_is_native_where_torch_says_so(monkeypatch, supported):
 
 
 def native_in_a_new_process(**variables):
+    """oneDNN reads its variables when it is first used."""
     code = "from hf_freeze.training.precision import has_native_bf16; print(has_native_bf16())"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    return done.stdout.strip() == "True"
+    return printed_by(code, CUDA_VISIBLE_DEVICES="", **variables).strip() == "True"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's AVX2 kernels are of x86_64")

@@ -67,13 +67,13 @@ def test_a_pair_works_or_is_refused(case: Case, tmp_path):
             training_step(model, batch)
         reloaded = check_opened(model, case, tmp_path / "finalized", batch)
     if case.generates:
-        assert generation_problems(reloaded.eval(), batch, widths=(1,)) == []
+        assert generation_problems(reloaded.eval(), batch, widths=(1,), tokens=3) == []
 
 
 @over(GENERATING[names_of(pair)] for pair in DRAWN if not pair.generates and names_of(pair) in GENERATING)
 def test_a_pair_generates(case: Case):
     with contextlib.suppress(ValueError):  # refused there too
-        assert generation_problems(build(case), case.batch(), widths=(1,)) == []
+        assert generation_problems(build(case), case.batch(), widths=(1,), tokens=3) == []
 
 
 def check_in_turn(in_turn, second, model, batch):

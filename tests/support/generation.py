@@ -7,7 +7,9 @@ import torch
 from support.models import differences
 
 
-def generation_problems(model: Any, batch: dict[str, torch.Tensor], widths: tuple[int, ...] = (1, 3)) -> list[str]:
+def generation_problems(
+    model: Any, batch: dict[str, torch.Tensor], widths: tuple[int, ...] = (1, 3), tokens: int = 6
+) -> list[str]:
     """Invariant 5 of `generate`: the cache and the padding change nothing, in greedy and in beam search."""
     model.eval()
     sentences = [
@@ -17,11 +19,14 @@ def generation_problems(model: Any, batch: dict[str, torch.Tensor], widths: tupl
     alone = [{name: value[row : row + 1] for name, value in states.items()} for row in range(len(sentences))]
     problems: list[str] = []
     for beams in widths:
-        cached = _generate(model, sentences, num_beams=beams, **states)
+        cached = _generate(model, sentences, tokens, num_beams=beams, **states)
         for name, other in {
-            "without cache": _generate(model, sentences, num_beams=beams, use_cache=False, **states),
+            "without cache": _generate(model, sentences, tokens, num_beams=beams, use_cache=False, **states),
             "alone": torch.cat(
-                [_generate(model, [ids], num_beams=beams, **rest) for ids, rest in zip(sentences, alone, strict=True)],
+                [
+                    _generate(model, [ids], tokens, num_beams=beams, **rest)
+                    for ids, rest in zip(sentences, alone, strict=True)
+                ],
                 dim=1,
             ),
         }.items():
@@ -31,7 +36,7 @@ def generation_problems(model: Any, batch: dict[str, torch.Tensor], widths: tupl
     return problems
 
 
-def _generate(model: Any, sentences: list[torch.Tensor], **arguments: Any) -> torch.Tensor:
+def _generate(model: Any, sentences: list[torch.Tensor], tokens: int, **arguments: Any) -> torch.Tensor:
     """Scores of the tokens of `generate`, (tokens, sentences, vocabulary); of beams, the best one's tokens and score."""
     length = max(map(len, sentences))
     pad = model.config.pad_token_id or 0
@@ -46,15 +51,15 @@ def _generate(model: Any, sentences: list[torch.Tensor], **arguments: Any) -> to
         attention_mask=torch.stack(masks),
         pad_token_id=pad,
         do_sample=False,
-        min_new_tokens=6,
-        max_new_tokens=6,
+        min_new_tokens=tokens,
+        max_new_tokens=tokens,
         return_dict_in_generate=True,
         output_logits=True,
         output_scores=True,
         **({"use_cache": True} | arguments),
     )
     assert (result.past_key_values is not None) == arguments.get("use_cache", True), "the cache was not switched"
-    new = result.sequences[:, -6:].T  # (tokens, sentences)
+    new = result.sequences[:, -tokens:].T  # (tokens, sentences)
     if arguments["num_beams"] == 1:
         return torch.cat([new[..., None].float(), torch.stack(result.logits)], dim=-1)
     return torch.stack([new.float(), result.sequences_scores.expand_as(new)], dim=-1)

@@ -36,7 +36,11 @@ def perturbed(model):
 
 def native(case: Case) -> Any:
     """A native model as if trained: no bias is zero, no norm the identity, and its logits are far from uniform."""
-    return copy.deepcopy(_native(case.architecture.model_type, case.config, case.task))
+    return copy.deepcopy(_native_of(case))
+
+
+def _native_of(case: Case) -> Any:
+    return _native(case.architecture.model_type, case.config, case.task)
 
 
 @torch.no_grad()
@@ -71,7 +75,7 @@ def build(case: Case) -> Any:
 
 def _build(case: Case) -> Any:
     if case.source == MODEL:
-        model = make_variant(native(case), list(case.methods))
+        model = make_variant(_native_of(case), list(case.methods))  # which leaves it as it is
     else:
         init = case.source.removeprefix("init_")
         methods = list(case.methods)

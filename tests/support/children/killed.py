@@ -15,7 +15,6 @@ from pathlib import Path
 
 import datasets
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
@@ -26,8 +25,8 @@ from hf_freeze.experiments.recipes.expand import expand
 from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.report.write import write_report
 from hf_freeze.experiments.runs.execute import execute
-from hf_freeze.experiments.runs.grid import run_grid
 from support.recipes import EACH, LONGER, SCHEDULED, figures, write_recipe
+from support.reports import make_runs
 
 
 def lives(work, seconds=None):
@@ -113,8 +112,7 @@ def saving(folder, kills, draw):
 
 def reporting(folder, kills, draw):
     """What is there of a report is whole."""
-    recipe = load_recipe(write_recipe(folder / "r.yaml"))
-    lives(lambda: run_grid(recipe, folder / "runs", console=Console(quiet=True)))
+    make_runs(folder / "runs")
     names = ("report.md", "report.html", "report.png")
     seconds = timed(lambda: write_report(folder / "runs", out=folder / "whole"))
     found = {"kills": kills, "there": 0, "missing": 0}
