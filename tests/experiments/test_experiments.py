@@ -29,6 +29,7 @@ from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.cli import app
 from hf_freeze.data import builtin_corpus
 from hf_freeze.experiments.recipes.expand import expand
+from hf_freeze.experiments.recipes.fields import TAKES, TASK_FIELDS
 from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.report.finished_runs import read_results
 from hf_freeze.experiments.report.write import write_report
@@ -604,7 +605,10 @@ def test_settings_of_one_form_of_data_are_merged(recipe_file):
         ("seeds=[1, 1]", r"seeds names one twice: \[1, 1\]"),
         ("seeds=[-1]", r"seeds must be integers, not \[-1\]; each in 0..2\^32-1"),
         ("only=['0', '0']", r"only names one twice"),
-        ("training.epochs=abc", r"training.epochs='abc' is not a value that it takes"),
+        ("training.epochs=abc", r"training.epochs='abc' is not a value that it takes: a number"),
+        ("training.patience=1.5", r"training\.patience=1\.5 is not a value that it takes: an integer"),
+        ("training.patience=.inf", r"training\.patience=inf is not a value that it takes: an integer"),
+        ("training.adam_betas=3", r"training\.adam_betas=3 is not a value that it takes: two numbers"),
         ("rows={'a/b': {label: x, methods: []}}", r"row 'a/b' names a folder"),
         ("rows={'a': {label: x, methods: }}", r"the methods of row 'a' must be a list, not None"),
         ("preset=[a]", r"preset must be a str, not \['a'\]"),
@@ -635,6 +639,11 @@ def test_settings_of_one_form_of_data_are_merged(recipe_file):
 def test_settings_that_would_spoil_a_grid_are_refused(recipe_file, setting, message):
     with pytest.raises(ValueError, match=message):
         load_recipe(recipe_file, [setting])
+
+
+def test_every_reader_of_a_setting_says_what_it_takes():
+    readers = {reader for fields in TASK_FIELDS.values() for reader in fields.training.values()}
+    assert readers == TAKES.keys()
 
 
 def test_numbers_that_yaml_reads_as_text_are_numbers(recipe_file):

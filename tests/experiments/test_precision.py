@@ -104,7 +104,7 @@ def test_a_recipe_leaves_the_choice_to_the_machine(tmp_path, machine):
 
 @pytest.mark.parametrize("value", ["no", 1, "fp16", None])
 def test_anything_else_is_refused(tmp_path, value):
-    with pytest.raises(ValueError, match=r"training\.bf16=.* is not a value that it takes"):
+    with pytest.raises(ValueError, match=r"training\.bf16=.* is not a value that it takes: true, false or 'auto'"):
         load_recipe(write_recipe(tmp_path / "r.yaml", **{"presets/small/training/bf16": value}))
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from hf_freeze.architectures.base import TRAINED
-from hf_freeze.experiments.recipes.fields import DATA_FIELDS, FIELDS, SECTIONS, TASK_FIELDS
+from hf_freeze.experiments.recipes.fields import DATA_FIELDS, FIELDS, SECTIONS, TAKES, TASK_FIELDS
 from hf_freeze.experiments.recipes.merge import merge
 from hf_freeze.experiments.recipes.rows import (
     OF_A_ROW,
@@ -151,10 +151,13 @@ def _check_axis(axis: str, path: Any) -> None:
 
 def _check_training(training: dict[str, Any], task: str, path: Any) -> None:
     for key, value in training.items():
+        reader = TASK_FIELDS[task].training[key]
         try:
-            training[key] = TASK_FIELDS[task].training[key](value)
-        except (AttributeError, TypeError, ValueError):
-            raise ValueError(f"{path}: training.{key}={value!r} is not a value that it takes") from None
+            training[key] = reader(value)
+        except (AttributeError, OverflowError, TypeError, ValueError):
+            raise ValueError(
+                f"{path}: training.{key}={value!r} is not a value that it takes: {TAKES[reader]}"
+            ) from None
     for component in training.get("learning_rates", ()):
         if component not in TRAINED:
             raise ValueError(

@@ -29,13 +29,13 @@ def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
     rows = recipe["rows"]
 
     def way_to(name: str) -> list[str]:
-        return [*(each for needed in needed_rows(rows[name]).values() for each in way_to(needed)), name]
+        return [*(row_name for needed in needed_rows(rows[name]).values() for row_name in way_to(needed)), name]
 
-    needed = {each for wanted in recipe.get("only", rows) for each in way_to(str(wanted))}
-    order = dict.fromkeys(each for name in rows if name in needed for each in way_to(name))
+    needed = {row_name for wanted in recipe.get("only", rows) for row_name in way_to(str(wanted))}
+    order = dict.fromkeys(row_name for name in rows if name in needed for row_name in way_to(name))
     runs = []
     for seed in recipe["seeds"]:
-        made: dict[str, dict[str, Any]] = {}
+        runs_by_row: dict[str, dict[str, Any]] = {}
         for name in order:
             row = rows[name]
             run = copy.deepcopy(shared) | {"row": name, "label": row["label"], "seed": seed}
@@ -46,14 +46,14 @@ def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
                 run["start"] = {"grid": recipe["start"], "row": name, "seed": seed}
             if "start" in row:
                 # With its settings: what they change is another model to start from, and so another run.
-                start = copy.deepcopy(made[row["start"]])
+                start = copy.deepcopy(runs_by_row[row["start"]])
                 run |= {key: start[key] for key in ("backbone", "tokenizer") if key in start}
                 run["start"] = {key: start[key] for key in _OF_A_START if key in start}
             if "teacher" in row:
-                teacher = copy.deepcopy(made[row["teacher"]])
+                teacher = copy.deepcopy(runs_by_row[row["teacher"]])
                 run["teacher"] = {key: teacher[key] for key in _OF_A_START if key in teacher}
-            made[name] = run
-        runs += made.values()
+            runs_by_row[name] = run
+        runs += runs_by_row.values()
     return runs
 
 

@@ -31,24 +31,38 @@ def _precision(value: Any) -> Any:
     return value
 
 
+def _integer(number: Any) -> int:
+    if float(number) != int(number):
+        raise ValueError
+    return int(number)
+
+
+def _rates(rates: Any) -> dict[str, float]:
+    return {component: float(rate) for component, rate in rates.items()}
+
+
+def _betas(betas: Any) -> list[float]:
+    return [float(beta) for beta in betas]
+
+
 # YAML reads 1e-3 as text: numbers are converted, not only checked.
 _TRAINING: dict[str, Callable[[Any], Any]] = {
     "epochs": float,
-    "max_tokens": int,
+    "max_tokens": _integer,
     "learning_rate": float,
-    "learning_rates": lambda rates: {component: float(rate) for component, rate in rates.items()},
-    "warmup_steps": int,
+    "learning_rates": _rates,
+    "warmup_steps": _integer,
     "schedule": str,
-    "adam_betas": lambda betas: [float(beta) for beta in betas],
+    "adam_betas": _betas,
     "adam_epsilon": float,
     "weight_decay": float,
     "max_grad_norm": float,
     "label_smoothing": float,
     "bf16": _precision,
-    "accumulation": int,
-    "patience": int,
-    "block_size": int,
-    "evaluations": int,
+    "accumulation": _integer,
+    "patience": _integer,
+    "block_size": _integer,
+    "evaluations": _integer,
     "masking": float,
 }
 
@@ -77,17 +91,21 @@ SECTIONS = {
 }
 
 
-def _integer(number: Any) -> int:
-    if float(number) != int(number):
-        raise ValueError
-    return int(number)
-
-
 def _lr_steps(steps: Any) -> dict[str, Any]:
     if set(steps) != {"gamma", "at"}:
         raise ValueError
     return {"gamma": float(steps["gamma"]), "at": [_integer(epoch) for epoch in steps["at"]]}
 
+
+TAKES = {
+    float: "a number",
+    str: "a word",
+    _integer: "an integer",
+    _precision: f"true, false or {AUTO!r}",
+    _rates: "a number for each component, such as {'embeddings': 0.001}",
+    _betas: "two numbers",
+    _lr_steps: "{'gamma': a number, 'at': [epochs]}",
+}  # what each reader of a setting takes, in words
 
 _IMAGE_TRAINING: dict[str, Callable[[Any], Any]] = {
     "epochs": _integer,

@@ -61,13 +61,13 @@ def _items_of_rows(runs: list[Run], task: TaskScoring) -> tuple[dict[str, list[n
         groups.setdefault(run.row, []).append(run)
     items = {row: [run.items for run in group if run.items is not None] for row, group in groups.items()}
     lacking = [row for row, group in groups.items() if len(items[row]) < len(group)]
-    items = {row: found for row, found in items.items() if row not in lacking}
+    items = {row: arrays for row, arrays in items.items() if row not in lacking}
     notes = []
     if lacking:
         whose = "Its" if len(lacking) < MANY else "Their"
         notes.append(f"Not tested: {_rows(lacking)}. {whose} runs kept no test items (items.npy); run them again.")
     # The last column is of the test set alone: words of the reference, tokens of a block.
-    if len({found[:, -1].tobytes() for row in items.values() for found in row}) > 1:
+    if len({array[:, -1].tobytes() for row in items.values() for array in row}) > 1:
         notes.append("Not tested: the runs were scored on different test sets, so their scores cannot be compared.")
         items = {}
     return items, notes
@@ -82,13 +82,15 @@ def summarise(records: list[dict[str, Any]], task: TaskScoring = SCORING["transl
     rows: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         rows.setdefault(record["row"], []).append(record)
-    found: list[dict[str, Any]] = []
+    summaries: list[dict[str, Any]] = []
     for row, group in rows.items():
         columns: dict[str, list[float]] = {}
         for column, (_, where, _) in task.columns.items():
             if where[0] == TO_FIRST:
                 own = columns[where[1]]
-                columns[column] = [(found[0][where[1]][0] if found else statistics.fmean(own)) / each for each in own]
+                columns[column] = [
+                    (summaries[0][where[1]][0] if summaries else statistics.fmean(own)) / value for value in own
+                ]
             elif column != "work" or all(record.get("multiply_adds") for record in group):  # old records have none
                 columns[column] = _values(group, column, task)
         spreads = {
@@ -96,8 +98,8 @@ def summarise(records: list[dict[str, Any]], task: TaskScoring = SCORING["transl
             for column, values in columns.items()
         }
         score = statistics.fmean(map(task.scale, columns[task.quality]))
-        found.append({"row": row, "label": label_of(group[0]), "seeds": len(group), "score": score} | spreads)
-    return found
+        summaries.append({"row": row, "label": label_of(group[0]), "seeds": len(group), "score": score} | spreads)
+    return summaries
 
 
 def _values(group: list[dict[str, Any]], column: str, task: TaskScoring) -> list[float]:

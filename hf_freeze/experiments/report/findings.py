@@ -17,9 +17,9 @@ def findings(report: Report) -> list[tuple[str, str]]:
         f"How much quality does each change of the model cost, and how much does it save? Each of {len(rows)} rows was trained "
         f"with {seeds} and scored by {task.name} ({better} is better) on {on}. All are compared with row {_row_and_label(first)}."
     )
-    found = [("Question", question)]
+    sentences = [("Question", question)]
     best = sorted(rows, key=lambda row: row[task.quality][0], reverse=task.higher)
-    found.append(
+    sentences.append(
         (
             f"{'Highest' if task.higher else 'Lowest'} {task.name}",
             f"{quality(report, best[0])}, row {_row_and_label(best[0])}.",
@@ -37,17 +37,17 @@ def findings(report: Report) -> list[tuple[str, str]]:
         cheapest = [row for row in best if row[column][0] == least]
         listed = "; ".join(f"row {_row_and_label(row)}, {task.name} {quality(report, row)}" for row in cheapest)
         if len(cheapest) < len(rows):
-            found.append((what, f"{amount}, {listed}."))
+            sentences.append((what, f"{amount}, {listed}."))
     front = report.front("stored")
     if 1 < len(front) < len(rows):
         listed = "; ".join(f"row {_row_and_label(row)}, {quality(report, row)}" for row in front)
-        found.append(
+        sentences.append(
             (
                 f"Best at their size in {stored}",
                 f"{listed}. Every other row is at least as large as one of these and no better.",
             )
         )
-    return found + _significant(report)
+    return sentences + _significant(report)
 
 
 def _significant(report: Report) -> list[tuple[str, str]]:
@@ -62,7 +62,7 @@ def _significant(report: Report) -> list[tuple[str, str]]:
         else:
             groups["unclear"].append(f"{text} ({interval(report, test)})")
     first = report.rows[0]["row"]
-    found = [
+    sentences = [
         (f"Significantly {side} than row {first}", _listed(groups[side]) + ".")
         for side in ("worse", "better")
         if groups[side]
@@ -72,8 +72,8 @@ def _significant(report: Report) -> list[tuple[str, str]]:
             _listed(groups["unclear"])
             + ". These differences may be chance, which does not show that the rows are equal."
         )
-        found.append((f"No significant difference from row {first}", unclear))
-    return found
+        sentences.append((f"No significant difference from row {first}", unclear))
+    return sentences
 
 
 def _listed(rows: list[str]) -> str:

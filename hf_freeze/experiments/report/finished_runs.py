@@ -36,7 +36,7 @@ class Run:
 
     def schedules(self, points: int = 200) -> dict[str, list[tuple[float, float]]]:
         """What its methods scheduled, in words -> (share of training, value); empty where nothing was, or it did not train."""
-        found: dict[str, list[tuple[float, float]]] = {}
+        curves: dict[str, list[tuple[float, float]]] = {}
         steps = self.record.get("steps", 0)
         try:
             applied = [method_of(data) for data in self.settings.get("methods", [])]
@@ -45,8 +45,8 @@ class Run:
         for _, schedule in parts_of(applied, Schedule):
             for step in sorted({round(steps * point / points) for point in range(points + 1)}) if steps else ():
                 for name, value in schedule.values(step, steps).items():
-                    found.setdefault(name, []).append((step / steps, value))
-        return found
+                    curves.setdefault(name, []).append((step / steps, value))
+        return curves
 
     @property
     def head_scores(self) -> dict[str, dict[str, list[float]]]:
@@ -85,8 +85,8 @@ class Run:
     @property
     def machine(self) -> str:
         """On which it was trained and tested; empty where it is not known."""
-        found = self.record.get("environment")
-        return machine_of(found, self.record.get("processes", 1)) if found else ""
+        environment = self.record.get("environment")
+        return machine_of(environment, self.record.get("processes", 1)) if environment else ""
 
     @property
     def task(self) -> str:
@@ -190,16 +190,16 @@ def label_of(record: dict[str, Any]) -> str:
 
 def unlike_settings(runs: Sequence[Run]) -> list[str]:
     """A sentence on the rows whose runs differ in more than their seed, so that their means are of unlike things."""
-    found: dict[str, set[str]] = {}
+    rows_by_setting: dict[str, set[str]] = {}
     first: dict[str, Run] = {}
     for run in runs:
         base = first.setdefault(run.row, run)
         ours, theirs = _without_seed(run), _without_seed(base)
         for name in sorted(key for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]):
-            found.setdefault(name, set()).add(run.row)
+            rows_by_setting.setdefault(name, set()).add(run.row)
     return [
         f"Row {', '.join(row for row in first if row in rows)}: the seeds differ in {name}, so the mean is of unlike runs."
-        for name, rows in found.items()
+        for name, rows in rows_by_setting.items()
     ]
 
 

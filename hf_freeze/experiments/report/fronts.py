@@ -29,18 +29,18 @@ class Measure:
 
 def measures(report: Report) -> dict[str, Measure]:
     """By name, those that any row has: scores first, then costs."""
-    task, found = report.task, {}
+    task, measured = report.task, {}
     runs: dict[str, list[Run]] = {}
     for run in report.runs:
         runs.setdefault(run.row, []).append(run)
     for name, (heading, _, form) in task.columns.items():
         if name in task.qualities:
-            found[name] = _column(report, name, heading, form, "score", higher="perplexity" not in name)
+            measured[name] = _column(report, name, heading, form, "score", higher="perplexity" not in name)
         elif name in _COSTS and name != "minutes":
-            found[name] = _column(report, name, heading, form, "cost")
-    found["minutes"] = _times(runs, "train min", "minutes of training", ".1f", _train_minutes, whole=True)
+            measured[name] = _column(report, name, heading, form, "cost")
+    measured["minutes"] = _times(runs, "train min", "minutes of training", ".1f", _train_minutes, whole=True)
     what = "seconds of testing: on the test set, and the loss on the dev set"
-    found["test"] = _times(runs, "test s", what, ".1f", _test, whole=True)
+    measured["test"] = _times(runs, "test s", what, ".1f", _test, whole=True)
     for batch in _BATCHES:
         meaning = (
             f"milliseconds a sentence in decoding, {'one at a time' if batch == '1' else f'in batches of {batch}'}"
@@ -49,8 +49,8 @@ def measures(report: Report) -> dict[str, Measure]:
         def decoding(run: Run, batch: str = batch) -> tuple[float, str] | None:
             return _decoding(run, batch)
 
-        found[f"latency_{batch}"] = _times(runs, f"ms at batch {batch}", meaning, ".2f", decoding)
-    return {name: measure for name, measure in found.items() if measure.values}
+        measured[f"latency_{batch}"] = _times(runs, f"ms at batch {batch}", meaning, ".2f", decoding)
+    return {name: measure for name, measure in measured.items() if measure.values}
 
 
 def _column(report: Report, name: str, heading: str, form: str, kind: str, higher: bool = False) -> Measure:
@@ -70,7 +70,7 @@ def _times(
     `whole`: a row has a time where all its runs have."""
     values, on = {}, {}
     for row, group in runs.items():
-        known = [found for found in map(of, group) if found is not None]
+        known = [timing for timing in map(of, group) if timing is not None]
         if known and (not whole or len(known) == len(group)):
             times = [time for time, _ in known]
             values[row] = (statistics.fmean(times), statistics.stdev(times) if len(times) > 1 else None)
@@ -94,11 +94,11 @@ def _test(run: Run) -> tuple[float, str] | None:
 
 def _decoding(run: Run, batch: str) -> tuple[float, str] | None:
     """Row 0's time multiplied by the ratio that was measured in turns with it: machines get slower and faster meanwhile."""
-    found = run.latency.get("decoding", {}).get(batch)
-    if found is None:
+    timing = run.latency.get("decoding", {}).get(batch)
+    if timing is None:
         return None
     machine = machine_of(run.latency["environment"])
-    return found["ratio"] * found["first_ms"], f"{machine}: {run.latency['conditions']}"
+    return timing["ratio"] * timing["first_ms"], f"{machine}: {run.latency['conditions']}"
 
 
 def front(axes: Sequence[Measure], rows: Sequence[str]) -> dict[str, bool]:
@@ -117,15 +117,15 @@ def front(axes: Sequence[Measure], rows: Sequence[str]) -> dict[str, bool]:
             machines = np.array([axis.on[row] for row in known])
             as_good &= machines[None, :] == machines[:, None]
     beaten = np.any(as_good & better, axis=1)
-    return {row: not found for row, found in zip(known, beaten, strict=True)}
+    return {row: not is_beaten for row, is_beaten in zip(known, beaten, strict=True)}
 
 
-def default_axes(report: Report, found: dict[str, Measure]) -> list[str]:
+def default_axes(report: Report, measured: dict[str, Measure]) -> list[str]:
     """The score, what is stored, and what decoding costs: its time where that of half of the rows was measured, else
     multiply-adds; neither where rows do not differ in it."""
     axes = [report.task.quality, "stored"]
     for name in ("latency_1", "latency_64", "work"):
-        values = [mean for mean, _ in found[name].values.values()] if name in found else []
+        values = [mean for mean, _ in measured[name].values.values()] if name in measured else []
         if 2 * len(values) >= len(report.rows) and len(set(values)) > 1:
             return [*axes, name]
     return axes

@@ -38,12 +38,12 @@ def make_reports(folders: Sequence[Path], say: Callable[[str], Any] = print) -> 
             groups.setdefault(basis, []).append(replace(run, source=source.letter))
     if len(sources) == len(groups) == 1:
         return [report_of(sources[0].runs, sources, say)]
-    found = []
+    reports = []
     for number, (basis, runs) in enumerate(groups.items(), 1):
         letters = {run.source for run in runs}
         report = report_of(runs, [source for source in sources if source.letter in letters], say)
-        found.append(replace(report, title=_title(runs), number=number, tested_on=_tested_on(basis, runs)))
-    return found
+        reports.append(replace(report, title=_title(runs), number=number, tested_on=_tested_on(basis, runs)))
+    return reports
 
 
 def sources_of(folders: Sequence[Path], say: Callable[[str], Any] = print) -> list[Source]:
@@ -56,7 +56,7 @@ def sources_of(folders: Sequence[Path], say: Callable[[str], Any] = print) -> li
         bases = [_basis(run) for run in source.runs]
         for other in sources:
             both = keys & {run.key for run in other.runs}
-            if both and folder.resolve() in [each.resolve() for each in other.folders]:
+            if both and folder.resolve() in [path.resolve() for path in other.folders]:
                 row, seed = min(both)
                 raise ValueError(f"{folder} and {folder} both hold row {row!r} with seed {seed}")
             alike = any(_agree(one, two) for one in bases for two in map(_basis, other.runs))
@@ -103,10 +103,10 @@ def _agree(one: Basis, other: Basis) -> bool:
 def _bases(source: Source) -> list[Basis]:
     """Of a grid's runs. Those that kept no test items are taken for others of the same grid, if all others are alike; else
     they can be compared with none but their own grid, for equal names of files are no equal files."""
-    found = [_basis(run) for run in source.runs]
-    known = {basis for basis in found if basis.test_set}
+    bases = [_basis(run) for run in source.runs]
+    known = {basis for basis in bases if basis.test_set}
     completed = []
-    for basis in found:
+    for basis in bases:
         like = [other for other in known if _agree(basis, other)]
         if not basis.test_set:
             basis = like[0] if len(like) == 1 else replace(basis, test_set=f"not known, of {source.folders[0]}")

@@ -58,9 +58,9 @@ def _title(sources: Sequence[Source]) -> str:
 
 
 def _group(report: Report, detailed: bool) -> dict[str, Any]:
-    found = measures(report)
-    axes = default_axes(report, found)
-    columns, table = rows_table(report, axes, found)
+    measured = measures(report)
+    axes = default_axes(report, measured)
+    columns, table = rows_table(report, axes, measured)
     return {
         "title": report.title,
         "number": report.number,
@@ -72,10 +72,10 @@ def _group(report: Report, detailed: bool) -> dict[str, Any]:
         "keys": [(*_key(number), name) for number, name in named(report).items()],
         "columns": columns,
         "rows": [
-            line | {"cells": cells} for line, cells in zip(filter_values(report, axes, found), table, strict=True)
+            line | {"cells": cells} for line, cells in zip(filter_values(report, axes, measured), table, strict=True)
         ],
         "weighed": axes,
-        "weighed_by": [found[name].heading for name in axes],
+        "weighed_by": [measured[name].heading for name in axes],
         "legend": legend(report),
         "plots": {name: Markup(svg) for name, svg in svg_plots(report).items()},
         "axes": report.axes,
@@ -114,13 +114,13 @@ def _choices(reports: Sequence[Report], sources: Sequence[Source]) -> dict[str, 
     """What rows can be filtered by: its values, and those in words. Where all rows have one value there is no choice."""
     runs = [run for report in reports for run in report.runs]
     methods = {name: name for name in sorted({name for run in runs for name in method_names(run)})}
-    found = {
+    choices = {
         "group": {str(report.number): report.title for report in reports},
         "from": {source.letter: f"{source.letter}: {source.described}" for source in sources},
         "method": methods | {"none": "none"} if methods and not all(map(method_names, runs)) else methods,
         "machine": {name: name for name in dict.fromkeys(run.machine for run in runs) if name},
     }
-    return {name: values for name, values in found.items() if len(values) > 1}
+    return {name: values for name, values in choices.items() if len(values) > 1}
 
 
 def _key(index: int) -> tuple[str, str]:

@@ -34,7 +34,7 @@ class Cell:
     on: str = ""
 
 
-def rows_table(report: Report, axes: list[str], found: dict[str, Measure]) -> tuple[list[Column], list[list[Cell]]]:
+def rows_table(report: Report, axes: list[str], measured: dict[str, Measure]) -> tuple[list[Column], list[list[Cell]]]:
     """What `table_cells` has, whether a row is on a front, then what else it is weighed by, and where it comes from."""
 
     names, own = [row["row"] for row in report.rows], report.columns
@@ -42,21 +42,23 @@ def rows_table(report: Report, axes: list[str], found: dict[str, Measure]) -> tu
     costs = [name for name in own if name not in report.task.qualities]
     shown = ["row", "label", report.task.quality, "to_first", *list(report.task.qualities)[1:], "seeds", *costs]
     columns = [
-        _column(name, heading, found.get(name), left=name in ("row", "label"))
+        _column(name, heading, measured.get(name), left=name in ("row", "label"))
         for name, heading in zip(shown, headings, strict=True)
     ]
     table = []
     for index, (row, line) in enumerate(zip(report.rows, texts, strict=True)):
         keys = {"row": index, "label": row["label"], "to_first": report.to_first(row)[0], "seeds": row["seeds"]}
         keys |= {name: row[name][0] for name in own}
-        table.append([_cell(row["row"], t, found.get(name), keys[name]) for name, t in zip(shown, line, strict=True)])
+        table.append(
+            [_cell(row["row"], t, measured.get(name), keys[name]) for name, t in zip(shown, line, strict=True)]
+        )
 
     columns.append(Column("front", "front", left=True))
-    fronts = [front([found[name] for name in some], names) for some in (axes[:2], axes)]
+    fronts = [front([measured[name] for name in some], names) for some in (axes[:2], axes)]
     for cells, row in zip(table, names, strict=True):
         on = dict.fromkeys(f"{size}-D" for size, rows in zip((2, len(axes)), fronts, strict=True) if rows.get(row))
         cells.append(Cell(", ".join(on) or "–"))
-    for name, measure in found.items():
+    for name, measure in measured.items():
         unlike = len({mean for mean, _ in measure.values.values()}) > 1
         if name in shown or not unlike or (measure.kind != "time" and name != "work"):
             continue
@@ -91,21 +93,21 @@ def _origins(report: Report) -> dict[str, dict[str, str]]:
         "commit": commit_of,
         "machine": lambda run: run.machine or "not kept",
     }
-    found: dict[str, dict[str, dict[str, None]]] = {name: {} for name in of}
+    origins: dict[str, dict[str, dict[str, None]]] = {name: {} for name in of}
     for run in report.runs:
         for name, what in of.items():
-            found[name].setdefault(run.row, {})[what(run)] = None
-    joined = {name: {row: "; ".join(values) for row, values in rows.items()} for name, rows in found.items()}
+            origins[name].setdefault(run.row, {})[what(run)] = None
+    joined = {name: {row: "; ".join(values) for row, values in rows.items()} for name, rows in origins.items()}
     grids = len(report.sources)
     return {name: rows for name, rows in joined.items() if grids > 1 or len(set(rows.values())) > 1}
 
 
-def filter_values(report: Report, axes: list[str], found: dict[str, Measure]) -> list[dict[str, Any]]:
+def filter_values(report: Report, axes: list[str], measured: dict[str, Measure]) -> list[dict[str, Any]]:
     """Of each row, what `_choices` names, and whether another one beats it in all that the rows are weighed by."""
     runs: dict[str, list[Run]] = {}
     for run in report.runs:
         runs.setdefault(run.row, []).append(run)
-    on_front = front([found[name] for name in axes], list(runs))
+    on_front = front([measured[name] for name in axes], list(runs))
     return [
         {
             "source": group[0].source,

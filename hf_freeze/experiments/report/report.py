@@ -86,10 +86,10 @@ class Report:
 
     @property
     def environments(self) -> list[dict[str, Any]]:
-        found = [
+        environments = [
             run.record["environment"] | {"precision": run.precision} for run in self.runs if "environment" in run.record
         ]
-        return list({json.dumps(environment, sort_keys=True): environment for environment in found}.values())
+        return list({json.dumps(environment, sort_keys=True): environment for environment in environments}.values())
 
     def picture(self, name: str) -> str:
         """The file of a picture, such as report.png, or report-2.png of the second group of rows."""
@@ -97,17 +97,17 @@ class Report:
 
     def name_of(self, row: str) -> str:
         """What plots call a row: its label, with the name of the row where other rows have the same label."""
-        label = next(each["label"] for each in self.rows if each["row"] == row)
-        return label if sum(each["label"] == label for each in self.rows) == 1 else f"{label} ({row})"
+        label = next(summary["label"] for summary in self.rows if summary["row"] == row)
+        return label if sum(summary["label"] == label for summary in self.rows) == 1 else f"{label} ({row})"
 
     def front(self, cost: str) -> list[dict[str, Any]]:
         """The Pareto front: those rows of which none of no higher cost is as good, from the cheapest to the best."""
         sign = -1 if self.task.higher else 1
-        found: list[dict[str, Any]] = []
+        front: list[dict[str, Any]] = []
         for row in sorted(self.rows, key=lambda row: (row[cost][0], sign * row[self.task.quality][0])):
-            if not found or sign * row[self.task.quality][0] < sign * found[-1][self.task.quality][0]:
-                found.append(row)
-        return found
+            if not front or sign * row[self.task.quality][0] < sign * front[-1][self.task.quality][0]:
+                front.append(row)
+        return front
 
     @property
     def setting(self) -> str | None:
@@ -123,7 +123,7 @@ class Report:
         if self.setting is None:
             return []
         name, setting = self.setting.split(".")
-        found: dict[tuple[str, str], Series] = {}
+        series_by_key: dict[tuple[str, str], Series] = {}
         runs = {run.row: run for run in reversed(self.runs)}
         for row in self.rows:
             run = runs[row["row"]]
@@ -133,19 +133,19 @@ class Report:
                 having, others = [method for method in run.methods if method["method"] == name], name
             alike = [{**method, "seed": None} for method in run.methods if method["method"] != others]
             key = json.dumps([alike, *(run.settings.get(section) for section in OF_A_ROW)], sort_keys=True)
-            rest = json.dumps([{**each, setting: None, "seed": None} for each in having], sort_keys=True)
+            rest = json.dumps([{**method, setting: None, "seed": None} for method in having], sort_keys=True)
             if not having:
-                first = next((place for place in found if place[0] == key), (key, rest))
-                found.setdefault(first, Series()).without.append(row)
+                first = next((place for place in series_by_key if place[0] == key), (key, rest))
+                series_by_key.setdefault(first, Series()).without.append(row)
                 continue
-            if (key, "[]") in found:  # begun by a row without the method
-                found[key, rest] = found.pop((key, "[]"))
+            if (key, "[]") in series_by_key:  # begun by a row without the method
+                series_by_key[key, rest] = series_by_key.pop((key, "[]"))
             value: Any = having[0].get(setting)
             if type(value) in (int, float):
-                found.setdefault((key, rest), Series()).points.append((value, row))
-        for series in found.values():
+                series_by_key.setdefault((key, rest), Series()).points.append((value, row))
+        for series in series_by_key.values():
             series.points.sort(key=lambda point: point[0])
-        return [series for series in found.values() if series.points or series.without]
+        return [series for series in series_by_key.values() if series.points or series.without]
 
     def signs(self) -> dict[str, int]:
         """Row -> the number of its sign in the plots: one of its own, or where the rows are many, that of its series or grid."""
@@ -155,9 +155,9 @@ class Report:
             return {run.row: letters.index(run.source) for run in self.runs}
         if not series or len(self.rows) < MANY:
             return {row["row"]: number for number, row in enumerate(self.rows)}
-        found = {row["row"]: number for number, each in enumerate(series) for row in each.rows}
-        others = [row["row"] for row in self.rows if row["row"] not in found]
-        return found | {name: len(series) + number for number, name in enumerate(others)}
+        signs = {row["row"]: number for number, one_series in enumerate(series) for row in one_series.rows}
+        others = [row["row"] for row in self.rows if row["row"] not in signs]
+        return signs | {name: len(series) + number for number, name in enumerate(others)}
 
     @property
     def measured(self) -> Run | None:

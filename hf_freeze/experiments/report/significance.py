@@ -61,7 +61,7 @@ def compare(
     rng = np.random.default_rng(seed)
     observed = {row: np.array([float(score(items.sum(0))) for items in runs]) for row, runs in rows.items()}
     means = _bootstrap_means(rows, score, replicates, rng)
-    found = []
+    differences = []
     for base, row in pairs:
         difference = float(observed[row].mean() - observed[base].mean())
         drawn = means[row] - means[base] + _seed_deviations(observed[base], observed[row], replicates, rng)
@@ -71,8 +71,8 @@ def compare(
         if difference == 0 and not drawn.any():
             p = 1.0
         both = min(len(observed[base]), len(observed[row])) > 1
-        found.append(Difference(base, row, difference, float(low), float(high), p, seeds=both))
-    return _corrected(found, first=pairs[0][0])
+        differences.append(Difference(base, row, difference, float(low), float(high), p, seeds=both))
+    return _corrected(differences, first=pairs[0][0])
 
 
 def enough_replicates(pairs: int) -> int:
@@ -124,10 +124,10 @@ def _seed_deviations(base: np.ndarray, row: np.ndarray, replicates: int, rng: np
     return np.sqrt(variance) * rng.standard_t(freedom, size=replicates)
 
 
-def _corrected(found: list[Difference], first: str) -> list[Difference]:
-    pairs = holm([d.p for d in found])
-    with_first = iter(holm([d.p for d in found if d.base == first]))
+def _corrected(differences: list[Difference], first: str) -> list[Difference]:
+    pairs = holm([d.p for d in differences])
+    with_first = iter(holm([d.p for d in differences if d.base == first]))
     return [
         Difference(**{**vars(d), "p_pairs": p, "p_first": next(with_first) if d.base == first else None})
-        for d, p in zip(found, pairs, strict=True)
+        for d, p in zip(differences, pairs, strict=True)
     ]

@@ -47,7 +47,7 @@ def head_scores(report: Report) -> str:
 def one_head_cells(report: Report) -> list[list[str]]:
     """A line an attention: its best head alone, and what is lost with it; empty where it was not measured."""
     scores = report.measured.head_scores.get("one_head", {}) if report.measured else {}
-    best = {name: min(enumerate(values), key=lambda each: each[1]) for name, values in scores.items()}
+    best = {name: min(enumerate(values), key=lambda pair: pair[1]) for name, values in scores.items()}
     return [[name, str(head), f"{0.0 - lost:+.2f}".replace("-", "−")] for name, (head, lost) in best.items()]
 
 
@@ -74,8 +74,8 @@ def method(report: Report) -> str:
 
 def signatures(report: Report) -> list[str]:
     """Which version of a metric gave the scores, as sacrebleu writes it."""
-    found = [sign for run in report.runs for sign in run.record.get("signatures", {}).items()]
-    return list(dict.fromkeys(f"{name}: {signature}" for name, signature in found))
+    pairs = [sign for run in report.runs for sign in run.record.get("signatures", {}).items()]
+    return list(dict.fromkeys(f"{name}: {signature}" for name, signature in pairs))
 
 
 def machines(report: Report) -> list[str]:

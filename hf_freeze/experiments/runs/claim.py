@@ -25,26 +25,26 @@ def check_folder(folder: Path, run: dict[str, Any]) -> None:
     if not path.exists():
         return
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        recorded = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is damaged ({error}); remove {folder}") from error
     wanted = json.loads(json.dumps(run))
     noted = noted_precision(folder.parent)
     auto = uses_bf16(AUTO) if noted is None else noted == "bf16"
-    for settings in (found, wanted):
+    for settings in (recorded, wanted):
         settings["data"].pop("root", None)
         settings.pop("axis", None)  # of the report only
         if "bf16" in run["training"]:
             resolve_precision(settings, auto)
-    if difference := _first_difference(found, wanted):
+    if difference := _first_difference(recorded, wanted):
         raise ValueError(f"{folder} holds a run of other settings ({difference}); choose another --out, or remove it")
 
 
 def _first_difference(old: Any, new: Any, where: str = "") -> str | None:
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*old, *new]):
-            if found := _first_difference(old.get(key), new.get(key), f"{where}.{key}".lstrip(".")):
-                return found
+            if difference := _first_difference(old.get(key), new.get(key), f"{where}.{key}".lstrip(".")):
+                return difference
         return None
     return None if old == new else f"{where} was {old!r}, now {new!r}"
 
@@ -69,7 +69,7 @@ def claim_all(runs: list[dict[str, Any]], out: Path, command: str | None) -> lis
         command = " ".join(command.splitlines())
         others = {path.parent for path in out.glob("row-*/run.json")} - {run_folder(out, run) for run in runs}
         # One for all the runs stands alone; of a grid that grew by several, such as a job each, all are kept.
-        before = [each for each in commands_of(out) if each != command] if others else []
+        before = [earlier for earlier in commands_of(out) if earlier != command] if others else []
         write_whole(out / COMMANDS, "\n".join([*before, command]) + "\n")
     return [run for run in runs if not (run_folder(out, run) / "metrics.json").exists()]
 

@@ -43,7 +43,7 @@ def measure(
             outcome = task.test(run, Path(scratch), trainer, tokenizer, splits["dev"], encoded["dev"])
         return unit * outcome.metrics[metric]
 
-    found = {}
+    head_scores = {}
     for name in wanted:
         if name == "importance":
             scores = analysis.head_importance(model, trainer.get_eval_dataloader(encoded["train"]))
@@ -51,9 +51,9 @@ def measure(
             alone = trainer.args.world_size == 1  # processes that go on from different places would wait for each other
             path = folder / f"head_{name}.jsonl" if alone else None
             scores = analysis.head_ablation(model, evaluate=evaluate, keep_one=name == "one_head", path=path)
-        found[name] = {attention: values.tolist() for attention, values in scores.items()}
+        head_scores[name] = {attention: values.tolist() for attention, values in scores.items()}
     if trainer.is_world_process_zero():
-        write_whole(folder / HEAD_SCORES, json.dumps(found, indent=1) + "\n")
+        write_whole(folder / HEAD_SCORES, json.dumps(head_scores, indent=1) + "\n")
 
 
 def pruning(settings: dict[str, Any], start: Path, model: Any, seed: int) -> methods.HeadPruning:

@@ -142,7 +142,7 @@ class RayTasks:
         if not self._running:
             return []
         self._check_not_stuck()
-        found = []
+        ended = []
         for reference in self._ray.wait(list(self._running), num_returns=len(self._running), timeout=0)[0]:
             task, reason = self._running.pop(reference), ""
             try:
@@ -159,8 +159,8 @@ class RayTasks:
                     self._submit(task)
                     continue
                 reason = f"{_in_short(error)}; tried {task.attempt + 1} times"
-            found.append((task.folder, reason))
-        return found
+            ended.append((task.folder, reason))
+        return ended
 
     def close(self) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError):

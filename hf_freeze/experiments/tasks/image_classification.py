@@ -87,8 +87,8 @@ def execute(
     items, loss = classify(model, data["test"])
     metrics = {"test_accuracy": float(items[:, 0].mean()), "test_loss": loss}
     if "dev" in data:
-        found, loss = classify(model, data["dev"])
-        metrics |= {"dev_accuracy": float(found[:, 0].mean()), "dev_loss": loss}
+        dev_items, loss = classify(model, data["dev"])
+        metrics |= {"dev_accuracy": float(dev_items[:, 0].mean()), "dev_loss": loss}
     model.save(folder / "model")
     return Trained(
         model=model,

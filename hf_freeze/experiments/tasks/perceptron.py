@@ -121,8 +121,8 @@ class Perceptron(nn.Module):
     def auxiliary_loss(self) -> torch.Tensor | None:
         """What the methods add to the mean loss of a batch, or None."""
         losses = [part.loss(self._hooked, ARCHITECTURE) for _, part in parts_of(self.methods, Objective)]
-        found = [loss for loss in losses if loss is not None]
-        return torch.stack(found).sum() if found else None
+        terms = [loss for loss in losses if loss is not None]
+        return torch.stack(terms).sum() if terms else None
 
     def finalize(self) -> None:
         """End the training: what only it needs is dropped, and the config says what is left."""

@@ -28,10 +28,10 @@ def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
 
     def read(named: Any) -> datasets.Dataset:
         if form == "hub":
-            found = hf_data.load_hub_labelled(settings["hub"], named, columns, label, settings.get("name"))
+            split = hf_data.load_hub_labelled(settings["hub"], named, columns, label, settings.get("name"))
         else:
-            found = datasets.concatenate_datasets([hf_data.read_jsonl(root / file, columns, label) for file in named])
-        return found.rename_columns({**dict(zip(columns, ("sentence", "second"), strict=False)), label: "label"})
+            split = datasets.concatenate_datasets([hf_data.read_jsonl(root / file, columns, label) for file in named])
+        return split.rename_columns({**dict(zip(columns, ("sentence", "second"), strict=False)), label: "label"})
 
     return _classes(read_splits(settings, read))
 

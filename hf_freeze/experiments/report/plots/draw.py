@@ -61,12 +61,12 @@ def svg_plots(report: Report) -> dict[str, str]:
         "curves": curves_figure,
         "components": components_figure,
     }
-    found = {}
+    svgs = {}
     with mpl.rc_context(STYLE):
         for name, plot in plots.items():
             if (figure := plot(report)) is not None:
-                found[name] = _svg(figure, before + name)
-    return found
+                svgs[name] = _svg(figure, before + name)
+    return svgs
 
 
 def _svg(figure: Figure, name: str) -> str:

@@ -11,12 +11,12 @@ def heads_figure(report: Report) -> Figure | None:
     alone, with it."""
     if report.measured is None:
         return None
-    found = report.measured.head_scores
-    most = max(len(values) for scores in found.values() for values in scores.values())
-    lines = max(map(len, found.values()))
-    figure = Figure(figsize=(2 + len(found) * (0.5 + 0.42 * most), 0.9 + 0.26 * lines), layout="constrained")
-    plots = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
-    for axes, (name, scores) in zip(plots, found.items(), strict=True):
+    head_scores = report.measured.head_scores
+    most = max(len(values) for scores in head_scores.values() for values in scores.values())
+    lines = max(map(len, head_scores.values()))
+    figure = Figure(figsize=(2 + len(head_scores) * (0.5 + 0.42 * most), 0.9 + 0.26 * lines), layout="constrained")
+    plots = figure.subplots(1, len(head_scores), squeeze=False, sharey=True)[0]
+    for axes, (name, scores) in zip(plots, head_scores.items(), strict=True):
         cells = np.full((len(scores), most), np.nan)  # an attention may have fewer heads
         for line, values in enumerate(scores.values()):
             cells[line, : len(values)] = values

@@ -38,7 +38,7 @@ def named(report: Report) -> dict[int, str]:
         return {signs[name]: report.name_of(name) for name in rows}
     if not series:  # the rows of a grid have one sign
         return {number: _grid_name(source) for number, source in enumerate(report.sources)}
-    names = {signs[each.rows[0]["row"]]: each.name for each in series}
+    names = {signs[one_series.rows[0]["row"]]: one_series.name for one_series in series}
     return names | {signs[name]: report.name_of(name) for name in rows if signs[name] not in names}
 
 
