@@ -32,9 +32,10 @@ def _fork_server() -> subprocess.Popen[str]:
 def new_process(
     code: str = "", *arguments: Any, module: str = "", folder: Path = TESTS, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `code`, or a module, in a process that has torch and transformers imported, which takes seconds, but not hf_freeze.
+    """Run `code`, or a module, in a process that has imported torch and transformers already, but not hf_freeze.
 
-    What these packages read from `environment` when they are imported, such as HF_ENDPOINT, has no effect.
+    Importing those two takes seconds. They have read their environment variables by then, so HF_ENDPOINT, for example, has no
+    effect in `environment`.
     """
     server = _fork_server()
     assert server.stdin is not None

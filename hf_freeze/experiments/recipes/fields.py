@@ -97,6 +97,7 @@ def _lr_steps(steps: Any) -> dict[str, Any]:
     return {"gamma": float(steps["gamma"]), "at": [_integer(epoch) for epoch in steps["at"]]}
 
 
+# What each reader of a setting takes, in words.
 TAKES = {
     float: "a number",
     str: "a word",
@@ -105,7 +106,7 @@ TAKES = {
     _rates: "a number for each component, such as {'embeddings': 0.001}",
     _betas: "two numbers",
     _lr_steps: "{'gamma': a number, 'at': [epochs]}",
-}  # what each reader of a setting takes, in words
+}
 
 _IMAGE_TRAINING: dict[str, Callable[[Any], Any]] = {
     "epochs": _integer,
