@@ -7,7 +7,7 @@ serves every task class. `{}` stands for the layer number.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from functools import cached_property
@@ -21,6 +21,8 @@ T = TypeVar("T")
 TRAINED = ("embeddings", "attention", "ffn", "norm", "head")
 COMPONENTS = (*TRAINED, "constant")
 LINEAR_COMPONENTS = ("ffn", "attention")
+# How q, k and v lie in one projection: one after the other, head by head, or for each group of heads its queries, key and value.
+LAYOUTS = ("blocks", "heads", "groups")
 
 # The limits exceed every published dense model. They stop a config from the Hub that would allocate without bound. For
 # comparison: Llama 3.1 405B has 16,384 channels, 53,248 FFN neurons and 126 layers; DeepNet has 1,000 layers.
@@ -44,8 +46,9 @@ class Attention:
     """One attention block of a layer. `q`, `k`, `v`, `o`: its projections, as names below the layer. In a fused projection q, k
     and v have the same name, and their outputs lie side by side.
 
-    `heads`: the config field with the number of heads. If a method has put in an attention of another size, `heads` is the
-    number itself and `size` the size of a head. `switch`: a config field; if it is false, layers do not have this block.
+    `heads`, `groups`: the numbers of query heads, and of key and value heads if queries share them, or the config fields that
+    hold them; `size`: the size of a head. `switch`: a config field; if it is false, layers do not have this block. `layout`: how
+    the outputs of a fused projection lie, one of `LAYOUTS`.
     """
 
     q: str
@@ -53,11 +56,15 @@ class Attention:
     v: str
     o: str
     heads: str | int
-    groups: str | None = None  # the config field with the number of key and value heads, if queries share them
+    groups: str | int | None = None
     bidirectional: bool = False  # whether each token attends to all tokens of its sentence
     size: int | None = None
     others: tuple[str, ...] = ()  # patterns of further parameters of the block, such as those of a convolution
+    tables: dict[str, int] = field(
+        default_factory=dict
+    )  # those with an entry for each head -> the dimension of the heads
     switch: str | None = None
+    layout: str = "blocks"
 
     @property
     def linears(self) -> dict[str, int]:
@@ -79,11 +86,62 @@ class Attention:
 
     def key_head_count(self, config: Any) -> int:
         """Number of key and value heads."""
+        if isinstance(self.groups, int):
+            return self.groups
         return getattr(config, self.groups) if self.groups else self.head_count(config)
 
     def group_size(self, config: Any) -> int:
         """Number of query heads that share one key and value head."""
         return self.head_count(config) // self.key_head_count(config)
+
+    def roles(self, name: str) -> list[str]:
+        """The projections that the linear `name` holds, among "q", "k", "v" and "o"."""
+        return [role for role in ("q", "k", "v", "o") if getattr(self, role) == name]
+
+    def features(self, config: Any, name: str, kept: Sequence[int], heads: int) -> list[int]:
+        """Positions of the heads `kept`, out of `heads`, among the inputs of the output projection or the outputs of the other
+        linears; `name` is the linear. Heads that share keys and values are kept together."""
+        size, group = self.head_size(config), self.group_size(config)
+        shared, groups = [head // group for head in kept[::group]], heads // group
+
+        def places(numbers: Iterable[int], stride: int, offset: int, count: int) -> list[int]:
+            """`count` positions from `offset` on in each of the blocks `numbers`, which lie `stride` positions apart."""
+            return [number * stride + offset + position for number in numbers for position in range(count)]
+
+        roles = self.roles(name)
+        if len(roles) > 1 and self.layout == "heads":
+            return places(kept, len(roles) * size, 0, len(roles) * size)
+        if len(roles) > 1 and self.layout == "groups":
+            block = (group + len(roles) - 1) * size
+            return places(shared, block, 0, block)
+        index: list[int] = []
+        offset = 0
+        for role in roles:
+            query = role in ("q", "o")
+            index += places(kept if query else shared, size, offset, size)
+            offset += (heads if query else groups) * size
+        return index
+
+    def outputs_of(self, config: Any, role: str, heads: int) -> list[int]:
+        """Positions of the projection `role`, "q", "k" or "v", among the outputs of its linear, head by head."""
+        size, group = self.head_size(config), self.group_size(config)
+        roles = self.roles(getattr(self, role))
+        count = heads if role == "q" else heads // group
+        place = roles.index(role)
+        if len(roles) > 1 and self.layout == "heads":
+            starts = [(head * len(roles) + place) * size for head in range(count)]
+        elif len(roles) > 1 and self.layout == "groups":
+            block = group + len(roles) - 1
+            starts = [
+                (head // group * block + head % group) * size
+                if role == "q"
+                else (head * block + group + place - 1) * size
+                for head in range(count)
+            ]
+        else:
+            offset = sum(heads if earlier == "q" else heads // group for earlier in roles[:place])
+            starts = [(offset + head) * size for head in range(count)]
+        return [start + position for start in starts for position in range(size)]
 
     def inside(self, name: str, **changes: Any) -> "Attention":
         """The description after another module has replaced the one that computes the heads and holds it as its submodule
@@ -107,9 +165,18 @@ class Stack:
     depth: str  # the config field that holds the number of layers
     attentions: dict[str, Attention]  # "self", "cross"
     ffn: tuple[str, ...]  # the linears, in the order of the forward; the last one follows the activation
-    width: str  # the config field that holds the number of FFN neurons
+    width: str | None  # the config field that holds the number of FFN neurons; None if no field does
     activation: str | None  # the activation, if it is a module
+    neurons: dict[str, int] = field(
+        default_factory=dict
+    )  # last linear of an FFN -> its neurons, where no field holds them
     reads: str = ""  # the module whose forward receives the stack's token ids; "" is the base model
+    others: tuple[str, ...] = ()  # patterns of further parameters of the FFN, such as those of experts
+    # Layers of a stack may differ: kind of attention, or linear of the FFN -> the numbers of the layers that do not have it.
+    absent: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    per_layer: tuple[str, ...] = ()  # config fields that hold an entry for each layer
+    returns_tuple: bool = False  # whether a layer returns a tuple that begins with the hidden states
+    leads: bool = False  # whether the first layer has parameters of its own, which the others need
 
     @property
     def layer_pattern(self) -> str:
@@ -123,6 +190,22 @@ class Stack:
             for kind, attention in self.attentions.items()
             if attention.switch is None or getattr(config, attention.switch)
         }
+
+    def has(self, part: str, layer: int) -> bool:
+        """Whether the layer of this number has `part`, a kind of attention or a linear of the FFN."""
+        return layer not in self.absent.get(part, ())
+
+    def config_changes(self, config: Any, numbers: Sequence[int]) -> dict[str, Any]:
+        """The config fields that change when the stack keeps the layers `numbers`, with their new values."""
+        lists = {name: [read(config, name)[number] for number in numbers] for name in self.per_layer}
+        return {self.depth: len(numbers)} | lists
+
+    def with_layers(self, numbers: Sequence[int]) -> "Stack":
+        """The description of a stack that has the layers `numbers`, in this order and with new numbers."""
+        absent = {
+            part: tuple(new for new, old in enumerate(numbers) if old in layers) for part, layers in self.absent.items()
+        }
+        return replace(self, absent={part: layers for part, layers in absent.items() if layers})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +249,7 @@ class Architecture:
     output: str | None = None
     constants: tuple[str, ...] = ()
     output_bias: str | None = None  # full name of a bias on the logits, (..., vocabulary), outside the output linear
+    refusals: dict[str, str] = field(default_factory=dict)  # capability that could not be proved -> why
 
     @property
     def tiny_configs(self) -> dict[str, dict[str, Any]]:
@@ -186,6 +270,7 @@ class Architecture:
                 patterns += [
                     (re.compile(rf"{stack.layer_pattern}\.{translate(other)}"), "attention") for other in block.others
                 ]
+            patterns += [(re.compile(rf"{stack.layer_pattern}\.{translate(other)}"), "ffn") for other in stack.others]
         for component, globs in (("embeddings", self.embeddings), ("norm", self.norms), ("constant", self.constants)):
             patterns += [(re.compile(translate(glob)), component) for glob in globs]
         return patterns
@@ -223,31 +308,26 @@ class Architecture:
 
     def depths(self, config: Any) -> dict[str, int]:
         """Stack -> number of its layers."""
-        return {name: getattr(config, stack.depth) for name, stack in self.stacks.items()}
+        return {name: read(config, stack.depth) for name, stack in self.stacks.items() if stack.depth}
 
     def linears(self, config: Any, component: str) -> list[tuple[str, int, str]]:
         """(stack, layer, module name) of each linear of `component`, "ffn" or "attention". Raises ValueError for another."""
         if component not in LINEAR_COMPONENTS:
             raise ValueError(f"component={component!r} has no linears in layers: choose from {list(LINEAR_COMPONENTS)}")
-        names = {
-            stack_name: stack.ffn
-            if component == "ffn"
-            else [linear for attention in stack.attentions_in(config).values() for linear in attention.linears]
-            for stack_name, stack in self.stacks.items()
-        }
+        named = self.ffns(config) if component == "ffn" else {}
+        for name, attention in self.attentions(config).items() if component == "attention" else ():
+            named.setdefault(name.rpartition(".")[0], []).extend(attention.linears)
         return [
-            (stack_name, layer, f"{stack.layers.format(layer)}.{name}")
-            for stack_name, stack in self.stacks.items()
-            for layer in range(getattr(config, stack.depth))
-            for name in names[stack_name]
+            (block.split(".")[0], int(block.split(".")[1]), name) for block, names in named.items() for name in names
         ]
 
     def ffns(self, config: Any) -> dict[str, list[str]]:
         """FFN block, such as "encoder.0.ffn" -> names of its linears, in the order of the forward."""
         return {
-            f"{name}.{layer}.ffn": [f"{stack.layers.format(layer)}.{linear}" for linear in stack.ffn]
+            f"{name}.{layer}.ffn": linears
             for name, stack in self.stacks.items()
-            for layer in range(getattr(config, stack.depth))
+            for layer in range(read(config, stack.depth))
+            if (linears := [f"{stack.layers.format(layer)}.{n}" for n in stack.ffn if stack.has(n, layer)])
         }
 
     def attentions(self, config: Any) -> dict[str, Attention]:
@@ -255,8 +335,9 @@ class Architecture:
         return {
             f"{name}.{layer}.{kind}": attention.within(stack.layers.format(layer))
             for name, stack in self.stacks.items()
-            for layer in range(getattr(config, stack.depth))
+            for layer in range(read(config, stack.depth))
             for kind, attention in stack.attentions_in(config).items()
+            if stack.has(kind, layer)
         }
 
     def layer_of(self, name: str) -> tuple[str, int] | None:
@@ -280,13 +361,7 @@ class Architecture:
 
     def check_sizes(self, config: Any) -> None:
         """Raise ValueError for a size above the limits at the top of this file, before anything is allocated."""
-        for kind, names in self.sizes.items():
-            for name in names:
-                value = getattr(config, name, None)
-                if value is not None and not 0 < value <= _LARGEST[kind]:
-                    raise ValueError(
-                        f"{self.model_type} config: {name}={value} is outside 1..{_LARGEST[kind]} ({kind})"
-                    )
+        check_sizes(self.model_type, config, self.sizes)
         if (count := self.matrix_sizes(config)) > _LARGEST_MODEL:
             raise ValueError(f"{self.model_type} config: {count:.1e} parameters; the limit is {_LARGEST_MODEL:.1e}")
 
@@ -294,16 +369,81 @@ class Architecture:
         """The count of numbers in all tables and matrices of the backbone and in an untied output matrix. Biases, norms and task
         heads do not count; tied tables count separately."""
         tokens = list(self.token_tables.values())
-        rows = sum(getattr(config, field) for field in (*tokens, tokens[0], *self.other_tables.values()))
+        rows = sum(read(config, field) for field in (*tokens, *tokens[:1], *self.other_tables.values()))
+        hidden = hidden_size(config)
         columns = 0  # of all linears in layers: each is (hidden size, columns) or (columns, hidden size)
         for stack in self.stacks.values():
-            neurons = getattr(config, stack.width) or 4 * config.hidden_size  # None in GPT-2 means this default
+            # None in GPT-2 means this default.
+            neurons = (read(config, stack.width) if stack.width else None) or 4 * hidden
             heads = sum(
                 2 * attention.head_size(config) * (attention.head_count(config) + attention.key_head_count(config))
                 for attention in stack.attentions_in(config).values()
             )
-            columns += getattr(config, stack.depth) * (heads + len(stack.ffn) * neurons)
-        return config.hidden_size * (rows + columns)
+            columns += read(config, stack.depth) * (heads + len(stack.ffn) * neurons) if stack.depth else 0
+        return hidden * (rows + columns)
+
+    def check_fits(self, model: Any) -> None:
+        """Raise ValueError unless the backbone `model` has the linears and tables that the description names, in its sizes."""
+        config = model.config
+        linears = [name for component in LINEAR_COMPONENTS for _, _, name in self.linears(config, component)]
+        for name in [*linears, *self.token_tables]:
+            try:
+                model.base_model.get_submodule(name)
+            except AttributeError:
+                raise ValueError(
+                    f"the description of {self.model_type} names {name!r}, which this model does not have: it was derived from "
+                    "another config or by another version of transformers"
+                ) from None
+        for block, attention in self.attentions(config).items():
+            module = model.base_model.get_submodule(attention.o)
+            inputs = getattr(module, "in_features", None) or getattr(module, "nx", None)
+            if inputs != attention.head_count(config) * attention.head_size(config):
+                raise ValueError(
+                    f"the description of {self.model_type} gives {block} {attention.head_count(config)} heads of "
+                    f"{attention.head_size(config)}, but its output projection has {inputs} inputs"
+                )
+
+    def __deepcopy__(self, memo: Any) -> "Architecture":
+        return self  # it never changes
+
+
+def with_layers(architecture: Architecture, kept: dict[str, Sequence[int]] | dict[str, list[int]]) -> Architecture:
+    """The description of a model whose stacks keep the layers in `kept`, with new numbers; other stacks stay whole."""
+    stacks = {
+        name: stack.with_layers(kept[name]) if name in kept else stack for name, stack in architecture.stacks.items()
+    }
+    return replace(architecture, stacks=stacks)
+
+
+def check_sizes(model_type: str, config: Any, sizes: dict[str, tuple[str, ...]]) -> None:
+    """Raise ValueError for a config field in `sizes` (kind -> fields) above the limits at the top of this file."""
+    for kind, names in sizes.items():
+        for name in names:
+            value = getattr(config, name, None)
+            if type(value) is int and not 0 < value <= _LARGEST[kind]:
+                raise ValueError(f"{model_type} config: {name}={value} is outside 1..{_LARGEST[kind]} ({kind})")
+
+
+def hidden_size(config: Any) -> int:
+    """The size of the hidden states."""
+    return config.get_text_config().hidden_size
+
+
+def read(config: Any, name: str) -> Any:
+    """The value of a config field; a dotted name lies in a nested config, such as "text_config.hidden_size"."""
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def set_fields(config: Any, values: dict[str, Any]) -> None:
+    """Set config fields; a dotted name lies in a nested config, which `config` may itself be."""
+    for name, value in values.items():
+        *path, last = name.split(".")
+        owner = config
+        for part in path if path and hasattr(config, path[0]) else ():
+            owner = getattr(owner, part)
+        setattr(owner, last, value)
 
 
 def is_of_predecessor(name: str) -> bool:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from hf_freeze.architectures.base import Architecture
+from hf_freeze.architectures.derive import derive
 
 ARCHITECTURES: dict[str, Architecture] = {}
 VARIANT_PREFIX = "hf_freeze_"  # a variant's `model_type` is this prefix and the native one
@@ -16,14 +17,16 @@ def register_architecture(architecture: Architecture) -> Architecture:
     return architecture
 
 
-def architecture_of(model_type: str) -> Architecture:
-    """The architecture of a native or variant `model_type`. Raises ValueError for an unknown one."""
-    native = model_type.removeprefix(VARIANT_PREFIX)
-    if native not in ARCHITECTURES:
-        raise ValueError(f"no architecture {native!r}; choose from {sorted(ARCHITECTURES)}")
-    return ARCHITECTURES[native]
+def architecture_of(config: Any) -> Architecture:
+    """The architecture of a native config, or of the backbone of a variant's: the one described by hand, or one derived.
+
+    Raises ValueError if nothing can be derived.
+    """
+    if hasattr(config, "native_architecture"):  # a variant's
+        return config.native_architecture
+    return ARCHITECTURES.get(config.model_type) or derive(config)
 
 
 def architecture_for(model: Any) -> Architecture:
     """The architecture of a model; for a variant, as its methods describe it. Raises ValueError for an unknown one."""
-    return getattr(model, "architecture", None) or architecture_of(model.config.model_type)
+    return getattr(model, "architecture", None) or architecture_of(model.config)

@@ -12,7 +12,18 @@ AUTO_CLASSES = {
     "token-classification": transformers.AutoModelForTokenClassification,
     "question-answering": transformers.AutoModelForQuestionAnswering,
     "feature-extraction": transformers.AutoModel,
+    "multiple-choice": transformers.AutoModelForMultipleChoice,
+    "image-classification": transformers.AutoModelForImageClassification,
+    "audio-classification": transformers.AutoModelForAudioClassification,
+    "speech-seq2seq": transformers.AutoModelForSpeechSeq2Seq,
+    "ctc": transformers.AutoModelForCTC,
 }
+
+
+def native_classes(config_class: type) -> dict[str, type[transformers.PreTrainedModel]]:
+    """Task -> native model class, for the tasks that transformers has a model of this native config class for."""
+    found = {task: mapped_class(auto, config_class) for task, auto in AUTO_CLASSES.items()}
+    return {task: model_class for task, model_class in found.items() if isinstance(model_class, type)}
 
 
 def native_class(task: str, config_class: type) -> type[transformers.PreTrainedModel]:

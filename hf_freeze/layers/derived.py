@@ -47,6 +47,11 @@ def linear_like(
     return new.to(reference.dtype)
 
 
+def scaled(rows: torch.Tensor, scale: float) -> torch.Tensor:
+    """The rows that a table has looked up, times the native table's factor, which is often 1."""
+    return rows if scale == 1 else rows * scale
+
+
 def first_float_tensor(module: nn.Module) -> torch.Tensor:
     """A tensor with the device and dtype of the module: its first floating-point parameter, or without any, buffer."""
     tensors = itertools.chain(module.parameters(), module.buffers())

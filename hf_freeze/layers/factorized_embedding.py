@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import initialization
 
-from hf_freeze.layers.derived import Derived
+from hf_freeze.architectures.roles import table_scale
+from hf_freeze.layers.derived import Derived, scaled
 from hf_freeze.layers.factorized import left_vectors
 
 
@@ -57,6 +58,7 @@ class LowRankEmbedding(Factors, nn.Embedding):
         # Passing `_weight` keeps nn.Embedding from drawing the table, which would change the global random state.
         super().__init__(rows, rank, table.padding_idx, _weight=torch.zeros(rows, rank, **new))
         self.projection = nn.Parameter(torch.empty(rank, hidden, **new))
+        self.scale = table_scale(table)
         self.initialize_parameters()
 
     def initialize_parameters(self) -> None:
@@ -67,7 +69,7 @@ class LowRankEmbedding(Factors, nn.Embedding):
         """(...) token ids -> (..., H)"""
         rows = super().forward(input)
         # The residual stream of a decoder starts here: it keeps the dtype of the table, under autocast too.
-        return (rows @ self.projection).to(rows.dtype)
+        return scaled((rows @ self.projection).to(rows.dtype), self.scale)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, hidden={self.projection.shape[1]}"

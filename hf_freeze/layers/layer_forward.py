@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens, D hidden size.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ class LayerForward:
     """Replaces the forward of `layer`; the class, parameter names and hooks of the layer stay.
 
     In training mode, while `active`, `alternative` runs. Otherwise the previous forward runs, which may be another LayerForward.
+    Some layers return a tuple: hidden states first, then what later layers need, such as T5's position bias.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -26,15 +28,19 @@ class LayerForward:
         layer.forward = self
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """(B, T, D) -> (B, T, D)"""
+        """(B, T, D) -> (B, T, D), or a tuple that begins with it"""
         if self.active and self.layer.training:
             return self.alternative(hidden_states, *args, **kwargs)
+        return self.usual(hidden_states, *args, **kwargs)
+
+    def usual(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What the layer computes without this replacement."""
         if self.previous is not None:
             return self.previous(hidden_states, *args, **kwargs)
         return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
 
     def alternative(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """(B, T, D) -> (B, T, D)"""
+        """(B, T, D) -> (B, T, D), or a tuple that begins with it"""
         raise NotImplementedError
 
     def remove(self) -> None:
@@ -59,9 +65,19 @@ class LayerForward:
 
 
 class Skipped(LayerForward):
-    """Skips the whole layer: the alternative is the identity."""
+    """Skips the whole layer: the alternative is the identity.
+
+    `returns_tuple`: whether the layer returns a tuple. Then it runs, and only its hidden states are left out, because later layers
+    need the rest.
+    """
+
+    def __init__(self, layer: nn.Module, *, returns_tuple: bool = False) -> None:
+        super().__init__(layer)
+        self.returns_tuple = returns_tuple
 
     def alternative(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.returns_tuple:
+            return (hidden_states, *self.usual(hidden_states, *args, **kwargs)[1:])
         return hidden_states
 
 
@@ -70,10 +86,21 @@ class Replaced(LayerForward):
     for them."""
 
     def alternative(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(None if isinstance(value, Cache) else value for value in args)
-        kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
         predecessor: Any = self.layer.predecessor
+        signature = inspect.signature(type(self.layer).forward)
+        arguments = signature.bind(self.layer, hidden_states, *args, **kwargs).arguments
+        names = list(signature.parameters)
+        further = arguments.pop(next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), ""), {})
+        arguments = {name: None if isinstance(value, Cache) else value for name, value in (arguments | further).items()}
+        del arguments[names[0]]
+        carried = [
+            name for name in names if name.endswith("position_bias")
+        ]  # T5's first layer returns it for the others
+        outputs: Any = hidden_states
         for layer in predecessor:
             # `forward`, not a call: the hooks that collect hidden states must see `layer` only.
-            hidden_states = layer.forward(hidden_states, *args, **kwargs)
-        return hidden_states
+            outputs = layer.forward(**arguments)
+            first, *rest = outputs if isinstance(outputs, tuple) else (outputs,)
+            arguments[names[1]] = first
+            arguments |= dict(zip(carried, rest, strict=False))
+        return outputs

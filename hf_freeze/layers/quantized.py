@@ -21,9 +21,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from hf_freeze.architectures.roles import table_scale
 from hf_freeze.compat.transformers import NeverDrawn
 from hf_freeze.install import how_to_install
-from hf_freeze.layers.derived import Computed, DerivedLinear, autocast_dtype
+from hf_freeze.layers.derived import Computed, DerivedLinear, autocast_dtype, scaled
 
 SCHEMES = ("int8", "nf4", "fp4")
 BLOCK = 64  # weights that share a scale in the 4-bit schemes
@@ -194,12 +195,13 @@ class QuantizedEmbedding(Quantized, nn.Embedding):
         nn.Module.__init__(self)  # nn.Embedding.__init__ would draw a table
         self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
         self.padding_idx = table.padding_idx
+        self.scale = table_scale(table)
         new = {"device": table.weight.device, "dtype": table.weight.dtype}
         self.make_buffers(self.num_embeddings, self.embedding_dim, scheme, **new)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(...) token ids -> (..., I)"""
-        return self.rows(input.flatten()).view(*input.shape, self.embedding_dim)
+        return scaled(self.rows(input.flatten()).view(*input.shape, self.embedding_dim), self.scale)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, scheme={self.scheme!r}"

@@ -27,6 +27,7 @@ class LinearMethod(Method):
     """Replaces each linear of `components` (`"ffn"`, `"attention"` or both) in `layers`, such as `{"encoder": [0, 1]}` (None:
     all layers)."""
 
+    needs: ClassVar[frozenset[str]] = frozenset({"linears"})
     components: list[str] = field(default_factory=lambda: ["ffn"])
     layers: dict[str, list[int]] | None = None
     choices: ClassVar[tuple[str, ...]] = LINEAR_COMPONENTS

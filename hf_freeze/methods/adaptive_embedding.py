@@ -5,7 +5,7 @@ approximation for GPUs", https://arxiv.org/abs/1609.04309).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -50,6 +50,7 @@ class AdaptiveEmbedding(Method):
     the whole last band.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"blocks"})
     cutoffs: list[int]
     factor: int = 4
     width: int | None = None

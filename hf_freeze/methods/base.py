@@ -26,6 +26,9 @@ class Method:
     stochastic: ClassVar[bool] = False  # the example's forward in training mode is random
     from_scratch: ClassVar[bool] = False  # it cannot take over trained weights: the backbone must be a config
     architectures: ClassVar[frozenset[str] | None] = None  # supported model types; None means all
+    needs: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # capabilities that must be proved; see `hf_freeze.architectures.verify`
 
     structural: ClassVar[bool] = True  # it overrides `restructure` or `convert`
     converts_fresh: ClassVar[bool] = False  # its modules cannot draw values: fresh weights also pass through `convert`
@@ -62,9 +65,16 @@ class Method:
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @classmethod
-    def supports(cls, model_type: str) -> bool:
-        """Whether the method works on the architecture of this native model type."""
-        return cls.architectures is None or model_type in cls.architectures
+    def supports(cls, architecture: Architecture) -> bool:
+        """Whether the method works on this architecture."""
+        return cls.refusal(architecture) is None
+
+    @classmethod
+    def refusal(cls, architecture: Architecture) -> str | None:
+        """Why the method does not work on this architecture; None if it does."""
+        if cls.architectures is not None and architecture.model_type not in cls.architectures:
+            return f"it supports {sorted(cls.architectures)}"
+        return next((architecture.refusals[need] for need in sorted(cls.needs) if need in architecture.refusals), None)
 
     # -- the hooks, in the order of their calls -----------------------------------------------------------------------------
 

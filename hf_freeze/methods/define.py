@@ -4,7 +4,7 @@ Token Embeddings for Neural Sequence Modeling", https://arxiv.org/abs/1911.12385
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -46,6 +46,7 @@ class DeFINE(Method):
     has replaced.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"blocks"})
     depth: int
     width: int
     groups: int

@@ -58,6 +58,7 @@ class DeLighT(Method):
     n_max, widths that the groups do not divide, and an attention, FFN or table that another method has changed.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"blocks"})
     replaces_blocks: ClassVar[bool] = True
     n_min: int = 4
     n_max: int = 8

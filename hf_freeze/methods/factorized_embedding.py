@@ -3,7 +3,7 @@ Language Representations", https://arxiv.org/abs/1909.11942).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -44,6 +44,7 @@ class FactorizedEmbedding(Method):
     tables or with tables of different numbers of rows, and for a table that another method has replaced.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"vocabulary"})
     rank: int
     share: bool = False
 

@@ -3,10 +3,10 @@ Molchanov et al., 2017, https://arxiv.org/abs/1611.06440).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import Architecture, check_layers_type, in_layers
+from hf_freeze.architectures.base import Architecture, check_layers_type, in_layers, set_fields
 from hf_freeze.layers.derived import features
 from hf_freeze.methods._checks import check_any_selected, check_numbers_by_name, check_one_given, check_positive
 from hf_freeze.methods.base import Method, Model
@@ -30,6 +30,7 @@ class FFNPruning(Method):
     Raises ValueError for a width or neuron outside the FFN, an unknown layer or FFN, and an FFN that another method has changed.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"neurons"})
     width: int | None = None
     keep: dict[str, list[int]] | None = None
     layers: dict[str, list[int]] | None = None
@@ -70,9 +71,14 @@ class FFNPruning(Method):
         return in_layers(blocks, self.layers)
 
     def _select(self, model: Any, linears: list[str], source: Any, kept: list[int] | int) -> None:
+        width = features(source.base_model.get_submodule(linears[-1]))[0]
         for name in linears:
-            linear = source.base_model.get_submodule(name)
-            surgery.replace(model, name, surgery.select_features(linear, kept, outputs=name != linears[-1]))
+            linear, outputs = source.base_model.get_submodule(name), name != linears[-1]
+            neurons = range(kept) if isinstance(kept, int) else kept
+            index = surgery.neuron_features(linear, neurons, width, outputs=outputs)
+            shape_only = isinstance(kept, int)
+            selected = surgery.select_features(linear, len(index) if shape_only else index, outputs=outputs)
+            surgery.replace(model, name, selected)
 
     @property
     def selects(self) -> bool:
@@ -81,7 +87,7 @@ class FFNPruning(Method):
     def restructure(self, model: Model, architecture: Architecture) -> None:
         for block, linears in self._blocks(architecture, model.config).items():
             modules = [surgery.dense_module(model, name, self.name) for name in linears]
-            width, neurons = features(modules[0])[1], (self.keep or {}).get(block, [])
+            width, neurons = features(modules[-1])[0], (self.keep or {}).get(block, [])
             if self.width is not None and self.width > width:
                 raise ValueError(f"FFNPruning(width={self.width}) of {block!r}: must be in 1..{width}")
             if neurons and neurons[-1] >= width:
@@ -101,9 +107,11 @@ class FFNPruning(Method):
         origins: dict[str, Origin] = {}
         for block, linears in self._blocks(architecture, model.config).items():
             kept = range(self.width or 0) if self.keep is None else self.keep[block]
+            width = features(surgery.dense_module(model, linears[-1], self.name))[0]
             for name in linears:
-                linear = surgery.dense_module(model, name, self.name)
-                origins |= surgery.feature_origins(name, linear, kept, outputs=name != linears[-1])
+                linear, outputs = surgery.dense_module(model, name, self.name), name != linears[-1]
+                index = surgery.neuron_features(linear, kept, width, outputs=outputs)
+                origins |= surgery.feature_origins(name, linear, index, outputs=outputs)
         return origins
 
     def decided(self, old: Any, architecture: Architecture) -> "FFNPruning":
@@ -115,19 +123,25 @@ class FFNPruning(Method):
     def merge(self, model: Model, architecture: Architecture) -> None:
         widths: dict[str, set[int]] = {}  # config field -> the widths of the FFNs whose size it holds
         for block, linears in architecture.ffns(model.config).items():
-            field = architecture.stacks[block.split(".")[0]].width
-            widths.setdefault(field, set()).add(features(model.base_model.get_submodule(linears[0]))[1])
+            if (field := architecture.stacks[block.split(".")[0]].width) is not None:
+                widths.setdefault(field, set()).add(features(model.base_model.get_submodule(linears[-1]))[0])
         for block, linears in self._blocks(architecture, model.config).items():
             stack = architecture.stacks[block.split(".")[0]]
-            if len(widths[stack.width]) > 1:
+            if stack.width is None:
+                self._pad(
+                    model,
+                    linears,
+                    stack.neurons[linears[-1].removeprefix(stack.layers.split("{}")[0]).partition(".")[2]],
+                )
+            elif len(widths[stack.width]) > 1:
                 self._pad(model, linears, max(widths[stack.width]))
-        for field, sizes in widths.items():
-            setattr(model.config, field, max(sizes))
+        set_fields(model.config, {field: max(sizes) for field, sizes in widths.items()})
 
     def _pad(self, model: Any, linears: list[str], width: int) -> None:
         """Add neurons with zero weights, up to `width`: they contribute nothing to the output."""
+        narrow = features(model.base_model.get_submodule(linears[-1]))[0]
         for name in linears:
-            linear = model.base_model.get_submodule(name)
-            wide = surgery.select_features(linear, width, outputs=name != linears[-1])
-            surgery.copy_into_corner(linear, wide)
-            surgery.replace(model, name, wide)
+            linear, outputs = model.base_model.get_submodule(name), name != linears[-1]
+            halves = features(linear)[1] // narrow if outputs else 1
+            places = [half * width + neuron for half in range(halves) for neuron in range(narrow)]
+            surgery.replace(model, name, surgery.spread_features(linear, places, halves * width, outputs=outputs))

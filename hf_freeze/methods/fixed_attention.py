@@ -1,7 +1,7 @@
 """Self-attention by fixed patterns of positions (Raganato et al., 2020, https://arxiv.org/abs/2002.10260)."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
@@ -34,6 +34,7 @@ class FixedAttention(Method):
     patterns than heads, an unknown `empty_rows` or layer, and an attention that is causal or that another method has changed.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"blocks"})
     patterns: int | list[int] = 7
     unit: str = "token"
     continuations: list[int] | None = None
@@ -63,9 +64,10 @@ class FixedAttention(Method):
         return super().refers_to | ({"tokens"} if bool(self.continuations) else set())
 
     @classmethod
-    def supports(cls, model_type: str) -> bool:
-        stacks = ARCHITECTURES[model_type].stacks.values()
-        return any(attention.bidirectional for stack in stacks for attention in stack.attentions.values())
+    def refusal(cls, architecture: Architecture) -> str | None:
+        if not _has_bidirectional(architecture):
+            return f"it supports {[name for name, by_hand in sorted(ARCHITECTURES.items()) if _has_bidirectional(by_hand)]}"
+        return super().refusal(architecture)
 
     @property
     def _numbers(self) -> list[int]:
@@ -128,3 +130,8 @@ class FixedAttention(Method):
 
 def _is_bidirectional(stack: Any) -> bool:
     return any(attention.bidirectional for attention in stack.attentions.values())
+
+
+def _has_bidirectional(architecture: Architecture) -> bool:
+    stacks = architecture.stacks.values()
+    return any(attention.bidirectional for stack in stacks for attention in stack.attentions.values())

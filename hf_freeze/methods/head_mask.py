@@ -29,6 +29,7 @@ class HeadMask(Method):
     Raises ValueError for an unknown layer, attention or head, and for an attention that another method has changed.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"heads"})
     freezes: ClassVar[bool] = True
     heads: dict[str, list[int]] | None = None
     trainable: bool = True

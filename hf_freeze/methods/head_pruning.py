@@ -3,7 +3,7 @@ https://arxiv.org/abs/1905.10650).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
@@ -34,6 +34,7 @@ class HeadPruning(Method):
     another method has changed.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"heads"})
     heads: dict[str, list[int]] | None = None
     share: float | None = None
     layers: dict[str, list[int]] | None = None

@@ -30,6 +30,7 @@ class LayerDrop(Method):
     Raises ValueError for p outside [0, 1), an unknown stack, a second LayerDrop, and a native LayerDrop.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"layers"})
     repeatable: ClassVar[bool] = False
     p: float = 0.2
     stacks: list[str] | None = None
@@ -54,16 +55,17 @@ class LayerDrop(Method):
                 )
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
-        for layer in self.affected_layers(model, architecture):
-            Skipped(layer)
+        for stack in self._stacks(architecture):
+            for layer in surgery.layers_of(model, architecture, stack):
+                Skipped(layer, returns_tuple=architecture.stacks[stack].returns_tuple)
+
+    def _stacks(self, architecture: Architecture) -> list[str]:
+        return [stack for stack in architecture.stacks if self.stacks is None or stack in self.stacks]
 
     def affected_layers(self, model: Any, architecture: Architecture) -> list[Any]:
         """The layers of `stacks`, in order: those that a step may skip."""
         return [
-            layer
-            for stack in architecture.stacks
-            if self.stacks is None or stack in self.stacks
-            for layer in surgery.layers_of(model, architecture, stack)
+            layer for stack in self._stacks(architecture) for layer in surgery.layers_of(model, architecture, stack)
         ]
 
     @property

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import Architecture, check_layers_type
+from hf_freeze.architectures.base import Architecture, check_layers_type, with_layers
 from hf_freeze.methods._checks import check_one_given, check_share
 from hf_freeze.methods._spacing import evenly_spaced
 from hf_freeze.methods.base import Method, Model
@@ -27,6 +27,7 @@ class LayerSelection(Method):
     a method that refers to layers by number, because the numbers would change their meaning.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"layers"})
     renumbers: ClassVar[str | None] = "layers"
     keep: dict[str, list[int]] | None = None
     share: float | None = None
@@ -52,6 +53,12 @@ class LayerSelection(Method):
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.keep, config)
+        for stack, numbers in (self.keep or {}).items():
+            if architecture.stacks[stack].leads and numbers[0] != 0:
+                raise ValueError(
+                    f"LayerSelection(keep={{{stack!r}: {numbers!r}}}): layer 0 of this {architecture.model_type} has parameters "
+                    "that the other layers need; keep it"
+                )
 
     def _kept(self, architecture: Architecture, config: Any) -> dict[str, list[int]]:
         """Stack -> the numbers of the layers to keep, for the depths in `config`."""
@@ -65,7 +72,13 @@ class LayerSelection(Method):
 
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
         kept = self._kept(architecture, config)
-        return {architecture.stacks[stack].depth: len(numbers) for stack, numbers in kept.items()}
+        changes: dict[str, Any] = {}
+        for stack, numbers in kept.items():
+            changes |= architecture.stacks[stack].config_changes(config, numbers)
+        return changes
+
+    def describe(self, architecture: Architecture, config: Any) -> Architecture:
+        return with_layers(architecture, self._kept(architecture, config))
 
     @property
     def selects(self) -> bool:

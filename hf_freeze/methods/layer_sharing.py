@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import Architecture, full_name, is_of_predecessor
+from hf_freeze.architectures.base import Architecture, full_name, is_of_predecessor, with_layers
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.quantized import STORED, Quantized
 from hf_freeze.methods._checks import check_choice, check_positive
@@ -36,6 +36,7 @@ class LayerSharing(Method):
     another method has changed.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"layers"})
     shares_layers: ClassVar[bool] = True
     stacks: list[str] | None = None
     groups: int = 1
@@ -90,7 +91,18 @@ class LayerSharing(Method):
         return {stack: depth for stack, depth in depths.items() if self.stacks is None or stack in self.stacks}
 
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
-        return {architecture.stacks[stack].depth: depth for stack, depth in (self.depth or {}).items()}
+        changes: dict[str, Any] = {}
+        for stack, numbers in self._new_layers(architecture, config).items():
+            changes |= architecture.stacks[stack].config_changes(config, numbers)
+        return changes
+
+    def describe(self, architecture: Architecture, config: Any) -> Architecture:
+        return with_layers(architecture, self._new_layers(architecture, config))
+
+    def _new_layers(self, architecture: Architecture, config: Any) -> dict[str, list[int]]:
+        """Stack of another depth -> for each of its layers, the number of the old layer that it copies."""
+        depths = architecture.depths(config)
+        return {stack: _stretched(depths[stack], depth) for stack, depth in (self.depth or {}).items()}
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         for stack, old_depth in self._shared(architecture, model.config).items():

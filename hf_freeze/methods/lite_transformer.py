@@ -42,6 +42,7 @@ class LiteTransformer(Method):
     an attention or FFN that another method has changed.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"blocks"})
     replaces_blocks: ClassVar[bool] = True
     kernels: list[int] = field(default_factory=lambda: [3, 7, 15, 31, 31, 31])
     conv: str = "dynamic"

@@ -12,6 +12,7 @@ from hf_freeze.architectures.base import (
     base_name,
     canonical_parameters,
     is_of_predecessor,
+    with_layers,
 )
 from hf_freeze.layers.layer_forward import Replaced
 from hf_freeze.methods._checks import check_choice, check_positive_share, check_seed, is_number
@@ -64,6 +65,7 @@ class Theseus(Method):
     the first step.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"layers"})
     renumbers: ClassVar[str | None] = "layers"
     repeatable: ClassVar[bool] = False
     successor: dict[str, int] | None = None
@@ -139,7 +141,17 @@ class Theseus(Method):
         return {stack: max(depth // 2, 1) for stack, depth in architecture.depths(config).items()}
 
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
-        return {architecture.stacks[stack].depth: depth for stack, depth in self._depths(architecture, config).items()}
+        changes: dict[str, Any] = {}
+        for stack, numbers in self._kept(architecture, config).items():
+            changes |= architecture.stacks[stack].config_changes(config, numbers)
+        return changes
+
+    def describe(self, architecture: Architecture, config: Any) -> Architecture:
+        return with_layers(architecture, self._kept(architecture, config))
+
+    def _kept(self, architecture: Architecture, config: Any) -> dict[str, Sequence[int]]:
+        """Stack -> the layers whose kind the successor layers have: the first ones."""
+        return {stack: range(depth) for stack, depth in self._depths(architecture, config).items()}
 
     @property
     def refers_to(self) -> frozenset[str]:
@@ -176,7 +188,7 @@ class Theseus(Method):
             successor = surgery.layers_of(new, new.architecture, stack)
             predecessor = [layer for module in successor for layer in module.predecessor]
             for layer, source in zip(predecessor, surgery.layers_of(old, new.architecture, stack), strict=True):
-                surgery.copy_layer(source, layer, _attentions(new, stack))
+                surgery.copy_layer(source, layer, _attentions(new, stack), new.config)
 
     def prepare(self, model: Model, architecture: Architecture) -> None:
         if self.finalized:
@@ -189,7 +201,7 @@ class Theseus(Method):
             for number, layer in enumerate(successor):
                 source = predecessor[number] if self.init == "first" else layer.predecessor[0]
                 try:
-                    surgery.copy_layer(source, layer, _attentions(model, stack))
+                    surgery.copy_layer(source, layer, _attentions(model, stack), model.config)
                 except ValueError as error:
                     raise ValueError(
                         f"Theseus(init={self.init!r}): {error}; put Theseus first, or use init='first'"

@@ -36,6 +36,7 @@ class VocabularyTrimming(Method):
     embeddings.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"vocabulary"})
     renumbers: ClassVar[str | None] = "tokens"
     keep: list[int]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_freeze.architectures.base import base_name, canonical_parameters, full_name
+from hf_freeze.architectures.base import Architecture, base_name, canonical_parameters, full_name, set_fields
 from hf_freeze.compat.transformers import (
     PrivateHooks,
     declare_ties,
@@ -28,7 +28,6 @@ from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import check_shared_layers
 from hf_freeze.methods.parts import SeededValues, Selection, frozen_at, parts_of
 from hf_freeze.model.adapters import refuse_wrong_merges
-from hf_freeze.model.config import set_fields
 from hf_freeze.model.merging import merged
 from hf_freeze.model.resizing import ResizingMixin
 from hf_freeze.model.saving import SavingMixin
@@ -44,6 +43,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
     """
 
     methods: list[Method]
+    architecture: Architecture
     seeded_tensors: dict[str, SeededTensor]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -52,6 +52,9 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         #    the caller's config stays as it is.
         with native_base_model(type(config), self.native_class.config_class):
             super().__init__(config.before_methods(), *args, **kwargs)
+        self.architecture = config.native_architecture
+        if config.description is not None:
+            self.architecture.check_fits(self)
         if self.shifts_labels:  # transformers would look for the loss by the class name, and not find GPT-2's
             self.loss_type = "ForCausalLM"
         # 2. Every method changes modules and shapes, from its settings alone (this also runs on meta).

@@ -1,63 +1,84 @@
-"""The variant classes: one in front of each native class of each registered architecture and task.
+"""The variant classes: one in front of each native class, made when it is first asked for.
 
-They are registered with the Auto classes, so that `AutoModelFor….from_pretrained` opens a saved variant.
+Whoever asks for a model type `hf_freeze_…` (AutoConfig of a saved variant), for a class of this module by name (pickle), or for the
+variant of a native class (`make_variant`) has the classes of that family made, and registered with the Auto classes.
 """
 
 import dataclasses
 import sys
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
-from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_freeze.architectures
 import hf_freeze.methods  # noqa: F401 (both fill the registries)
-from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX
-from hf_freeze.architectures.tasks import AUTO_CLASSES, native_class
+from hf_freeze.architectures.registry import VARIANT_PREFIX
+from hf_freeze.architectures.tasks import AUTO_CLASSES, native_classes
+from hf_freeze.compat.transformers import make_configs_late, processor_mappings
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.config import VARIANT_FIELDS, VariantConfigMixin
 from hf_freeze.model.loss import trained_forward
 
+_PREFIX = "Variant"
+_CONFIGS: dict[type, Any] = {}  # native config class -> variant config class
+VARIANT_CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}  # native class -> variant class, of those made
 
-def _make_classes() -> dict[type[PreTrainedModel], type[PreTrainedModel]]:
-    """native class -> variant class, for every registered architecture and task; all are entered in the Auto classes."""
-    classes: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
-    for architecture in ARCHITECTURES.values():
-        native_config = type(AutoConfig.for_model(architecture.model_type))
-        config_class = _define(
-            f"Variant{native_config.__name__}",
-            (VariantConfigMixin, native_config),
-            {
-                "__annotations__": {name: VariantConfigMixin.__annotations__[name] for name in VARIANT_FIELDS},
-                "methods": dataclasses.field(default_factory=list),
-                "init": "backbone",
-                "hf_freeze_version": None,
-                "digests": dataclasses.field(default_factory=dict),
-                "original_fields": dataclasses.field(default_factory=dict),
-                "__doc__": f"{native_config.__name__} with a list of methods.",
-                "model_type": VARIANT_PREFIX + architecture.model_type,
-            },
-        )
-        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-        if native_config in TOKENIZER_MAPPING:
-            AutoTokenizer.register(config_class, TOKENIZER_MAPPING[native_config], exist_ok=True)
-        for task in architecture.tasks:
-            native = native_class(task, native_config)
-            variant = _define(
-                f"Variant{native.__name__}",
+
+def config_class_of(native: type[PreTrainedConfig]) -> Any:
+    """The variant of a native config class; makes the classes of all its tasks."""
+    if native not in _CONFIGS:
+        _make_family(native)
+    return _CONFIGS[native]
+
+
+def variant_class_of(native: type[PreTrainedModel]) -> Any:
+    """The variant of a native model class. Raises ValueError for a class of no known task."""
+    if native not in VARIANT_CLASSES:
+        config_class_of(native.config_class)
+    if native not in VARIANT_CLASSES:
+        choices = sorted(model_class.__name__ for model_class in native_classes(native.config_class).values())
+        raise ValueError(f"no variant of {native.__name__}; choose from {choices}")
+    return VARIANT_CLASSES[native]
+
+
+def _make_family(native_config: type[PreTrainedConfig]) -> None:
+    """Make the config class and the model classes of a family, and enter them in the Auto classes."""
+    config_class = _CONFIGS[native_config] = _define(
+        f"{_PREFIX}{native_config.__name__}",
+        (VariantConfigMixin, native_config),
+        {
+            "__annotations__": {name: VariantConfigMixin.__annotations__[name] for name in VARIANT_FIELDS},
+            "methods": dataclasses.field(default_factory=list),
+            "init": "backbone",
+            "hf_freeze_version": None,
+            "digests": dataclasses.field(default_factory=dict),
+            "original_fields": dataclasses.field(default_factory=dict),
+            "description": None,
+            "__doc__": f"{native_config.__name__} with a list of methods.",
+            "model_type": VARIANT_PREFIX + native_config.model_type,
+            "native_class": native_config,
+        },
+    )
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    for mapping in processor_mappings():
+        if native_config in mapping:
+            mapping.register(config_class, mapping[native_config], exist_ok=True)
+    for task, native in native_classes(native_config).items():
+        if native not in VARIANT_CLASSES:
+            VARIANT_CLASSES[native] = _define(
+                f"{_PREFIX}{native.__name__}",
                 (VariantMixin, native),
                 {
                     "__doc__": f"{native.__name__} with the methods of its config applied.",
                     "native_class": native,
-                    "architecture": architecture,
                     "config_class": config_class,
                     "forward": trained_forward(native.forward),
                     "shifts_labels": task == "causal-lm",
                 },
             )
-            AUTO_CLASSES[task].register(config_class, variant, exist_ok=True)
-            classes[native] = variant
-    return classes
+        AUTO_CLASSES[task].register(config_class, VARIANT_CLASSES[native], exist_ok=True)
 
 
 def _define(name: str, bases: tuple[type, ...], members: dict[str, Any]) -> Any:
@@ -67,4 +88,13 @@ def _define(name: str, bases: tuple[type, ...], members: dict[str, Any]) -> Any:
     return cls
 
 
-VARIANT_CLASSES = _make_classes()
+def __getattr__(name: str) -> Any:
+    """Pickle asks for a class by its name, in a process that may not have made it yet."""
+    native = getattr(transformers, name.removeprefix(_PREFIX), None) if name.startswith(_PREFIX) else None
+    if isinstance(native, type) and issubclass(native, PreTrainedModel | PreTrainedConfig):
+        make = variant_class_of if issubclass(native, PreTrainedModel) else config_class_of
+        return make(native)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+make_configs_late(VARIANT_PREFIX, lambda model_type: config_class_of(CONFIG_MAPPING[model_type]))

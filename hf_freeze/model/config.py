@@ -5,12 +5,18 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import transformers
 from packaging.version import InvalidVersion, Version
 
 from hf_freeze._version import __version__
-from hf_freeze.architectures.base import LARGEST_LABELS
-from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX, architecture_of
+from hf_freeze.architectures.base import LARGEST_LABELS, Architecture, check_sizes, read, set_fields
+from hf_freeze.architectures.derive import derive
+from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX
+from hf_freeze.architectures.shrink import sizes_in
+from hf_freeze.architectures.stored import from_data, to_data
+from hf_freeze.architectures.tasks import native_classes
 from hf_freeze.compat.peft import share_default_targets
+from hf_freeze.compat.transformers import copy_attention_implementation
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import check_order
 from hf_freeze.methods.registry import method_from_dict, method_to_dict
@@ -23,7 +29,7 @@ else:
 
 _LONGEST = 1000  # characters of an error message
 INITS = ("backbone", "marian")
-VARIANT_FIELDS = ("methods", "init", "hf_freeze_version", "digests", "original_fields")
+VARIANT_FIELDS = ("methods", "init", "hf_freeze_version", "digests", "original_fields", "description")
 
 
 class VariantConfigMixin(_Config):
@@ -32,7 +38,8 @@ class VariantConfigMixin(_Config):
     `methods`: the methods applied, in order, as plain data. `init`: how fresh weights are drawn, `"backbone"` (natively) or
     `"marian"` (`make_variant`). `digests`: name below `base_model_prefix` -> digest of the fp32 values of a tensor that is
     not stored. `original_fields`: native fields that methods have changed, such as the depth, with the values that the
-    backbone is built with; None makes the methods change them at construction.
+    backbone is built with; None makes the methods change them at construction. `description`: what was derived of a family that
+    no file of hf_freeze describes (`architectures/stored.py`); None has it derived at construction.
     """
 
     methods: list
@@ -40,6 +47,7 @@ class VariantConfigMixin(_Config):
     hf_freeze_version: str | None
     digests: dict
     original_fields: dict | None
+    description: dict | None
 
     def __post_init__(self, **kwargs: Any) -> None:
         try:
@@ -63,25 +71,41 @@ class VariantConfigMixin(_Config):
             raise ValueError(f"unknown init {self.init!r}; choose from {list(INITS)}")
         if not isinstance(self.digests, dict) or not all(map(_is_digest, self.digests.values())):
             raise ValueError(f"digests must map tensor names to hexadecimal digits, not {self.digests!r}")
-        architecture = architecture_of(type(self).model_type)
-        architecture.check_sizes(self)
         before, changed = self.before_methods(), {}
-        architecture.check_sizes(before)
+        architecture = self._native_architecture = self._describe(before)
         methods = [method_from_dict(data) for data in self.methods]
         for number, method in enumerate(methods):
-            if not method.supports(architecture.model_type):
-                raise ValueError(
-                    f"method {method.name!r} does not support {architecture.model_type!r}; "
-                    f"it supports {[name for name in sorted(ARCHITECTURES) if method.supports(name)]}"
-                )
+            if (reason := method.refusal(self._native_architecture)) is not None:
+                raise ValueError(f"method {method.name!r} does not support {architecture.model_type!r}: {reason}")
             check_order(method, methods[:number])
             method.check(architecture, before)
             changed |= (new := method.config_changes(architecture, before))
+            architecture = method.describe(architecture, before)
             set_fields(before, new)
             architecture.check_sizes(before)
-            architecture = method.describe(architecture, before)
         self._follow(changed)
         self._parsed = methods
+
+    def _describe(self, before: Any) -> Architecture:
+        """The architecture of the backbone, whose config is `before`: described by hand, stored, or derived now."""
+        native_type = type(self).model_type.removeprefix(VARIANT_PREFIX)
+        architecture = ARCHITECTURES.get(native_type)
+        sizes = sizes_in(self) if architecture is None else architecture.sizes
+        for config in (self, before):
+            check_sizes(native_type, config, sizes)
+        if architecture is None and self.description is not None:
+            tasks = tuple(native_classes(native_config_class(type(self))))
+            architecture = from_data(self.description, before, tasks)
+        elif architecture is None:
+            architecture = derive(native_config(before))
+            self.description = to_data(architecture, transformers.__version__)
+        architecture.check_sizes(before)
+        return architecture
+
+    @property
+    def native_architecture(self) -> Architecture:
+        """The architecture of the backbone, before any method."""
+        return self._native_architecture
 
     def before_methods(self) -> Any:
         """A copy with the native fields that the backbone is built with. Raises ValueError for unknown fields."""
@@ -89,10 +113,8 @@ class VariantConfigMixin(_Config):
         if fields is not None and not isinstance(fields, dict):
             raise ValueError(f"original_fields must be a dict, not {fields!r}")
         for name, value in (fields or {}).items():
-            if name in (*VARIANT_FIELDS, "model_type") or type(getattr(self, name, None)) is not type(value):
-                raise ValueError(
-                    f"original_fields: {name!r} cannot be {value!r}: it is {getattr(self, name, None)!r} now"
-                )
+            if name in (*VARIANT_FIELDS, "model_type") or type(_read(self, name)) is not type(value):
+                raise ValueError(f"original_fields: {name!r} cannot be {value!r}: it is {_read(self, name)!r} now")
         before = copy.deepcopy(self)
         set_fields(before, fields or {})
         return before
@@ -100,13 +122,13 @@ class VariantConfigMixin(_Config):
     def _follow(self, changed: dict[str, Any]) -> None:
         """Apply the fields that the methods change; if they were applied before, check them."""
         if self.original_fields is None:
-            self.original_fields = {name: getattr(self, name) for name in changed}
+            self.original_fields = {name: read(self, name) for name in changed}
             set_fields(self, changed)
-        differ = [name for name, value in changed.items() if getattr(self, name) != value]
+        differ = [name for name, value in changed.items() if read(self, name) != value]
         if differ or set(self.original_fields) != set(changed):
             raise ValueError(
                 f"the methods make {changed} of {self.original_fields}, but the config says "
-                f"{ {name: getattr(self, name) for name in changed} }: it was changed by hand"
+                f"{ {name: read(self, name) for name in changed} }: it was changed by hand"
             )
 
     @property
@@ -123,21 +145,41 @@ class VariantConfigMixin(_Config):
         # PEFT calls to_dict() and then looks up the model_type: the last moment to enter ours without importing PEFT for
         # every user.
         variant_type = type(self).model_type
-        architecture = architecture_of(variant_type)
-        alike = (variant_type.removeprefix(VARIANT_PREFIX), architecture.named_like)
+        native_type = variant_type.removeprefix(VARIANT_PREFIX)
+        by_hand = ARCHITECTURES.get(native_type)
+        alike = (native_type, None if by_hand is None else by_hand.named_like)
         share_default_targets(variant_type, *(name for name in alike if name is not None))
         data = super().to_dict()
-        data.pop("_parsed", None)
+        for name in ("_parsed", "_native_architecture"):
+            data.pop(name, None)
+        if data.get("description") is None:
+            data.pop("description", None)
         return data
+
+
+def native_config_class(config_class: Any) -> Any:
+    """The native config class of a variant's, or the class itself."""
+    return getattr(config_class, "native_class", config_class)
+
+
+def native_config(config: Any) -> Any:
+    """The config of a variant as a native one, without the fields that make it a variant's."""
+    data = {name: value for name, value in config.to_dict().items() if name not in (*VARIANT_FIELDS, "model_type")}
+    native = native_config_class(type(config)).from_dict(data)
+    copy_attention_implementation(config, native)
+    return native
 
 
 def _is_digest(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None
 
 
-def set_fields(config: Any, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(config, name, value)
+def _read(config: Any, name: Any) -> Any:
+    """The value of a field that a config from the Hub names; None if there is no such field."""
+    try:
+        return read(config, name)
+    except (AttributeError, TypeError):
+        return None
 
 
 def _check_labels(count: Any, model_type: str) -> None:

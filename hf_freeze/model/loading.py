@@ -61,5 +61,5 @@ def _saved_class(name: str | os.PathLike[str]) -> tuple[Any, Any]:
 
 
 def _classes(config: Any) -> dict[str, Any]:
-    classes = (native_class(task, type(config)) for task in architecture_of(config.model_type).tasks)
+    classes = (native_class(task, type(config)) for task in architecture_of(config).tasks)
     return {model_class.__name__: model_class for model_class in classes}

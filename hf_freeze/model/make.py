@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name
@@ -25,8 +25,8 @@ from hf_freeze.methods.base import Method
 from hf_freeze.methods.parts import SeededValues, Selection
 from hf_freeze.methods.registry import method_to_dict
 from hf_freeze.model.build import VariantMixin
-from hf_freeze.model.classes import VARIANT_CLASSES
-from hf_freeze.model.config import INITS
+from hf_freeze.model.classes import variant_class_of
+from hf_freeze.model.config import INITS, native_config_class
 from hf_freeze.model.loading import check_exists
 from hf_freeze.model.merging import copy_runtime
 from hf_freeze.model.resizing import vocabulary_size
@@ -142,20 +142,16 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
 
 
 def _native_class(config: Any, task: Any) -> type[PreTrainedModel]:
-    architecture = architecture_of(config.model_type)
+    architecture = architecture_of(
+        config
+    )  # raises an error, before any class is made, for a family that is not understood
     if task not in architecture.tasks:
         raise ValueError(f"no task {task!r} for {architecture.model_type}; choose from {list(architecture.tasks)}")
-    return native_class(task, type(AutoConfig.for_model(architecture.model_type)))
+    return native_class(task, native_config_class(type(config)))
 
 
 def _variant_class(model_class: type[PreTrainedModel]) -> Any:
-    if issubclass(model_class, VariantMixin):
-        return model_class
-    if model_class not in VARIANT_CLASSES:
-        raise ValueError(
-            f"no variant of {model_class.__name__}; choose from {sorted(c.__name__ for c in VARIANT_CLASSES)}"
-        )
-    return VARIANT_CLASSES[model_class]
+    return model_class if issubclass(model_class, VariantMixin) else variant_class_of(model_class)
 
 
 def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], init: str) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_freeze import surgery
-from hf_freeze.compat.transformers import copy_attention_implementation, keep_on_save
-from hf_freeze.model.config import VARIANT_FIELDS
+from hf_freeze.compat.transformers import keep_on_save
+from hf_freeze.model.config import native_config
 from hf_freeze.model.weights import no_draws
 
 
@@ -30,7 +30,7 @@ def merged(variant: Any) -> PreTrainedModel:
     native.to(device=variant.device, dtype=variant.dtype)
     native.load_state_dict(source.state_dict())
     attentions = variant.architecture.attentions(native.config).values()
-    surgery.match_scales(source.base_model, native.base_model, attentions)
+    surgery.match_scales(source.base_model, native.base_model, attentions, native.config)
     keep_on_save(native, variant.trained_constants())  # native classes leave out positions, even trained ones
     copy_runtime(source, native)
     return native
@@ -38,11 +38,9 @@ def merged(variant: Any) -> PreTrainedModel:
 
 def native_config_of(native_class: Any, config: Any) -> Any:
     """The config of a variant as a native one, without the fields that make it a variant's."""
-    data = {name: value for name, value in config.to_dict().items() if name not in (*VARIANT_FIELDS, "model_type")}
-    native_config = native_class.config_class.from_dict(data)
-    native_config.architectures = [native_class.__name__]
-    copy_attention_implementation(config, native_config)
-    return native_config
+    native = native_config(config)
+    native.architectures = [native_class.__name__]
+    return native
 
 
 def copy_runtime(old: Any, new: Any) -> None:

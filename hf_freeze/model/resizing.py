@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import base_name
+from hf_freeze.architectures.base import base_name, read
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.layers.adaptive_embedding import AdaptiveInputEmbedding, BandedOutput
 from hf_freeze.layers.factorized_embedding import LowRankOutput
@@ -154,4 +154,6 @@ class ResizingMixin(_Model):
 
 
 def vocabulary_size(config: Any) -> int:
-    return getattr(config, next(iter(architecture_of(config.model_type).token_tables.values())))
+    """The number of tokens; 0 for a model without a table of tokens."""
+    fields = architecture_of(config).token_tables.values()
+    return read(config, next(iter(fields))) if fields else 0

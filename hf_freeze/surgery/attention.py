@@ -8,6 +8,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.base import Attention
+from hf_freeze.architectures.roles import set_heads
 from hf_freeze.layers.derived import features, linear_like
 from hf_freeze.layers.fixed_heads import FixedHeads, Words
 from hf_freeze.layers.no_attention import NoAttention, NoHeads
@@ -28,27 +29,14 @@ def count_heads(model: Any, attention: Attention, method: str) -> int:
     """The number of heads of `attention` (with names below the base model). Raises ValueError if a method has replaced one of
     its linears."""
     linears = {name: dense_module(model, name, method) for name in attention.linears}
-    outputs = features(linears[attention.q])[1] // attention.linears[attention.q]
-    if outputs != features(linears[attention.o])[0]:
+    heads = features(linears[attention.o])[0] // attention.head_size(model.config)
+    expected = attention.features(model.config, attention.q, range(heads), heads)
+    if features(linears[attention.q])[1] != len(expected):
         raise ValueError(
             f"method {method!r}: {attention.module!r} has fixed heads, without queries and keys; put {method!r} before that "
             "method, or leave one of the two out"
         )
-    return outputs // attention.head_size(model.config)
-
-
-def _features_of_heads(config: Any, attention: Attention, name: str, kept: Sequence[int], heads: int) -> list[int]:
-    """Positions of the heads `kept`, out of `heads`, among the inputs of the output projection or the outputs of the other
-    linears; `name` is the linear."""
-    size, group = attention.head_size(config), attention.group_size(config)
-    if name not in (attention.q, attention.o):
-        kept, heads = [head // group for head in kept[::group]], heads // group
-    return [
-        (part * heads + head) * size + position
-        for part in range(attention.linears[name])
-        for head in kept
-        for position in range(size)
-    ]
+    return heads
 
 
 def head_origins(
@@ -58,7 +46,7 @@ def head_origins(
     not all."""
     origins: dict[str, Origin] = {}
     for name, linear in modules(model, only or attention.linears):
-        index = _features_of_heads(model.config, attention, name, kept, heads)
+        index = attention.features(model.config, name, kept, heads)
         origins |= feature_origins(name, linear, index, outputs=name != attention.o)
     return origins
 
@@ -80,18 +68,9 @@ def take_heads(model: Any, attention: Attention, count: int, heads: int) -> None
             replace(model, attention.o, output_bias)
         return
     for name, linear in linears.items():
-        features_kept = len(_features_of_heads(model.config, attention, name, range(count), heads))
+        features_kept = len(attention.features(model.config, name, range(count), heads))
         replace(model, name, select_features(linear, features_kept, outputs=name != attention.o))
-    _set_heads(module, count, attention.head_size(model.config))
-
-
-def _set_heads(module: Any, heads: int, size: int) -> None:
-    """Set the attributes in which native attention modules keep the number and size of their heads."""
-    values = dict.fromkeys(("num_heads", "num_attention_heads"), heads)
-    values |= dict.fromkeys(("head_dim", "attention_head_size"), size)
-    values |= dict.fromkeys(("all_head_size", "split_size"), heads * size)
-    for field in values.keys() & vars(module).keys():
-        setattr(module, field, values[field])
+    set_heads(module, count, attention.head_size(model.config), count // attention.group_size(model.config))
 
 
 def resize_attention(
@@ -116,7 +95,7 @@ def resize_attention(
         replace(model, name, linear_like(linear, *sizes))
     if getattr(module, "scale_attn_weights", True):  # GPT-2 can switch the scale off
         module.scaling *= (attention.head_size(model.config) / size) ** 0.5
-    _set_heads(module, heads, size)
+    set_heads(module, heads, size, heads)
 
 
 def fix_heads(
@@ -150,7 +129,7 @@ def copy_heads(
     for name, linear in modules(old, only or attention.linears):
         outputs = name != attention.o
         if kept:
-            index = _features_of_heads(old.config, attention, name, kept, heads)
+            index = attention.features(old.config, name, kept, heads)
             new.base_model.get_submodule(name).load_state_dict(
                 select_features(linear, index, outputs=outputs).state_dict()
             )
@@ -159,7 +138,7 @@ def copy_heads(
 
 
 @torch.no_grad()
-def match_scales(old: Any, new: Any, attentions: Iterable[Attention]) -> None:
+def match_scales(old: Any, new: Any, attentions: Iterable[Attention], config: Any) -> None:
     """Make the `attentions` of `new`, which have the weights of `old`, compute the same scores as in `old`. Native classes may
     scale scores by layer number (GPT-2's `scale_attn_by_inverse_layer_idx`); the queries absorb the difference.
 
@@ -178,11 +157,12 @@ def match_scales(old: Any, new: Any, attentions: Iterable[Attention]) -> None:
             raise ValueError(
                 f"{attention.q!r} is a {type(linear).__name__} and cannot adopt the scale of another layer's scores"
             )
-        queries = features(linear)[1] // attention.linears[attention.q]
-        weight = linear.weight[:, :queries] if isinstance(linear, Conv1D) else linear.weight[:queries]
-        weight *= ratio
+        heads = features(new.get_submodule(attention.o))[0] // attention.head_size(config)
+        queries = torch.tensor(attention.outputs_of(config, "q", heads), device=linear.weight.device)
+        weight = linear.weight.T if isinstance(linear, Conv1D) else linear.weight
+        weight[queries] *= ratio
         if linear.bias is not None:
-            linear.bias[:queries] *= ratio
+            linear.bias[queries] *= ratio
 
 
 @torch.no_grad()
@@ -193,8 +173,8 @@ def pad_heads(model: Any, attention: Attention) -> None:
     count = 0 if headless else count_heads(model, attention, "head_pruning")
     for name in attention.linears:
         outputs = name != attention.o
-        size = len(_features_of_heads(model.config, attention, name, range(heads), heads))
-        index = torch.tensor(_features_of_heads(model.config, attention, name, range(count), heads), dtype=torch.long)
+        size = len(attention.features(model.config, name, range(heads), heads))
+        index = torch.tensor(attention.features(model.config, name, range(count), heads), dtype=torch.long)
         old = module.removed[name] if headless else model.base_model.get_submodule(name)
         padded = linear_like(old, *((None, size) if outputs else (size, None)), device=model.device)
         padded.weight.zero_()
@@ -217,6 +197,6 @@ def head_magnitudes(model: Any, attention: Attention, heads: int) -> torch.Tenso
     value, output = (
         effective_weight(model.base_model.get_submodule(name)).float() for name in (attention.v, attention.o)
     )
-    value = value[-heads // group * size :]  # values are the last part of a fused projection
+    value = value[attention.outputs_of(model.config, "v", heads)]
     values = value.unflatten(0, (-1, size)).flatten(1).norm(dim=1).repeat_interleave(group)
     return values * output.unflatten(1, (-1, size)).transpose(0, 1).flatten(1).norm(dim=1)

@@ -66,7 +66,7 @@ def drop_predecessors(layers: Iterable[Any]) -> None:
 
 
 @torch.no_grad()
-def copy_layer(old: Any, new: Any, attentions: Iterable[Attention]) -> None:
+def copy_layer(old: Any, new: Any, attentions: Iterable[Attention], config: Any) -> None:
     """Copy the values of one layer into another of the same shapes, so that both compute the same. Predecessors are not copied.
 
     Raises ValueError if `new` cannot adopt the score scale of one of the layer's `attentions`; see `match_scales`.
@@ -74,4 +74,4 @@ def copy_layer(old: Any, new: Any, attentions: Iterable[Attention]) -> None:
     new.load_state_dict(
         {name: value for name, value in old.state_dict().items() if not name.startswith("predecessor.")}, strict=False
     )
-    match_scales(old, new, attentions)
+    match_scales(old, new, attentions, config)

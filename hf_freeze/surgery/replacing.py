@@ -55,10 +55,15 @@ def put(root: Any, name: str, new: nn.Module) -> None:
         mark_uninitialized(root.get_submodule(".".join(parents[:depth])))
 
 
+def is_native(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether the backbone itself made this module, of `kind` or of a subclass that transformers has of it."""
+    return type(module) is kind or (isinstance(module, kind) and type(module).__module__.startswith("transformers."))
+
+
 def native_module(model: Any, name: str, kind: type[T], method: str) -> T:
     """The module of this full name and class, to be replaced. Raises ValueError if another method has replaced it."""
     module = model.get_submodule(name)
-    if type(module) is not kind:
+    if not is_native(module, kind):
         raise ValueError(
             f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made; merge() first"
         )
@@ -107,6 +112,13 @@ def select_features(linear: Any, kept: Sequence[int] | int, *, outputs: bool) ->
     return selected
 
 
+def neuron_features(linear: Any, kept: Sequence[int], width: int, *, outputs: bool) -> list[int]:
+    """Positions of the neurons `kept`, out of `width`, among the outputs of a linear before the activation (or the inputs of the
+    one after it). Gate and up may be one linear, which has two outputs for each neuron."""
+    halves = features(linear)[1] // width if outputs else 1
+    return [half * width + neuron for half in range(halves) for neuron in kept]
+
+
 def weight_axis(linear: Any, *, outputs: bool) -> int:
     """The axis of the weight along which its outputs (or inputs) lie: nn.Linear has (O, I), Conv1D (I, O)."""
     return int(outputs) if isinstance(linear, Conv1D) else int(not outputs)
@@ -131,21 +143,23 @@ def effective_weight(module: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def copy_into_corner(linear: Any, larger: Any) -> None:
-    """Copy the weights of `linear` to the first inputs and outputs of `larger`, and set the others to zero."""
-    larger.weight.zero_()
-    larger.weight[tuple(map(slice, linear.weight.shape))] = linear.weight
+def spread_features(linear: Any, places: Sequence[int], count: int, *, outputs: bool) -> Any:
+    """A linear with `count` outputs (or inputs): those of `linear` at `places`, and zeros elsewhere."""
+    wide = linear_like(linear, outputs=count) if outputs else linear_like(linear, inputs=count)
+    index = torch.tensor(places, device=linear.weight.device, dtype=torch.long)
+    wide.weight.zero_().index_copy_(weight_axis(linear, outputs=outputs), index, linear.weight)
     if linear.bias is not None:
-        larger.bias.zero_()
-        larger.bias[: linear.bias.shape[0]] = linear.bias
+        wide.bias.copy_(wide.bias.zero_().index_copy_(0, index, linear.bias) if outputs else linear.bias)
+    return wide
 
 
 @torch.no_grad()
 def neuron_magnitudes(model: Any, linears: Sequence[str]) -> torch.Tensor:
     """fp32 (neurons,): for each neuron of an FFN, the product of the norms of its input weights (one norm for each linear before
     the last) and of its output weights. `linears`: the names of the FFN's linears, in the order of the forward."""
-    *before, after = (effective_weight(module) for _, module in modules(model, linears))
-    return torch.stack([weight.float().norm(dim=1) for weight in before]).prod(0) * after.float().norm(dim=0)
+    *before, after = (effective_weight(module).float() for _, module in modules(model, linears))
+    parts = [part for weight in before for part in weight.split(after.shape[1])]
+    return torch.stack([part.norm(dim=1) for part in parts]).prod(0) * after.norm(dim=0)
 
 
 def resize_ffns(model: Any, architecture: Architecture, width: int, method: str) -> None:

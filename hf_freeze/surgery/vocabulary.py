@@ -1,16 +1,17 @@
 """Modules with a row for each token: tables, the output matrix and its bias."""
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_freeze.architectures.base import Architecture, base_name, full_name
+from hf_freeze.architectures.base import Architecture, base_name, full_name, hidden_size, read
 from hf_freeze.layers.expanded_embedding import ExpandedEmbedding
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
 from hf_freeze.seeded import Origin
-from hf_freeze.surgery.replacing import native_module, put, select_features
+from hf_freeze.surgery.replacing import is_native, native_module, put, select_features
 
 
 def token_tables(model: Any, architecture: Architecture) -> dict[str, Any]:
@@ -22,17 +23,20 @@ def token_tables(model: Any, architecture: Architecture) -> dict[str, Any]:
 
 def output_name(model: Any, architecture: Architecture) -> str | None:
     """Full name of the linear from hidden states to the vocabulary; None if the task has none."""
-    return None if model.get_output_embeddings() is None else architecture.output
+    module = model.get_output_embeddings()
+    if module is None or architecture.output is not None:
+        return None if module is None else architecture.output
+    return next(name for name, other in model.named_modules() if other is module)
 
 
 def native_table(model: Any, name: str, method: str) -> nn.Embedding:
     """The token table of this full name, to be replaced. Raises ValueError if another method has replaced it or changed the
     size of its rows."""
     table = native_module(model, name, nn.Embedding, method)
-    if table.embedding_dim != model.config.hidden_size:  # of FactorizedEmbedding in BERT
+    if table.embedding_dim != hidden_size(model.config):  # of FactorizedEmbedding in BERT
         raise ValueError(
             f"method {method!r}: another method has given {name!r} rows of {table.embedding_dim} numbers, not of the hidden size "
-            f"{model.config.hidden_size}; leave one of the two out"
+            f"{hidden_size(model.config)}; leave one of the two out"
         )
     return table
 
@@ -71,11 +75,8 @@ def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: s
             elif module.bias is not None:
                 module.bias = nn.Parameter(module.bias.detach()[:count].clone())
             continue
-        if type(module) is nn.Embedding:
-            weight = module.weight
-            shorter: nn.Module = nn.Embedding(
-                count, module.embedding_dim, module.padding_idx, device=weight.device, dtype=weight.dtype
-            )
+        if is_native(module, nn.Embedding):
+            shorter: nn.Module = _with_rows(module, count)
         elif type(module) is nn.Linear:
             shorter = select_features(module, count, outputs=True)
         else:
@@ -93,10 +94,18 @@ def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: s
             vars(module)["vocab_size"] = count
 
 
+def _with_rows(table: Any, count: int) -> Any:
+    """A table of the same class and settings with its first `count` rows."""
+    shorter = copy.copy(table)
+    shorter._parameters = {"weight": nn.Parameter(table.weight.detach()[:count].clone())}
+    shorter.num_embeddings = count
+    return shorter
+
+
 def token_origins(model: Any, architecture: Architecture, kept: Sequence[int]) -> dict[str, Origin]:
     """The origins of the tables of the base model when they keep the rows `kept`."""
     names = (f"{base_name(model, name)}.weight" for name in token_tables(model, architecture))
-    rows = {getattr(model.config, field) for field in architecture.token_tables.values()}
+    rows = {read(model.config, field) for field in architecture.token_tables.values()}
     return {name: Origin(name, 0, tuple(kept), max(rows)) for name in names}
 
 
@@ -123,8 +132,23 @@ def ties_to_module(target: str, source_weight: str, parameters: Iterable[str]) -
 
 def output_bias(model: Any, architecture: Architecture) -> tuple[Any, str, torch.Tensor] | None:
     """(module, its attribute, value) of the bias on the logits outside the output matrix; None if the model has none."""
-    if architecture.output_bias is None or model.get_output_embeddings() is None:
+    name = output_bias_name(model, architecture)
+    if name is None:
         return None
-    path, _, attribute = architecture.output_bias.rpartition(".")
+    path, _, attribute = name.rpartition(".")
     owner = model.get_submodule(path)
     return owner, attribute, getattr(owner, attribute)
+
+
+def output_bias_name(model: Any, architecture: Architecture) -> str | None:
+    """Full name of the bias on the logits outside the output matrix, a parameter or a buffer; None if the model has none."""
+    output = output_name(model, architecture)
+    if output is None or architecture.output_bias is not None:
+        return None if output is None else architecture.output_bias
+    rows, inside = model.get_submodule(output).weight.shape[0], full_name(model, "")
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    for name, tensor in tensors:
+        outside = not name.startswith((f"{output}.", *([inside] if inside else [])))
+        if outside and tensor.ndim in (1, 2) and tensor.shape[-1] == rows and tensor.numel() == rows:
+            return name
+    return None

@@ -28,7 +28,7 @@ def gradual_unfreezing(backbone: Any, *, until: float = 0.5) -> list[Freeze]:
     if isinstance(until, bool) or not isinstance(until, int | float) or not 0 < until <= 1:
         raise ValueError(f"until={until!r}: must be a share of training, 0 < until <= 1")
     config = _config(backbone)
-    depths = architecture_of(config.model_type).depths(config)
+    depths = architecture_of(config).depths(config)
     downwards = [(stack, layer) for stack, depth in depths.items() for layer in range(depth)][::-1]
     frozen = [
         Freeze(

@@ -55,7 +55,7 @@ def export_model(
     _check_replaceable(folder, source, force)
     say(f"reading {source}")
     model, task = _open(source)
-    tasks = writer.SUPPORTED_TASKS.get(architecture_of(model.config.model_type).model_type, ())
+    tasks = writer.SUPPORTED_TASKS.get(architecture_of(model.config).model_type, ())
     if task not in tasks:
         choices = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in writer.SUPPORTED_TASKS.items())
         raise ValueError(f"{format} does not support {type(model).__name__} ({task}); choose from {choices}")
@@ -63,7 +63,7 @@ def export_model(
     if tokenizer is None and writer.NEEDS_TOKENIZER:
         raise ValueError(f"{source} holds no tokenizer, but {format} needs one; save it beside the model")
     model, refusal = _merged(model)
-    if refusal is not None and architecture_of(model.config.model_type).model_type not in writer.HOLDS_VARIANTS:
+    if refusal is not None and architecture_of(model.config).model_type not in writer.HOLDS_VARIANTS:
         raise ValueError(f"{format} cannot hold this model: {refusal}")
     export = Export(model, refusal, task, tokenizer, quantization, say)
     folder.parent.mkdir(parents=True, exist_ok=True)

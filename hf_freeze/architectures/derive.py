@@ -1,0 +1,355 @@
+"""From a config to the description of its family, found in the model that transformers builds of it on `meta`.
+
+Roles come from names (`roles.py`), numbers from shapes, and config fields from probes: one integer of the config is changed, and
+what moves in the model tells what the field means. Nothing here is about one family. `verify.py` proves what is derived.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel
+
+from hf_freeze.architectures.base import Architecture, Attention, Stack
+from hf_freeze.architectures.examples import example_batch
+from hf_freeze.architectures.fields import per_layer_fields, with_fields
+from hf_freeze.architectures.probe import Probe
+from hf_freeze.architectures.roles import (
+    HEAD_COUNTS,
+    HEAD_SIZES,
+    LayerParts,
+    attribute,
+    features,
+    is_cross,
+    is_norm,
+    is_sinusoidal,
+    parts_of,
+    stacks_of,
+)
+from hf_freeze.architectures.shrink import shrink, sizes_in
+from hf_freeze.architectures.tasks import native_classes
+from hf_freeze.architectures.verify import sees_the_future, verify, verify_layers
+
+
+class NotDerived(ValueError):
+    """A model whose parts are not understood; the message says which."""
+
+
+def derive(config: Any) -> Architecture:
+    """The description of the model of a native `config`, proved on a small model of the same class.
+
+    Derived once for each config within a process. Raises NotDerived if nothing is understood.
+    """
+    key = type(config).__name__ + json.dumps(config.to_dict(), sort_keys=True, default=str)
+    if key not in _DERIVED:
+        small = _derived_small(config)
+        _DERIVED[key] = _adopt(describe(base_model(config), config), small, config)
+    return _DERIVED[key]
+
+
+_DERIVED: dict[str, Architecture] = {}
+_SMALL: dict[str, Architecture] = {}
+
+
+def _derived_small(config: Any) -> Architecture:
+    """The description of the small model, with layouts, fields and refusals."""
+    try:
+        small = shrink(config)
+    except Exception as error:  # whatever the config class raises for values that it refuses
+        raise NotDerived(f"{config.model_type}: no small config for its proofs: {_first_line(error)}") from error
+    key = type(small).__name__ + json.dumps(small.to_dict(), sort_keys=True, default=str)
+    if key not in _SMALL:
+        try:
+            probe = Probe(small)
+        except NotImplementedError as error:
+            raise NotDerived(f"{config.model_type}: {_first_line(error)}") from error
+        except Exception as error:  # whatever the native forward raises for inputs that it does not take
+            raise NotDerived(f"{config.model_type}: its small model does not run: {_first_line(error)}") from error
+        architecture = describe(probe.model, small)
+        if list(architecture.stacks) == ["encoder"] and not sees_the_future(probe):
+            architecture = replace(architecture, stacks={"decoder": architecture.stacks["encoder"]})
+        architecture = with_fields(verify(architecture, probe), small)
+        _SMALL[key] = verify_layers(architecture, probe)
+    return _SMALL[key]
+
+
+def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture:
+    """The description of the full model, with what the small one has shown."""
+    refusals = {"blocks": "it puts in blocks of its own, which need a description by hand"} | small.refusals
+    if list(full.stacks) == ["encoder"] and list(small.stacks) == ["decoder"]:
+        full = replace(full, stacks={"decoder": full.stacks["encoder"]})
+    if full.stacks.keys() != small.stacks.keys():
+        raise NotDerived(
+            f"{config.model_type}: its stacks {list(full.stacks)} are not those of a small model of its kind"
+        )
+    stacks = {}
+    for name, stack in full.stacks.items():
+        shown = small.stacks[name]
+        attentions = {}
+        for kind, attention in stack.attentions.items():
+            like = next(
+                (
+                    a
+                    for a in shown.attentions.values()
+                    if (a.q, a.k, a.v, a.o) == (attention.q, attention.k, attention.v, attention.o)
+                ),
+                None,
+            )
+            if like is None:
+                refusals.setdefault("heads", f"{name}: {kind} is not in a small model of its kind")
+            else:
+                attention = replace(attention, layout=like.layout)
+            attentions[kind] = replace(attention, bidirectional=kind.startswith("self") and name != "decoder")
+        if not set(stack.ffn) <= set(shown.ffn):
+            refusals.setdefault("neurons", f"{name}: its FFN is not that of a small model of its kind")
+        lists = per_layer_fields(config, shown.depth) if shown.depth else ()
+        reads = name if f"{name}." in stack.layers and getattr(config, "is_encoder_decoder", False) else ""
+        stacks[name] = replace(
+            shown,
+            layers=stack.layers,
+            attentions=attentions,
+            ffn=stack.ffn,
+            others=stack.others,
+            absent=stack.absent,
+            per_layer=lists,
+            reads=reads,
+            neurons={} if shown.width else stack.neurons,
+        )
+    return replace(
+        full,
+        tasks=tuple(native_classes(type(config))),
+        stacks=stacks,
+        token_tables={table: small.token_tables[table] for table in full.token_tables if table in small.token_tables},
+        sizes=sizes_in(config),
+        tiny=shrink(config).to_dict(),
+        refusals=refusals,
+    )
+
+
+def base_model(config: Any, device: str = "meta") -> Any:
+    """The native model without a head. On `meta`, nothing is allocated. Raises NotDerived if transformers has none."""
+    try:
+        with torch.device(device):
+            return AutoModel.from_config(config)
+    except Exception as error:  # whatever the native class raises for a config that it cannot build
+        raise NotDerived(f"{config.model_type}: transformers cannot build it: {_first_line(error)}") from error
+
+
+def describe(model: Any, config: Any) -> Architecture:
+    """The description of a base model, not proved, with sizes as numbers and without config fields.
+
+    Raises NotDerived if the model has no stack of layers with attentions.
+    """
+    stacks = {}
+    lists = stacks_of(model)
+    for name, path in _stack_names(lists, config).items():
+        stacks[name] = _stack(path, lists[path])
+    if not any(stack.attentions for stack in stacks.values()):
+        raise NotDerived(f"{config.model_type}: no list of layers with attentions was found")
+    embeddings, norms, constants, tokens = _outside(model, lists)
+    for path, layers in lists.items():
+        norms += list(dict.fromkeys(f"{path}.*.{name}.*" for layer in layers for name in _norms(layer)))
+    return Architecture(
+        model_type=config.model_type,
+        tasks=(),
+        stacks=stacks,
+        embeddings=tuple(embeddings),
+        norms=tuple(norms),
+        constants=tuple(constants),
+        sizes={},
+        tiny={},
+        tiny_inputs=lambda task: example_batch(config, task),
+        token_tables=dict.fromkeys(tokens, ""),
+    )
+
+
+def _stack_names(lists: dict[str, nn.ModuleList], config: Any) -> dict[str, str]:
+    """Name of a stack, such as "encoder" -> path of its list of layers."""
+    names: dict[str, str] = {}
+    for path in lists:
+        words = re.sub(r"_?model\b", "", path).split(".")
+        name = next((word for word in ("decoder", "encoder") if word in words), None)
+        if len(lists) == 1:
+            name = "encoder"
+        elif name is None or name in names:
+            name = re.sub(r"\W+", "_", ".".join(words[:-1])).strip("_") or words[-1]
+        names[name if name not in names else path.replace(".", "_")] = path
+    return names
+
+
+def _stack(path: str, layers: nn.ModuleList) -> Stack:
+    all_parts = [parts_of(layer) for layer in layers]
+    attentions: dict[str, Attention] = {}
+    ffn: dict[str, None] = {}
+    absent: dict[str, set[int]] = {}
+    present: dict[str, set[int]] = {}
+    others: dict[str, None] = {}
+    for number, (layer, parts) in enumerate(zip(layers, all_parts, strict=True)):
+        for kind, attention in _attentions(layer, parts):
+            if kind in attentions and replace(attentions[kind], others=()) != replace(attention, others=()):
+                kind = f"{kind}_{number}"
+            elif kind in attentions:
+                others_of = dict.fromkeys([*attentions[kind].others, *attention.others])
+                attention = replace(attention, others=tuple(others_of))
+            attentions[kind] = attention
+            present.setdefault(kind, set()).add(number)
+        for name in _in_order(layer, parts.others):
+            ffn[name] = None
+            present.setdefault(name, set()).add(number)
+        others |= dict.fromkeys(_other_parameters(layer, parts))
+    for part, numbers in present.items():
+        absent[part] = set(range(len(layers))) - numbers
+    return Stack(
+        layers=f"{path}.{{}}",
+        depth="",
+        attentions=attentions,
+        ffn=tuple(ffn),
+        width=None,
+        activation=_activation(layers[0]),
+        neurons=_neurons(layers, tuple(ffn), absent),
+        others=tuple(others),
+        absent={part: tuple(sorted(numbers)) for part, numbers in absent.items() if numbers},
+    )
+
+
+def _attentions(layer: nn.Module, parts: LayerParts) -> Iterator[tuple[str, Attention]]:
+    """(kind, description) of each attention of a layer whose projections are all known."""
+    kinds: dict[str, int] = {}
+    for name, roles in parts.attentions.items():
+        if None in roles or "o" not in roles or not ({"q", "k", "v"} <= roles.keys() or "qkv" in roles):
+            continue
+        kind = "cross" if is_cross(roles["o"] or "") else "self"
+        kinds[kind] = kinds.get(kind, 0) + 1
+        if kinds[kind] > 1:
+            kind = f"{kind}_{kinds[kind]}"
+        attention = _attention(layer, name, roles)
+        if attention is not None:
+            yield kind, attention
+
+
+def _attention(layer: nn.Module, name: str, roles: dict[str | None, str]) -> Attention | None:
+    """The description of an attention; None if its sizes do not fit."""
+    q, k, v = (roles.get(role, roles.get("qkv", "")) for role in ("q", "k", "v"))
+    o = roles["o"]
+    width = features(layer.get_submodule(o))[0]
+    owner = layer.get_submodule(q.rpartition(".")[0])
+    size = attribute(owner, HEAD_SIZES)
+    count = attribute(owner, HEAD_COUNTS)
+    if size is None and count:
+        size = width // count
+    if not size or width % size:
+        return None
+    heads = width // size
+    outputs = features(layer.get_submodule(k))[1]
+    if k == q:
+        groups, rest = divmod(outputs - width, 2 * size)
+    elif k == v:
+        groups, rest = divmod(outputs, 2 * size)
+    else:
+        groups, rest = divmod(outputs, size)
+    if rest or not 0 < groups <= heads or heads % groups:
+        return None
+    others = tuple(
+        other
+        for other, _ in layer.named_parameters()
+        if other.startswith(f"{name}.")
+        and not _in_norm(layer, other)
+        and other.rpartition(".")[0] not in set(roles.values())
+    )
+    return Attention(
+        q=q, k=k, v=v, o=o, heads=heads, groups=None if groups == heads else groups, size=size, others=others
+    )
+
+
+def _in_order(layer: nn.Module, names: list[str]) -> list[str]:
+    """The linears of an FFN with the one that returns to the hidden size last."""
+    if len(names) < 2:
+        return names
+    sizes = {name: features(layer.get_submodule(name)) for name in names}
+    hidden = sizes[names[0]][0]
+    last = [name for name in names if sizes[name][1] == hidden and sizes[name][0] != hidden]
+    return [name for name in names if name not in last[-1:]] + last[-1:]
+
+
+def _neurons(layers: nn.ModuleList, ffn: tuple[str, ...], absent: dict[str, set[int]]) -> dict[str, int]:
+    """Last linear of an FFN -> its inputs, which are the neurons."""
+    neurons = {}
+    for number, layer in enumerate(layers):
+        if names := [name for name in ffn if number not in absent[name]]:
+            neurons[names[-1]] = features(layer.get_submodule(names[-1]))[0]
+    return neurons
+
+
+def _norms(layer: nn.Module) -> list[str]:
+    return [
+        name
+        for name, module in layer.named_modules()
+        if is_norm(module) and any(True for _ in module.parameters(recurse=False))
+    ]
+
+
+def _in_norm(layer: nn.Module, parameter: str) -> bool:
+    return is_norm(layer.get_submodule(parameter.rpartition(".")[0]))
+
+
+def _other_parameters(layer: nn.Module, parts: LayerParts) -> list[str]:
+    """Parameters of a layer outside its attentions, linears and norms: experts, scales of residuals."""
+    inside = (*(f"{name}." for name in parts.attentions),)
+    linears = {name for name in parts.others}
+    return [
+        name
+        for name, _ in layer.named_parameters()
+        if not name.startswith(inside or ("\0",))
+        and name.rpartition(".")[0] not in linears
+        and not _in_norm(layer, name)
+    ]
+
+
+def _activation(layer: nn.Module) -> str | None:
+    """The name of the module that is the activation of the FFN; None unless there is exactly one."""
+    names = [
+        name
+        for name, module in layer.named_modules()
+        if type(module).__module__ in ("torch.nn.modules.activation", "transformers.activations")
+    ]
+    return names[0] if len(names) == 1 else None
+
+
+def _outside(model: nn.Module, lists: dict[str, nn.ModuleList]) -> tuple[list[str], list[str], list[str], list[str]]:
+    """(patterns of embeddings, of norms, of constants, names of token tables) of what lies in no layer."""
+    inputs = model.get_input_embeddings() if _has_input_embeddings(model) else None
+    embeddings, norms, constants, tokens = [], [], [], []
+    rows = getattr(inputs, "num_embeddings", None)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if any(name.startswith(f"{path}.") for path in lists) or not any(
+            True for _ in module.parameters(recurse=False)
+        ):
+            continue
+        pattern = f"{name}.*" if name else "*"
+        if is_norm(module):
+            norms.append(pattern)
+        elif is_sinusoidal(module):
+            constants.append(f"{name}.weight")
+        elif isinstance(module, nn.Embedding):
+            embeddings.append(pattern)
+            if module is inputs or (module.num_embeddings == rows and "position" not in name):
+                tokens.append(name)
+        elif "pool" not in name:
+            embeddings += [f"{name}.{p}" if name else p for p, _ in module.named_parameters(recurse=False)]
+    return embeddings, norms, constants, tokens
+
+
+def _has_input_embeddings(model: Any) -> bool:
+    try:
+        return isinstance(model.get_input_embeddings(), nn.Embedding)
+    except (NotImplementedError, AttributeError):
+        return False
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]

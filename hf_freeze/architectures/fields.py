@@ -1,0 +1,149 @@
+"""What the integers of a config mean, found by changing one of them and looking at what moves in the model on `meta`."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AutoModel
+
+from hf_freeze.architectures.base import Architecture, Stack
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def with_fields(architecture: Architecture, config: Any) -> Architecture:
+    """The description of the model of a small `config`, with the config fields of depths, widths and vocabulary filled in.
+
+    A field that cannot be found stays empty, and `refusals` say so.
+    """
+    integers = dict(_integers(config.to_dict()))
+    refusals = dict(architecture.refusals)
+    stacks = {}
+    for name, stack in architecture.stacks.items():
+        depth = _depth_field(config, integers, stack)
+        if depth is None:
+            refusals.setdefault("layers", f"{name}: no field of the config holds the number of its layers")
+        stacks[name] = replace(stack, depth=depth or "", width=_width_field(config, integers, architecture, stack))
+    vocabulary = {table: _rows_field(config, integers, f"{table}.weight") for table in architecture.token_tables}
+    if not all(vocabulary.values()) or not vocabulary:
+        refusals.setdefault("vocabulary", "no field of the config holds the number of its tokens")
+    tables = {table: field for table, field in vocabulary.items() if field is not None}
+    return replace(architecture, stacks=stacks, token_tables=tables, refusals=refusals)
+
+
+def change(config: Any, **changes: Any) -> Any:
+    """A config of the same class with other values; a dotted name lies in a nested config."""
+    data = copy.deepcopy(config.to_dict())
+    for name, value in changes.items():
+        *path, last = name.split(".")
+        inner = data
+        for part in path:
+            inner = inner[part]
+        inner[last] = value
+    return type(config).from_dict(data)
+
+
+def per_layer_fields(config: Any, depth_field: str) -> tuple[str, ...]:
+    """The fields that hold a list with an entry for each layer of the stack whose depth is in `depth_field`."""
+    path, _, _ = depth_field.rpartition(".")
+    data = config.to_dict()
+    for part in filter(None, path.split(".")):
+        data = data[part]
+    depth = data.get(depth_field.rpartition(".")[2])
+    prefix = f"{path}." if path else ""
+    return tuple(
+        f"{prefix}{name}"
+        for name, value in data.items()
+        if isinstance(value, list | tuple)
+        and len(value) == depth
+        and not name.endswith(("_ids", "token_id", "architectures"))
+    )
+
+
+def with_depth(config: Any, depth_field: str, numbers: list[int]) -> dict[str, Any]:
+    """The config fields that change when a stack keeps the layers `numbers`: its depth, and the lists with an entry for each."""
+    changes: dict[str, Any] = {depth_field: len(numbers)}
+    for name in per_layer_fields(config, depth_field):
+        entries = config
+        for part in name.split("."):
+            entries = getattr(entries, part)
+        changes[name] = [entries[number] for number in numbers]
+    return changes
+
+
+def _integers(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
+    for name, value in data.items():
+        if type(value) is int:
+            yield f"{prefix}{name}", value
+        elif isinstance(value, dict) and name.endswith("_config"):
+            yield from _integers(value, f"{prefix}{name}.")
+
+
+def _shapes(config: Any) -> Shapes:
+    """Name -> shape of each parameter of the model; empty if transformers cannot build it."""
+    try:
+        with torch.device("meta"):
+            model = AutoModel.from_config(config)
+    except Exception:  # whatever the native class raises for a config that it cannot build
+        return {}
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _changed_shapes(config: Any, **changes: Any) -> Shapes:
+    try:
+        return _shapes(change(config, **changes))
+    except Exception:  # a config class may refuse the value
+        return {}
+
+
+def _depth_field(config: Any, integers: dict[str, int], stack: Stack) -> str | None:
+    layers = stack.layers.removesuffix("{}")
+
+    def depth(shapes: Shapes) -> int:
+        return len({name.removeprefix(layers).split(".")[0] for name in shapes if name.startswith(layers)})
+
+    count = depth(_shapes(config))
+    for name in sorted((name for name, value in integers.items() if value == count), key=_unlikely_depth):
+        lists = {n: _longer(config, n) for n in per_layer_fields(config, name)}
+        if depth(_changed_shapes(config, **lists, **{name: count + 1})) == count + 1:
+            return name
+    return None
+
+
+def _longer(config: Any, name: str) -> list[Any]:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return [*config, list(config)[-1]]
+
+
+def _unlikely_depth(name: str) -> tuple[bool, str]:
+    return "layer" not in name, name
+
+
+def _width_field(config: Any, integers: dict[str, int], architecture: Architecture, stack: Stack) -> str | None:
+    if len(stack.neurons) != 1:
+        return None
+    number = next((n for n in range(64) if stack.has(stack.ffn[-1], n)), 0)
+    weight = f"{stack.layers.format(number)}.{stack.ffn[-1]}.weight"
+    return _moving_field(config, integers, weight, axes=(0, 1))
+
+
+def _rows_field(config: Any, integers: dict[str, int], weight: str) -> str | None:
+    return _moving_field(config, integers, weight, axes=(0,))
+
+
+def _moving_field(config: Any, integers: dict[str, int], weight: str, axes: tuple[int, ...]) -> str | None:
+    """The field that decides one dimension of the matrix `weight` alone, and equals it."""
+    before = _shapes(config).get(weight)
+    if before is None:
+        return None
+    hidden = getattr(config.get_text_config(), "hidden_size", None)
+    for name, value in integers.items():
+        if value not in {before[axis] for axis in axes} or value == hidden or name.endswith("token_id"):
+            continue
+        after = _changed_shapes(config, **{name: value + 8}).get(weight)
+        if after is not None and sorted(a - b for a, b in zip(after, before, strict=True)) == [0, 8]:
+            return name
+    return None

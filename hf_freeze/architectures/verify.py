@@ -1,0 +1,334 @@
+"""Proofs: what was derived is used only where a small model shows that it is right.
+
+Each proof is an exact identity of the maths that a wrong role or a wrong layout would break, on a model full of noise. It also
+checks that half of the change does alter the outputs: otherwise the proof would show nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_freeze.architectures.base import LAYOUTS, Architecture, Attention, Stack
+from hf_freeze.architectures.fields import change, with_depth
+from hf_freeze.architectures.probe import Probe
+from hf_freeze.architectures.roles import features, is_norm, set_heads, table_scale, weight_as_rows
+
+_SAME, _OTHER = 2e-4, 1e-4  # relative differences: an identity holds below the first, a change matters above the second
+
+
+def verify(architecture: Architecture, probe: Probe) -> Architecture:
+    """The description with layouts filled in, and in `refusals`, for each capability that could not be proved, the reason."""
+    refusals: dict[str, str] = {}
+    stacks = {}
+    for name, stack in architecture.stacks.items():
+        attentions = {}
+        for kind, attention in stack.attentions.items():
+            proved, reason = _heads(probe, stack, kind, attention)
+            attentions[kind] = proved
+            if reason is not None:
+                refusals.setdefault("heads", f"{name} {kind}: {reason}")
+        stacks[name] = replace(stack, attentions=attentions)
+        if (reason := _neurons(probe, stack)) is not None:
+            refusals.setdefault("neurons", f"{name}: {reason}")
+        stacks[name] = replace(stacks[name], returns_tuple=_returns_tuple(probe, stack), leads=_leads(probe, stack))
+    if (reason := _calls(probe, architecture)) is not None:
+        refusals["linears"] = reason
+    if (reason := _vocabulary(probe, architecture)) is not None:
+        refusals["vocabulary"] = reason
+    return replace(architecture, stacks=stacks, refusals=refusals)
+
+
+def sees_the_future(probe: Probe) -> bool:
+    """Whether the outputs of earlier tokens depend on the last one."""
+    ids = probe.inputs.get("input_ids")
+    if ids is None or "decoder_input_ids" in probe.inputs:
+        return True
+    other = ids.clone()
+    other[:, -1] = 12
+    outputs = probe.run(input_ids=other)
+    if outputs.ndim < 3 or outputs.shape != probe.outputs.shape:
+        return True
+    return float((outputs - probe.outputs)[:, :-1].abs().max()) > 1e-6
+
+
+# -- heads ---------------------------------------------------------------------------------------------------------------------
+
+
+def _heads(probe: Probe, stack: Stack, kind: str, attention: Attention) -> tuple[Attention, str | None]:
+    """The attention with the layout that is proved, and None; or as it was, and what went wrong."""
+    layers = _layers_with(probe, stack, kind)
+    heads, group = attention.head_count(None), attention.group_size(None)
+    if heads < 2:
+        return attention, "the small model has one head"
+    permutation = _permuted_heads(heads, group)
+    fused = len(set(attention.linears.values())) > 1 or max(attention.linears.values()) > 1
+    reason = None
+    for layout in LAYOUTS if fused else LAYOUTS[:1]:
+        candidate = replace(attention, layout=layout)
+        reason = _permuting(probe, layers, candidate, permutation, heads) or _removing(probe, layers, candidate, heads)
+        if reason is None:
+            return candidate, None
+    return attention, reason
+
+
+def _permuted_heads(heads: int, group: int) -> list[int]:
+    """Another order of the heads, in which groups stay together: group by group backwards, and backwards within each."""
+    return [number * group + head for number in reversed(range(heads // group)) for head in reversed(range(group))]
+
+
+def _permuting(
+    probe: Probe, layers: list[nn.Module], attention: Attention, permutation: list[int], heads: int
+) -> str | None:
+    """Permuting all heads, in queries, keys, values and outputs alike, changes nothing; without the outputs, it does."""
+    with probe.changed():
+        try:
+            for layer in layers:
+                for name in attention.linears:
+                    if name != attention.o:
+                        _permute(
+                            layer.get_submodule(name), attention.features(None, name, permutation, heads), outputs=True
+                        )
+                for name, axis in attention.tables.items():
+                    tensor = layer.get_parameter(name) if _has_parameter(layer, name) else None
+                    if tensor is not None:
+                        tensor.copy_(tensor.index_select(axis, torch.tensor(permutation)).clone())
+            half = probe.differs()
+            for layer in layers:
+                index = attention.features(None, attention.o, permutation, heads)
+                _permute(layer.get_submodule(attention.o), index, outputs=False)
+            whole = probe.differs()
+        except (RuntimeError, IndexError) as error:
+            return f"its projections do not hold {heads} heads as expected ({str(error).splitlines()[0][:80]})"
+    if half < _OTHER:
+        return "its heads do not matter for the outputs"
+    return None if whole < _SAME else "exchanging its heads changes the outputs: heads are not alike"
+
+
+def _removing(probe: Probe, layers: list[nn.Module], attention: Attention, heads: int) -> str | None:
+    """A head whose output is zero can be removed, in one layer alone."""
+    group = attention.group_size(None)
+    kept = list(range(group, heads))
+    if not kept:
+        kept = list(range(heads))
+    for layer in {id(layer): layer for layer in (layers[0], layers[-1])}.values():
+        with probe.changed():
+            output = layer.get_submodule(attention.o)
+            columns = attention.features(None, attention.o, kept, heads)
+            gone = sorted(set(range(features(output)[0])) - set(columns))
+            weight_as_rows(output)[:, gone] = 0
+            zeroed = probe.run()
+            replaced: dict[str, nn.Module] = {}
+            owner = layer.get_submodule(attention.module) if attention.module else layer
+            before = dict(vars(owner))
+            try:
+                for name in attention.linears:
+                    linear = layer.get_submodule(name)
+                    replaced[name] = linear
+                    index = attention.features(None, name, kept, heads)
+                    layer.set_submodule(name, _selected(linear, index, outputs=name != attention.o))
+                set_heads(owner, len(kept), attention.head_size(None), len(kept) // group)
+                removed = probe.run()
+            except Exception as error:  # whatever the native forward raises for other shapes
+                return f"heads cannot be removed from one layer ({(str(error) or type(error).__name__).splitlines()[0][:90]})"
+            finally:
+                for name, linear in replaced.items():
+                    layer.set_submodule(name, linear)
+                vars(owner).update({name: value for name, value in before.items() if not name.startswith("_")})
+            scale = zeroed.abs().max().clamp(min=1e-6)
+            if removed.shape != zeroed.shape or float((removed - zeroed).abs().max() / scale) > _SAME:
+                return "a removed head is not the same as one whose output is zero"
+    return None
+
+
+# -- neurons -------------------------------------------------------------------------------------------------------------------
+
+
+def _neurons(probe: Probe, stack: Stack) -> str | None:
+    """Permuting the neurons of all FFNs, before and after the activation, changes nothing; before alone, it does."""
+    blocks = []
+    for number, layer in enumerate(_layers(probe, stack)):
+        linears = [layer.get_submodule(name) for name in stack.ffn if stack.has(name, number)]
+        if linears:
+            blocks.append(linears)
+    if not blocks:
+        return "no linears in its FFN"
+    for linears in blocks:
+        width = features(linears[-1])[0]
+        if len(linears) < 2 or any(features(linear)[1] not in (width, 2 * width) for linear in linears[:-1]):
+            return "its FFN is not a matrix or two, an activation and a matrix"
+    with probe.changed():
+        for linears in blocks:
+            width = features(linears[-1])[0]
+            order = torch.randperm(width, generator=torch.Generator().manual_seed(2)).tolist()
+            for linear in linears[:-1]:
+                halves = features(linear)[1] // width
+                _permute(linear, [half * width + neuron for half in range(halves) for neuron in order], outputs=True)
+        half = probe.differs()
+        for linears in blocks:
+            width = features(linears[-1])[0]
+            order = torch.randperm(width, generator=torch.Generator().manual_seed(2)).tolist()
+            _permute(linears[-1], order, outputs=False)
+        whole = probe.differs()
+    if half < _OTHER:
+        return "the neurons of its FFN do not matter for the outputs"
+    return None if whole < _SAME else "exchanging the neurons of its FFN changes the outputs"
+
+
+# -- layers as they are called --------------------------------------------------------------------------------------------------
+
+
+def _returns_tuple(probe: Probe, stack: Stack) -> bool:
+    shown: list[bool] = []
+    handle = _layers(probe, stack)[0].register_forward_hook(lambda *call: shown.append(isinstance(call[2], tuple)))
+    probe.run()
+    handle.remove()
+    return any(shown)
+
+
+def _leads(probe: Probe, stack: Stack) -> bool:
+    """Whether the first layer has parameters that no other layer has, such as T5's table of relative positions."""
+    first, *others = (set(dict(layer.named_parameters())) for layer in _layers(probe, stack))
+    return bool(others) and bool(first - set[str]().union(*others))
+
+
+# -- linears, tables -----------------------------------------------------------------------------------------------------------
+
+
+def _calls(probe: Probe, architecture: Architecture) -> str | None:
+    """Every linear is called as a module, so that another module can take its place."""
+    names = [
+        f"{stack.layers.format(number)}.{name}"
+        for stack in architecture.stacks.values()
+        for number in range(len(_layers(probe, stack)))
+        for name in [*stack.ffn, *(n for a in stack.attentions.values() for n in a.linears)]
+    ]
+    called: set[str] = set()
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda *_: called.add(name)
+
+    present = [name for name in dict.fromkeys(names) if _has_module(probe.model, name)]
+    handles = [probe.model.get_submodule(name).register_forward_hook(hook(name)) for name in present]
+    probe.run()
+    for handle in handles:
+        handle.remove()
+    missing = [name for name in present if name not in called]
+    return f"{missing[0]!r} is not called as a module" if missing else None
+
+
+def _vocabulary(probe: Probe, architecture: Architecture) -> str | None:
+    """Permuting the rows of the token tables and the ids alike changes nothing."""
+    ids = probe.inputs.get("input_ids")
+    if not architecture.token_tables or ids is None:
+        return "it has no table of tokens"
+    tables = {id(m): m for name in architecture.token_tables for m in [probe.model.get_submodule(name)]}
+    rows = {table.num_embeddings for table in tables.values()}
+    if len(rows) > 1:
+        return f"its tables of tokens have {sorted(rows)} rows"
+    for table in tables.values():
+        looked_up = table(ids).detach()
+        if looked_up.shape[-1] != table.embedding_dim or not torch.allclose(
+            looked_up, table.weight.detach()[ids] * table_scale(table), atol=1e-6
+        ):
+            return f"its {type(table).__name__} does more than look up rows and scale them"
+    special = 3
+    order = torch.arange(max(rows))
+    order[special:] = order[special:].flip(0)
+    with probe.changed():
+        for weight in {table.weight.data_ptr(): table.weight for table in tables.values()}.values():
+            weight.copy_(weight[order].clone())
+        half = probe.differs()
+        inputs = {
+            name: order[probe.inputs[name]] for name in ("input_ids", "decoder_input_ids") if name in probe.inputs
+        }
+        whole = probe.differs(**inputs)
+    if half < _OTHER:
+        return "the rows of its table do not matter for the outputs"
+    return None if whole < _SAME else "renumbering its tokens changes the outputs"
+
+
+# -- layers --------------------------------------------------------------------------------------------------------------------
+
+
+def verify_layers(architecture: Architecture, probe: Probe) -> Architecture:
+    """The description, with the reason in `refusals` if layers cannot be removed."""
+    refusals = dict(architecture.refusals)
+    for name, stack in architecture.stacks.items():
+        if stack.depth and (reason := _layer_removed(probe, stack)) is not None:
+            refusals.setdefault("layers", f"{name}: {reason}")
+    return replace(architecture, refusals=refusals)
+
+
+def _layer_removed(probe: Probe, stack: Stack) -> str | None:
+    """The last layer, made an identity, can be removed: the native model that is one layer shallower computes the same."""
+    depth = len(_layers(probe, stack))
+    numbers = list(range(depth - 1))
+    try:
+        shallow = Probe(change(probe.config, **with_depth(probe.config, stack.depth, numbers)))
+    except Exception as error:  # whatever the native class raises for this config
+        return f"no native model with one layer less ({(str(error) or type(error).__name__).splitlines()[0][:90]})"
+    last = _layers(probe, stack)[-1]
+    prefix = f"{stack.layers.format(depth - 1)}."
+    with probe.changed():
+        for module in last.modules():
+            if not is_norm(module):
+                for parameter in module.parameters(recurse=False):
+                    parameter.zero_()
+        changed = probe.differs()
+        outputs = probe.run()
+        state = {name: value for name, value in probe.model.state_dict().items() if not name.startswith(prefix)}
+        missing = shallow.model.load_state_dict(state, strict=False)
+        if missing.missing_keys or missing.unexpected_keys:
+            return (
+                f"a shallower native model has other tensors: {[*missing.missing_keys, *missing.unexpected_keys][0]!r}"
+            )
+        shallower = shallow.run()
+    if changed < _OTHER:
+        return "its last layer does not matter for the outputs"
+    scale = outputs.abs().max().clamp(min=1e-6)
+    if outputs.shape != shallower.shape or float((outputs - shallower).abs().max() / scale) > 10 * _SAME:
+        return "removing a layer that does nothing changes the outputs"
+    return None
+
+
+# -- helpers -------------------------------------------------------------------------------------------------------------------
+
+
+def _layers(probe: Probe, stack: Stack) -> list[Any]:
+    return list(probe.model.get_submodule(stack.layers.removesuffix(".{}")))
+
+
+def _layers_with(probe: Probe, stack: Stack, part: str) -> list[Any]:
+    return [layer for number, layer in enumerate(_layers(probe, stack)) if stack.has(part, number)]
+
+
+def _permute(linear: Any, index: list[int], *, outputs: bool) -> None:
+    weight = weight_as_rows(linear)
+    weight.copy_(weight[index].clone() if outputs else weight[:, index].clone())
+    if outputs and linear.bias is not None:
+        linear.bias.copy_(linear.bias[index].clone())
+
+
+def _selected(linear: Any, index: list[int], *, outputs: bool) -> nn.Module:
+    weight = weight_as_rows(linear)
+    weight = weight[index] if outputs else weight[:, index]
+    new = nn.Linear(weight.shape[1], weight.shape[0], bias=linear.bias is not None)
+    new.weight.copy_(weight)
+    if linear.bias is not None:
+        new.bias.copy_(linear.bias[index] if outputs else linear.bias)
+    return new
+
+
+def _has_parameter(module: nn.Module, name: str) -> bool:
+    return name in dict(module.named_parameters())
+
+
+def _has_module(module: nn.Module, name: str) -> bool:
+    try:
+        module.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
