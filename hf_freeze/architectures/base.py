@@ -60,9 +60,11 @@ class Attention:
     bidirectional: bool = False  # whether each token attends to all tokens of its sentence
     size: int | None = None
     others: tuple[str, ...] = ()  # patterns of further parameters of the block, such as those of a convolution
-    tables: dict[str, int] = field(
-        default_factory=dict
-    )  # those with an entry for each head -> the dimension of the heads
+    # What an attention gets for all heads, although some may be pruned (`kept_heads.py`): arguments of its forward with an entry
+    # for each head, norms over all heads' queries ("q") or keys ("k"), and whether it reads the numbers of heads from the config.
+    biases: tuple[str, ...] = ()
+    norms: dict[str, str] = field(default_factory=dict)
+    reads_config: bool = False
     switch: str | None = None
     layout: str = "blocks"
 
@@ -70,6 +72,11 @@ class Attention:
     def linears(self) -> dict[str, int]:
         """Module name -> number of projections that it holds: 3 if q, k and v are fused."""
         return dict(Counter((self.q, self.k, self.v, self.o)))
+
+    @property
+    def knows_heads(self) -> bool:
+        """Whether heads differ in more than their weights, so that a pruned attention must know which ones it has kept."""
+        return bool(self.biases or self.norms)
 
     @property
     def module(self) -> str:
@@ -154,7 +161,8 @@ class Attention:
 
     def within(self, layer: str) -> "Attention":
         """The same attention in the layer named `layer`, with names below the base model."""
-        return replace(self, **{name: f"{layer}.{getattr(self, name)}" for name in ("q", "k", "v", "o")})
+        norms = {f"{layer}.{name}": role for name, role in self.norms.items()}
+        return replace(self, norms=norms, **{name: f"{layer}.{getattr(self, name)}" for name in ("q", "k", "v", "o")})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +183,7 @@ class Stack:
     # Layers of a stack may differ: kind of attention, or linear of the FFN -> the numbers of the layers that do not have it.
     absent: dict[str, tuple[int, ...]] = field(default_factory=dict)
     per_layer: tuple[str, ...] = ()  # config fields that hold an entry for each layer
+    scaled: tuple[str, ...] = ()  # config fields that are a multiple of the depth and change with it, as in ALBERT
     returns_tuple: bool = False  # whether a layer returns a tuple that begins with the hidden states
     leads: bool = False  # whether the first layer has parameters of its own, which the others need
 
@@ -198,7 +207,9 @@ class Stack:
     def config_changes(self, config: Any, numbers: Sequence[int]) -> dict[str, Any]:
         """The config fields that change when the stack keeps the layers `numbers`, with their new values."""
         lists = {name: [read(config, name)[number] for number in numbers] for name in self.per_layer}
-        return {self.depth: len(numbers)} | lists
+        depth = read(config, self.depth)
+        multiples = {name: read(config, name) // depth * len(numbers) for name in self.scaled}
+        return {self.depth: len(numbers)} | multiples | lists
 
     def with_layers(self, numbers: Sequence[int]) -> "Stack":
         """The description of a stack that has the layers `numbers`, in this order and with new numbers."""

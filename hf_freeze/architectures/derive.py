@@ -17,6 +17,7 @@ from transformers import AutoModel
 from hf_freeze.architectures.base import Architecture, Attention, Stack
 from hf_freeze.architectures.examples import example_batch
 from hf_freeze.architectures.fields import per_layer_fields, with_fields
+from hf_freeze.architectures.kept_heads import biases_of
 from hf_freeze.architectures.probe import Probe
 from hf_freeze.architectures.roles import (
     HEAD_COUNTS,
@@ -102,7 +103,7 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
             if like is None:
                 refusals.setdefault("heads", f"{name}: {kind} is not in a small model of its kind")
             else:
-                attention = replace(attention, layout=like.layout)
+                attention = replace(attention, layout=like.layout, reads_config=like.reads_config)
             attentions[kind] = replace(attention, bidirectional=kind.startswith("self") and name != "decoder")
         if not set(stack.ffn) <= set(shown.ffn):
             refusals.setdefault("neurons", f"{name}: its FFN is not that of a small model of its kind")
@@ -260,9 +261,30 @@ def _attention(layer: nn.Module, name: str, roles: dict[str | None, str]) -> Att
         and not _in_norm(layer, other)
         and other.rpartition(".")[0] not in set(roles.values())
     )
+    norms = {}
+    for norm, module in layer.named_modules():
+        weight = getattr(module, "weight", None)
+        if norm.startswith(f"{name}.") and is_norm(module) and weight is not None and weight.numel() > size:
+            if weight.numel() in (width, groups * size) and _is_of_role(norm):
+                norms[norm] = _is_of_role(norm)
     return Attention(
-        q=q, k=k, v=v, o=o, heads=heads, groups=None if groups == heads else groups, size=size, others=others
+        biases=biases_of(owner),
+        norms=norms,
+        q=q,
+        k=k,
+        v=v,
+        o=o,
+        heads=heads,
+        groups=None if groups == heads else groups,
+        size=size,
+        others=others,
     )
+
+
+def _is_of_role(norm: str) -> str:
+    """ "q" or "k", told by the name of a norm such as "q_norm" or "key_layernorm"; "" for another."""
+    name = norm.rpartition(".")[2].lower()
+    return next((role for role in ("q", "k") if name.startswith(role)), "")
 
 
 def _in_order(layer: nn.Module, names: list[str]) -> list[str]:

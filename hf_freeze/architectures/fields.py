@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModel
 
 from hf_freeze.architectures.base import Architecture, Stack
+from hf_freeze.architectures.shrink import sizes_in
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -62,15 +63,11 @@ def per_layer_fields(config: Any, depth_field: str) -> tuple[str, ...]:
     )
 
 
-def with_depth(config: Any, depth_field: str, numbers: list[int]) -> dict[str, Any]:
-    """The config fields that change when a stack keeps the layers `numbers`: its depth, and the lists with an entry for each."""
-    changes: dict[str, Any] = {depth_field: len(numbers)}
-    for name in per_layer_fields(config, depth_field):
-        entries = config
-        for part in name.split("."):
-            entries = getattr(entries, part)
-        changes[name] = [entries[number] for number in numbers]
-    return changes
+def multiples_of(config: Any, depth_field: str) -> tuple[str, ...]:
+    """The other fields that hold a number of layers, by their names, and equal the depth or a multiple of it."""
+    depth, data = config.to_dict().get(depth_field), config.to_dict()
+    names = sizes_in(config).get("layers", ())
+    return tuple(name for name in names if depth and name != depth_field and data[name] % depth == 0)
 
 
 def _integers(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:

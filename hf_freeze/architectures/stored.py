@@ -70,7 +70,7 @@ def _plain(value: Any) -> Any:
 def _stack(data: dict[str, Any]) -> Stack:
     attentions = {kind: _attention(value) for kind, value in data["attentions"].items()}
     absent = {part: tuple(numbers) for part, numbers in data.get("absent", {}).items()}
-    lists = {name: tuple(data.get(name, ())) for name in ("ffn", "others", "per_layer")}
+    lists = {name: tuple(data.get(name, ())) for name in ("ffn", "others", "per_layer", "scaled")}
     return Stack(
         **(
             data
@@ -88,7 +88,7 @@ def _attention(data: dict[str, Any]) -> Attention:
             raise ValueError(f"{name}={value!r} is outside 1..{_LARGEST_HEADS}")
     if data.get("layout", LAYOUTS[0]) not in LAYOUTS:
         raise ValueError(f"layout={data['layout']!r}: choose from {list(LAYOUTS)}")
-    return Attention(**(data | {"others": tuple(data.get("others", ()))}))
+    return Attention(**(data | {name: tuple(data.get(name, ())) for name in ("others", "biases")}))
 
 
 def _check_plain(value: Any, depth: int = 0) -> None:

@@ -4,15 +4,18 @@ Each proof is an exact identity of the maths that a wrong role or a wrong layout
 checks that half of the change does alter the outputs: otherwise the proof would show nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from hf_freeze.architectures.base import LAYOUTS, Architecture, Attention, Stack
-from hf_freeze.architectures.fields import change, with_depth
+from hf_freeze.architectures.fields import change, multiples_of, per_layer_fields
+from hf_freeze.architectures.kept_heads import prune_companions
 from hf_freeze.architectures.probe import Probe
 from hf_freeze.architectures.roles import features, is_norm, set_heads, table_scale, weight_as_rows
 
@@ -64,14 +67,21 @@ def _heads(probe: Probe, stack: Stack, kind: str, attention: Attention) -> tuple
     if heads < 2:
         return attention, "the small model has one head"
     permutation = _permuted_heads(heads, group)
-    fused = len(set(attention.linears.values())) > 1 or max(attention.linears.values()) > 1
-    reason = None
+    fused = max(attention.linears.values()) > 1
+    reasons: list[str] = []
     for layout in LAYOUTS if fused else LAYOUTS[:1]:
         candidate = replace(attention, layout=layout)
-        reason = _permuting(probe, layers, candidate, permutation, heads) or _removing(probe, layers, candidate, heads)
-        if reason is None:
-            return candidate, None
-    return attention, reason
+        reason = _permuting(probe, layers, candidate, permutation, heads)
+        if reason is not None:
+            reasons.append(reason)
+            continue
+        for reads_config in (False, True):
+            candidate = replace(candidate, reads_config=reads_config)
+            reason = _removing(probe, layers, candidate, heads)
+            if reason is None:
+                return candidate, None
+            reasons.insert(0, reason)
+    return attention, reasons[0]
 
 
 def _permuted_heads(heads: int, group: int) -> list[int]:
@@ -84,6 +94,7 @@ def _permuting(
 ) -> str | None:
     """Permuting all heads, in queries, keys, values and outputs alike, changes nothing; without the outputs, it does."""
     with probe.changed():
+        handles: list[Any] = []
         try:
             for layer in layers:
                 for name in attention.linears:
@@ -91,10 +102,7 @@ def _permuting(
                         _permute(
                             layer.get_submodule(name), attention.features(None, name, permutation, heads), outputs=True
                         )
-                for name, axis in attention.tables.items():
-                    tensor = layer.get_parameter(name) if _has_parameter(layer, name) else None
-                    if tensor is not None:
-                        tensor.copy_(tensor.index_select(axis, torch.tensor(permutation)).clone())
+                handles += prune_companions(layer, attention, permutation, heads)
             half = probe.differs()
             for layer in layers:
                 index = attention.features(None, attention.o, permutation, heads)
@@ -102,45 +110,56 @@ def _permuting(
             whole = probe.differs()
         except (RuntimeError, IndexError) as error:
             return f"its projections do not hold {heads} heads as expected ({str(error).splitlines()[0][:80]})"
+        finally:
+            for handle in handles:
+                handle.remove()
     if half < _OTHER:
         return "its heads do not matter for the outputs"
     return None if whole < _SAME else "exchanging its heads changes the outputs: heads are not alike"
 
 
 def _removing(probe: Probe, layers: list[nn.Module], attention: Attention, heads: int) -> str | None:
-    """A head whose output is zero can be removed, in one layer alone."""
+    """A head that is zero can be removed, in one layer alone."""
     group = attention.group_size(None)
-    kept = list(range(group, heads))
-    if not kept:
-        kept = list(range(heads))
+    kept = list(range(group, heads)) or list(range(heads))
     for layer in {id(layer): layer for layer in (layers[0], layers[-1])}.values():
         with probe.changed():
-            output = layer.get_submodule(attention.o)
-            columns = attention.features(None, attention.o, kept, heads)
-            gone = sorted(set(range(features(output)[0])) - set(columns))
-            weight_as_rows(output)[:, gone] = 0
+            for name in attention.linears:
+                outputs = name != attention.o
+                size = features(layer.get_submodule(name))[int(outputs)]
+                gone = sorted(set(range(size)) - set(attention.features(None, name, kept, heads)))
+                _zero(layer.get_submodule(name), gone, outputs=outputs)
             zeroed = probe.run()
-            replaced: dict[str, nn.Module] = {}
-            owner = layer.get_submodule(attention.module) if attention.module else layer
-            before = dict(vars(owner))
-            try:
-                for name in attention.linears:
-                    linear = layer.get_submodule(name)
-                    replaced[name] = linear
-                    index = attention.features(None, name, kept, heads)
-                    layer.set_submodule(name, _selected(linear, index, outputs=name != attention.o))
-                set_heads(owner, len(kept), attention.head_size(None), len(kept) // group)
-                removed = probe.run()
-            except Exception as error:  # whatever the native forward raises for other shapes
-                return f"heads cannot be removed from one layer ({(str(error) or type(error).__name__).splitlines()[0][:90]})"
-            finally:
-                for name, linear in replaced.items():
-                    layer.set_submodule(name, linear)
-                vars(owner).update({name: value for name, value in before.items() if not name.startswith("_")})
+            with _without_heads(layer, attention, kept, heads):
+                try:
+                    removed = probe.run()
+                except Exception as error:  # whatever the native forward raises for other shapes
+                    return f"heads cannot be removed from one layer ({_first_line(error)})"
             scale = zeroed.abs().max().clamp(min=1e-6)
             if removed.shape != zeroed.shape or float((removed - zeroed).abs().max() / scale) > _SAME:
-                return "a removed head is not the same as one whose output is zero"
+                return "a removed head is not the same as one that is zero"
     return None
+
+
+@contextmanager
+def _without_heads(layer: nn.Module, attention: Attention, kept: list[int], heads: int) -> Iterator[None]:
+    """Inside, `layer` has only the heads `kept`."""
+    linears = {name: layer.get_submodule(name) for name in attention.linears}
+    owner = layer.get_submodule(attention.module) if attention.module else layer
+    before = {name: value for name, value in vars(owner).items() if not name.startswith("_")}
+    handles = prune_companions(layer, attention, kept, heads)
+    try:
+        for name, linear in linears.items():
+            index = attention.features(None, name, kept, heads)
+            layer.set_submodule(name, _selected(linear, index, outputs=name != attention.o))
+        set_heads(owner, len(kept), attention.head_size(None), len(kept) // attention.group_size(None))
+        yield
+    finally:
+        for name, linear in linears.items():
+            layer.set_submodule(name, linear)
+        for handle in handles:
+            handle.remove()
+        vars(owner).update(before)
 
 
 # -- neurons -------------------------------------------------------------------------------------------------------------------
@@ -198,7 +217,7 @@ def _leads(probe: Probe, stack: Stack) -> bool:
 
 
 def _calls(probe: Probe, architecture: Architecture) -> str | None:
-    """Every linear is called as a module, so that another module can take its place."""
+    """Every linear is called as a module and computes x Wᵀ + b, so that another module can take its place."""
     names = [
         f"{stack.layers.format(number)}.{name}"
         for stack in architecture.stacks.values()
@@ -207,14 +226,24 @@ def _calls(probe: Probe, architecture: Architecture) -> str | None:
     ]
     called: set[str] = set()
 
+    other: set[str] = set()
+
     def hook(name: str) -> Callable[..., None]:
-        return lambda *_: called.add(name)
+        def check(module: Any, args: Any, outputs: Any) -> None:
+            called.add(name)
+            expected = functional.linear(args[0], weight_as_rows(module), module.bias)
+            if not torch.is_tensor(outputs) or not torch.allclose(outputs, expected, rtol=1e-4, atol=1e-5):
+                other.add(name)
+
+        return check
 
     present = [name for name in dict.fromkeys(names) if _has_module(probe.model, name)]
     handles = [probe.model.get_submodule(name).register_forward_hook(hook(name)) for name in present]
     probe.run()
     for handle in handles:
         handle.remove()
+    if other:
+        return f"{min(other)!r} computes something else than x Wᵀ + b"
     missing = [name for name in present if name not in called]
     return f"{missing[0]!r} is not called as a module" if missing else None
 
@@ -255,19 +284,25 @@ def _vocabulary(probe: Probe, architecture: Architecture) -> str | None:
 
 def verify_layers(architecture: Architecture, probe: Probe) -> Architecture:
     """The description, with the reason in `refusals` if layers cannot be removed."""
-    refusals = dict(architecture.refusals)
+    refusals, stacks = dict(architecture.refusals), dict(architecture.stacks)
     for name, stack in architecture.stacks.items():
-        if stack.depth and (reason := _layer_removed(probe, stack)) is not None:
+        reason = _layer_removed(probe, stack) if stack.depth else None
+        if reason is not None and (scaled := multiples_of(probe.config, stack.depth)):
+            stack = replace(stack, scaled=scaled)
+            if (reason := _layer_removed(probe, stack)) is None:
+                stacks[name] = stack
+        if reason is not None:
             refusals.setdefault("layers", f"{name}: {reason}")
-    return replace(architecture, refusals=refusals)
+    return replace(architecture, stacks=stacks, refusals=refusals)
 
 
 def _layer_removed(probe: Probe, stack: Stack) -> str | None:
     """The last layer, made an identity, can be removed: the native model that is one layer shallower computes the same."""
     depth = len(_layers(probe, stack))
     numbers = list(range(depth - 1))
+    stack = replace(stack, per_layer=per_layer_fields(probe.config, stack.depth))
     try:
-        shallow = Probe(change(probe.config, **with_depth(probe.config, stack.depth, numbers)))
+        shallow = Probe(change(probe.config, **stack.config_changes(probe.config, numbers)))
     except Exception as error:  # whatever the native class raises for this config
         return f"no native model with one layer less ({(str(error) or type(error).__name__).splitlines()[0][:90]})"
     last = _layers(probe, stack)[-1]
@@ -312,6 +347,16 @@ def _permute(linear: Any, index: list[int], *, outputs: bool) -> None:
         linear.bias.copy_(linear.bias[index].clone())
 
 
+def _zero(linear: Any, index: list[int], *, outputs: bool) -> None:
+    weight = weight_as_rows(linear)
+    if outputs:
+        weight[index] = 0
+        if linear.bias is not None:
+            linear.bias[index] = 0
+    else:
+        weight[:, index] = 0
+
+
 def _selected(linear: Any, index: list[int], *, outputs: bool) -> nn.Module:
     weight = weight_as_rows(linear)
     weight = weight[index] if outputs else weight[:, index]
@@ -322,13 +367,13 @@ def _selected(linear: Any, index: list[int], *, outputs: bool) -> nn.Module:
     return new
 
 
-def _has_parameter(module: nn.Module, name: str) -> bool:
-    return name in dict(module.named_parameters())
-
-
 def _has_module(module: nn.Module, name: str) -> bool:
     try:
         module.get_submodule(name)
     except AttributeError:
         return False
     return True
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:90]

@@ -20,7 +20,7 @@ from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import FreezePhase, Part, SeededValues
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import SeededTensor
-from hf_freeze.surgery import DENSE
+from hf_freeze.surgery import is_dense
 
 _KEEP = ("trainable", "frozen")
 _MODES = {
@@ -151,7 +151,7 @@ def _check_dense(model: Any, parameter_name: str, setting: str) -> None:
     """Raise ValueError if another method has replaced the linear of this parameter."""
     name = parameter_name.rpartition(".")[0]
     module = model.get_submodule(name)
-    if type(module) not in DENSE:
+    if not is_dense(module):
         raise ValueError(
             f"{setting}: {name!r} is a {type(module).__name__}, and only the matrices of plain linears can be drawn from a seed; "
             "use 'frozen', or leave it out by layers="

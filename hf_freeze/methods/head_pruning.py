@@ -51,7 +51,7 @@ class HeadPruning(Method):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (Selection(self.origins, self.decided),)
+        return (Selection(self.origins, self.decided, self.must_decide),)
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
@@ -74,12 +74,15 @@ class HeadPruning(Method):
         for name, attention in self._attentions(architecture, model.config).items():
             heads = surgery.count_heads(model, attention, self.name)
             group = attention.group_size(model.config)
-            if self.heads is None:
-                count = self._kept_count(heads, group)
-            else:
+            if self.heads is not None:
                 self._check_removed(name, heads, group)
-                count = heads - len(self.heads[name])
-            surgery.take_heads(model, attention, count, heads)
+            surgery.take_heads(model, attention, self._kept(name, attention, model.config, heads), heads)
+
+    def _kept(self, name: str, attention: Attention, config: Any, heads: int) -> list[int]:
+        """The heads that stay, out of `heads`; with `share`, the first ones stand for those of the largest magnitude."""
+        if self.heads is None:
+            return list(range(self._kept_count(heads, attention.group_size(config))))
+        return [head for head in range(heads) if head not in self.heads[name]]
 
     def _kept_count(self, heads: int, group: int) -> int:
         """The number of heads that `share` keeps of `heads`: whole groups of `group` heads."""
@@ -114,10 +117,7 @@ class HeadPruning(Method):
         origins: dict[str, Origin] = {}
         for name, attention in self._attentions(architecture, model.config).items():
             heads = surgery.count_heads(model, attention, self.name)
-            if self.heads is None:
-                kept = list(range(self._kept_count(heads, attention.group_size(model.config))))
-            else:
-                kept = [head for head in range(heads) if head not in self.heads[name]]
+            kept = self._kept(name, attention, model.config, heads)
             origins |= surgery.head_origins(model, attention, kept, heads)
         return origins
 
@@ -132,6 +132,12 @@ class HeadPruning(Method):
         removed = {name: heads for name, heads in removed.items() if heads}
         return HeadPruning(heads=removed) if removed else self
 
+    def must_decide(self, architecture: Architecture, config: Any) -> bool:
+        """Whether heads differ in more than their weights, so that the config must name them."""
+        return any(attention.knows_heads for attention in self._attentions(architecture, config).values())
+
     def merge(self, model: Model, architecture: Architecture) -> None:
-        for attention in self._attentions(architecture, model.config).values():
-            surgery.pad_heads(model, attention)
+        for name, attention in self._attentions(architecture, model.config).items():
+            heads = attention.head_count(model.config)
+            kept = self._kept(name, attention, model.config, heads) if attention.knows_heads else None
+            surgery.pad_heads(model, attention, kept)

@@ -111,15 +111,19 @@ class LayerSharing(Method):
                 surgery.take_layers(model, architecture.stacks[stack].layers, _stretched(old_depth, depth))
 
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
-        ties = {}
+        ties: dict[str, str] = {}
         for stack, depth in self._shared(architecture, model.config).items():
             layers = architecture.stacks[stack].layers
-            for first, *others in _groups(depth, self.groups):
-                for other in others:
-                    for name in self._common_names(model, stack, layers.format(first), layers.format(other)):
-                        if self._is_shared(architecture, f"{layers.format(other)}.{name}"):
-                            source, target = (full_name(model, f"{layers.format(n)}.{name}") for n in (first, other))
-                            ties[target] = source
+            for group in _groups(depth, self.groups):
+                owners: dict[str, tuple[str, tuple[int, ...]]] = {}  # name in a layer -> (its first layer, its shape)
+                for number in group:
+                    layer = layers.format(number)
+                    shapes = {n: tuple(t.shape) for n, t in _parameters(model.base_model.get_submodule(layer))}
+                    self._check_alike(architecture, stack, layers.format(group[0]), layer, owners, shapes)
+                    for name, shape in shapes.items():
+                        owner, _ = owners.setdefault(name, (layer, shape))
+                        if owner != layer and self._is_shared(architecture, f"{layer}.{name}"):
+                            ties[full_name(model, f"{layer}.{name}")] = full_name(model, f"{owner}.{name}")
         return ties
 
     def _is_shared(self, architecture: Architecture, parameter: str) -> bool:
@@ -128,19 +132,26 @@ class LayerSharing(Method):
         return self.norms == "shared" or architecture.component(parameter) != "norm"
 
     @staticmethod
-    def _common_names(model: Any, stack: str, first: str, other: str) -> list[str]:
-        """Names of the parameters of both layers. Raises ValueError if their names or shapes differ."""
-        first_shapes, other_shapes = (
-            {name: tuple(tensor.shape) for name, tensor in _parameters(model.base_model.get_submodule(layer))}
-            for layer in (first, other)
-        )
-        for name in sorted(first_shapes.keys() | other_shapes.keys()):
-            if first_shapes.get(name) != other_shapes.get(name):
+    def _check_alike(
+        architecture: Architecture,
+        stack: str,
+        first: str,
+        layer: str,
+        owners: dict[str, tuple[str, tuple[int, ...]]],
+        shapes: dict[str, tuple[int, ...]],
+    ) -> None:
+        """Raise ValueError if the parameters of two layers of a group have different shapes, or if only one layer has a parameter
+        of a linear. Native layers may differ in norms and tables: ModernBERT's first layer lacks a norm."""
+        if layer == first:
+            return
+        before = {name: shape for name, (_, shape) in owners.items()}
+        for name in sorted(before.keys() | shapes.keys()):
+            natively_alone = (name not in before or name not in shapes) and not _in_linear(architecture, stack, name)
+            if before.get(name) != shapes.get(name) and not natively_alone:
                 raise ValueError(
                     f"LayerSharing: two layers of stack {stack!r} that share their parameters have different shapes: {name!r} is "
-                    f"{first_shapes.get(name)} in {first!r} and {other_shapes.get(name)} in {other!r}; give them one setting"
+                    f"{before.get(name)} in {first!r} and {shapes.get(name)} in {layer!r}; give them one setting"
                 )
-        return list(other_shapes)
 
     @torch.no_grad()
     def convert(self, old: Any, new: Model) -> None:
@@ -156,7 +167,11 @@ class LayerSharing(Method):
                 for number in new_numbers:
                     own = old_layers[source_numbers[number]].state_dict()
                     name = layers.format(number)
-                    shared = {n: value for n, value in start.items() if self._is_shared(architecture, f"{name}.{n}")}
+                    shared = {
+                        n: value
+                        for n, value in start.items()
+                        if n in own and self._is_shared(architecture, f"{name}.{n}")
+                    }
                     new.base_model.get_submodule(name).load_state_dict(own | shared)
 
     def _start_values(self, group: list[Any]) -> dict[str, torch.Tensor]:
@@ -170,7 +185,8 @@ class LayerSharing(Method):
                     "LayerSharing first, or use start='middle'"
                 )
         states = [layer.state_dict() for layer in group]
-        return {name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]}
+        names = dict.fromkeys(name for state in states for name in state)
+        return {name: torch.stack([state[name].float() for state in states if name in state]).mean(0) for name in names}
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         """Does nothing: the native model gets a copy of the parameters for each layer."""
@@ -182,6 +198,13 @@ def _parameters(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, module in layer.named_modules():
         if isinstance(module, Quantized):
             yield from ((f"{name}.{buffer}", module.get_buffer(buffer)) for buffer in STORED)
+
+
+def _in_linear(architecture: Architecture, stack: str, parameter: str) -> bool:
+    """Whether a parameter of a layer belongs to a linear of its attentions or its FFN."""
+    description = architecture.stacks[stack]
+    linears = [*description.ffn, *(name for block in description.attentions.values() for name in block.linears)]
+    return any(parameter.startswith(f"{name}.") for name in linears)
 
 
 def _groups(depth: int, count: int) -> list[list[int]]:

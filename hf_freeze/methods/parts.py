@@ -139,11 +139,13 @@ class Selection(Part):
     unnamed parameters keep their values. Called before `restructure`, also on `meta`. A setting that chooses by value keeps the
     first positions here, because fresh weights all have the same distribution.
     `decided(old, architecture)`: the same method with positions instead of a choice by value, so that the config defines the
-    slice of a seeded tensor; None if the method always names positions.
+    slice of a seeded tensor; None if the method always names positions. `must_decide(architecture, config)`: whether it needs
+    that for every backbone of this architecture.
     """
 
     origins: Callable[[Model, Architecture], dict[str, Origin]]
     decided: Callable[[Any, Architecture], Any] | None = None
+    must_decide: Callable[[Architecture, Any], bool] = lambda architecture, config: False
 
 
 class ResizedTables(Part):

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name
-from hf_freeze.architectures.registry import architecture_of
+from hf_freeze.architectures.registry import architecture_for, architecture_of
 from hf_freeze.architectures.tasks import AUTO_CLASSES, native_class
 from hf_freeze.compat.transformers import copy_attention_implementation
 from hf_freeze.methods.base import Method
@@ -171,12 +171,13 @@ def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], in
 def _decided(method: Method, old: Any) -> Method:
     """`method`, or if it keeps slices of seeded tensors, the same method with the positions that it keeps."""
     selection = method.part(Selection)
-    if not isinstance(old, VariantMixin) or selection is None or selection.decided is None:
+    if selection is None or selection.decided is None:
         return method
-    seeded = {base_name(old, name) for name in old.seeded_tensors}
-    if not seeded & selection.origins(old, old.architecture).keys():
-        return method
-    return selection.decided(old, old.architecture)
+    architecture = architecture_for(old)
+    if selection.must_decide(architecture, old.config):
+        return selection.decided(old, architecture)
+    seeded = {base_name(old, name) for name in getattr(old, "seeded_tensors", ())}
+    return selection.decided(old, architecture) if seeded & selection.origins(old, architecture).keys() else method
 
 
 def _prepare(method: Method, model: Any) -> None:

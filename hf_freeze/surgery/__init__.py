@@ -15,12 +15,12 @@ from hf_freeze.surgery.layers import drop_predecessors as drop_predecessors
 from hf_freeze.surgery.layers import layer_origins as layer_origins
 from hf_freeze.surgery.layers import layers_of as layers_of
 from hf_freeze.surgery.layers import take_layers as take_layers
-from hf_freeze.surgery.replacing import DENSE as DENSE
 from hf_freeze.surgery.replacing import dense_linear as dense_linear
 from hf_freeze.surgery.replacing import dense_module as dense_module
 from hf_freeze.surgery.replacing import device_and_dtype as device_and_dtype
 from hf_freeze.surgery.replacing import effective_weight as effective_weight
 from hf_freeze.surgery.replacing import feature_origins as feature_origins
+from hf_freeze.surgery.replacing import is_dense as is_dense
 from hf_freeze.surgery.replacing import is_native as is_native
 from hf_freeze.surgery.replacing import linear_names as linear_names
 from hf_freeze.surgery.replacing import modules as modules

@@ -8,16 +8,17 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.base import Attention
+from hf_freeze.architectures.kept_heads import prune_companions
 from hf_freeze.architectures.roles import set_heads
 from hf_freeze.layers.derived import features, linear_like
 from hf_freeze.layers.fixed_heads import FixedHeads, Words
 from hf_freeze.layers.no_attention import NoAttention, NoHeads
 from hf_freeze.seeded import Origin
 from hf_freeze.surgery.replacing import (
-    DENSE,
     dense_module,
     effective_weight,
     feature_origins,
+    is_dense,
     modules,
     replace,
     select_features,
@@ -51,10 +52,12 @@ def head_origins(
     return origins
 
 
-def take_heads(model: Any, attention: Attention, count: int, heads: int) -> None:
-    """Reduce `attention` from `heads` to `count` heads, with arbitrary values. Without heads, only the output's bias remains."""
+def take_heads(model: Any, attention: Attention, kept: Sequence[int], heads: int) -> None:
+    """Reduce `attention` from `heads` heads to those in `kept`, with arbitrary values. Without heads, only the output's bias
+    remains."""
     module = model.base_model.get_submodule(attention.module)
     linears = dict(modules(model, attention.linears))
+    count = len(kept)
     if not count:
         prefix = f"{attention.module}."
         inside = attention.o.startswith(prefix)
@@ -71,6 +74,7 @@ def take_heads(model: Any, attention: Attention, count: int, heads: int) -> None
         features_kept = len(attention.features(model.config, name, range(count), heads))
         replace(model, name, select_features(linear, features_kept, outputs=name != attention.o))
     set_heads(module, count, attention.head_size(model.config), count // attention.group_size(model.config))
+    prune_companions(model.base_model, attention, kept, heads)
 
 
 def resize_attention(
@@ -153,7 +157,7 @@ def match_scales(old: Any, new: Any, attentions: Iterable[Attention], config: An
         if ratio == 1:
             continue
         linear = new.get_submodule(attention.q)
-        if type(linear) not in DENSE:
+        if not is_dense(linear):
             raise ValueError(
                 f"{attention.q!r} is a {type(linear).__name__} and cannot adopt the scale of another layer's scores"
             )
@@ -166,15 +170,17 @@ def match_scales(old: Any, new: Any, attentions: Iterable[Attention], config: An
 
 
 @torch.no_grad()
-def pad_heads(model: Any, attention: Attention) -> None:
-    """Give `attention` as many heads as its config says: the missing heads come last and are zero."""
+def pad_heads(model: Any, attention: Attention, kept: Sequence[int] | None = None) -> None:
+    """Give `attention` as many heads as its config says. The heads that it has are put at the places `kept` (None: the first
+    ones); the others are zero."""
     module = model.base_model.get_submodule(attention.module)
     headless, heads = isinstance(module, NoAttention), attention.head_count(model.config)
     count = 0 if headless else count_heads(model, attention, "head_pruning")
     for name in attention.linears:
         outputs = name != attention.o
         size = len(attention.features(model.config, name, range(heads), heads))
-        index = torch.tensor(attention.features(model.config, name, range(count), heads), dtype=torch.long)
+        places = range(count) if kept is None else kept
+        index = torch.tensor(attention.features(model.config, name, places, heads), dtype=torch.long)
         old = module.removed[name] if headless else model.base_model.get_submodule(name)
         padded = linear_like(old, *((None, size) if outputs else (size, None)), device=model.device)
         padded.weight.zero_()

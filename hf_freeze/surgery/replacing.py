@@ -60,6 +60,11 @@ def is_native(module: nn.Module, kind: type[nn.Module]) -> bool:
     return type(module) is kind or (isinstance(module, kind) and type(module).__module__.startswith("transformers."))
 
 
+def is_dense(module: nn.Module) -> bool:
+    """Whether a linear is one that the backbone made."""
+    return any(is_native(module, kind) for kind in DENSE)
+
+
 def native_module(model: Any, name: str, kind: type[T], method: str) -> T:
     """The module of this full name and class, to be replaced. Raises ValueError if another method has replaced it."""
     module = model.get_submodule(name)
@@ -78,7 +83,7 @@ def dense_module(model: Any, name: str, method: str) -> Any:
         raise ValueError(
             f"method {method!r}: an earlier method has removed {name!r}; leave that layer out by layers="
         ) from None
-    if type(module) not in DENSE:
+    if not is_dense(module):
         raise ValueError(
             f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made; leave it out by "
             "components= or layers=, or merge() first"
@@ -136,7 +141,7 @@ def feature_origins(name: str, linear: Any, kept: Sequence[int], *, outputs: boo
 
 def effective_weight(module: Any) -> torch.Tensor:
     """(O, I): the dense weight of any linear, native or a replacement, detached."""
-    if type(module) in DENSE:
+    if is_dense(module):
         weight = module.weight.detach()
         return weight.T if isinstance(module, Conv1D) else weight
     return module.dense_weight().detach()

@@ -67,6 +67,7 @@ def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: s
 
     Raises ValueError if a method has replaced one of them by a module without one row per token.
     """
+    bias_on_logits = output_bias(model, architecture)  # found by its size, so before the output matrix changes
     for name, module in vocabulary_modules(model, architecture).items():
         if type(module) in (LowRankEmbedding, LowRankOutput) or isinstance(module, ExpandedEmbedding):
             module.weight = nn.Parameter(module.weight.detach()[:count].clone())
@@ -85,8 +86,8 @@ def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: s
                 "before that one, or merge() first"
             )
         put(model, name, shorter)
-    if (output := output_bias(model, architecture)) is not None:
-        owner, attribute, bias = output
+    if bias_on_logits is not None:
+        owner, attribute, bias = bias_on_logits
         shorter_bias = bias.detach()[..., :count].clone()
         setattr(owner, attribute, nn.Parameter(shorter_bias) if attribute in owner._parameters else shorter_bias)
     for module in model.modules():  # some modules keep a copy of the vocabulary size
