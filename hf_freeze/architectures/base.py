@@ -173,12 +173,14 @@ class Stack:
     depth: str  # the config field that holds the number of layers
     attentions: dict[str, Attention]  # "self", "cross"
     ffn: tuple[str, ...]  # the linears, in the order of the forward; the last one follows the activation
+    apart: bool = False  # whether linears of `ffn` in different modules are FFNs of their own
     width: str | None  # the config field that holds the number of FFN neurons; None if no field does
     activation: str | None  # the activation, if it is a module
     neurons: dict[str, int] = field(
         default_factory=dict
-    )  # last linear of an FFN -> its neurons, where no field holds them
+    )  # linear of an FFN -> its inputs, where no field holds them
     reads: str = ""  # the module whose forward receives the stack's token ids; "" is the base model
+    projections: tuple[str, ...] = ()  # linears of attentions that are no plain queries, keys, values and outputs
     others: tuple[str, ...] = ()  # patterns of further parameters of the FFN, such as those of experts
     # Layers of a stack may differ: kind of attention, or linear of the FFN -> the numbers of the layers that do not have it.
     absent: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -203,6 +205,21 @@ class Stack:
     def has(self, part: str, layer: int) -> bool:
         """Whether the layer of this number has `part`, a kind of attention or a linear of the FFN."""
         return layer not in self.absent.get(part, ())
+
+    def native_width(self, linear: str) -> int:
+        """The neurons of the native FFN whose last linear is this one, by its name below the base model."""
+        return self.neurons[re.sub(rf"^{self.layer_pattern}\.", "", linear)]
+
+    def ffns_in(self, layer: int) -> list[list[str]]:
+        """The linears of each FFN of a layer, in the order of the forward. A layer has more than one if their linears lie in
+        different modules, such as shared experts beside a dense FFN."""
+        names = [name for name in self.ffn if self.has(name, layer)]
+        if not self.apart:
+            return [names] if names else []
+        groups: dict[str, list[str]] = {}
+        for name in names:
+            groups.setdefault(name.rpartition(".")[0], []).append(name)
+        return list(groups.values())
 
     def config_changes(self, config: Any, numbers: Sequence[int]) -> dict[str, Any]:
         """The config fields that change when the stack keeps the layers `numbers`, with their new values."""
@@ -273,6 +290,7 @@ class Architecture:
         patterns = []
         for stack in self.stacks.values():
             attention = [linear for block in stack.attentions.values() for linear in block.linears]
+            attention += stack.projections
             for component, linears in (("attention", attention), ("ffn", stack.ffn)):
                 patterns += [
                     (re.compile(rf"{stack.layer_pattern}\.{re.escape(linear)}\..+"), component) for linear in linears
@@ -325,20 +343,27 @@ class Architecture:
         """(stack, layer, module name) of each linear of `component`, "ffn" or "attention". Raises ValueError for another."""
         if component not in LINEAR_COMPONENTS:
             raise ValueError(f"component={component!r} has no linears in layers: choose from {list(LINEAR_COMPONENTS)}")
-        named = self.ffns(config) if component == "ffn" else {}
-        for name, attention in self.attentions(config).items() if component == "attention" else ():
-            named.setdefault(name.rpartition(".")[0], []).extend(attention.linears)
-        return [
-            (block.split(".")[0], int(block.split(".")[1]), name) for block, names in named.items() for name in names
-        ]
+        linears = []
+        for name, stack in self.stacks.items():
+            kinds = stack.attentions_in(config)
+            for layer in range(read(config, stack.depth)):
+                if component == "ffn":
+                    names = [linear for linear in stack.ffn if stack.has(linear, layer)]
+                else:
+                    names = [n for kind, block in kinds.items() if stack.has(kind, layer) for n in block.linears]
+                    names += [linear for linear in stack.projections if stack.has(linear, layer)]
+                linears += [(name, layer, f"{stack.layers.format(layer)}.{linear}") for linear in names]
+        return linears
 
     def ffns(self, config: Any) -> dict[str, list[str]]:
         """FFN block, such as "encoder.0.ffn" -> names of its linears, in the order of the forward."""
         return {
-            f"{name}.{layer}.ffn": linears
+            f"{name}.{layer}.{'ffn' if number == 0 else f'ffn_{number + 1}'}": [
+                f"{stack.layers.format(layer)}.{linear}" for linear in linears
+            ]
             for name, stack in self.stacks.items()
             for layer in range(read(config, stack.depth))
-            if (linears := [f"{stack.layers.format(layer)}.{n}" for n in stack.ffn if stack.has(n, layer)])
+            for number, linears in enumerate(stack.ffns_in(layer))
         }
 
     def attentions(self, config: Any) -> dict[str, Attention]:

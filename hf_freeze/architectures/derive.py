@@ -6,7 +6,7 @@ what moves in the model tells what the field means. Nothing here is about one fa
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from hf_freeze.architectures.roles import (
     is_norm,
     is_sinusoidal,
     parts_of,
+    roles_in,
     stacks_of,
 )
 from hf_freeze.architectures.shrink import shrink, sizes_in
@@ -47,17 +48,17 @@ def derive(config: Any) -> Architecture:
     """
     key = type(config).__name__ + json.dumps(config.to_dict(), sort_keys=True, default=str)
     if key not in _DERIVED:
-        small = _derived_small(config)
-        _DERIVED[key] = _adopt(describe(base_model(config), config), small, config)
+        small, unused = _derived_small(config)
+        _DERIVED[key] = _adopt(describe(base_model(config), config, unused), small, config)
     return _DERIVED[key]
 
 
 _DERIVED: dict[str, Architecture] = {}
-_SMALL: dict[str, Architecture] = {}
+_SMALL: dict[str, tuple[Architecture, list[str]]] = {}
 
 
-def _derived_small(config: Any) -> Architecture:
-    """The description of the small model, with layouts, fields and refusals."""
+def _derived_small(config: Any) -> tuple[Architecture, list[str]]:
+    """The description of the small model, with layouts, fields and refusals; and the lists of layers that it leaves out."""
     try:
         small = shrink(config)
     except Exception as error:  # whatever the config class raises for values that it refuses
@@ -70,12 +71,27 @@ def _derived_small(config: Any) -> Architecture:
             raise NotDerived(f"{config.model_type}: {_first_line(error)}") from error
         except Exception as error:  # whatever the native forward raises for inputs that it does not take
             raise NotDerived(f"{config.model_type}: its small model does not run: {_first_line(error)}") from error
-        architecture = describe(probe.model, small)
+        unused = _unused(probe)
+        architecture = describe(probe.model, small, unused)
         if list(architecture.stacks) == ["encoder"] and not sees_the_future(probe):
             architecture = replace(architecture, stacks={"decoder": architecture.stacks["encoder"]})
         architecture = with_fields(verify(architecture, probe), small)
-        _SMALL[key] = verify_layers(architecture, probe)
+        _SMALL[key] = verify_layers(architecture, probe), unused
     return _SMALL[key]
+
+
+def _unused(probe: Probe) -> list[str]:
+    """The lists of layers that the probe's inputs do not reach, such as the audio tower of a model that gets text."""
+    called: set[str] = set()
+    handles = [
+        layer.register_forward_hook(lambda *_, path=path: called.add(path))
+        for path, layers in stacks_of(probe.model).items()
+        for layer in layers
+    ]
+    probe.run()
+    for handle in handles:
+        handle.remove()
+    return [path for path in stacks_of(probe.model) if path not in called]
 
 
 def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture:
@@ -114,6 +130,8 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
             layers=stack.layers,
             attentions=attentions,
             ffn=stack.ffn,
+            projections=stack.projections,
+            apart=stack.apart,
             others=stack.others,
             absent=stack.absent,
             per_layer=lists,
@@ -140,17 +158,18 @@ def base_model(config: Any, device: str = "meta") -> Any:
         raise NotDerived(f"{config.model_type}: transformers cannot build it: {_first_line(error)}") from error
 
 
-def describe(model: Any, config: Any) -> Architecture:
+def describe(model: Any, config: Any, unused: Collection[str] = ()) -> Architecture:
     """The description of a base model, not proved, with sizes as numbers and without config fields.
 
-    Raises NotDerived if the model has no stack of layers with attentions.
+    `unused`: lists of layers that are not described, because text alone does not reach them. Raises NotDerived if the model has no
+    list of layers with linears.
     """
     stacks = {}
-    lists = stacks_of(model)
+    lists = {path: layers for path, layers in stacks_of(model).items() if path not in unused}
     for name, path in _stack_names(lists, config).items():
         stacks[name] = _stack(path, lists[path])
-    if not any(stack.attentions for stack in stacks.values()):
-        raise NotDerived(f"{config.model_type}: no list of layers with attentions was found")
+    if not any(stack.attentions or stack.projections or stack.ffn for stack in stacks.values()):
+        raise NotDerived(f"{config.model_type}: no list of layers with linears was found")
     embeddings, norms, constants, tokens = _outside(model, lists)
     for path, layers in lists.items():
         norms += list(dict.fromkeys(f"{path}.*.{name}.*" for layer in layers for name in _norms(layer)))
@@ -189,6 +208,8 @@ def _stack(path: str, layers: nn.ModuleList) -> Stack:
     absent: dict[str, set[int]] = {}
     present: dict[str, set[int]] = {}
     others: dict[str, None] = {}
+    projections: dict[str, None] = {}
+    apart = False
     for number, (layer, parts) in enumerate(zip(layers, all_parts, strict=True)):
         for kind, attention in _attentions(layer, parts):
             if kind in attentions and replace(attentions[kind], others=()) != replace(attention, others=()):
@@ -198,8 +219,15 @@ def _stack(path: str, layers: nn.ModuleList) -> Stack:
                 attention = replace(attention, others=tuple(others_of))
             attentions[kind] = attention
             present.setdefault(kind, set()).add(number)
-        for name in _in_order(layer, parts.others):
+        groups, routers = _ffns(layer, parts.others)
+        apart = apart or len(groups) > 1
+        for name in (name for group in groups for name in group):
             ffn[name] = None
+            present.setdefault(name, set()).add(number)
+        others |= dict.fromkeys(f"{name}.*" for name in routers)
+        known = {n for _, attention in _attentions(layer, parts) for n in attention.linears}
+        for name in (n for names in parts.attentions.values() for n in names if n not in known):
+            projections[name] = None
             present.setdefault(name, set()).add(number)
         others |= dict.fromkeys(_other_parameters(layer, parts))
     for part, numbers in present.items():
@@ -209,6 +237,8 @@ def _stack(path: str, layers: nn.ModuleList) -> Stack:
         depth="",
         attentions=attentions,
         ffn=tuple(ffn),
+        projections=tuple(projections),
+        apart=apart,
         width=None,
         activation=_activation(layers[0]),
         neurons=_neurons(layers, tuple(ffn), absent),
@@ -220,10 +250,11 @@ def _stack(path: str, layers: nn.ModuleList) -> Stack:
 def _attentions(layer: nn.Module, parts: LayerParts) -> Iterator[tuple[str, Attention]]:
     """(kind, description) of each attention of a layer whose projections are all known."""
     kinds: dict[str, int] = {}
-    for name, roles in parts.attentions.items():
-        if None in roles or "o" not in roles or not ({"q", "k", "v"} <= roles.keys() or "qkv" in roles):
+    for name, linears in parts.attentions.items():
+        roles = roles_in(name, linears)
+        if "" in roles or "o" not in roles or not ({"q", "k", "v"} <= roles.keys() or "qkv" in roles):
             continue
-        kind = "cross" if is_cross(roles["o"] or "") else "self"
+        kind = "cross" if is_cross(roles["o"]) else "self"
         kinds[kind] = kinds.get(kind, 0) + 1
         if kinds[kind] > 1:
             kind = f"{kind}_{kinds[kind]}"
@@ -232,7 +263,7 @@ def _attentions(layer: nn.Module, parts: LayerParts) -> Iterator[tuple[str, Atte
             yield kind, attention
 
 
-def _attention(layer: nn.Module, name: str, roles: dict[str | None, str]) -> Attention | None:
+def _attention(layer: nn.Module, name: str, roles: dict[str, str]) -> Attention | None:
     """The description of an attention; None if its sizes do not fit."""
     q, k, v = (roles.get(role, roles.get("qkv", "")) for role in ("q", "k", "v"))
     o = roles["o"]
@@ -287,22 +318,42 @@ def _is_of_role(norm: str) -> str:
     return next((role for role in ("q", "k") if name.startswith(role)), "")
 
 
-def _in_order(layer: nn.Module, names: list[str]) -> list[str]:
-    """The linears of an FFN with the one that returns to the hidden size last."""
-    if len(names) < 2:
-        return names
+def _ffns(layer: nn.Module, names: list[str]) -> tuple[list[list[str]], list[str]]:
+    """(FFNs, others): the linears of each FFN with the one that returns to the hidden size last; and the linears that belong to
+    none, such as routers.
+
+    The linears of one module are an FFN if they fit together. If nothing fits, all linears count as one.
+    """
     sizes = {name: features(layer.get_submodule(name)) for name in names}
-    hidden = sizes[names[0]][0]
-    last = [name for name in names if sizes[name][1] == hidden and sizes[name][0] != hidden]
-    return [name for name in names if name not in last[-1:]] + last[-1:]
+    by_module: dict[str, list[str]] = {}
+    for name in names:
+        by_module.setdefault(name.rpartition(".")[0], []).append(name)
+    groups = [ordered for group in by_module.values() if (ordered := _ordered({n: sizes[n] for n in group}))]
+    if not groups and (whole := _ordered(sizes)):
+        groups = [whole]
+    if not groups:
+        return ([names] if names else []), []
+    return groups, [name for name in names if not any(name in group for group in groups)]
+
+
+def _ordered(sizes: dict[str, tuple[int, int]]) -> list[str] | None:
+    """Some of the linears as an FFN: those before the activation, then the one after it; None if none fit together."""
+    for last, (width, hidden) in reversed(sizes.items()):
+        before = [
+            name for name, size in sizes.items() if name != last and size in ((hidden, width), (hidden, 2 * width))
+        ]
+        if before and width != hidden:
+            return [*before, last]
+    return None
 
 
 def _neurons(layers: nn.ModuleList, ffn: tuple[str, ...], absent: dict[str, set[int]]) -> dict[str, int]:
     """Last linear of an FFN -> its inputs, which are the neurons."""
     neurons = {}
     for number, layer in enumerate(layers):
-        if names := [name for name in ffn if number not in absent[name]]:
-            neurons[names[-1]] = features(layer.get_submodule(names[-1]))[0]
+        for name in ffn:
+            if number not in absent[name]:
+                neurons[name] = features(layer.get_submodule(name))[0]
     return neurons
 
 
@@ -320,7 +371,7 @@ def _in_norm(layer: nn.Module, parameter: str) -> bool:
 
 def _other_parameters(layer: nn.Module, parts: LayerParts) -> list[str]:
     """Parameters of a layer outside its attentions, linears and norms: experts, scales of residuals."""
-    inside = (*(f"{name}." for name in parts.attentions),)
+    inside = tuple(f"{attention.module}." for _, attention in _attentions(layer, parts))
     linears = {name for name in parts.others}
     return [
         name

@@ -120,10 +120,9 @@ def _unlikely_depth(name: str) -> tuple[bool, str]:
 
 
 def _width_field(config: Any, integers: dict[str, int], architecture: Architecture, stack: Stack) -> str | None:
-    if len(stack.neurons) != 1:
+    if stack.apart or not stack.ffn or any(not stack.has(name, number) for name in stack.ffn for number in range(2)):
         return None
-    number = next((n for n in range(64) if stack.has(stack.ffn[-1], n)), 0)
-    weight = f"{stack.layers.format(number)}.{stack.ffn[-1]}.weight"
+    weight = f"{stack.layers.format(0)}.{stack.ffn[-1]}.weight"
     return _moving_field(config, integers, weight, axes=(0, 1))
 
 

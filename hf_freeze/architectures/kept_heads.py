@@ -26,22 +26,22 @@ def biases_of(attention: nn.Module) -> tuple[str, ...]:
     return tuple(arguments + [COMPUTED] * hasattr(attention, COMPUTED))
 
 
-def prune_companions(layer: Any, attention: Attention, kept: Sequence[int], heads: int) -> list[Any]:
+def prune_companions(layer: Any, attention: Attention, config: Any, kept: Sequence[int], heads: int) -> list[Any]:
     """Have `attention`, which holds the heads `kept` out of `heads`, take its own part of what is there for all heads.
 
     `layer`: the module that the names in `attention` are below. Returns handles that undo it.
     """
     owner = layer.get_submodule(attention.module)
-    group = attention.group_size(None)
+    group = attention.group_size(config)
     index = {"q": kept, "k": [head // group for head in kept[::group]]}
-    size = attention.head_size(None)
+    size = attention.head_size(config)
     norms = {
         layer.get_submodule(name): [head * size + position for head in index[role] for position in range(size)]
         for name, role in attention.norms.items()
         if _has(layer, name)
     }
     handles = _give_own_part(owner, kept, heads, attention.biases, norms)
-    if attention.reads_config:
+    if attention.reads_config and hasattr(owner, "config"):
         shared = owner.config
         owner.config = OwnHeads(shared, len(kept), len(kept) // group)
     return handles

@@ -23,8 +23,16 @@ class Probe:
             torch.manual_seed(0)
             self.model: Any = AutoModel.from_config(config, attn_implementation="eager").eval()
         fill_with_noise(self.model)
-        self.inputs = probe_inputs(config, self.model)
-        self.outputs = self.run()
+        whole = probe_inputs(config, self.model)
+        text = {name: value for name, value in whole.items() if name != "pixel_values"}
+        try:
+            self.inputs = text if "input_ids" in whole else whole
+            self.outputs = self.run()
+        except Exception:  # whatever the native forward raises without an image
+            if self.inputs.keys() == whole.keys():
+                raise
+            self.inputs = whole
+            self.outputs = self.run()
 
     @torch.no_grad()
     def run(self, **inputs: torch.Tensor) -> torch.Tensor:

@@ -32,11 +32,10 @@ _SINUSOIDAL = re.compile(r"sinusoidal", re.I)
 class LayerParts:
     """The parts of one layer, as names below it.
 
-    `attentions`: name of the module -> role ("q", "k", "v", "qkv", "o") -> name of its linear; a linear without a role that is
-    known has the role None. `others`: the linears outside attentions, in the order of registration.
+    `attentions`: name of the module -> its linears. `others`: the linears outside attentions, in the order of registration.
     """
 
-    attentions: dict[str, dict[str | None, str]] = field(default_factory=dict)
+    attentions: dict[str, list[str]] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
 
 
@@ -53,6 +52,15 @@ def features(linear: Any) -> tuple[int, int]:
 def role_of(name: str) -> str | None:
     """The role of a linear of this name, below its attention; None if the name says nothing."""
     return _ROLE_OF.get(name.rpartition(".")[2].lower())
+
+
+def roles_in(attention: str, linears: list[str]) -> dict[str, str]:
+    """Role ("q", "k", "v", "qkv", "o") -> the linear of an attention; a linear without a role of its own has the role ""."""
+    roles: dict[str, str] = {}
+    for name in linears:
+        role = role_of(name.removeprefix(f"{attention}."))
+        roles["" if role is None or role in roles else role] = name
+    return roles
 
 
 def is_cross(name: str) -> bool:
@@ -95,7 +103,7 @@ def stacks_of(model: nn.Module) -> dict[str, nn.ModuleList]:
 def parts_of(layer: nn.Module) -> LayerParts:
     """The parts of a layer."""
     attentions = list(_attentions(layer))
-    parts = LayerParts({name: {} for name in attentions})
+    parts = LayerParts({name: [] for name in attentions})
     for name, module in layer.named_modules():
         if not is_linear(module):
             continue
@@ -103,9 +111,7 @@ def parts_of(layer: nn.Module) -> LayerParts:
         if owner is None:
             parts.others.append(name)
             continue
-        role = role_of(name.removeprefix(f"{owner}."))
-        known = parts.attentions[owner]
-        known[None if role in known else role] = name
+        parts.attentions[owner].append(name)
     return parts
 
 

@@ -31,6 +31,8 @@ _SMALL = (
     ),
     (r"moe_intermediate_size|shared_expert_intermediate_size|expert_dim|expert_ffn_hidden_size", 40),
     (r"num_(local_)?experts|n_routed_experts|moe_num_experts", 4),
+    (r"num_experts_per_tok(en)?|moe_top_?k|top_k|moe_k|num_selected_experts", 2),
+    (r"n_groups?|topk_group|num_expert_group|n_group", 1),
     (r"rotary_dim", 4),
     (r"attention_window|sliding_window|window_size|local_attention", 16),
     (r"image_size", 16),
@@ -90,10 +92,19 @@ def shrunk_fields(data: dict[str, Any]) -> dict[str, Any]:
     )
     for name, value in data.items():
         small[name] = _small(name, value, heads, hidden, depth)
+    if "qk_rope_head_dim" in data:  # latent attention: queries and keys have a part with positions and one without
+        small |= {name: size for name, size in (("head_dim", 8), ("qk_head_dim", 16)) if name in data}
     return small
 
 
 def _small(name: str, value: Any, heads: int | None, hidden: int | None, depth: int | None) -> Any:
+    if (
+        isinstance(value, dict)
+        and value
+        and all(re.fullmatch(r"\d+", str(key)) for key in value)
+        and "label" not in name
+    ):
+        return {key: item for key, item in value.items() if int(key) < DEPTH}  # an entry for each layer
     if isinstance(value, dict) and (name.endswith("_config") or name in ("encoder", "decoder", "generator")):
         return shrunk_fields(value)
     if _TOKEN.fullmatch(name):
@@ -102,6 +113,8 @@ def _small(name: str, value: Any, heads: int | None, hidden: int | None, depth: 
         return value if value is None else _TOKENS.get(name, 1)
     if isinstance(value, list) and depth is not None and len(value) == depth and not name.endswith("ids"):
         return kinds_first(value, DEPTH)
+    if value is None and name == "num_key_value_heads":
+        return HEADS
     if type(value) is not int:
         return value
     if _GROUPS.fullmatch(name):

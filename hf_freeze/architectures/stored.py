@@ -70,7 +70,7 @@ def _plain(value: Any) -> Any:
 def _stack(data: dict[str, Any]) -> Stack:
     attentions = {kind: _attention(value) for kind, value in data["attentions"].items()}
     absent = {part: tuple(numbers) for part, numbers in data.get("absent", {}).items()}
-    lists = {name: tuple(data.get(name, ())) for name in ("ffn", "others", "per_layer", "scaled")}
+    lists = {name: tuple(data.get(name, ())) for name in ("ffn", "projections", "others", "per_layer", "scaled")}
     return Stack(
         **(
             data

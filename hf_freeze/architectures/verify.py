@@ -34,6 +34,9 @@ def verify(architecture: Architecture, probe: Probe) -> Architecture:
             if reason is not None:
                 refusals.setdefault("heads", f"{name} {kind}: {reason}")
         stacks[name] = replace(stack, attentions=attentions)
+        if stack.projections or not attentions:
+            what = f"{stack.projections[0]!r} is no" if stack.projections else "it has no"
+            refusals.setdefault("heads", f"{name}: {what} projection of plain queries, keys and values")
         if (reason := _neurons(probe, stack)) is not None:
             refusals.setdefault("neurons", f"{name}: {reason}")
         stacks[name] = replace(stacks[name], returns_tuple=_returns_tuple(probe, stack), leads=_leads(probe, stack))
@@ -102,7 +105,7 @@ def _permuting(
                         _permute(
                             layer.get_submodule(name), attention.features(None, name, permutation, heads), outputs=True
                         )
-                handles += prune_companions(layer, attention, permutation, heads)
+                handles += prune_companions(layer, attention, None, permutation, heads)
             half = probe.differs()
             for layer in layers:
                 index = attention.features(None, attention.o, permutation, heads)
@@ -147,7 +150,7 @@ def _without_heads(layer: nn.Module, attention: Attention, kept: list[int], head
     linears = {name: layer.get_submodule(name) for name in attention.linears}
     owner = layer.get_submodule(attention.module) if attention.module else layer
     before = {name: value for name, value in vars(owner).items() if not name.startswith("_")}
-    handles = prune_companions(layer, attention, kept, heads)
+    handles = prune_companions(layer, attention, None, kept, heads)
     try:
         for name, linear in linears.items():
             index = attention.features(None, name, kept, heads)
@@ -167,11 +170,11 @@ def _without_heads(layer: nn.Module, attention: Attention, kept: list[int], head
 
 def _neurons(probe: Probe, stack: Stack) -> str | None:
     """Permuting the neurons of all FFNs, before and after the activation, changes nothing; before alone, it does."""
-    blocks = []
-    for number, layer in enumerate(_layers(probe, stack)):
-        linears = [layer.get_submodule(name) for name in stack.ffn if stack.has(name, number)]
-        if linears:
-            blocks.append(linears)
+    blocks = [
+        [layer.get_submodule(name) for name in names]
+        for number, layer in enumerate(_layers(probe, stack))
+        for names in stack.ffns_in(number)
+    ]
     if not blocks:
         return "no linears in its FFN"
     for linears in blocks:
@@ -222,7 +225,7 @@ def _calls(probe: Probe, architecture: Architecture) -> str | None:
         f"{stack.layers.format(number)}.{name}"
         for stack in architecture.stacks.values()
         for number in range(len(_layers(probe, stack)))
-        for name in [*stack.ffn, *(n for a in stack.attentions.values() for n in a.linears)]
+        for name in [*stack.ffn, *stack.projections, *(n for a in stack.attentions.values() for n in a.linears)]
     ]
     called: set[str] = set()
 

@@ -45,7 +45,7 @@ def methods(
         return
     table = Table("method", "settings", "architectures")
     for registered, method in METHODS.items():
-        supported = sorted(filter(method.supports, ARCHITECTURES))
+        supported = sorted(n for n, architecture in ARCHITECTURES.items() if method.supports(architecture))
         table.add_row(registered, ", ".join(field.name for field in fields(method)), ", ".join(supported))
     terminal.console.print(table)
     terminal.say("hf-freeze methods NAME explains one of them.")
@@ -58,7 +58,7 @@ def methods_by_architectures() -> str:
 
     lines = ["| method | " + " | ".join(ARCHITECTURES) + " |", "| --- |" + " :-: |" * len(ARCHITECTURES)]
     for method in METHODS.values():
-        marks = ["✓" if method.supports(name) else "–" for name in ARCHITECTURES]
+        marks = ["✓" if method.supports(architecture) else "–" for architecture in ARCHITECTURES.values()]
         lines.append(f"| `methods.{method.__name__}` | " + " | ".join(marks) + " |")
     return "\n".join(lines)
 
@@ -90,7 +90,9 @@ def _explain(method: type["Method"]) -> None:
     for field in fields(method):
         table.add_row(field.name, _type_of(field), _default_of(field))
     terminal.console.print(table)
-    terminal.say(f"Works on: {', '.join(sorted(filter(method.supports, ARCHITECTURES)))}")
+    terminal.say(
+        f"Works on: {', '.join(sorted(n for n, architecture in ARCHITECTURES.items() if method.supports(architecture)))}"
+    )
     stored = {key: value for key, value in method_to_dict(method.example).items() if key in stored_fields(method)}
     defaults = {field.name: _default(field) for field in fields(method)}
     changed = {key: value for key, value in stored.items() if value != defaults[key]}

@@ -131,7 +131,7 @@ class FFNPruning(Method):
                 self._pad(
                     model,
                     linears,
-                    stack.neurons[linears[-1].removeprefix(stack.layers.split("{}")[0]).partition(".")[2]],
+                    stack.native_width(linears[-1]),
                 )
             elif len(widths[stack.width]) > 1:
                 self._pad(model, linears, max(widths[stack.width]))

@@ -74,7 +74,7 @@ def take_heads(model: Any, attention: Attention, kept: Sequence[int], heads: int
         features_kept = len(attention.features(model.config, name, range(count), heads))
         replace(model, name, select_features(linear, features_kept, outputs=name != attention.o))
     set_heads(module, count, attention.head_size(model.config), count // attention.group_size(model.config))
-    prune_companions(model.base_model, attention, kept, heads)
+    prune_companions(model.base_model, attention, model.config, kept, heads)
 
 
 def resize_attention(

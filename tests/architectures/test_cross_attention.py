@@ -8,7 +8,7 @@ from transformers import AutoConfig, DynamicCache, EncoderDecoderCache
 from hf_freeze import count_parameters, make_variant, multiply_adds
 from hf_freeze.analysis import head_importance, select_heads
 from hf_freeze.architectures.base import base_name, canonical_parameters
-from hf_freeze.architectures.registry import architecture_of
+from hf_freeze.architectures.registry import ARCHITECTURES, architecture_of
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.methods import Freeze, HeadMask, HeadPruning, LayerSelection, LayerSharing, LowRank, Theseus
 
@@ -25,7 +25,7 @@ def model(request):
 
 
 def with_cross(model_type, **fields):
-    architecture = architecture_of(model_type)
+    architecture = ARCHITECTURES[model_type]
     task, switches = WITH_CROSS[model_type]
     config = AutoConfig.for_model(model_type, **architecture.tiny | {"use_cache": False} | switches | fields)
     torch.manual_seed(1)
@@ -36,7 +36,7 @@ def batch_of(model):
     """Two sentences, of 5 and 3 tokens, with the states of 4 and 2 tokens of an encoder."""
     generator = torch.Generator().manual_seed(2)
     task = WITH_CROSS[model.config.model_type.removeprefix("hf_freeze_")][0]
-    return architecture_of(model.config.model_type).tiny_inputs(task) | {
+    return architecture_of(model.config).tiny_inputs(task) | {
         "encoder_hidden_states": torch.randn(2, 4, 16, generator=generator),
         "encoder_attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
     }
@@ -47,7 +47,7 @@ def cross_parameters(model):
 
 
 def test_every_parameter_of_the_layers_has_its_component(model):
-    architecture = architecture_of(model.config.model_type)
+    architecture = architecture_of(model.config)
     for name, _ in canonical_parameters(model):
         components = architecture.matches(base_name(model, name))
         if "crossattention" in name and "LayerNorm" not in name:
@@ -57,7 +57,7 @@ def test_every_parameter_of_the_layers_has_its_component(model):
 
 
 def test_the_blocks_are_there_as_the_config_says(model):
-    architecture = architecture_of(model.config.model_type)
+    architecture = architecture_of(model.config)
     stack = STACKS[model.config.model_type]
     assert list(architecture.attentions(model.config)) == [
         f"{stack}.{n}.{kind}" for n in (0, 1) for kind in ("self", "cross")

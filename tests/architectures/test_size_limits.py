@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from hf_freeze import make_variant
-from hf_freeze.architectures.registry import ARCHITECTURES, architecture_of
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.methods import Freeze, LayerSharing
 
 LLAMA = {"vocab_size": 32000, "max_position_embeddings": 4096}
@@ -70,7 +70,7 @@ PUBLISHED = {
 def test_published_models_pass(name):
     model_type, parameters, fields = PUBLISHED[name]
     config = AutoConfig.for_model(model_type, **fields)
-    architecture = architecture_of(model_type)
+    architecture = ARCHITECTURES[model_type]
     architecture.check_sizes(config)
     assert 0.99 * parameters < architecture.matrix_sizes(config) < 3 * parameters  # Marian's four tables are one
 
@@ -143,12 +143,12 @@ def test_hostile_configs_are_refused_at_once(name):
     model_type, fields = HOSTILE[name]
     began = time.perf_counter()
     with pytest.raises(ValueError, match=rf"{model_type} config: .* (is outside 1\.\.\d+|the limit is)|multiple of"):
-        AutoConfig.for_model(f"hf_freeze_{model_type}", **architecture_of(model_type).tiny | fields)
+        AutoConfig.for_model(f"hf_freeze_{model_type}", **ARCHITECTURES[model_type].tiny | fields)
     assert time.perf_counter() - began < 0.5
 
 
 def test_a_depth_that_a_method_makes_is_refused_at_once():
-    config = AutoConfig.for_model("bert", **architecture_of("bert").tiny)
+    config = AutoConfig.for_model("bert", **ARCHITECTURES["bert"].tiny)
     began = time.perf_counter()
     with pytest.raises(ValueError, match=r"num_hidden_layers=1099511627776 is outside 1\.\.1024"):
         make_variant(config, [LayerSharing(depth={"encoder": 2**40})], task="masked-lm")

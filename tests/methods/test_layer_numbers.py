@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel
 
 from hf_freeze import make_variant
-from hf_freeze.architectures.registry import ARCHITECTURES, architecture_of
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.methods import (
     FFNPruning,
@@ -21,7 +21,7 @@ from hf_freeze.methods import (
     Theseus,
 )
 
-GPT2 = architecture_of("gpt2")
+GPT2 = ARCHITECTURES["gpt2"]
 BATCH = GPT2.tiny_inputs("feature-extraction")
 SECOND_HALF = LayerSelection(keep={"decoder": [2, 3]})
 LISTS = {

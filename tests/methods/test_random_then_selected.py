@@ -38,7 +38,7 @@ CELLS = [
     pytest.param(architecture, method, id=f"{architecture.model_type}-{name}")
     for architecture in ARCHITECTURES.values()
     for name, method in SELECTING.items()
-    if method.supports(architecture.model_type)
+    if method.supports(architecture)
 ]
 
 

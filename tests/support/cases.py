@@ -159,7 +159,7 @@ def seeds(method: Method, component: str) -> bool:
 
 
 def supports(method: type[Method], architecture: Architecture) -> bool:
-    return method.supports(architecture.model_type)
+    return method.supports(architecture)
 
 
 def sources(methods: tuple[Method, ...]) -> tuple[str, ...]:
@@ -316,8 +316,8 @@ def pairs(where: Predicate = lambda case: True) -> Iterator[Case]:
         usable = [
             replace(place, methods=methods, source=sources(methods)[0])
             for place in places
-            if first.supports(place.architecture.model_type)
-            and second.supports(place.architecture.model_type)
+            if first.supports(place.architecture)
+            and second.supports(place.architecture)
             and all(replace(place, methods=(method,)).refusal is None for method in methods)
             and where(place)
         ]

@@ -22,7 +22,7 @@ def cells():
     for architecture in ARCHITECTURES.values():
         yield Cell(architecture, (), architecture.tasks)
     for turn, method in enumerate(METHODS.values()):
-        supported = [a for model_type, a in ARCHITECTURES.items() if method.supports(model_type)]
+        supported = [a for model_type, a in ARCHITECTURES.items() if method.supports(a)]
         for architecture in supported if ALL else [supported[turn % len(supported)]]:
             tasks = architecture.tasks
             if not ALL:
