@@ -37,6 +37,7 @@ _LARGEST = {
     "rows of positions": 1 << 16,
 }
 _LARGEST_MODEL = 1 << 40  # numbers in matrices; needed because a seed regenerates tensors that no file stores
+LARGEST_DEPTH = _LARGEST["layers"]
 LARGEST_LABELS = 1 << 20
 _OF_PREDECESSOR = re.compile(r"\.predecessor\.\d+(?=\.)")  # a predecessor is a submodule of its successor
 

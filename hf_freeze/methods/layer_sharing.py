@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import Architecture, full_name, is_of_predecessor, with_layers
+from hf_freeze.architectures.base import LARGEST_DEPTH, Architecture, full_name, is_of_predecessor, with_layers
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.quantized import STORED, Quantized
 from hf_freeze.methods._checks import check_choice, check_positive
@@ -91,6 +91,9 @@ class LayerSharing(Method):
         return {stack: depth for stack, depth in depths.items() if self.stacks is None or stack in self.stacks}
 
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
+        for stack, depth in (self.depth or {}).items():
+            if depth > LARGEST_DEPTH:  # refused by the check of sizes, before a list of so many layers is made
+                return {architecture.stacks[stack].depth: depth}
         changes: dict[str, Any] = {}
         for stack, numbers in self._new_layers(architecture, config).items():
             changes |= architecture.stacks[stack].config_changes(config, numbers)

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -76,10 +77,11 @@ class VariantConfigMixin(_Config):
         methods = [method_from_dict(data) for data in self.methods]
         for number, method in enumerate(methods):
             if (reason := method.refusal(self._native_architecture)) is not None:
-                raise ValueError(f"method {method.name!r} does not support {architecture.model_type!r}: {reason}")
+                raise ValueError(f"method {method.name!r} does not support {architecture.model_type!r}; {reason}")
             check_order(method, methods[:number])
             method.check(architecture, before)
             changed |= (new := method.config_changes(architecture, before))
+            check_sizes(architecture.model_type, SimpleNamespace(**new), architecture.sizes)
             architecture = method.describe(architecture, before)
             set_fields(before, new)
             architecture.check_sizes(before)
