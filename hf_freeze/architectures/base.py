@@ -177,9 +177,7 @@ class Stack:
     apart: bool = False  # whether linears of `ffn` in different modules are FFNs of their own
     width: str | None  # the config field that holds the number of FFN neurons; None if no field does
     activation: str | None  # the activation, if it is a module
-    neurons: dict[str, int] = field(
-        default_factory=dict
-    )  # linear of an FFN -> its inputs, where no field holds them
+    neurons: dict[str, int] = field(default_factory=dict)  # linear of an FFN -> its inputs, where no field holds them
     reads: str = ""  # the module whose forward receives the stack's token ids; "" is the base model
     projections: tuple[str, ...] = ()  # linears of attentions that are no plain queries, keys, values and outputs
     others: tuple[str, ...] = ()  # patterns of further parameters of the FFN, such as those of experts

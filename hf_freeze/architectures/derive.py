@@ -4,6 +4,7 @@ Roles come from names (`roles.py`), numbers from shapes, and config fields from 
 what moves in the model tells what the field means. Nothing here is about one family. `verify.py` proves what is derived.
 """
 
+import copy
 import json
 import re
 from collections.abc import Collection, Iterator
@@ -75,9 +76,24 @@ def _derived_small(config: Any) -> tuple[Architecture, list[str]]:
         architecture = describe(probe.model, small, unused)
         if list(architecture.stacks) == ["encoder"] and not sees_the_future(probe):
             architecture = replace(architecture, stacks={"decoder": architecture.stacks["encoder"]})
-        architecture = with_fields(verify(architecture, probe), small)
+        architecture = replace(with_fields(verify(architecture, probe), small), tasks=_tasks(architecture, small))
         _SMALL[key] = verify_layers(architecture, probe), unused
     return _SMALL[key]
+
+
+def _tasks(architecture: Architecture, config: Any) -> tuple[str, ...]:
+    """The tasks whose model has all stacks; BART's causal language model is a decoder alone."""
+    tasks = []
+    for task, model_class in native_classes(type(config)).items():
+        try:
+            with torch.device("meta"):
+                model: Any = model_class(copy.deepcopy(config))  # some classes change it
+        except Exception:  # whatever the native class raises, such as for a config without the fields of this task
+            continue
+        names = {name for name, _ in model.base_model.named_modules()}
+        if all(stack.layers.format(0) in names for stack in architecture.stacks.values()):
+            tasks.append(task)
+    return tuple(tasks)
 
 
 def _unused(probe: Probe) -> list[str]:
@@ -140,7 +156,7 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
         )
     return replace(
         full,
-        tasks=tuple(native_classes(type(config))),
+        tasks=small.tasks,
         stacks=stacks,
         token_tables={table: small.token_tables[table] for table in full.token_tables if table in small.token_tables},
         sizes=sizes_in(config),

@@ -9,7 +9,7 @@ from hf_freeze.architectures.base import LAYOUTS, Architecture, Attention, Stack
 from hf_freeze.architectures.examples import example_batch
 from hf_freeze.architectures.shrink import sizes_in
 
-_PLAIN = ("embeddings", "norms", "constants", "token_tables", "refusals")
+_PLAIN = ("tasks", "embeddings", "norms", "constants", "token_tables", "refusals")
 _LONGEST, _MOST = 300, 20_000  # characters of a name, items in a list
 _LARGEST_HEADS = 1 << 12
 
@@ -21,7 +21,7 @@ def to_data(architecture: Architecture, version: str) -> dict[str, Any]:
     return {"transformers": version, "digest": _digest(data), **data}
 
 
-def from_data(data: Any, config: Any, tasks: tuple[str, ...]) -> Architecture:
+def from_data(data: Any, config: Any) -> Architecture:
     """The description that `to_data` wrote. Raises ValueError for anything else."""
     model_type = config.model_type.removeprefix("hf_freeze_")
     try:
@@ -37,7 +37,6 @@ def from_data(data: Any, config: Any, tasks: tuple[str, ...]) -> Architecture:
         raise ValueError(f"the stored description of {model_type} cannot be read: {error}") from None
     return Architecture(
         model_type=model_type,
-        tasks=tasks,
         stacks=stacks,
         sizes=sizes_in(config),
         tiny={},

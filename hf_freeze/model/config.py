@@ -15,7 +15,6 @@ from hf_freeze.architectures.derive import derive
 from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX
 from hf_freeze.architectures.shrink import sizes_in
 from hf_freeze.architectures.stored import from_data, to_data
-from hf_freeze.architectures.tasks import native_classes
 from hf_freeze.compat.peft import share_default_targets
 from hf_freeze.compat.transformers import copy_attention_implementation
 from hf_freeze.methods.base import Method
@@ -96,8 +95,7 @@ class VariantConfigMixin(_Config):
         for config in (self, before):
             check_sizes(native_type, config, sizes)
         if architecture is None and self.description is not None:
-            tasks = tuple(native_classes(native_config_class(type(self))))
-            architecture = from_data(self.description, before, tasks)
+            architecture = from_data(self.description, before)
         elif architecture is None:
             architecture = derive(native_config(before))
             self.description = to_data(architecture, transformers.__version__)

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name
 from hf_freeze.architectures.registry import architecture_for, architecture_of
-from hf_freeze.architectures.tasks import AUTO_CLASSES, native_class
+from hf_freeze.architectures.tasks import AUTO_CLASSES, native_class, native_classes
 from hf_freeze.compat.transformers import copy_attention_implementation
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.parts import SeededValues, Selection
@@ -111,6 +111,7 @@ def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, s
 
 def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
     """A variant with the weights of `model`, by way of one model for each method that changes the structure."""
+    _check_class(type(model), model.config)
     variant_class = _variant_class(type(model))
     added = list(added)
     on_meta = model.device.type == "meta"
@@ -152,6 +153,14 @@ def _native_class(config: Any, task: Any) -> type[PreTrainedModel]:
 
 def _variant_class(model_class: type[PreTrainedModel]) -> Any:
     return model_class if issubclass(model_class, VariantMixin) else variant_class_of(model_class)
+
+
+def _check_class(model_class: type[PreTrainedModel], config: Any) -> None:
+    """Raise ValueError for a class of no task of its architecture, such as a decoder without its encoder."""
+    tasks = architecture_of(config).tasks
+    choices = {c for task, c in native_classes(native_config_class(type(config))).items() if task in tasks}
+    if not issubclass(model_class, VariantMixin) and model_class not in choices:
+        raise ValueError(f"no variant of {model_class.__name__}; choose from {sorted(c.__name__ for c in choices)}")
 
 
 def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], init: str) -> Any:
