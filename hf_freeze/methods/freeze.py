@@ -3,11 +3,12 @@ parameters are born equal: Attention is mostly what you need", https://arxiv.org
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import nn
 
+from hf_freeze import surgery
 from hf_freeze.architectures.base import (
     Architecture,
     base_name,
@@ -20,7 +21,6 @@ from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import FreezePhase, Part, SeededValues
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import SeededTensor
-from hf_freeze.surgery import is_dense
 
 _KEEP = ("trainable", "frozen")
 _MODES = {
@@ -117,7 +117,9 @@ class Freeze(Method):
             scheme = "embedding" if component == "embeddings" else _SCHEMES[mode]
             if parameter.ndim == 1:
                 scheme = "ones" if _is_scale_of_norm(model, full_name) else "zeros"
-            yield full_name, SeededTensor(self.seed, name, tuple(parameter.shape), scheme, architecture.parts(name))
+            definition = SeededTensor(self.seed, name, tuple(parameter.shape), scheme)
+            fused = surgery.fused_projections(model, architecture, name) if parameter.ndim == 2 else None
+            yield full_name, definition if fused is None else replace(definition, **fused)
 
     def _selects(self, component: str, layer: tuple[str, int] | None) -> bool:
         if self.layers is None or component in ("embeddings", "head"):
@@ -151,7 +153,7 @@ def _check_dense(model: Any, parameter_name: str, setting: str) -> None:
     """Raise ValueError if another method has replaced the linear of this parameter."""
     name = parameter_name.rpartition(".")[0]
     module = model.get_submodule(name)
-    if not is_dense(module):
+    if not surgery.is_dense(module):
         raise ValueError(
             f"{setting}: {name!r} is a {type(module).__name__}, and only the matrices of plain linears can be drawn from a seed; "
             "use 'frozen', or leave it out by layers="

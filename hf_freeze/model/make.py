@@ -186,7 +186,9 @@ def _decided(method: Method, old: Any) -> Method:
     if selection.must_decide(architecture, old.config):
         return selection.decided(old, architecture)
     seeded = {base_name(old, name) for name in getattr(old, "seeded_tensors", ())}
-    return selection.decided(old, architecture) if seeded & selection.origins(old, architecture).keys() else method
+    if not seeded or not seeded & selection.origins(old, architecture).keys():
+        return method
+    return selection.decided(old, architecture)
 
 
 def _prepare(method: Method, model: Any) -> None:

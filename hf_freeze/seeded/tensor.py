@@ -193,17 +193,18 @@ class SeededTensor:
     - `zero_diagonal`: `glorot` with zeros on the main diagonal;
     - `zeros`: the bias of a random or diagonal linear, or of a norm; `ones`: the weight of a norm.
 
-    `parts`: the number of equal matrices side by side along the last dimension; the scheme applies to each of them (GPT-2 stores
-    the queries, keys and values in one matrix). `kept`: (dimension, indices) of each slice that later methods took, in order;
-    `shape` is the shape before the first slice.
+    `parts`: the sizes of matrices that lie one after another along `dimension`, if there are several; the scheme applies to each
+    of them (GPT-2 stores queries, keys and values in one matrix). `kept`: (dimension, indices) of each slice that later methods
+    took, in order; `shape` is the shape before the first slice.
     """
 
     seed: int
     name: str
     shape: tuple[int, ...]
     scheme: str
-    parts: int = 1
+    parts: tuple[int, ...] = ()
     kept: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    dimension: int = 1
 
     def taken_from(self, origin: Origin) -> "SeededTensor":
         """The definition of this tensor as a slice of the parameter that `origin` names."""
@@ -228,13 +229,18 @@ class SeededTensor:
             return torch.ones(self.shape, device=device)
         if self.scheme == "embedding":
             return uniform(self.seed, self.name, self.shape, math.sqrt(3 / self.shape[1]), device=device)
-        part = (self.shape[0], self.shape[-1] // self.parts)
+        sizes = self.parts or (self.shape[self.dimension],)
+        other = self.shape[1 - self.dimension]
         if self.scheme == "diagonal":
-            return torch.eye(*part, device=device).repeat(1, self.parts)
+            ones = [torch.eye(*((other, size) if self.dimension else (size, other)), device=device) for size in sizes]
+            return torch.cat(ones, dim=self.dimension)
         if self.scheme in ("glorot", "zero_diagonal"):
-            out = uniform(self.seed, self.name, self.shape, math.sqrt(6 / sum(part)), device=device)
-            if self.scheme == "zero_diagonal":
-                for matrix in out.split(part[1], dim=1):
+            bounds = [math.sqrt(6 / (other + size)) for size in sizes]
+            out = uniform(self.seed, self.name, self.shape, bounds[0], device=device)
+            for matrix, bound in zip(out.split(sizes, dim=self.dimension), bounds, strict=True):
+                if bound != bounds[0]:
+                    matrix *= bound / bounds[0]
+                if self.scheme == "zero_diagonal":
                     matrix.fill_diagonal_(0)
             return out
         raise ValueError(

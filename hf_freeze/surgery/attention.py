@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from hf_freeze.architectures.base import Attention
+from hf_freeze.architectures.base import Architecture, Attention
 from hf_freeze.architectures.kept_heads import prune_companions
 from hf_freeze.architectures.roles import set_heads
 from hf_freeze.layers.derived import features, linear_like
@@ -206,3 +206,26 @@ def head_magnitudes(model: Any, attention: Attention, heads: int) -> torch.Tenso
     value = value[attention.outputs_of(model.config, "v", heads)]
     values = value.unflatten(0, (-1, size)).flatten(1).norm(dim=1).repeat_interleave(group)
     return values * output.unflatten(1, (-1, size)).transpose(0, 1).flatten(1).norm(dim=1)
+
+
+def fused_projections(model: Any, architecture: Architecture, weight: str) -> dict[str, Any] | None:
+    """Fields of a SeededTensor for a weight (by its name below the base model) that holds several projections; None for another.
+
+    The scheme applies to each projection; if they do not lie one after another, the rows then move to their places.
+    """
+    name = weight.removesuffix(".weight")
+    if architecture.parts(weight) < 2:
+        return None
+    attention = next(a for a in architecture.attentions(model.config).values() if a.linears.get(name, 0) > 1)
+    linear: Any = model.base_model.get_submodule(name)
+    heads = features(model.base_model.get_submodule(attention.o))[0] // attention.head_size(model.config)
+    outputs = [attention.outputs_of(model.config, role, heads) for role in attention.roles(name)]
+    fields: dict[str, Any] = {
+        "parts": tuple(map(len, outputs)),
+        "dimension": weight_axis(linear, outputs=True),
+    }
+    order = [position for part in outputs for position in part]
+    if order != sorted(order):
+        places = sorted(range(len(order)), key=order.__getitem__)
+        fields["kept"] = ((fields["dimension"], tuple(places)),)
+    return fields
