@@ -1,5 +1,6 @@
 """A grid under a launcher: all processes work on one run after the other."""
 
+import gc
 import shutil
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ def execute_launched(
     resume_anyway: bool,
 ) -> list[dict[str, Any]]:
     """Execute `runs` in all processes together; the first process writes. After an error in one, the launcher ends all."""
+    gc.freeze()  # what is imported stays, as in a process of one run
     state = PartialState(cpu=not torch.cuda.is_available())
     waiting: list[Any] = [None]
     if state.is_main_process:

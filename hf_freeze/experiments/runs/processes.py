@@ -1,5 +1,6 @@
 """The runs of a grid as processes of this machine."""
 
+import gc
 import multiprocessing.connection
 import os
 import shutil
@@ -73,7 +74,9 @@ class Processes:
 
     def ended(self) -> list[tuple[Path, str]]:
         """The folders of the runs that ended since the last call, each with what to say where it left no figures and no error."""
-        gone = {folder: self._running[folder] for folder in self._running if not self._running[folder].process.is_alive()}
+        gone = {
+            folder: self._running[folder] for folder in self._running if not self._running[folder].process.is_alive()
+        }
         for folder, running in gone.items():
             del self._running[folder]
             running.messages.close()
@@ -94,6 +97,8 @@ def work(
 
     from hf_freeze.experiments.runs.execute import execute
 
+    # What is imported stays. The Trainer collects garbage at the end of training, a third of a second among a million objects.
+    gc.freeze()
     torch.set_num_threads(threads)
     # The grid shows its own progress, and the Trainer warns of every tensor that a seed regenerates when it reloads the best.
     datasets.disable_progress_bars()
