@@ -1,5 +1,6 @@
 """The runs of a grid as processes of this machine."""
 
+import contextlib
 import gc
 import multiprocessing.connection
 import os
@@ -63,7 +64,8 @@ class Processes:
             return self._started.popleft(), {"stage": "starting"}
         pipes = {running.messages: folder for folder, running in self._running.items() if not running.messages.closed}
         ends = [running.process.sentinel for running in self._running.values()]
-        for ready in multiprocessing.connection.wait([*pipes, *ends], timeout=0.5):
+        found: list[Any] = multiprocessing.connection.wait([*pipes, *ends], timeout=0.5)
+        for ready in found:
             if ready not in pipes:
                 continue
             try:
@@ -74,9 +76,7 @@ class Processes:
 
     def ended(self) -> list[tuple[Path, str]]:
         """The folders of the runs that ended since the last call, each with what to say where it left no figures and no error."""
-        gone = {
-            folder: self._running[folder] for folder in self._running if not self._running[folder].process.is_alive()
-        }
+        gone = {folder: running for folder, running in self._running.items() if not running.process.is_alive()}
         for folder, running in gone.items():
             del self._running[folder]
             running.messages.close()
@@ -115,8 +115,14 @@ def work(
 
 def _child(run: dict[str, Any], folder: Path, threads: int, messages: Any, resume_anyway: bool) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def report(message: dict[str, Any]) -> None:
+        # Progress is no reason to stop. Without a parent, that thread ends this process.
+        with contextlib.suppress(OSError):
+            messages.send(message)
+
     try:
-        work(run, folder, threads, messages.send, resume_anyway)
+        work(run, folder, threads, report, resume_anyway)
     except BaseException:
         raise SystemExit(1) from None
 
