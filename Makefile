@@ -5,6 +5,7 @@ STAMP := $(VENV)/.installed
 
 .PHONY: demo test test-all quality style clean
 export OMP_NUM_THREADS ?= 1
+export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process of the tests would compile hf_freeze anew
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

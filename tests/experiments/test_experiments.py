@@ -2,8 +2,8 @@
 
 import json
 import math
+import multiprocessing
 import os
-import queue
 import re
 import subprocess
 import sys
@@ -384,6 +384,8 @@ def test_runs_share_the_cores_unless_the_environment_says_otherwise(tmp_path, mo
         exitcode = 1
 
         def __init__(self, target, args):
+            self.sentinel, other = multiprocessing.Pipe()
+            other.close()  # so it is ready, as that of a process that has ended
             given.append(args[2])
 
         def start(self): ...
@@ -392,7 +394,7 @@ def test_runs_share_the_cores_unless_the_environment_says_otherwise(tmp_path, mo
             return False
 
     class Context:
-        Queue = queue.Queue
+        Pipe = staticmethod(multiprocessing.Pipe)
 
         def set_forkserver_preload(self, modules): ...
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-import queue
+import multiprocessing
 import shutil
 from dataclasses import dataclass
 
@@ -142,6 +142,8 @@ def pretend(monkeypatch, *, broken=(), slow=()):
         exitcode = 1
 
         def __init__(self, target, args):
+            self.sentinel, other = multiprocessing.Pipe()
+            other.close()  # so it is ready, as that of a process that has ended
             self.run, self.folder = args[:2]
             self.polls = 2 if self.run["row"] in slow else 0
 
@@ -159,7 +161,7 @@ def pretend(monkeypatch, *, broken=(), slow=()):
             return self.polls >= 0
 
     class Context:
-        Queue = queue.Queue
+        Pipe = staticmethod(multiprocessing.Pipe)
 
         def set_forkserver_preload(self, modules): ...
 

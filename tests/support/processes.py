@@ -1,6 +1,7 @@
 """Children of the tests: one new process, or a group of two that train together."""
 
 import functools
+import gc
 import json
 import os
 import runpy
@@ -117,6 +118,7 @@ def _child(arguments: list[str], environment: dict[str, str], log: Path) -> None
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ |= environment
+    gc.freeze()  # what is imported stays
     torch.set_num_threads(1)
     sys.argv = arguments
     runpy.run_module(f"support.children.{arguments[0]}", run_name="__main__")

@@ -1,5 +1,6 @@
 """A grid under a launcher: all processes work on one run after the other."""
 
+import gc
 import shutil
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.markup import escape
+from torch import distributed
 
 from hf_freeze.experiments.runs.claim import claim_all
 from hf_freeze.experiments.runs.collect import write_results
@@ -27,6 +29,8 @@ def execute_launched(
     resume_anyway: bool,
 ) -> list[dict[str, Any]]:
     """Execute `runs` in all processes together; the first process writes. After an error in one, the launcher ends all."""
+    if not distributed.is_initialized():  # else what wraps a model for the group must go before the group does
+        gc.freeze()  # what is imported stays, as in a process of one run
     state = PartialState(cpu=not torch.cuda.is_available())
     waiting: list[Any] = [None]
     if state.is_main_process:

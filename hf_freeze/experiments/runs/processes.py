@@ -1,12 +1,15 @@
 """The runs of a grid as processes of this machine."""
 
+import contextlib
+import gc
 import multiprocessing.connection
 import os
-import queue
 import shutil
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,12 @@ KEEP_MEMORY = {
 }
 
 
+@dataclass
+class _Running:
+    process: Any
+    messages: Any  # the end of a pipe that it writes into, as no other does: one that is killed leaves no lock behind
+
+
 class Processes:
     """Runs at most `jobs` at a time."""
 
@@ -33,34 +42,49 @@ class Processes:
             self.context.set_forkserver_preload(["hf_freeze.experiments.runs.execute"])
         # More threads than cores make a step many times slower, so who says OMP_NUM_THREADS is heard.
         self._threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // jobs))
-        self._messages = self.context.Queue()
         self._jobs, self._resume_anyway = jobs, resume_anyway
-        self._running: dict[Path, Any] = {}
+        self._started: deque[Path] = deque()
+        self._running: dict[Path, _Running] = {}
 
     def has_room(self) -> bool:
         return len(self._running) < self._jobs
 
     def start(self, run: dict[str, Any], folder: Path) -> None:
-        arguments = (run, folder, self._threads, self._messages, self._resume_anyway)
-        self._running[folder] = self.context.Process(target=_child, args=arguments)
-        self._running[folder].start()
-        self._messages.put((folder, {"stage": "starting"}))
+        reader, writer = self.context.Pipe(duplex=False)
+        arguments = (run, folder, self._threads, writer, self._resume_anyway)
+        process = self.context.Process(target=_child, args=arguments)
+        process.start()
+        writer.close()
+        self._running[folder] = _Running(process, reader)
+        self._started.append(folder)
 
     def message(self) -> tuple[Path, dict[str, Any]] | None:
-        """The next word of a run, by its folder; None where none came within half a second."""
-        try:
-            return self._messages.get(timeout=0.5)
-        except queue.Empty:
-            return None
+        """The next word of a run, by its folder; None where none came within half a second, or one has ended before that."""
+        if self._started:
+            return self._started.popleft(), {"stage": "starting"}
+        pipes = {running.messages: folder for folder, running in self._running.items() if not running.messages.closed}
+        ends = [running.process.sentinel for running in self._running.values()]
+        found: list[Any] = multiprocessing.connection.wait([*pipes, *ends], timeout=0.5)
+        for ready in found:
+            if ready not in pipes:
+                continue
+            try:
+                return pipes[ready], ready.recv()
+            except (EOFError, OSError):  # it has ended, perhaps within a word
+                ready.close()
+        return None
 
     def ended(self) -> list[tuple[Path, str]]:
         """The folders of the runs that ended since the last call, each with what to say where it left no figures and no error."""
-        gone = [folder for folder, process in self._running.items() if not process.is_alive()]
-        return [(folder, f"the process ended with exit code {self._running.pop(folder).exitcode}") for folder in gone]
+        gone = {folder: running for folder, running in self._running.items() if not running.process.is_alive()}
+        for folder, running in gone.items():
+            del self._running[folder]
+            running.messages.close()
+        return [(folder, f"the process ended with exit code {gone[folder].process.exitcode}") for folder in gone]
 
     def close(self) -> None:
-        for process in self._running.values():
-            process.terminate()
+        for running in self._running.values():
+            running.process.terminate()
 
 
 def work(
@@ -73,6 +97,8 @@ def work(
 
     from hf_freeze.experiments.runs.execute import execute
 
+    # What is imported stays. The Trainer collects garbage at the end of training, a third of a second among a million objects.
+    gc.freeze()
     torch.set_num_threads(threads)
     # The grid shows its own progress, and the Trainer warns of every tensor that a seed regenerates when it reloads the best.
     datasets.disable_progress_bars()
@@ -89,8 +115,14 @@ def work(
 
 def _child(run: dict[str, Any], folder: Path, threads: int, messages: Any, resume_anyway: bool) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def report(message: dict[str, Any]) -> None:
+        # Progress is no reason to stop. Without a parent, that thread ends this process.
+        with contextlib.suppress(OSError):
+            messages.send(message)
+
     try:
-        work(run, folder, threads, lambda message: messages.put((folder, message)), resume_anyway)
+        work(run, folder, threads, report, resume_anyway)
     except BaseException:
         raise SystemExit(1) from None
 

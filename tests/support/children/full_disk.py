@@ -4,6 +4,7 @@ After the first checkpoint no file may grow beyond LIMIT bytes. Each run is in F
 cannot be taken back. Prints limit -> the last line of the error, as JSON.
 """
 
+import gc
 import json
 import os
 import resource
@@ -53,4 +54,5 @@ if __name__ == "__main__":
     text_training._ReportProgress = Filler
     recipe, folder, *limits = sys.argv[1:]
     (run,) = expand(load_recipe(recipe))
+    gc.freeze()  # what is imported stays: forks need not look through it for garbage, which would copy its pages
     print(json.dumps({limit: fill(run, Path(folder), int(limit)) for limit in limits}))

@@ -3,6 +3,7 @@
 Each time it runs in a forked process (imports would be most of the time of a new one) that SIGKILL ends at a random moment, and
 what is left is looked at. Prints a JSON object of what was seen."""
 
+import gc
 import itertools
 import json
 import os
@@ -138,6 +139,7 @@ if __name__ == "__main__":
     datasets.disable_progress_bars()
     torch.set_num_threads(1)
     folder, seed, *words = sys.argv[1:]
+    gc.freeze()  # what is imported stays: forks need not look through it for garbage, which would copy its pages
     seen, draw = {}, random.Random(int(seed))
     for word in words:
         work, _, kills = word.partition("=")

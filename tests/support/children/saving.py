@@ -4,6 +4,7 @@ Each process ends before the n-th operation on files, for every n, or finds the 
 """
 
 import builtins
+import gc
 import itertools
 import json
 import os
@@ -201,4 +202,5 @@ if __name__ == "__main__":
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays: forks need not look through it for garbage, which would copy its pages
     print(json.dumps(globals()[sys.argv[1]](Path(sys.argv[2]))))
