@@ -22,7 +22,7 @@ def extract_depth(model: Any, layers: Mapping[str, int]) -> LayerSelection:
     config = getattr(model, "config", model)
     if not hasattr(config, "model_type"):
         raise ValueError(f"extract_depth: {type(model).__name__} is neither a transformers model nor a config")
-    architecture = architecture_of(config.model_type)
+    architecture = architecture_of(config)
     if not isinstance(layers, Mapping) or not layers:
         raise ValueError(
             f"extract_depth(layers={layers!r}): must be a dict from stacks to numbers, such as {{'encoder': 3}}"

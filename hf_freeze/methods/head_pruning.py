@@ -134,7 +134,7 @@ class HeadPruning(Method):
 
     def must_decide(self, architecture: Architecture, config: Any) -> bool:
         """Whether heads differ in more than their weights, so that the config must name them."""
-        return any(attention.knows_heads for attention in self._attentions(architecture, config).values())
+        return any(attention.knows_heads for attention in architecture.attentions(config).values())
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         for name, attention in self._attentions(architecture, model.config).items():

@@ -194,7 +194,8 @@ class SeededTensor:
     - `zeros`: the bias of a random or diagonal linear, or of a norm; `ones`: the weight of a norm.
 
     `parts`: the sizes of matrices that lie one after another along `dimension`, if there are several; the scheme applies to each
-    of them (GPT-2 stores queries, keys and values in one matrix). `kept`: (dimension, indices) of each slice that later methods
+    of them (GPT-2 stores queries, keys and values in one matrix). `interleaved`: if these matrices lie mixed, the number of outputs
+    that each gives to every block (BLOOM stores a head's query, key and value, then those of the next head). `kept`: (dimension, indices) of each slice that later methods
     took, in order; `shape` is the shape before the first slice.
     """
 
@@ -205,6 +206,7 @@ class SeededTensor:
     parts: tuple[int, ...] = ()
     kept: tuple[tuple[int, tuple[int, ...]], ...] = ()
     dimension: int = 1
+    interleaved: tuple[int, ...] = ()
 
     def taken_from(self, origin: Origin) -> "SeededTensor":
         """The definition of this tensor as a slice of the parameter that `origin` names."""
@@ -213,14 +215,28 @@ class SeededTensor:
         shape = list(self.shape)
         shape[origin.dimension] = origin.size
         kept = ((origin.dimension, origin.index), *self.kept)
-        return replace(self, name=origin.name, shape=tuple(shape), kept=kept)
+        parts = self.parts
+        if parts and origin.dimension == self.dimension:  # all projections have lost the same share of their heads
+            parts = tuple(part * origin.size // self.shape[self.dimension] for part in parts)
+        return replace(self, name=origin.name, shape=tuple(shape), kept=kept, parts=parts)
 
     def generate(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """The tensor in fp32. Raises ValueError for an unknown scheme."""
-        value = self._generate_unsliced(device)
+        value = self._mixed(self._generate_unsliced(device))
         for dimension, index in self.kept:
             value = value.index_select(dimension, torch.tensor(index, dtype=torch.long, device=device))
         return value
+
+    def _mixed(self, value: torch.Tensor) -> torch.Tensor:
+        """The matrices of `parts`, block by block."""
+        if not self.interleaved:
+            return value
+        matrices = value.split(self.parts, dim=self.dimension)
+        blocks = [
+            matrix.unflatten(self.dimension, (-1, rows))
+            for matrix, rows in zip(matrices, self.interleaved, strict=True)
+        ]
+        return torch.cat(blocks, dim=self.dimension + 1).flatten(self.dimension, self.dimension + 1)
 
     def _generate_unsliced(self, device: torch.device | str) -> torch.Tensor:
         if self.scheme == "zeros":

@@ -209,23 +209,17 @@ def head_magnitudes(model: Any, attention: Attention, heads: int) -> torch.Tenso
 
 
 def fused_projections(model: Any, architecture: Architecture, weight: str) -> dict[str, Any] | None:
-    """Fields of a SeededTensor for a weight (by its name below the base model) that holds several projections; None for another.
-
-    The scheme applies to each projection; if they do not lie one after another, the rows then move to their places.
-    """
+    """The fields of a SeededTensor for a weight (by its name below the base model) that holds several projections; None for
+    another. The scheme applies to each projection."""
     name = weight.removesuffix(".weight")
     if architecture.parts(weight) < 2:
         return None
     attention = next(a for a in architecture.attentions(model.config).values() if a.linears.get(name, 0) > 1)
-    linear: Any = model.base_model.get_submodule(name)
     heads = features(model.base_model.get_submodule(attention.o))[0] // attention.head_size(model.config)
-    outputs = [attention.outputs_of(model.config, role, heads) for role in attention.roles(name)]
-    fields: dict[str, Any] = {
-        "parts": tuple(map(len, outputs)),
-        "dimension": weight_axis(linear, outputs=True),
+    roles, size, group = attention.roles(name), attention.head_size(model.config), attention.group_size(model.config)
+    mixed = {"heads": (size,) * len(roles), "groups": (group * size, *(size,) * (len(roles) - 1))}
+    return {
+        "parts": tuple(len(attention.outputs_of(model.config, role, heads)) for role in roles),
+        "dimension": weight_axis(model.base_model.get_submodule(name), outputs=True),
+        "interleaved": mixed.get(attention.layout, ()),
     }
-    order = [position for part in outputs for position in part]
-    if order != sorted(order):
-        places = sorted(range(len(order)), key=order.__getitem__)
-        fields["kept"] = ((fields["dimension"], tuple(places)),)
-    return fields
