@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all quality style clean
+.PHONY: demo test test-all families quality style clean
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process of the tests would compile hf_freeze anew
 
@@ -23,6 +23,9 @@ test: $(STAMP)  ## all tests
 
 test-all: export HF_FREEZE_TESTS := all
 test-all: test  ## the tests with every combination that they are drawn from: hours
+
+families: $(STAMP)  ## derive, prove and test every family of transformers, and write docs/families.md: about an hour
+	$(BIN)/python tests/families/run.py docs
 
 quality: $(STAMP)  ## what CI checks besides the tests
 	$(BIN)/ruff check .

@@ -108,6 +108,11 @@ FAULTS = (
         "fused-heads",
         "kept heads are looked up at the wrong place in fused keys and values",
         (
+            (
+                "hf_freeze/architectures/base.py",
+                "offset += (heads if query else groups) * size",
+                "offset += (len(kept) if query else len(shared)) * size",
+            ),
             ("hf_freeze/surgery/attention.py", "(part * heads + head) * size", "(part * len(kept) + head) * size"),
             ("hf_freeze/surgery/heads.py", "(part * heads + head) * size", "(part * len(kept) + head) * size"),
         ),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hf_freeze._version import __version__
-from hf_freeze.cli import architectures, card, diff, export, inspect, methods, push, report, run
+from hf_freeze.cli import architectures, card, describe, diff, export, inspect, methods, push, report, run
 
 app = typer.Typer(
     help="Freeze, randomise, factorise, prune, share or replace parts of a Hugging Face transformer.",
@@ -37,6 +37,7 @@ for _command in (
     run.run,
     report.report,
     inspect.inspect,
+    describe.describe,
     diff.diff,
     card.card,
     push.push,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch.nn import functional
 
-from hf_freeze.architectures.base import Architecture
+from hf_freeze.architectures.base import Architecture, hidden_size
 from hf_freeze.architectures.registry import VARIANT_PREFIX
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.compat.transformers import mapped_class
@@ -102,11 +102,11 @@ class _TeacherLoss(Objective):
                 )
         setting = f"hidden={self.method.hidden!r}" if self.method.hidden != "none" else "a model without a head"
         if (self.method.hidden != "none" or own_tasks == {"feature-extraction"}) and (
-            teacher.config.hidden_size != model.config.hidden_size
+            hidden_size(teacher.config) != hidden_size(model.config)
         ):
             raise ValueError(
-                f"Distillation, {setting}: the teacher's hidden size is {teacher.config.hidden_size}, the student's "
-                f"{model.config.hidden_size}; only outputs can be learnt from another size"
+                f"Distillation, {setting}: the teacher's hidden size is {hidden_size(teacher.config)}, the student's "
+                f"{hidden_size(model.config)}; only outputs can be learnt from another size"
             )
         if self.method.hidden == "none":
             return

@@ -40,7 +40,7 @@ class Freeze(Method):
 
     - `"trainable"` (default): unchanged;
     - `"frozen"`: keeps its weights, which are stored;
-    - `"random"` (embeddings, attention, ffn): Glorot-uniform matrices, zero biases, tables U(±sqrt(3/d)), and the identity for
+    - `"random"` (embeddings, attention, ffn): Glorot-uniform matrices (each expert's, in a mixture of experts), zero biases, tables U(±sqrt(3/d)), and the identity for
       a norm within the embeddings; never stored;
     - `"diagonal"` (attention, ffn): ones on the main diagonal of the matrix, zeros elsewhere, biases 0; never stored;
     - `"zero_diagonal"` (attention, ffn): random with zeros on the main diagonal; never stored.
@@ -113,10 +113,15 @@ class Freeze(Method):
                 yield full_name, None
                 continue
             if component != "embeddings":
-                _check_dense(model, full_name, f"Freeze({component}={mode!r})")
+                _check_native(model, full_name, f"Freeze({component}={mode!r})")
             scheme = "embedding" if component == "embeddings" else _SCHEMES[mode]
-            if parameter.ndim == 1:
-                scheme = "ones" if _is_scale_of_norm(model, full_name) else "zeros"
+            if is_bias(name, parameter):
+                scheme = "zeros"
+            elif parameter.ndim == 1 and _is_scale_of_norm(model, full_name):
+                scheme = "ones"
+            elif parameter.ndim not in (2, 3):  # such as the scale of a residual
+                yield full_name, None
+                continue
             definition = SeededTensor(self.seed, name, tuple(parameter.shape), scheme)
             fused = surgery.fused_projections(model, architecture, name) if parameter.ndim == 2 else None
             yield full_name, definition if fused is None else replace(definition, **fused)
@@ -149,11 +154,16 @@ def _is_scale_of_norm(model: Any, parameter_name: str) -> bool:
     return name == "weight" and isinstance(model.get_submodule(owner), nn.LayerNorm)
 
 
-def _check_dense(model: Any, parameter_name: str, setting: str) -> None:
+def is_bias(name: str, parameter: Any) -> bool:
+    """Whether a parameter is the bias of a linear, or those of the experts of a mixture."""
+    return parameter.ndim <= 2 and name.endswith("bias") and "relative" not in name
+
+
+def _check_native(model: Any, parameter_name: str, setting: str) -> None:
     """Raise ValueError if another method has replaced the linear of this parameter."""
     name = parameter_name.rpartition(".")[0]
     module = model.get_submodule(name)
-    if not surgery.is_dense(module):
+    if type(module).__module__.startswith("hf_freeze."):
         raise ValueError(
             f"{setting}: {name!r} is a {type(module).__name__}, and only the matrices of plain linears can be drawn from a seed; "
             "use 'frozen', or leave it out by layers="

@@ -1,13 +1,16 @@
 """Open a saved model, native or a variant, by the class that it was saved from."""
 
+import difflib
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # pyright: ignore[reportPrivateImportUsage]
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_freeze.model.classes  # noqa: F401 (registers the variants)
 from hf_freeze.architectures.registry import architecture_of
@@ -36,6 +39,21 @@ def empty_model(name: str | os.PathLike[str]) -> Any:
     with torch.device("meta"):
         model = model_class(config)
     return model.to(config.dtype or torch.float32)
+
+
+def config_of_type_or_model(name: str) -> Any:
+    """The config of a directory or Hub id, or the default config of a model type of transformers, such as "roberta".
+
+    Raises ValueError if it is neither.
+    """
+    if name in CONFIG_MAPPING and not Path(name).exists():
+        return AutoConfig.for_model(name)
+    if not Path(name).exists() and "/" not in name:
+        near = difflib.get_close_matches(name, CONFIG_MAPPING.keys(), n=3)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ValueError(f"{name!r} is no model type of transformers {transformers.__version__} and no directory{hint}")
+    check_exists(name)
+    return AutoConfig.from_pretrained(name)
 
 
 def load_model(name: str | os.PathLike[str]) -> Any:

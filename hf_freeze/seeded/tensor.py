@@ -245,6 +245,8 @@ class SeededTensor:
             return torch.ones(self.shape, device=device)
         if self.scheme == "embedding":
             return uniform(self.seed, self.name, self.shape, math.sqrt(3 / self.shape[1]), device=device)
+        if len(self.shape) == 3:  # the matrices of experts
+            return self._generate_experts(device)
         sizes = self.parts or (self.shape[self.dimension],)
         other = self.shape[1 - self.dimension]
         if self.scheme == "diagonal":
@@ -259,7 +261,22 @@ class SeededTensor:
                 if self.scheme == "zero_diagonal":
                     matrix.fill_diagonal_(0)
             return out
-        raise ValueError(
+        raise self._unknown_scheme()
+
+    def _generate_experts(self, device: torch.device | str) -> torch.Tensor:
+        """(experts, N, M): the scheme for each expert."""
+        _, rows, columns = self.shape
+        if self.scheme == "diagonal":
+            return torch.eye(rows, columns, device=device).repeat(self.shape[0], 1, 1)
+        if self.scheme not in ("glorot", "zero_diagonal"):
+            raise self._unknown_scheme()
+        out = uniform(self.seed, self.name, self.shape, math.sqrt(6 / (rows + columns)), device=device)
+        if self.scheme == "zero_diagonal":
+            out.diagonal(dim1=1, dim2=2).zero_()
+        return out
+
+    def _unknown_scheme(self) -> ValueError:
+        return ValueError(
             f"unknown scheme {self.scheme!r} of {self.name!r}; "
             "choose from glorot, embedding, diagonal, zero_diagonal, zeros, ones"
         )

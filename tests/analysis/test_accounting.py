@@ -16,8 +16,8 @@ from transformers import (
     GPT2Config,
     MarianConfig,
     MarianMTModel,
-    OpenAIGPTConfig,
-    OpenAIGPTLMHeadModel,
+    SqueezeBertConfig,
+    SqueezeBertModel,
 )
 
 from hf_freeze import count_parameters, make_variant, methods, multiply_adds, stored_bytes
@@ -146,8 +146,17 @@ def test_sinusoidal_positions_are_never_counted():
 
 @pytest.mark.parametrize("function", [count_parameters, stored_bytes, multiply_adds])
 def test_other_architectures_are_refused(function):
-    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=40))
-    with pytest.raises(ValueError, match=r"no architecture 'openai-gpt'; choose from \['bert', 'gpt2'"):
+    model = SqueezeBertModel(
+        SqueezeBertConfig(
+            vocab_size=9,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            intermediate_size=8,
+            embedding_size=8,
+        )
+    )
+    with pytest.raises(ValueError, match=r"squeezebert: no list of layers with linears"):
         function(model)
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from support.processes import printed_by
-from transformers import AutoConfig, OpenAIGPTConfig, OpenAIGPTLMHeadModel
+from transformers import AutoConfig, SqueezeBertConfig, SqueezeBertModel
 
 from hf_freeze import analysis, make_variant, methods
 from hf_freeze.analysis import ranks as ranks_module
@@ -258,7 +258,16 @@ def test_wrong_methods_and_models_are_refused():
         analysis.choose_ranks(model, methods.Freeze, energy=0.5)
     with torch.device("meta"):
         empty = make_variant(model.config, [], task="masked-lm")
-    other = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=40))
+    other = SqueezeBertModel(
+        SqueezeBertConfig(
+            vocab_size=9,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            intermediate_size=8,
+            embedding_size=8,
+        )
+    )
     for function in (
         lambda m: analysis.choose_ranks(m, methods.LowRank, energy=0.5),
         analysis.ffn_importance,
@@ -268,7 +277,7 @@ def test_wrong_methods_and_models_are_refused():
             function(empty)
         with pytest.raises(ValueError, match="needs a model with trained weights, not a BertConfig"):
             function(model.config)
-        with pytest.raises(ValueError, match="no architecture 'openai-gpt'; choose from"):
+        with pytest.raises(ValueError, match="squeezebert: no list of layers with linears"):
             function(other)
     with pytest.raises(ValueError, match="is a LowRankLinear already"):
         analysis.choose_ranks(make_variant(model, [methods.LowRank(rank=3)]), methods.LowRank, energy=0.5)

@@ -20,8 +20,8 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
-    OpenAIGPTConfig,
-    OpenAIGPTLMHeadModel,
+    SqueezeBertConfig,
+    SqueezeBertModel,
 )
 
 from hf_freeze import count_parameters, make_variant
@@ -546,8 +546,17 @@ def test_wrong_input_is_one_line(recipe_file, tmp_path, monkeypatch):
     assert "write KEY=VALUE" in one_line_error("run", recipe_file, "--set", "epochs")
     assert "results.jsonl does not exist" in one_line_error("report", tmp_path)
     assert not (tmp_path / "runs").exists(), "nothing was begun"
-    OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=9, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "gpt")
-    assert "no architecture 'openai-gpt'" in one_line_error("inspect", tmp_path / "gpt")
+    SqueezeBertModel(
+        SqueezeBertConfig(
+            vocab_size=9,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            intermediate_size=8,
+            embedding_size=8,
+        )
+    ).save_pretrained(tmp_path / "gpt")
+    assert "squeezebert: no list of layers with linears" in one_line_error("inspect", tmp_path / "gpt")
     config = BertConfig(**ARCHITECTURES["bert"].tiny)
     config.save_pretrained(tmp_path / "bert")
     assert "length=33 is outside 1..32" in one_line_error("inspect", tmp_path / "bert", "--length", "33")

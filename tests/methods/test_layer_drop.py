@@ -305,7 +305,7 @@ def test_the_extracted_model_is_the_trained_one_without_the_layers(architecture)
     ("model", "layers", "message"),
     [
         (torch.nn.Linear(1, 1), {"encoder": 2}, "extract_depth: Linear is neither a transformers model nor a config"),
-        (AutoConfig.for_model("t5"), {"encoder": 2}, "squeezebert: no list of layers with linears"),
+        (AutoConfig.for_model("squeezebert"), {"encoder": 2}, "squeezebert: no list of layers with linears"),
         (None, {}, r"layers=\{\}\): must be a dict from stacks to numbers"),
         (None, 3, r"layers=3\): must be a dict from stacks to numbers"),
         (None, {"middle": 2}, r"no stack 'middle' in marian; choose from \['decoder', 'encoder'\]"),

@@ -239,7 +239,7 @@ def test_schemes(shape):
 def test_parts_lie_side_by_side():
     """A fused matrix of queries, keys and values is drawn as three matrices of their own size."""
     fused = {
-        scheme: SeededTensor(1, "x", (40, 120), scheme, 3).generate()
+        scheme: SeededTensor(1, "x", (40, 120), scheme, (40, 40, 40)).generate()
         for scheme in ("glorot", "diagonal", "zero_diagonal")
     }
     assert torch.equal(fused["diagonal"], torch.cat(3 * [torch.eye(40)], dim=1))
@@ -247,6 +247,37 @@ def test_parts_lie_side_by_side():
     assert 0.99 * bound < fused["glorot"].abs().max() < bound
     assert not torch.equal(fused["glorot"][:, :40], fused["glorot"][:, 40:80])
     assert torch.equal(fused["zero_diagonal"], fused["glorot"] * (1 - fused["diagonal"]))
+
+
+def test_parts_of_other_sizes_have_their_own_bounds():
+    """Queries of more heads than keys and values, as rows of an nn.Linear."""
+    sizes = (60, 20, 20)
+    random = SeededTensor(1, "x", (100, 40), "glorot", sizes, dimension=0).generate()
+    for part, size in zip(random.split(sizes), sizes, strict=True):
+        bound = math.sqrt(6 / (40 + size))
+        assert 0.98 * bound < part.abs().max() < bound
+    diagonal = SeededTensor(1, "x", (100, 40), "diagonal", sizes, dimension=0).generate()
+    assert torch.equal(diagonal, torch.cat([torch.eye(size, 40) for size in sizes]))
+
+
+def test_mixed_parts_are_the_same_matrices_in_other_rows():
+    """Two groups of three query heads, a key and a value each, of 4 numbers."""
+    settings = {"parts": (24, 8, 8), "dimension": 0}
+    side_by_side = SeededTensor(1, "x", (40, 16), "glorot", **settings).generate()
+    mixed = SeededTensor(1, "x", (40, 16), "glorot", **settings, interleaved=(12, 4, 4)).generate()
+    queries, keys, values = side_by_side.split(settings["parts"])
+    expected = torch.cat([queries[:12], keys[:4], values[:4], queries[12:], keys[4:], values[4:]])
+    assert torch.equal(mixed, expected)
+
+
+def test_experts_have_a_matrix_each():
+    random, zeros, ones = (
+        SeededTensor(1, "x", (3, 20, 30), scheme).generate() for scheme in ("glorot", "zero_diagonal", "diagonal")
+    )
+    bound = math.sqrt(6 / 50)
+    assert all(0.95 * bound < expert.abs().max() < bound for expert in random)
+    assert torch.equal(zeros, random * (1 - torch.eye(20, 30)))
+    assert torch.equal(ones, torch.eye(20, 30).expand(3, -1, -1))
 
 
 def test_rows_of_a_table_have_unit_norm_on_average():

@@ -5,7 +5,7 @@ import torch
 from support.cases import BASELINES
 from support.models import native, trainability
 from support.schedules import PHASES, scheduled_model
-from transformers import BertConfig, GPTNeoConfig, MarianConfig
+from transformers import BertConfig, MarianConfig, SqueezeBertConfig
 
 from hf_freeze import make_variant
 from hf_freeze.architectures.base import base_name, canonical_parameters
@@ -63,8 +63,8 @@ def test_a_share_of_gradual_unfreezing_outside_its_range_is_refused(until):
 
 
 def test_gradual_unfreezing_needs_a_known_backbone():
-    with pytest.raises(ValueError, match="no architecture 'gpt_neo'; choose from"):
-        gradual_unfreezing(GPTNeoConfig())
+    with pytest.raises(ValueError, match="squeezebert: no list of layers with linears"):
+        gradual_unfreezing(SqueezeBertConfig())
     with pytest.raises(ValueError, match="str is neither a transformers model nor a config"):
         gradual_unfreezing("bert")
 

@@ -1,0 +1,99 @@
+"""What is understood of each family of transformers, as data and as a page."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from transformers import AutoConfig
+from transformers.models.auto import modeling_auto
+
+from hf_freeze.architectures.registry import architecture_of
+
+# What a method may need (`Method.needs`) -> in words.
+CAPABILITIES = {
+    "linears": "linears are modules that compute x Wᵀ + b",
+    "heads": "heads can be exchanged, and one that is zero removed",
+    "neurons": "neurons of the FFN can be exchanged",
+    "layers": "a layer that does nothing can be removed",
+    "vocabulary": "tokens can be renumbered",
+}
+_TEXT_MAPPINGS = (
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+BEYOND_TEXT = ("vit", "deit", "clip", "siglip", "dinov2", "beit", "wav2vec2", "hubert", "whisper")
+
+
+def model_types() -> list[str]:
+    """The model types for text of this version of transformers, and a few beyond text."""
+    text = {model_type: None for mapping in _TEXT_MAPPINGS for model_type in mapping}
+    return list(text | dict.fromkeys(BEYOND_TEXT))
+
+
+def describe_family(model_type: str) -> dict[str, Any]:
+    """What is derived and proved of the default config of a model type, as JSON data."""
+    try:
+        architecture = architecture_of(AutoConfig.for_model(model_type))
+    except Exception as error:  # a default config may not work at all
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        return {"understood": False, "reason": reason.removeprefix(f"{model_type}: ")}
+    stacks = {
+        name: {
+            "layers": stack.layers,
+            "depth": stack.depth,
+            "attentions": sorted(stack.attentions),
+            "ffn": list(stack.ffn),
+        }
+        for name, stack in architecture.stacks.items()
+    }
+    refusals = {name: reason for name, reason in architecture.refusals.items() if name in CAPABILITIES}
+    return {
+        "understood": True,
+        "reason": "",
+        "tasks": list(architecture.tasks),
+        "stacks": stacks,
+        "refusals": refusals,
+    }
+
+
+def families_page(families: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page of all families, in Markdown. A tick is a proof; `contract` tells what failed although it was proved."""
+    understood = {name: family for name, family in families.items() if family["understood"]}
+    universal = [
+        n
+        for n, family in understood.items()
+        if not family["refusals"].keys() - {"heads"} and not family.get("contract")
+    ]
+    heads = [name for name in universal if "heads" not in understood[name]["refusals"]]
+    lines = [
+        "# Families",
+        "",
+        "<!-- Written by `make families` (`hf-freeze describe --all` writes it without the contract); do not edit. -->",
+        "",
+        f"transformers {transformers.__version__}: {len(families)} model types were tried, with their default configs. All universal",
+        f"methods work on **{len(universal)}**, HeadPruning and HeadMask too on **{len(heads)}** of these; of the others, some methods on",
+        f"{len(understood) - len(universal)} and none on {len(families) - len(understood)}.",
+        "",
+        "A tick is a proof on a small model of the family, and every method that it offers was then built, trained for a step, saved,",
+        "opened in a new process, merged and used to generate. What a column means, and which methods need it:",
+        "",
+        *(f"- **{name}**: {meaning}" for name, meaning in CAPABILITIES.items()),
+        "",
+        "| model type | stacks | " + " | ".join(CAPABILITIES) + " | what is not understood, or failed |",
+        "| --- | --- |" + " :-: |" * len(CAPABILITIES) + " --- |",
+    ]
+    for name, family in families.items():
+        if not family["understood"]:
+            lines.append(f"| {name} | – |" + " – |" * len(CAPABILITIES) + f" {_cell(family['reason'])} |")
+            continue
+        marks = ["–" if need in family["refusals"] else "✓" for need in CAPABILITIES]
+        failed = [f"{method or 'all'} failed: {problem}" for method, problem in family.get("contract", {}).items()]
+        reasons = "; ".join([*family["refusals"].values(), *failed])
+        lines.append(f"| {name} | {', '.join(family['stacks'])} | {' | '.join(marks)} | {_cell(reasons)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

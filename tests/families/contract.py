@@ -1,0 +1,129 @@
+"""The contract of one family: what `docs/families.md` marks with a tick holds on a tiny model of it.
+
+A cell is a method on a family. It is built from a model with weights, generates with and without cache alike, trains a step, is
+saved, opened in a new process with bit-equal outputs, and merged into a native model with outputs equal to 1e-5.
+"""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.processes import printed_by
+from support.training import training_step, with_teacher
+from transformers import AutoConfig
+
+from hf_freeze import make_variant
+from hf_freeze.architectures.base import Architecture
+from hf_freeze.architectures.registry import architecture_of
+from hf_freeze.architectures.shrink import shrink
+from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.methods.base import Method
+from hf_freeze.methods.registry import METHODS
+
+# Tasks to test on, the most telling first.
+_TASKS = ("seq2seq-lm", "causal-lm", "masked-lm", "image-classification", "ctc", "sequence-classification")
+_RELOAD = """
+import json, sys
+from pathlib import Path
+import torch
+torch.manual_seed(99)
+import hf_freeze
+from hf_freeze.architectures.tasks import AUTO_CLASSES
+problems = {}
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    expected = torch.load(folder / "outputs.pt")
+    try:
+        model, info = AUTO_CLASSES[expected["task"]].from_pretrained(folder, output_loading_info=True)
+        with torch.no_grad():
+            outputs = model.eval()(**expected["batch"])[expected["place"]]
+        keys = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
+        if keys:
+            problems[folder.name] = f"missing or unexpected keys: {keys[:2]}"
+        elif not torch.equal(outputs, expected["outputs"]):
+            problems[folder.name] = "a new process computes something else"
+    except Exception as error:
+        problems[folder.name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+print(json.dumps(problems))
+"""
+
+
+def tiny_config(model_type: str) -> Any:
+    """A small config without dropout, so that a step can be compared."""
+    config = shrink(AutoConfig.for_model(model_type))
+    if config.is_encoder_decoder and config.decoder_start_token_id is None:
+        config.decoder_start_token_id = 0
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def task_of(architecture: Architecture) -> str:
+    """The task that the contract is tested on."""
+    return next((task for task in _TASKS if task in architecture.tasks), architecture.tasks[0])
+
+
+def native_model(config: Any, task: str) -> Any:
+    torch.manual_seed(0)
+    return AUTO_CLASSES[task].from_config(config).eval()
+
+
+def offered(architecture: Architecture) -> dict[str, type[Method]]:
+    """The methods that the architecture supports and that can take over weights."""
+    return {name: m for name, m in METHODS.items() if m.supports(architecture) and not m.from_scratch}
+
+
+def problems_of(model_type: str, folder: Path, methods: list[str] | None = None) -> dict[str, str]:
+    """Method -> what went wrong, for each method (None: all that are offered) that does not fulfil the contract."""
+    config = tiny_config(model_type)
+    architecture = architecture_of(config)
+    task = task_of(architecture)
+    base = native_model(config, task)
+    batch = architecture.tiny_inputs(task)
+    problems: dict[str, str] = {}
+    names = [name for name in offered(architecture) if methods is None or name in methods]
+    for name in names:
+        try:
+            _check(base, _fitting(METHODS[name].example, architecture, config), batch, task, folder / name)
+        except Exception as error:
+            problems[name] = (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:200]
+    if any(folder.iterdir()):
+        problems = json.loads(printed_by(_RELOAD, folder).splitlines()[-1]) | problems
+    return problems
+
+
+def _fitting(method: Method, architecture: Architecture, config: Any) -> Method:
+    """The example of a method; on attentions where there are no linears in FFNs, as in most mixtures of experts."""
+    if "components" in {field.name for field in fields(method)} and not architecture.linears(config, "ffn"):
+        return replace(method, components=["attention"])
+    return method
+
+
+def _check(base: Any, method: Method, batch: dict[str, torch.Tensor], task: str, folder: Path) -> None:
+    """All of a cell but the new process, for which it leaves the variant and its outputs in `folder`."""
+    variant = make_variant(base, [method]).eval()
+    if variant.can_generate() and task in ("causal-lm", "seq2seq-lm"):
+        _check_generation(variant, {name: value for name, value in batch.items() if name != "labels"})
+    training_step(with_teacher(variant), batch)
+    variant.save_pretrained(folder)
+    with torch.no_grad():
+        result = variant(**batch)
+    place = "logits" if "logits" in result else next(n for n, v in result.items() if torch.is_tensor(v) and v.ndim > 1)
+    torch.save({"outputs": result[place], "place": place, "batch": batch, "task": task}, folder / "outputs.pt")
+    if any(applied.finalizable for applied in variant.methods):
+        variant.finalize()
+    with torch.no_grad():
+        expected, merged = variant(**batch)[place], variant.merge().eval()(**batch)[place]
+    difference = float((expected - merged).abs().max())
+    assert difference < 1e-5 * max(1.0, float(expected.abs().max())), (
+        f"merge() computes something else, by {difference:.1e}"
+    )
+
+
+def _check_generation(variant: Any, batch: dict[str, torch.Tensor]) -> None:
+    settings = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    row = {name: value[:1] for name, value in batch.items()}
+    cached, plain = (variant.generate(**row, use_cache=use_cache, **settings) for use_cache in (True, False))
+    assert torch.equal(cached, plain), "generation with a cache differs from generation without one"
