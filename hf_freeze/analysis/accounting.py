@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameters
+from hf_freeze.architectures.examples import probe_inputs
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compat.transformers import keys_to_ignore, set_attention_implementation
 from hf_freeze.layers.derived import Derived
@@ -97,7 +98,8 @@ class MultiplyAdds:
 
 
 def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
-    """Multiply-adds per token of one training step on a sequence of `length` tokens (encoder-decoders: a pair of sequences).
+    """Multiply-adds per token of one training step on a sequence of `length` tokens (encoder-decoders: a pair of sequences); of a
+    model for images or sound, per example.
 
     Each operation is counted on `meta` (torch's FlopCounterMode: two flops are one multiply-add), score products of attention
     included. The lookup of an embedding is free; the product with a tied output matrix counts as `embeddings`. A linear whose
@@ -105,12 +107,16 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
     weight, unless the weight is frozen and cached. A linear with zeros in its weight is computed densely and counts as dense.
     Raises ValueError for a length below 1 or above the positions of the model.
     """
+    architecture_for(model)  # raises an error for a model that is not understood
     positions = getattr(model.config, "max_position_embeddings", length)
     if not 1 <= length <= positions:
         raise ValueError(f"length={length} is outside 1..{positions}, the positions of the model")
     twin = _on_meta(model)
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    if model.main_input_name != "input_ids":  # an image or a sound: counted as a whole
+        inputs = {name: value.to("meta") for name, value in probe_inputs(model.config, model).items()}
+        length = next(iter(inputs.values())).shape[0]
     if getattr(model.config, "add_cross_attention", False):  # a decoder that attends to `length` encoder states
         inputs["encoder_hidden_states"] = torch.zeros(1, length, model.config.hidden_size, device="meta")
     calls: dict[nn.Module, list[torch.Tensor]] = defaultdict(list)

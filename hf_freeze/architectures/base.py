@@ -66,6 +66,7 @@ class Attention:
     biases: tuple[str, ...] = ()
     norms: dict[str, str] = field(default_factory=dict)
     reads_config: bool = False
+    resizes: tuple[str, ...] = ()  # further attributes of the module that hold the size of all heads together
     switch: str | None = None
     layout: str = "blocks"
 

@@ -74,7 +74,7 @@ def _integers(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, int
     for name, value in data.items():
         if type(value) is int:
             yield f"{prefix}{name}", value
-        elif isinstance(value, dict) and name.endswith("_config"):
+        elif isinstance(value, dict) and "model_type" in value:  # a config inside the config
             yield from _integers(value, f"{prefix}{name}.")
 
 

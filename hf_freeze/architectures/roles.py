@@ -131,6 +131,7 @@ def _attentions(layer: nn.Module) -> Iterator[str]:
 HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "dim_per_head", "head_size", "d_head", "d_kv")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "h")
 GROUP_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+HIDDEN_SIZES = ("embed_dim", "hidden_size")  # some attentions take these for the outputs of all heads
 HEAD_OUTPUTS = ("all_head_size", "split_size", "inner_dim")
 
 
@@ -139,10 +140,11 @@ def attribute(module: nn.Module, names: tuple[str, ...]) -> int | None:
     return next((getattr(module, name) for name in names if type(getattr(module, name, None)) is int), None)
 
 
-def set_heads(module: nn.Module, heads: int, size: int, groups: int) -> None:
-    """Set the attributes in which a native attention keeps the number and size of its heads."""
+def set_heads(module: nn.Module, heads: int, size: int, groups: int, further: tuple[str, ...] = ()) -> None:
+    """Set the attributes in which a native attention keeps the number and size of its heads; `further`: more names of attributes
+    that hold the outputs of all heads together."""
     values = dict.fromkeys(HEAD_COUNTS, heads) | dict.fromkeys(HEAD_SIZES, size)
-    values |= dict.fromkeys(GROUP_COUNTS, groups) | dict.fromkeys(HEAD_OUTPUTS, heads * size)
+    values |= dict.fromkeys(GROUP_COUNTS, groups) | dict.fromkeys((*HEAD_OUTPUTS, *further), heads * size)
     for name in values.keys() & vars(module).keys():
         if type(vars(module)[name]) is int:
             setattr(module, name, values[name])

@@ -105,7 +105,9 @@ def _small(name: str, value: Any, heads: int | None, hidden: int | None, depth: 
         and "label" not in name
     ):
         return {key: item for key, item in value.items() if int(key) < DEPTH}  # an entry for each layer
-    if isinstance(value, dict) and (name.endswith("_config") or name in ("encoder", "decoder", "generator")):
+    if isinstance(value, dict) and (
+        "model_type" in value or name.endswith("_config") or name in ("encoder", "decoder", "generator")
+    ):
         return shrunk_fields(value)
     if _TOKEN.fullmatch(name):
         if isinstance(value, list):

@@ -87,7 +87,7 @@ def _attention(data: dict[str, Any]) -> Attention:
             raise ValueError(f"{name}={value!r} is outside 1..{_LARGEST_HEADS}")
     if data.get("layout", LAYOUTS[0]) not in LAYOUTS:
         raise ValueError(f"layout={data['layout']!r}: choose from {list(LAYOUTS)}")
-    return Attention(**(data | {name: tuple(data.get(name, ())) for name in ("others", "biases")}))
+    return Attention(**(data | {name: tuple(data.get(name, ())) for name in ("others", "biases", "resizes")}))
 
 
 def _check_plain(value: Any, depth: int = 0) -> None:

@@ -17,7 +17,7 @@ from hf_freeze.architectures.base import LAYOUTS, Architecture, Attention, Stack
 from hf_freeze.architectures.fields import change, multiples_of, per_layer_fields
 from hf_freeze.architectures.kept_heads import prune_companions
 from hf_freeze.architectures.probe import Probe
-from hf_freeze.architectures.roles import features, is_norm, set_heads, table_scale, weight_as_rows
+from hf_freeze.architectures.roles import HIDDEN_SIZES, features, is_norm, set_heads, table_scale, weight_as_rows
 
 _SAME, _OTHER = 2e-4, 1e-4  # relative differences: an identity holds below the first, a change matters above the second
 
@@ -78,8 +78,8 @@ def _heads(probe: Probe, stack: Stack, kind: str, attention: Attention) -> tuple
         if reason is not None:
             reasons.append(reason)
             continue
-        for reads_config in (False, True):
-            candidate = replace(candidate, reads_config=reads_config)
+        for changes in ({}, {"resizes": HIDDEN_SIZES}, {"reads_config": True}):
+            candidate = replace(attention, layout=layout, **changes)
             reason = _removing(probe, layers, candidate, heads)
             if reason is None:
                 return candidate, None
@@ -155,7 +155,8 @@ def _without_heads(layer: nn.Module, attention: Attention, kept: list[int], head
         for name, linear in linears.items():
             index = attention.features(None, name, kept, heads)
             layer.set_submodule(name, _selected(linear, index, outputs=name != attention.o))
-        set_heads(owner, len(kept), attention.head_size(None), len(kept) // attention.group_size(None))
+        groups = len(kept) // attention.group_size(None)
+        set_heads(owner, len(kept), attention.head_size(None), groups, attention.resizes)
         yield
     finally:
         for name, linear in linears.items():

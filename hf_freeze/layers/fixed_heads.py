@@ -161,7 +161,7 @@ class FixedHeads(nn.Module):
     ) -> None:
         super().__init__()
         self.words = words
-        self.patterns, self.empty_rows, self.head_size = tuple(patterns), empty_rows, head_size
+        self.patterns, self.empty_rows, self.size = tuple(patterns), empty_rows, head_size
         self.projections = projections
         self.config, self.scaling, self.is_causal = attention.config, attention.scaling, False
         dropout: Any = attention.dropout
@@ -170,7 +170,7 @@ class FixedHeads(nn.Module):
     def _project(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """(B, T, H) -> (B, heads, T, D)"""
         projected = self.get_submodule(self.projections[name])(x)
-        return projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        return projected.unflatten(-1, (-1, self.size)).transpose(1, 2)
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any

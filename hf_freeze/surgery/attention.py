@@ -73,7 +73,8 @@ def take_heads(model: Any, attention: Attention, kept: Sequence[int], heads: int
     for name, linear in linears.items():
         features_kept = len(attention.features(model.config, name, range(count), heads))
         replace(model, name, select_features(linear, features_kept, outputs=name != attention.o))
-    set_heads(module, count, attention.head_size(model.config), count // attention.group_size(model.config))
+    groups = count // attention.group_size(model.config)
+    set_heads(module, count, attention.head_size(model.config), groups, attention.resizes)
     prune_companions(model.base_model, attention, model.config, kept, heads)
 
 

@@ -26,7 +26,6 @@ from hf_freeze import make_variant, stored_bytes
 from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.methods.registry import METHODS
-from hf_freeze.model import classes
 
 EXAMPLES = [block for block in blocks_of(ROOT / "CONTRIBUTING.md") if is_worked_example(block)]
 BACKBONES = list(ARCHITECTURES)
@@ -35,7 +34,7 @@ BACKBONES = list(ARCHITECTURES)
 @pytest.fixture
 def write_module(tmp_path, monkeypatch):
     """write_module(room) -> the example for this room as a module, registered until the end of the test."""
-    registries = [(registry, dict(registry)) for registry in (METHODS, ARCHITECTURES, classes.VARIANT_CLASSES)]
+    registries = [(registry, dict(registry)) for registry in (METHODS, ARCHITECTURES)]
 
     def write(room):
         (block,) = (block for block in EXAMPLES if f"from hf_freeze.{room}.registry" in block.code)
@@ -90,11 +89,8 @@ def test_the_method_holds_the_contract(model_type, write_module, tmp_path):
         make_variant(native_config(architecture), [method(stacks=["middle"])], task=architecture.tasks[0])
 
 
-def test_the_architecture_holds_the_contract_with_every_method(write_module, tmp_path, monkeypatch):
+def test_the_architecture_holds_the_contract_with_every_method(write_module, tmp_path):
     architecture = write_module("architectures").OPT
-    # As if it had been there when the package was imported, as an export line has it.
-    monkeypatch.setattr(classes, "ARCHITECTURES", {architecture.model_type: architecture})
-    classes.VARIANT_CLASSES.update(classes._make_classes())
     model = native(plain(architecture))
     for name, _ in canonical_parameters(model):
         components = architecture.matches(base_name(model, name))
