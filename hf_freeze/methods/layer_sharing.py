@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import LARGEST_DEPTH, Architecture, full_name, is_of_predecessor, with_layers
+from hf_freeze.architectures.base import LARGEST_DEPTH, Architecture, Stack, full_name, is_of_predecessor, with_layers
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.quantized import STORED, Quantized
 from hf_freeze.methods._checks import check_choice, check_positive
@@ -122,7 +122,7 @@ class LayerSharing(Method):
                 for number in group:
                     layer = layers.format(number)
                     shapes = {n: tuple(t.shape) for n, t in _parameters(model.base_model.get_submodule(layer))}
-                    self._check_alike(architecture, stack, layers.format(group[0]), layer, owners, shapes)
+                    self._check_alike(architecture.stacks[stack], stack, group[0], number, owners, shapes)
                     for name, shape in shapes.items():
                         owner, _ = owners.setdefault(name, (layer, shape))
                         if owner != layer and self._is_shared(architecture, f"{layer}.{name}"):
@@ -136,24 +136,23 @@ class LayerSharing(Method):
 
     @staticmethod
     def _check_alike(
-        architecture: Architecture,
+        description: Stack,
         stack: str,
-        first: str,
-        layer: str,
+        first: int,
+        number: int,
         owners: dict[str, tuple[str, tuple[int, ...]]],
         shapes: dict[str, tuple[int, ...]],
     ) -> None:
-        """Raise ValueError if the parameters of two layers of a group have different shapes, or if only one layer has a parameter
-        of a linear. Native layers may differ in norms and tables: ModernBERT's first layer lacks a norm."""
-        if layer == first:
-            return
+        """Raise ValueError if the parameters of two layers of a group have different shapes, or if a method has left only one of
+        them a parameter. Native layers may be of different kinds: ModernBERT's first layer lacks a norm."""
         before = {name: shape for name, (_, shape) in owners.items()}
-        for name in sorted(before.keys() | shapes.keys()):
-            natively_alone = (name not in before or name not in shapes) and not _in_linear(architecture, stack, name)
+        for name in sorted(before.keys() | shapes.keys()) if number != first else ():
+            natively_alone = (name not in before or name not in shapes) and not _has_all(description, name)
             if before.get(name) != shapes.get(name) and not natively_alone:
+                one, other = description.layers.format(first), description.layers.format(number)
                 raise ValueError(
                     f"LayerSharing: two layers of stack {stack!r} that share their parameters have different shapes: {name!r} is "
-                    f"{before.get(name)} in {first!r} and {shapes.get(name)} in {layer!r}; give them one setting"
+                    f"{before.get(name)} in {one!r} and {shapes.get(name)} in {other!r}; give them one setting"
                 )
 
     @torch.no_grad()
@@ -203,11 +202,13 @@ def _parameters(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from ((f"{name}.{buffer}", module.get_buffer(buffer)) for buffer in STORED)
 
 
-def _in_linear(architecture: Architecture, stack: str, parameter: str) -> bool:
-    """Whether a parameter of a layer belongs to a linear of its attentions or its FFN."""
-    description = architecture.stacks[stack]
-    linears = [*description.ffn, *(name for block in description.attentions.values() for name in block.linears)]
-    return any(parameter.startswith(f"{name}.") for name in linears)
+def _has_all(stack: Stack, parameter: str) -> bool:
+    """Whether every native layer has the linear that the parameter belongs to; False for a parameter of no linear."""
+    for kind, attention in stack.attentions.items():
+        if any(parameter.startswith(f"{name}.") for name in attention.linears):
+            return kind not in stack.absent
+    linear = next((name for name in (*stack.ffn, *stack.projections) if parameter.startswith(f"{name}.")), None)
+    return linear is not None and linear not in stack.absent
 
 
 def _groups(depth: int, count: int) -> list[list[int]]:
