@@ -52,7 +52,7 @@ print(json.dumps(problems))
 def tiny_config(model_type: str) -> Any:
     """A small config without dropout, so that a step can be compared."""
     config = shrink(AutoConfig.for_model(model_type))
-    if config.is_encoder_decoder and config.decoder_start_token_id is None:
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
