@@ -5,6 +5,7 @@ what moves in the model tells what the field means. Nothing here is about one fa
 """
 
 import copy
+import functools
 import json
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoModel
 
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.architectures.describe import NotDerived, describe
+from hf_freeze.architectures.examples import example_batch
 from hf_freeze.architectures.fields import per_layer_fields, with_fields
 from hf_freeze.architectures.probe import Probe
 from hf_freeze.architectures.roles import (
@@ -59,6 +61,12 @@ def _derived_small(config: Any) -> tuple[Architecture, list[str]]:
         if list(architecture.stacks) == ["encoder"] and not sees_the_future(probe):
             architecture = replace(architecture, stacks={"decoder": architecture.stacks["encoder"]})
         architecture = replace(with_fields(verify(architecture, probe), small), tasks=_tasks(architecture, small))
+        architecture = replace(
+            architecture,
+            tiny_inputs=functools.partial(example_batch, small, pixels="pixel_values" in probe.inputs),
+        )
+        if not all(stack.depth for stack in architecture.stacks.values()):
+            raise NotDerived(f"{config.model_type}: {architecture.refusals['layers']}")
         _SMALL[key] = verify_layers(architecture, probe), unused
     return _SMALL[key]
 
@@ -143,6 +151,7 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
         token_tables={table: small.token_tables[table] for table in full.token_tables if table in small.token_tables},
         sizes=sizes_in(config),
         tiny=shrink(config).to_dict(),
+        tiny_inputs=small.tiny_inputs,
         refusals=refusals,
     )
 

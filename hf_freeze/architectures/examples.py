@@ -12,9 +12,12 @@ _TARGETS = [[6, 3, 9, 5], [7, 5, -100, -100]]
 _DECODER = [[3, 6, 3, 9], [3, 7, 5, 0]]
 
 
-def example_batch(config: Any, task: str) -> dict[str, torch.Tensor]:
-    """A batch of two examples with labels for `task`, of different lengths, with padding."""
+def example_batch(config: Any, task: str, *, pixels: bool = True) -> dict[str, torch.Tensor]:
+    """A batch of two examples with labels for `task`, of different lengths, with padding. `pixels`: with images beside text, if
+    the model takes both."""
     batch = _inputs(config, _MASK)
+    if not pixels and "input_ids" in batch:
+        batch.pop("pixel_values", None)
     if "input_ids" in batch and task == "multiple-choice":
         batch = {name: torch.stack([value, value.flip(0)], dim=1) for name, value in batch.items()}
     labels: dict[str, Any] = {
@@ -28,8 +31,6 @@ def example_batch(config: Any, task: str) -> dict[str, torch.Tensor]:
     }.get(task, {"labels": [1, 0]})
     if task == "feature-extraction":
         labels = {"decoder_input_ids": _DECODER} if getattr(config, "is_encoder_decoder", False) else {}
-    if task == "question-answering" and getattr(config, "is_encoder_decoder", False):
-        labels = labels  # these models shift the inputs themselves
     return batch | {name: torch.tensor(values) for name, values in labels.items()}
 
 
