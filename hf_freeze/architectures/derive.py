@@ -158,7 +158,8 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
         full,
         tasks=small.tasks,
         stacks=stacks,
-        token_tables={table: small.token_tables[table] for table in full.token_tables if table in small.token_tables},
+        # In the full model, tables of two vocabularies differ in their rows.
+        token_tables={t: field for t, field in small.token_tables.items() if f"{t}.*" in full.embeddings},
         sizes=sizes_in(config),
         tiny=shrink(config).to_dict(),
         refusals=refusals,
@@ -387,14 +388,12 @@ def _in_norm(layer: nn.Module, parameter: str) -> bool:
 
 def _other_parameters(layer: nn.Module, parts: LayerParts) -> list[str]:
     """Parameters of a layer outside its attentions, linears and norms: experts, scales of residuals."""
-    inside = tuple(f"{attention.module}." for _, attention in _attentions(layer, parts))
-    linears = {name for name in parts.others}
+    linears = {*parts.others, *(name for names in parts.attentions.values() for name in names)}
+    described = {name for _, attention in _attentions(layer, parts) for name in attention.others}
     return [
         name
         for name, _ in layer.named_parameters()
-        if not name.startswith(inside or ("\0",))
-        and name.rpartition(".")[0] not in linears
-        and not _in_norm(layer, name)
+        if name not in described and name.rpartition(".")[0] not in linears and not _in_norm(layer, name)
     ]
 
 
