@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -199,7 +200,7 @@ def describe(model: Any, config: Any, unused: Collection[str] = ()) -> Architect
         constants=tuple(constants),
         sizes={},
         tiny={},
-        tiny_inputs=lambda task: example_batch(config, task),
+        tiny_inputs=partial(example_batch, config),
         token_tables=dict.fromkeys(tokens, ""),
     )
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import MISSING, fields
+from functools import partial
 from typing import Any
 
 from hf_freeze.architectures.base import LAYOUTS, Architecture, Attention, Stack
@@ -40,7 +41,7 @@ def from_data(data: Any, config: Any) -> Architecture:
         stacks=stacks,
         sizes=sizes_in(config),
         tiny={},
-        tiny_inputs=lambda task: example_batch(config, task),
+        tiny_inputs=partial(example_batch, config),
         **plain,
     )
 
