@@ -56,7 +56,7 @@ def _has(layer: Any, name: str) -> bool:
 
 
 def _give_own_part(
-    attention: nn.Module, kept: Sequence[int], heads: int, biases: Sequence[str], norms: dict[nn.Module, list[int]]
+    attention: nn.Module, kept: Sequence[int], heads: int, biases: Sequence[str], norms: dict[Any, list[int]]
 ) -> list[Any]:
     """Have an attention that holds the heads `kept`, out of `heads`, take its own part of `biases` and normalise in `norms`
     (norm -> the positions that it still gets) as if the removed heads were zero. Returns handles that undo it."""
@@ -92,7 +92,7 @@ class _OwnBias:
     def __init__(self, attention: nn.Module, kept: Sequence[int], heads: int, names: tuple[str, ...]) -> None:
         self.kept, self.heads, self.names = list(kept), heads, names
         self.whole: torch.Tensor | None = None
-        self.attention_class = type(attention)
+        self.attention_class: Any = type(attention)
 
     def before(self, attention: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         parameters = list(inspect.signature(self.attention_class.forward).parameters)[1:]
@@ -117,8 +117,9 @@ class _OwnBias:
 
     def computed(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The bias that the first layer computes; later layers get the whole."""
-        self.whole = self.attention_class.compute_bias(self.attention, *args, **kwargs)
-        return self.part(self.whole)
+        whole = self.attention_class.compute_bias(self.attention, *args, **kwargs)
+        self.whole = whole
+        return self.part(whole)
 
     def after(self, attention: nn.Module, args: Any, outputs: Any) -> Any:
         """(hidden states, bias, ...), with the bias for all heads"""

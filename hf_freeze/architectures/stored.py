@@ -1,4 +1,4 @@
-"""A derived description as plain data, as the config of a variant keeps it: compact, with a digest, and untrusted when it is read."""
+"""A derived description as plain data, for the config of a variant: compact, with a digest, and untrusted when it is read."""
 
 import hashlib
 import json
@@ -6,7 +6,8 @@ from dataclasses import MISSING, fields
 from functools import partial
 from typing import Any
 
-from hf_freeze.architectures.base import LAYOUTS, Architecture, Attention, Stack
+from hf_freeze.architectures.base import Architecture, Attention, Stack
+from hf_freeze.architectures.blocks import LAYOUTS
 from hf_freeze.architectures.examples import example_batch
 from hf_freeze.architectures.shrink import sizes_in
 
@@ -30,20 +31,22 @@ def from_data(data: Any, config: Any) -> Architecture:
         body = {name: value for name, value in data.items() if name not in ("transformers", "digest")}
         if data["digest"] != _digest(body):
             raise ValueError("its digest does not match: it was changed by hand")
-        stacks = {name: _stack(value) for name, value in body["stacks"].items()}
-        plain = {name: body[name] if isinstance(body[name], dict) else tuple(body[name]) for name in _PLAIN}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"the stored description of {model_type} cannot be read: {error!r}") from None
-    except ValueError as error:
-        raise ValueError(f"the stored description of {model_type} cannot be read: {error}") from None
-    return Architecture(
-        model_type=model_type,
-        stacks=stacks,
-        sizes=sizes_in(config),
-        tiny={},
-        tiny_inputs=partial(example_batch, config),
-        **plain,
-    )
+        return Architecture(
+            model_type=model_type,
+            tasks=tuple(body["tasks"]),
+            stacks={name: _stack(value) for name, value in body["stacks"].items()},
+            embeddings=tuple(body["embeddings"]),
+            norms=tuple(body["norms"]),
+            constants=tuple(body["constants"]),
+            token_tables=dict(body["token_tables"]),
+            refusals=dict(body["refusals"]),
+            sizes=sizes_in(config),
+            tiny={},
+            tiny_inputs=partial(example_batch, config),
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = str(error) if type(error) is ValueError else repr(error)
+        raise ValueError(f"the stored description of {model_type} cannot be read: {reason}") from None
 
 
 def _compact(value: Any) -> dict[str, Any]:
@@ -68,17 +71,14 @@ def _plain(value: Any) -> Any:
 
 
 def _stack(data: dict[str, Any]) -> Stack:
-    attentions = {kind: _attention(value) for kind, value in data["attentions"].items()}
-    absent = {part: tuple(numbers) for part, numbers in data.get("absent", {}).items()}
-    lists = {name: tuple(data.get(name, ())) for name in ("ffn", "projections", "others", "per_layer", "scaled")}
-    return Stack(
-        **(
-            data
-            | {"width": data.get("width"), "activation": data.get("activation")}
-            | lists
-            | {"attentions": attentions, "absent": absent}
-        )
-    )
+    lists: dict[str, Any] = {
+        name: tuple(data.get(name, ())) for name in ("ffn", "projections", "others", "per_layer", "scaled")
+    }
+    blocks: dict[str, Any] = {
+        "attentions": {kind: _attention(value) for kind, value in data["attentions"].items()},
+        "absent": {part: tuple(numbers) for part, numbers in data.get("absent", {}).items()},
+    }
+    return Stack(**({"width": None, "activation": None} | data | lists | blocks))
 
 
 def _attention(data: dict[str, Any]) -> Attention:

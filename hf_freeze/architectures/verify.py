@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hf_freeze.architectures.base import LAYOUTS, Architecture, Attention, Stack
+from hf_freeze.architectures.base import Architecture, Attention, Stack
+from hf_freeze.architectures.blocks import LAYOUTS
 from hf_freeze.architectures.fields import change, multiples_of, per_layer_fields
 from hf_freeze.architectures.kept_heads import prune_companions
 from hf_freeze.architectures.probe import Probe

@@ -11,7 +11,7 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -61,7 +61,7 @@ class _LateConfigs(dict[str, Any]):
 
     def _native(self, key: Any) -> str | None:
         native = key.removeprefix(self.prefix) if isinstance(key, str) and key.startswith(self.prefix) else None
-        return native if native in CONFIG_MAPPING_NAMES else None
+        return native if native in CONFIG_MAPPING._mapping else None
 
     def __contains__(self, key: object) -> bool:
         return super().__contains__(key) or self._native(key) is not None

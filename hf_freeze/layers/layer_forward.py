@@ -67,8 +67,8 @@ class LayerForward:
 class Skipped(LayerForward):
     """Skips the whole layer: the alternative is the identity.
 
-    `returns_tuple`: whether the layer returns a tuple. Then it runs, and only its hidden states are left out, because later layers
-    need the rest.
+    `returns_tuple`: whether the layer returns a tuple. Then it runs, and only its hidden states are left out, because later
+    layers need the rest.
     """
 
     def __init__(self, layer: nn.Module, *, returns_tuple: bool = False) -> None:

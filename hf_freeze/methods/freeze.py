@@ -40,8 +40,8 @@ class Freeze(Method):
 
     - `"trainable"` (default): unchanged;
     - `"frozen"`: keeps its weights, which are stored;
-    - `"random"` (embeddings, attention, ffn): Glorot-uniform matrices (each expert's, in a mixture of experts), zero biases, tables U(±sqrt(3/d)), and the identity for
-      a norm within the embeddings; never stored;
+    - `"random"` (embeddings, attention, ffn): Glorot-uniform matrices (of a mixture of experts, each expert's), zero biases,
+      tables U(±sqrt(3/d)), and the identity for a norm within the embeddings; never stored;
     - `"diagonal"` (attention, ffn): ones on the main diagonal of the matrix, zeros elsewhere, biases 0; never stored;
     - `"zero_diagonal"` (attention, ffn): random with zeros on the main diagonal; never stored.
 

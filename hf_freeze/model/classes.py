@@ -1,7 +1,7 @@
 """The variant classes: one in front of each native class, made when it is first asked for.
 
-Whoever asks for a model type `hf_freeze_…` (AutoConfig of a saved variant), for a class of this module by name (pickle), or for the
-variant of a native class (`make_variant`) has the classes of that family made, and registered with the Auto classes.
+Whoever asks for a model type `hf_freeze_…` (AutoConfig of a saved variant), for a class of this module by name (pickle), or for
+the variant of a native class (`make_variant`) has the classes of that family made and registered with the Auto classes.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ def config_class_of(native: type[PreTrainedConfig]) -> Any:
     return _CONFIGS[native]
 
 
-def variant_class_of(native: type[PreTrainedModel]) -> Any:
+def variant_class_of(native: Any) -> Any:
     """The variant of a native model class. Raises ValueError for a class of no known task."""
     if native not in VARIANT_CLASSES:
         config_class_of(native.config_class)
@@ -90,7 +90,7 @@ def _define(name: str, bases: tuple[type, ...], members: dict[str, Any]) -> Any:
 
 def __getattr__(name: str) -> Any:
     """Pickle asks for a class by its name, in a process that may not have made it yet."""
-    native = getattr(transformers, name.removeprefix(_PREFIX), None) if name.startswith(_PREFIX) else None
+    native: Any = getattr(transformers, name.removeprefix(_PREFIX), None) if name.startswith(_PREFIX) else None
     if isinstance(native, type) and issubclass(native, PreTrainedModel | PreTrainedConfig):
         make = variant_class_of if issubclass(native, PreTrainedModel) else config_class_of
         return make(native)

@@ -194,9 +194,9 @@ class SeededTensor:
     - `zeros`: the bias of a random or diagonal linear, or of a norm; `ones`: the weight of a norm.
 
     `parts`: the sizes of matrices that lie one after another along `dimension`, if there are several; the scheme applies to each
-    of them (GPT-2 stores queries, keys and values in one matrix). `interleaved`: if these matrices lie mixed, the number of outputs
-    that each gives to every block (BLOOM stores a head's query, key and value, then those of the next head). `kept`: (dimension, indices) of each slice that later methods
-    took, in order; `shape` is the shape before the first slice.
+    of them (GPT-2 stores queries, keys and values in one matrix). `interleaved`: if these matrices lie mixed, the number of
+    outputs that each gives to every block (BLOOM stores a head's query, key and value, then those of the next head). `kept`:
+    (dimension, indices) of each slice that later methods took, in order; `shape` is the shape before the first slice.
     """
 
     seed: int
@@ -250,7 +250,8 @@ class SeededTensor:
         sizes = self.parts or (self.shape[self.dimension],)
         other = self.shape[1 - self.dimension]
         if self.scheme == "diagonal":
-            ones = [torch.eye(*((other, size) if self.dimension else (size, other)), device=device) for size in sizes]
+            shapes = [(other, size) if self.dimension else (size, other) for size in sizes]
+            ones = [torch.eye(*shape, device=device) for shape in shapes]
             return torch.cat(ones, dim=self.dimension)
         if self.scheme in ("glorot", "zero_diagonal"):
             bounds = [math.sqrt(6 / (other + size)) for size in sizes]

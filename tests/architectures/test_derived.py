@@ -4,13 +4,13 @@ import functools
 
 import pytest
 import torch
+from support.small import small_config
 from transformers import AutoConfig
 
 from hf_freeze import make_variant
 from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.architectures.derive import base_model, derive
 from hf_freeze.architectures.registry import ARCHITECTURES
-from hf_freeze.architectures.shrink import shrink
 from hf_freeze.architectures.tasks import native_class
 from hf_freeze.methods import VocabularyTrimming
 
@@ -107,7 +107,7 @@ def test_everything_is_proved_except_what_a_probe_cannot_reach(model_type, name)
 
 @pytest.mark.parametrize("model_type", ["roberta", "t5", "falcon", "mixtral", "modernbert", "vit", "bart"])
 def test_every_parameter_in_a_layer_has_one_component_which_is_not_the_head(model_type):
-    config = shrink(AutoConfig.for_model(model_type))
+    config = small_config(model_type)
     derived = derive(config)
     names = [name for name, _ in base_model(config).named_parameters() if derived.layer_of(name)]
     assert names
@@ -116,7 +116,7 @@ def test_every_parameter_in_a_layer_has_one_component_which_is_not_the_head(mode
 
 
 def test_two_vocabularies_are_both_described_and_not_trimmed():
-    config = shrink(AutoConfig.for_model("fsmt"), src_vocab_size=60, tgt_vocab_size=80)
+    config = small_config("fsmt", src_vocab_size=60, tgt_vocab_size=80)
     tables = {"encoder.embed_tokens": "src_vocab_size", "decoder.embed_tokens": "tgt_vocab_size"}
     assert derive(config).token_tables == tables
     with pytest.raises(ValueError, match=r"60, 'tgt_vocab_size': 80} are two vocabularies"):

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.small import small_config
 from torch import nn
-from transformers import AutoConfig
 
 from hf_freeze.architectures import verify as proofs
-from hf_freeze.architectures.derive import derive, describe
+from hf_freeze.architectures.derive import derive
+from hf_freeze.architectures.describe import describe
 from hf_freeze.architectures.fields import with_fields
 from hf_freeze.architectures.probe import Probe
-from hf_freeze.architectures.shrink import shrink
 from hf_freeze.architectures.verify import sees_the_future, verify, verify_layers
 
 LAYOUTS = {  # family -> changes of its config, the layout of its fused projection by the source of transformers
@@ -28,7 +28,7 @@ LAYOUTS = {  # family -> changes of its config, the layout of its fused projecti
 
 def described(model_type="bert", **changes):
     """A probe and the description of its model, not proved, whose one stack is named "encoder"."""
-    probe = Probe(shrink(AutoConfig.for_model(model_type), **changes))
+    probe = Probe(small_config(model_type, **changes))
     return probe, describe(probe.model, probe.config)
 
 
@@ -219,7 +219,7 @@ CAUSAL = {
 
 @pytest.mark.parametrize("model_type", CAUSAL)
 def test_causal_models_do_not_see_the_future(model_type):
-    config = shrink(AutoConfig.for_model(model_type))
+    config = small_config(model_type)
     assert sees_the_future(Probe(config)) == (not CAUSAL[model_type])
     ((name, stack),) = derive(config).stacks.items()
     assert name == ("decoder" if CAUSAL[model_type] else "encoder")
@@ -227,6 +227,6 @@ def test_causal_models_do_not_see_the_future(model_type):
 
 
 def test_a_switch_of_the_config_decides_what_is_seen():
-    decoder = shrink(AutoConfig.for_model("roberta", is_decoder=True))
+    decoder = small_config("roberta", is_decoder=True)
     assert not sees_the_future(Probe(decoder))
     assert list(derive(decoder).stacks) == ["decoder"]

@@ -52,7 +52,7 @@ print(json.dumps(problems))
 def tiny_config(model_type: str) -> Any:
     """A small config without dropout, so that a step can be compared."""
     config = shrink(AutoConfig.for_model(model_type))
-    if config.is_encoder_decoder and config.decoder_start_token_id is None:
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
@@ -77,6 +77,17 @@ def offered(architecture: Architecture) -> dict[str, type[Method]]:
 
 def problems_of(model_type: str, folder: Path, methods: list[str] | None = None) -> dict[str, str]:
     """Method -> what went wrong, for each method (None: all that are offered) that does not fulfil the contract."""
+    problems = problems_before_loading(model_type, folder, methods)
+    return problems_of_loading(folder) | problems
+
+
+def problems_of_loading(folder: Path) -> dict[str, str]:
+    """Of the variants in `folder`: those that a new process does not open as they were."""
+    return json.loads(printed_by(_RELOAD, folder).splitlines()[-1]) if any(folder.iterdir()) else {}
+
+
+def problems_before_loading(model_type: str, folder: Path, methods: list[str] | None = None) -> dict[str, str]:
+    """All of the contract but opening the variants, which are left in `folder`, in a new process."""
     config = tiny_config(model_type)
     architecture = architecture_of(config)
     task = task_of(architecture)
@@ -89,8 +100,6 @@ def problems_of(model_type: str, folder: Path, methods: list[str] | None = None)
             _check(base, _fitting(METHODS[name].example, architecture, config), batch, task, folder / name)
         except Exception as error:
             problems[name] = (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:200]
-    if any(folder.iterdir()):
-        problems = json.loads(printed_by(_RELOAD, folder).splitlines()[-1]) | problems
     return problems
 
 

@@ -9,46 +9,59 @@ import argparse
 import json
 import multiprocessing
 import shutil
-import signal
 import sys
 import tempfile
+import threading
 import warnings
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from families.contract import problems_of, tiny_config
+from families.contract import problems_before_loading, problems_of_loading
 from transformers.utils import logging
 
 from hf_freeze.architectures.families import describe_family, families_page, model_types
 
-LIMIT = 900  # seconds for one family
+LIMIT = 600  # seconds for one family
+_loading = threading.Lock()  # one server of new processes serves all
 
 
 def examine(model_type: str) -> dict[str, Any]:
-    """The description of a family, and what did not fulfil the contract."""
-    warnings.filterwarnings("ignore")
-    logging.set_verbosity_error()
-    signal.signal(signal.SIGALRM, _too_late)
-    signal.alarm(LIMIT)
-    family = describe_family(model_type)
+    """The description of a family, and what did not fulfil the contract; each family in a process of its own."""
     folder = Path(tempfile.mkdtemp())
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_build, args=(model_type, folder, sender))
+    child.start()
+    sender.close()
     try:
-        if family["understood"]:
-            tiny_config(model_type)
-            family["contract"] = problems_of(model_type, folder)
-    except BaseException as error:
-        family["contract"] = {"": (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:200]}
-    finally:
-        signal.alarm(0)
-        shutil.rmtree(folder)
+        family = receiver.recv() if receiver.poll(LIMIT) else _not_done(f"not done within {LIMIT} s")
+    except EOFError:
+        family = _not_done(f"its process ended with {child.exitcode}")
+    child.kill()
+    child.join()
+    if family["understood"] and "" not in family["contract"]:
+        with _loading:
+            family["contract"] = problems_of_loading(folder) | family["contract"]
+    shutil.rmtree(folder)
     return family
 
 
-def _too_late(*_: Any) -> None:
-    raise TimeoutError(f"not done within {LIMIT} s")
+def _build(model_type: str, folder: Path, sender: Any) -> None:
+    warnings.filterwarnings("ignore")
+    logging.set_verbosity_error()
+    family = describe_family(model_type)
+    if family["understood"]:
+        try:
+            family["contract"] = problems_before_loading(model_type, folder)
+        except Exception as error:
+            family["contract"] = {"": (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:200]}
+    sender.send(family)
+
+
+def _not_done(why: str) -> dict[str, Any]:
+    return {"understood": False, "reason": why}
 
 
 if __name__ == "__main__":
@@ -58,9 +71,9 @@ if __name__ == "__main__":
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
     names = arguments.only or model_types()
-    families: dict[str, Any] = {}
-    context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(arguments.jobs, mp_context=context, max_tasks_per_child=8) as pool:
+    path = arguments.folder / "families.json"
+    families: dict[str, Any] = json.loads(path.read_text()) if path.exists() and arguments.only else {}
+    with ThreadPoolExecutor(arguments.jobs) as pool:
         futures = {pool.submit(examine, name): name for name in names}
         for number, future in enumerate(as_completed(futures), 1):
             name = futures[future]
@@ -68,6 +81,6 @@ if __name__ == "__main__":
             print(
                 f"{number}/{len(names)} {name}: {families[name].get('contract', families[name]['reason'])}", flush=True
             )
-            ordered = {name: families[name] for name in names if name in families}
-            (arguments.folder / "families.json").write_text(json.dumps(ordered, indent=1) + "\n")
+            ordered = {name: families[name] for name in model_types() if name in families}
+            path.write_text(json.dumps(ordered, indent=1) + "\n")
     (arguments.folder / "families.md").write_text(families_page(ordered))
