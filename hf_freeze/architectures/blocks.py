@@ -96,8 +96,12 @@ class Attention:
         if len(roles) > 1 and self.layout == "heads":
             return places(kept, len(roles) * size, 0, len(roles) * size)
         if len(roles) > 1 and self.layout == "groups":
-            block = (group + len(roles) - 1) * size
-            return places(shared, block, 0, block)
+            block = group + len(roles) - 1  # a group's queries, in the order of `kept`, and what they share
+            rows = []
+            for place, number in enumerate(shared):
+                queries = [head % group for head in kept[place * group : (place + 1) * group]]
+                rows += [number * block + row for row in (*queries, *range(group, block))]
+            return places(rows, size, 0, size)
         index: list[int] = []
         offset = 0
         for role in roles:

@@ -148,7 +148,8 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
         full,
         tasks=small.tasks,
         stacks=stacks,
-        token_tables={table: small.token_tables[table] for table in full.token_tables if table in small.token_tables},
+        # In the full model, tables of two vocabularies differ in their rows.
+        token_tables={t: field for t, field in small.token_tables.items() if f"{t}.*" in full.embeddings},
         sizes=sizes_in(config),
         tiny=shrink(config).to_dict(),
         tiny_inputs=small.tiny_inputs,

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -53,7 +54,7 @@ def describe(model: Any, config: Any, unused: Collection[str] = ()) -> Architect
         constants=tuple(constants),
         sizes={},
         tiny={},
-        tiny_inputs=lambda task: example_batch(config, task),
+        tiny_inputs=partial(example_batch, config),
         token_tables=dict.fromkeys(tokens, ""),
     )
 
@@ -245,14 +246,12 @@ def _in_norm(layer: nn.Module, parameter: str) -> bool:
 
 def _other_parameters(layer: nn.Module, parts: LayerParts) -> list[str]:
     """Parameters of a layer outside its attentions, linears and norms: experts, scales of residuals."""
-    inside = tuple(f"{attention.module}." for _, attention in _attentions(layer, parts))
-    linears = set(parts.others)
+    linears = {*parts.others, *(name for names in parts.attentions.values() for name in names)}
+    described = {name for _, attention in _attentions(layer, parts) for name in attention.others}
     return [
         name
         for name, _ in layer.named_parameters()
-        if not name.startswith(inside or ("\0",))
-        and name.rpartition(".")[0] not in linears
-        and not _in_norm(layer, name)
+        if name not in described and name.rpartition(".")[0] not in linears and not _in_norm(layer, name)
     ]
 
 

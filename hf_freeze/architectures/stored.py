@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import MISSING, fields
+from functools import partial
 from typing import Any
 
 from hf_freeze.architectures.base import Architecture, Attention, Stack
@@ -41,7 +42,7 @@ def from_data(data: Any, config: Any) -> Architecture:
             refusals=dict(body["refusals"]),
             sizes=sizes_in(config),
             tiny={},
-            tiny_inputs=lambda task: example_batch(config, task),
+            tiny_inputs=partial(example_batch, config),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = str(error) if type(error) is ValueError else repr(error)

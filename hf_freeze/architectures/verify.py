@@ -351,7 +351,10 @@ def _layer_removed(probe: Probe, stack: Stack) -> str | None:
         changed = probe.differs()
         outputs = probe.run()
         state = {name: value for name, value in probe.model.state_dict().items() if not name.startswith(prefix)}
-        missing = shallow.model.load_state_dict(state, strict=False)
+        try:
+            missing = shallow.model.load_state_dict(state, strict=False)
+        except RuntimeError:
+            return "a shallower native model has tensors of other shapes"
         if missing.missing_keys or missing.unexpected_keys:
             return (
                 f"a shallower native model has other tensors: {[*missing.missing_keys, *missing.unexpected_keys][0]!r}"

@@ -23,15 +23,15 @@ class HeadPruning(Method):
     all): the heads of the largest magnitude. The magnitude is the product of the norm of a head's value weights and the norm of
     its output weights.
 
-    An attention may lose all its heads: then only the bias of its output remains, and nothing is computed. Heads that share keys
-    and values are removed together. Later methods use the new numbers. `merge()` gives a native model whose removed heads are
-    zero.
+    An attention may lose all its heads: then only the bias of its output remains, and nothing is computed. One with a bias or a
+    norm for all heads together, as in T5, keeps one. Heads that share keys and values are removed together. Later methods use the
+    new numbers. `merge()` gives a native model whose removed heads are zero.
 
     After a Freeze that makes an attention random, the config names the heads that `share` removes, and the others keep their
     random values. Of fresh weights, `share` then keeps the first heads.
 
-    Raises ValueError for an unknown attention or head, a share outside 0..1, an incomplete group of heads, and an attention that
-    another method has changed.
+    Raises ValueError for an unknown attention or head, a share outside 0..1, an incomplete group of heads, all heads of an
+    attention that must keep one, and an attention that another method has changed.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"heads"})
@@ -76,6 +76,11 @@ class HeadPruning(Method):
             group = attention.group_size(model.config)
             if self.heads is not None:
                 self._check_removed(name, heads, group)
+                if attention.knows_heads and len(self.heads[name]) == heads:
+                    raise ValueError(
+                        f"HeadPruning(heads={{{name!r}: {self.heads[name]!r}}}): no head would be left, and this attention has a "
+                        "bias or a norm for all heads together; keep one"
+                    )
             surgery.take_heads(model, attention, self._kept(name, attention, model.config, heads), heads)
 
     def _kept(self, name: str, attention: Attention, config: Any, heads: int) -> list[int]:
