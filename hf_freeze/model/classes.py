@@ -26,7 +26,7 @@ _CONFIGS: dict[type, Any] = {}  # native config class -> variant config class
 VARIANT_CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}  # native class -> variant class, of those made
 
 
-def config_class_of(native: type[PreTrainedConfig]) -> Any:
+def config_class_of(native: Any) -> Any:
     """The variant of a native config class; makes the classes of all its tasks."""
     if native not in _CONFIGS:
         _make_family(native)
