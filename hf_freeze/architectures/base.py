@@ -269,7 +269,8 @@ def check_sizes(model_type: str, config: Any, sizes: dict[str, tuple[str, ...]])
 
 def hidden_size(config: Any) -> int:
     """The size of the hidden states."""
-    return config.get_text_config().hidden_size
+    text = config.get_text_config()
+    return text.hidden_size if hasattr(text, "hidden_size") else text.decoder.hidden_size
 
 
 def set_fields(config: Any, values: dict[str, Any]) -> None:

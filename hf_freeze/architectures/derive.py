@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModel
 
-from hf_freeze.architectures.base import Architecture
+from hf_freeze.architectures.base import Architecture, read
 from hf_freeze.architectures.describe import NotDerived, describe
 from hf_freeze.architectures.examples import example_batch
 from hf_freeze.architectures.fields import per_layer_fields, with_fields
@@ -22,7 +22,7 @@ from hf_freeze.architectures.roles import (
     stacks_of,
 )
 from hf_freeze.architectures.shrink import shrink, sizes_in
-from hf_freeze.architectures.tasks import native_classes
+from hf_freeze.architectures.tasks import native_class, native_classes
 from hf_freeze.architectures.verify import sees_the_future, verify, verify_layers
 
 
@@ -39,6 +39,7 @@ def derive(config: Any) -> Architecture:
 
 
 _DERIVED: dict[str, Architecture] = {}
+_OF_LANGUAGE = ("causal-lm", "masked-lm", "seq2seq-lm")
 _SMALL: dict[str, tuple[Architecture, list[str]]] = {}
 
 
@@ -61,6 +62,8 @@ def _derived_small(config: Any) -> tuple[Architecture, list[str]]:
         if list(architecture.stacks) == ["encoder"] and not sees_the_future(probe):
             architecture = replace(architecture, stacks={"decoder": architecture.stacks["encoder"]})
         architecture = replace(with_fields(verify(architecture, probe), small), tasks=_tasks(architecture, small))
+        if (reason := _output(architecture, small)) is not None:
+            architecture = replace(architecture, refusals={"vocabulary": reason} | architecture.refusals)
         architecture = replace(
             architecture,
             tiny_inputs=functools.partial(example_batch, small, pixels="pixel_values" in probe.inputs),
@@ -84,6 +87,23 @@ def _tasks(architecture: Architecture, config: Any) -> tuple[str, ...]:
         if all(stack.layers.format(0) in names for stack in architecture.stacks.values()):
             tasks.append(task)
     return tuple(tasks)
+
+
+def _output(architecture: Architecture, config: Any) -> str | None:
+    """What is wrong with the output matrices of its tasks, which should be linears with the rows of the token table; None if
+    nothing is."""
+    rows = {read(config, field) for field in architecture.token_tables.values()}
+    for task in set(architecture.tasks) & set(_OF_LANGUAGE):
+        with torch.device("meta"):
+            model: Any = native_class(task, type(config))(copy.deepcopy(config))
+        output = model.get_output_embeddings()
+        if output is None:
+            return f"its {task} model does not tell its output matrix"
+        if type(output) is not torch.nn.Linear or output.out_features not in rows:
+            return f"the output of its {task} model, a {type(output).__name__}, is no matrix with a row for each token"
+        if output.in_features != model.get_input_embeddings().embedding_dim and model.all_tied_weights_keys:
+            return f"the output of its {task} model is tied to a table of another width"
+    return None
 
 
 def _unused(probe: Probe) -> list[str]:

@@ -71,7 +71,7 @@ def fill_with_noise(model: nn.Module) -> None:
                 std = _STD if parameter.ndim > 1 else 0.1
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
         if norm and _adds_one(module):
-            module.weight.zero_()
+            module.get_parameter("weight").zero_()
 
 
 def _adds_one(norm: Any) -> bool:

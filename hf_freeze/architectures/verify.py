@@ -237,7 +237,9 @@ def _removing_neurons(probe: Probe, stack: Stack) -> str | None:
 
 def _returns_tuple(probe: Probe, stack: Stack) -> bool:
     shown: list[bool] = []
-    handle = _layers(probe, stack)[0].register_forward_hook(lambda *call: shown.append(isinstance(call[2], tuple)))
+    handle = _layers(probe, stack)[0].register_forward_hook(
+        lambda *call: shown.append(isinstance(call[2], tuple | list))
+    )
     probe.run()
     handle.remove()
     return any(shown)

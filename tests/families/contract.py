@@ -54,6 +54,9 @@ def tiny_config(model_type: str) -> Any:
     config = shrink(AutoConfig.for_model(model_type))
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
+    for part in (config, config.get_text_config()):
+        if getattr(part, "pad_token_id", None) is None:
+            part.pad_token_id = 0
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
