@@ -274,11 +274,13 @@ def hidden_size(config: Any) -> int:
 
 
 def set_fields(config: Any, values: dict[str, Any]) -> None:
-    """Set config fields; a dotted name lies in a nested config, which `config` may itself be."""
+    """Set config fields; a dotted name lies in a nested config, if `config` has that."""
     for name, value in values.items():
         *path, last = name.split(".")
+        if path and not hasattr(config, path[0]):  # the config of a part, which is the nested config itself or another one
+            continue
         owner = config
-        for part in path if path and hasattr(config, path[0]) else ():
+        for part in path:
             owner = getattr(owner, part)
         setattr(owner, last, value)
 
