@@ -71,6 +71,17 @@ CASES = {  # name, which begins with the family -> changes of its config, the nu
         {"encoder.0.self": [1], "encoder.1.self": [0, 3], "decoder.0.self": [0, 2], "decoder.1.cross": [1, 2, 3]},
     ),
     "t5 in the decoder alone": ({}, 4, {"decoder.0.self": [3], "decoder.1.self": [0], "decoder.0.cross": [2]}),
+    "mpnet": ({}, 4, {"encoder.0.self": [0, 2], "encoder.1.self": [3]}),
+    "bloom": ({}, 4, {"decoder.0.self": [2], "decoder.1.self": [0, 1]}),
+    "falcon with groups": (
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        2,
+        {"decoder.0.self": [0, 1], "decoder.1.self": [2, 3]},
+    ),
+    "olmo2": ({}, 4, {"decoder.0.self": [0, 3], "decoder.1.self": [1]}),
+    "olmo2 with groups": ({"num_key_value_heads": 2}, 2, {"decoder.0.self": [2, 3], "decoder.1.self": [0, 1]}),
+    "phi3": ({}, 4, {"decoder.0.self": [1], "decoder.1.self": [0, 2, 3]}),
+    "phi3 with groups": ({"num_key_value_heads": 2}, 2, {"decoder.0.self": [0, 1], "decoder.1.self": [2, 3]}),
     "phi3 without an attention": ({}, 4, {"decoder.0.self": [0, 1, 2, 3]}),
 }
 every_case = pytest.mark.parametrize("name", CASES)
