@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModel
 
 from hf_freeze.architectures.base import Architecture
@@ -58,14 +59,15 @@ def _derived_small(config: Any) -> tuple[Architecture, list[str]]:
         architecture = describe(probe.model, small, unused)
         if list(architecture.stacks) == ["encoder"] and not sees_the_future(probe):
             architecture = replace(architecture, stacks={"decoder": architecture.stacks["encoder"]})
-        architecture = replace(with_fields(verify(architecture, probe), small), tasks=_tasks(architecture, small))
+        architecture = _with_tasks(with_fields(verify(architecture, probe), small), small)
         _SMALL[key] = verify_layers(architecture, probe), unused
     return _SMALL[key]
 
 
-def _tasks(architecture: Architecture, config: Any) -> tuple[str, ...]:
-    """The tasks whose model has all stacks; BART's causal language model is a decoder alone."""
-    tasks = []
+def _with_tasks(architecture: Architecture, config: Any) -> Architecture:
+    """The description with the tasks whose model has all stacks; BART's causal language model is a decoder alone. `refusals` say
+    so if a model does not tell its output matrix, as FSMT's, which names a table instead."""
+    tasks, refusals = [], dict(architecture.refusals)
     for task, model_class in native_classes(type(config)).items():
         try:
             with torch.device("meta"):
@@ -75,7 +77,16 @@ def _tasks(architecture: Architecture, config: Any) -> tuple[str, ...]:
         names = {name for name, _ in model.base_model.named_modules()}
         if all(stack.layers.format(0) in names for stack in architecture.stacks.values()):
             tasks.append(task)
-    return tuple(tasks)
+            if isinstance(_output(model), nn.Embedding):
+                refusals.setdefault("vocabulary", f"its {task!r} model names a table as its output matrix")
+    return replace(architecture, tasks=tuple(tasks), refusals=refusals)
+
+
+def _output(model: Any) -> Any:
+    try:
+        return model.get_output_embeddings()
+    except (NotImplementedError, AttributeError):
+        return None
 
 
 def _unused(probe: Probe) -> list[str]:
