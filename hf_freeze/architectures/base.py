@@ -269,15 +269,18 @@ def check_sizes(model_type: str, config: Any, sizes: dict[str, tuple[str, ...]])
 
 def hidden_size(config: Any) -> int:
     """The size of the hidden states."""
-    return config.get_text_config().hidden_size
+    text = config.get_text_config()
+    return text.hidden_size if hasattr(text, "hidden_size") else text.decoder.hidden_size
 
 
 def set_fields(config: Any, values: dict[str, Any]) -> None:
-    """Set config fields; a dotted name lies in a nested config, which `config` may itself be."""
+    """Set config fields; a dotted name lies in a nested config, if `config` has that."""
     for name, value in values.items():
         *path, last = name.split(".")
+        if path and not hasattr(config, path[0]):  # the config of a part, which is the nested config itself or another one
+            continue
         owner = config
-        for part in path if path and hasattr(config, path[0]) else ():
+        for part in path:
             owner = getattr(owner, part)
         setattr(owner, last, value)
 

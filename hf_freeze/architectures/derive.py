@@ -5,23 +5,24 @@ what moves in the model tells what the field means. Nothing here is about one fa
 """
 
 import copy
+import functools
 import json
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModel
 
-from hf_freeze.architectures.base import Architecture
+from hf_freeze.architectures.base import Architecture, read
 from hf_freeze.architectures.describe import NotDerived, describe
+from hf_freeze.architectures.examples import example_batch
 from hf_freeze.architectures.fields import per_layer_fields, with_fields
 from hf_freeze.architectures.probe import Probe
 from hf_freeze.architectures.roles import (
     stacks_of,
 )
 from hf_freeze.architectures.shrink import shrink, sizes_in
-from hf_freeze.architectures.tasks import native_classes
+from hf_freeze.architectures.tasks import native_class, native_classes
 from hf_freeze.architectures.verify import sees_the_future, verify, verify_layers
 
 
@@ -38,6 +39,7 @@ def derive(config: Any) -> Architecture:
 
 
 _DERIVED: dict[str, Architecture] = {}
+_OF_LANGUAGE = ("causal-lm", "masked-lm", "seq2seq-lm")
 _SMALL: dict[str, tuple[Architecture, list[str]]] = {}
 
 
@@ -59,15 +61,22 @@ def _derived_small(config: Any) -> tuple[Architecture, list[str]]:
         architecture = describe(probe.model, small, unused)
         if list(architecture.stacks) == ["encoder"] and not sees_the_future(probe):
             architecture = replace(architecture, stacks={"decoder": architecture.stacks["encoder"]})
-        architecture = _with_tasks(with_fields(verify(architecture, probe), small), small)
+        architecture = replace(with_fields(verify(architecture, probe), small), tasks=_tasks(architecture, small))
+        if (reason := _output(architecture, small)) is not None:
+            architecture = replace(architecture, refusals={"vocabulary": reason} | architecture.refusals)
+        architecture = replace(
+            architecture,
+            tiny_inputs=functools.partial(example_batch, small, pixels="pixel_values" in probe.inputs),
+        )
+        if not all(stack.depth for stack in architecture.stacks.values()):
+            raise NotDerived(f"{config.model_type}: {architecture.refusals['layers']}")
         _SMALL[key] = verify_layers(architecture, probe), unused
     return _SMALL[key]
 
 
-def _with_tasks(architecture: Architecture, config: Any) -> Architecture:
-    """The description with the tasks whose model has all stacks; BART's causal language model is a decoder alone. `refusals` say
-    so if a model does not tell its output matrix, as FSMT's, which names a table instead."""
-    tasks, refusals = [], dict(architecture.refusals)
+def _tasks(architecture: Architecture, config: Any) -> tuple[str, ...]:
+    """The tasks whose model has all stacks; BART's causal language model is a decoder alone."""
+    tasks = []
     for task, model_class in native_classes(type(config)).items():
         try:
             with torch.device("meta"):
@@ -77,16 +86,24 @@ def _with_tasks(architecture: Architecture, config: Any) -> Architecture:
         names = {name for name, _ in model.base_model.named_modules()}
         if all(stack.layers.format(0) in names for stack in architecture.stacks.values()):
             tasks.append(task)
-            if isinstance(_output(model), nn.Embedding):
-                refusals.setdefault("vocabulary", f"its {task!r} model names a table as its output matrix")
-    return replace(architecture, tasks=tuple(tasks), refusals=refusals)
+    return tuple(tasks)
 
 
-def _output(model: Any) -> Any:
-    try:
-        return model.get_output_embeddings()
-    except (NotImplementedError, AttributeError):
-        return None
+def _output(architecture: Architecture, config: Any) -> str | None:
+    """What is wrong with the output matrices of its tasks, which should be linears with the rows of the token table; None if
+    nothing is."""
+    rows = {read(config, field) for field in architecture.token_tables.values()}
+    for task in set(architecture.tasks) & set(_OF_LANGUAGE):
+        with torch.device("meta"):
+            model: Any = native_class(task, type(config))(copy.deepcopy(config))
+        output = model.get_output_embeddings()
+        if output is None:
+            return f"its {task} model does not tell its output matrix"
+        if type(output) is not torch.nn.Linear or output.out_features not in rows:
+            return f"the output of its {task} model, a {type(output).__name__}, is no matrix with a row for each token"
+        if output.in_features != model.get_input_embeddings().embedding_dim and model.all_tied_weights_keys:
+            return f"the output of its {task} model is tied to a table of another width"
+    return None
 
 
 def _unused(probe: Probe) -> list[str]:
@@ -155,6 +172,7 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
         token_tables={t: field for t, field in small.token_tables.items() if f"{t}.*" in full.embeddings},
         sizes=sizes_in(config),
         tiny=shrink(config).to_dict(),
+        tiny_inputs=small.tiny_inputs,
         refusals=refusals,
     )
 

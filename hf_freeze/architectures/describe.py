@@ -265,7 +265,7 @@ def _activation(layer: nn.Module) -> str | None:
     return names[0] if len(names) == 1 else None
 
 
-def _outside(model: nn.Module, lists: dict[str, nn.ModuleList]) -> tuple[list[str], list[str], list[str], list[str]]:
+def _outside(model: Any, lists: dict[str, nn.ModuleList]) -> tuple[list[str], list[str], list[str], list[str]]:
     """(patterns of embeddings, of norms, of constants, names of token tables) of what lies in no layer."""
     inputs = model.get_input_embeddings() if _has_input_embeddings(model) else None
     embeddings, norms, constants, tokens = [], [], [], []

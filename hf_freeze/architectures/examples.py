@@ -8,28 +8,32 @@ import torch
 # Two sentences of 5 and 3 tokens; 0 is the padding.
 _IDS = [[5, 9, 3, 7, 6], [8, 4, 6, 0, 0]]
 _MASK = [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+_SHIFTED = [[5, 9, 3, 7, 6], [8, 4, 6, -100, -100]]
 _TARGETS = [[6, 3, 9, 5], [7, 5, -100, -100]]
 _DECODER = [[3, 6, 3, 9], [3, 7, 5, 0]]
 
 
-def example_batch(config: Any, task: str) -> dict[str, torch.Tensor]:
-    """A batch of two examples with labels for `task`, of different lengths, with padding."""
+def example_batch(config: Any, task: str, *, pixels: bool = True) -> dict[str, torch.Tensor]:
+    """A batch of two examples with labels for `task`, of different lengths, with padding. `pixels`: with images beside text, if
+    the model takes both."""
     batch = _inputs(config, _MASK)
+    if not pixels and "input_ids" in batch:
+        batch.pop("pixel_values", None)
     if "input_ids" in batch and task == "multiple-choice":
         batch = {name: torch.stack([value, value.flip(0)], dim=1) for name, value in batch.items()}
     labels: dict[str, Any] = {
         "masked-lm": {"labels": [[-100, 9, -100, 7, -100], [-100, 4, -100, -100, -100]]},
-        "causal-lm": {"labels": [[5, 9, 3, 7, 6], [8, 4, 6, -100, -100]]},
+        "causal-lm": {"labels": _SHIFTED},
         "seq2seq-lm": {"labels": _TARGETS},
         "speech-seq2seq": {"labels": _TARGETS},
         "token-classification": {"labels": [[0, 1, 1, 0, 1], [1, 0, 0, -100, -100]]},
         "question-answering": {"start_positions": [1, 0], "end_positions": [3, 1]},
         "ctc": {"labels": [[5], [3]]},
     }.get(task, {"labels": [1, 0]})
+    if labels.get("labels") is _TARGETS and not getattr(config, "is_encoder_decoder", False):
+        labels = {"labels": _SHIFTED}  # a decoder alone, which also reads sound
     if task == "feature-extraction":
         labels = {"decoder_input_ids": _DECODER} if getattr(config, "is_encoder_decoder", False) else {}
-    if task == "question-answering" and getattr(config, "is_encoder_decoder", False):
-        labels = labels  # these models shift the inputs themselves
     return batch | {name: torch.tensor(values) for name, values in labels.items()}
 
 
@@ -55,7 +59,7 @@ def _inputs(config: Any, mask: list[list[int]]) -> dict[str, torch.Tensor]:
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
         return {"input_features": noise(2, config.num_mel_bins, 2 * config.max_source_positions)}
     if hasattr(config, "conv_kernel") and hasattr(config, "conv_dim"):
-        return {"input_values": noise(2, 1200)}
+        return {"input_values": noise(2, 8000)}
     if getattr(config.get_text_config(), "vocab_size", None):
         batch = {"input_ids": torch.tensor(_IDS), "attention_mask": torch.tensor(mask)}
     if isinstance(getattr(vision, "image_size", None), int):

@@ -23,6 +23,7 @@ _TEXT_MAPPINGS = (
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
+_OF_HEADS = {"heads", "head_pruning", "head_mask"}
 BEYOND_TEXT = ("vit", "deit", "clip", "siglip", "dinov2", "beit", "wav2vec2", "hubert", "whisper")
 
 
@@ -61,12 +62,8 @@ def describe_family(model_type: str) -> dict[str, Any]:
 def families_page(families: Mapping[str, Mapping[str, Any]]) -> str:
     """The page of all families, in Markdown. A tick is a proof; `contract` tells what failed although it was proved."""
     understood = {name: family for name, family in families.items() if family["understood"]}
-    universal = [
-        n
-        for n, family in understood.items()
-        if not family["refusals"].keys() - {"heads"} and not family.get("contract")
-    ]
-    heads = [name for name in universal if "heads" not in understood[name]["refusals"]]
+    universal = [name for name, family in understood.items() if not _missing(family) - _OF_HEADS]
+    heads = [name for name in universal if not _missing(understood[name])]
     lines = [
         "# Families",
         "",
@@ -94,6 +91,11 @@ def families_page(families: Mapping[str, Mapping[str, Any]]) -> str:
         reasons = "; ".join([*family["refusals"].values(), *failed])
         lines.append(f"| {name} | {', '.join(family['stacks'])} | {' | '.join(marks)} | {_cell(reasons)} |")
     return "\n".join(lines) + "\n"
+
+
+def _missing(family: Mapping[str, Any]) -> set[str]:
+    """What was not proved, and the methods that failed although what they need was."""
+    return {*family["refusals"], *family.get("contract", {})}
 
 
 def _cell(text: str) -> str:

@@ -123,7 +123,18 @@ def _width_field(config: Any, integers: dict[str, int], architecture: Architectu
     if stack.apart or not stack.ffn or any(not stack.has(name, number) for name in stack.ffn for number in range(2)):
         return None
     weight = f"{stack.layers.format(0)}.{stack.ffn[-1]}.weight"
-    return _moving_field(config, integers, weight, axes=(0, 1))
+    name = _moving_field(config, integers, weight, axes=(0, 1))
+    if name is None:
+        return None
+    # The field must decide these FFNs alone, and any number: some families round it, or give it to experts too.
+    before, after = _shapes(config), _changed_shapes(config, **{name: 13})
+    moved = {tensor for tensor in before if before[tensor] != after.get(tensor)}
+    inside = tuple(f".{linear}." for other in architecture.stacks.values() for linear in other.ffn)
+    return (
+        name
+        if 13 in after.get(weight, ()) and all(any(part in tensor for part in inside) for tensor in moved)
+        else None
+    )
 
 
 def _rows_field(config: Any, integers: dict[str, int], weight: str) -> str | None:

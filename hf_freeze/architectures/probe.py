@@ -60,27 +60,36 @@ class Probe:
 
 @torch.no_grad()
 def fill_with_noise(model: nn.Module) -> None:
-    """Fill all parameters with noise, except that the weights of norms become 1 and their biases 0."""
+    """Fill all parameters with noise, except that norms get the scale 1 and no shift."""
     generator = torch.Generator().manual_seed(1)
     for module in model.modules():
         norm = is_norm(module)
         for name, parameter in module.named_parameters(recurse=False):
             if norm:
-                # Some families store the scale minus 1.
-                zero = name == "bias" or "1.0 +" in _source(type(module)) or "1 +" in _source(type(module))
-                parameter.fill_(0.0 if zero else 1.0)
+                parameter.fill_(1.0 if name != "bias" else 0.0)
             elif parameter.is_floating_point():
                 std = _STD if parameter.ndim > 1 else 0.1
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+        if norm and _adds_one(module):
+            module.get_parameter("weight").zero_()
 
 
-def _source(module_class: type) -> str:
-    import inspect
-
+def _adds_one(norm: Any) -> bool:
+    """Whether a norm keeps its scale less 1, as Gemma's do: then it is not zero for a weight of zero."""
+    weight = getattr(norm, "weight", None)
+    if weight is None or weight.ndim != 1:
+        return False
+    before = weight.clone()
+    weight.zero_()
     try:
-        return inspect.getsource(module_class)
-    except (OSError, TypeError):
-        return ""
+        with torch.random.fork_rng(devices=[]):
+            shifted = getattr(norm, "bias", None)
+            outputs = norm(torch.randn(2, weight.numel(), generator=torch.Generator().manual_seed(3)))
+            return shifted is None and bool(outputs.abs().max() > 0)
+    except Exception:  # a norm that takes more than what it normalises
+        return False
+    finally:
+        weight.copy_(before)
 
 
 def _first_tensor(outputs: Any) -> torch.Tensor:

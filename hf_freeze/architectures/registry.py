@@ -4,6 +4,7 @@ from typing import Any
 
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.architectures.derive import derive
+from hf_freeze.architectures.describe import NotDerived
 
 ARCHITECTURES: dict[str, Architecture] = {}
 VARIANT_PREFIX = "hf_freeze_"  # a variant's `model_type` is this prefix and the native one
@@ -24,7 +25,12 @@ def architecture_of(config: Any) -> Architecture:
     """
     if hasattr(config, "native_architecture"):  # a variant's
         return config.native_architecture
-    return ARCHITECTURES.get(config.model_type) or derive(config)
+    if config.model_type in ARCHITECTURES:
+        return ARCHITECTURES[config.model_type]
+    try:
+        return derive(config)
+    except NotDerived as error:
+        raise NotDerived(f"{error} (`hf-freeze describe --all` lists the families that are understood)") from None
 
 
 def architecture_for(model: Any) -> Architecture:

@@ -86,7 +86,8 @@ def _stack(data: dict[str, Any]) -> Stack:
         "attentions": {kind: _attention(value) for kind, value in data["attentions"].items()},
         "absent": {part: tuple(numbers) for part, numbers in data.get("absent", {}).items()},
     }
-    return Stack(**({"width": None, "activation": None} | data | lists | blocks))
+    settings: dict[str, Any] = {"width": None, "activation": None} | data | lists | blocks
+    return Stack(**settings)
 
 
 def _attention(data: dict[str, Any]) -> Attention:

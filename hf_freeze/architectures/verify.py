@@ -198,7 +198,38 @@ def _neurons(probe: Probe, stack: Stack) -> str | None:
         whole = probe.differs()
     if half < _OTHER:
         return "the neurons of its FFN do not matter for the outputs"
-    return None if whole < _SAME else "exchanging the neurons of its FFN changes the outputs"
+    if whole > _SAME:
+        return "exchanging the neurons of its FFN changes the outputs"
+    return _removing_neurons(probe, stack)
+
+
+def _removing_neurons(probe: Probe, stack: Stack) -> str | None:
+    """Neurons that are zero can be removed, in one layer alone."""
+    numbers = [number for number in range(len(_layers(probe, stack))) if stack.ffns_in(number)]
+    layer, names = _layers(probe, stack)[numbers[-1]], stack.ffns_in(numbers[-1])[0]
+    linears = {name: layer.get_submodule(name) for name in names}
+    width = features(linears[names[-1]])[0]
+    kept, gone = list(range(width // 2)), list(range(width // 2, width))
+    with probe.changed():
+        for name, linear in linears.items():
+            halves = features(linear)[1] // width if name != names[-1] else 1
+            places = [half * width + neuron for half in range(halves) for neuron in gone]
+            _zero(linear, places, outputs=name != names[-1])
+        zeroed = probe.run()
+        try:
+            for name, linear in linears.items():
+                halves = features(linear)[1] // width if name != names[-1] else 1
+                places = [half * width + neuron for half in range(halves) for neuron in kept]
+                layer.set_submodule(name, _selected(linear, places, outputs=name != names[-1]))
+            removed = probe.run()
+        except Exception as error:  # whatever the native forward raises for other shapes
+            return f"neurons cannot be removed from one layer ({_first_line(error)})"
+        finally:
+            for name, linear in linears.items():
+                layer.set_submodule(name, linear)
+    scale = zeroed.abs().max().clamp(min=1e-6)
+    same = removed.shape == zeroed.shape and float((removed - zeroed).abs().max() / scale) < _SAME
+    return None if same else "a removed neuron is not the same as one that is zero"
 
 
 # -- layers as they are called --------------------------------------------------------------------------------------------------
@@ -206,7 +237,9 @@ def _neurons(probe: Probe, stack: Stack) -> str | None:
 
 def _returns_tuple(probe: Probe, stack: Stack) -> bool:
     shown: list[bool] = []
-    handle = _layers(probe, stack)[0].register_forward_hook(lambda *call: shown.append(isinstance(call[2], tuple)))
+    handle = _layers(probe, stack)[0].register_forward_hook(
+        lambda *call: shown.append(isinstance(call[2], tuple | list))
+    )
     probe.run()
     handle.remove()
     return any(shown)

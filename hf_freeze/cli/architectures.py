@@ -6,7 +6,9 @@ from hf_freeze.cli import terminal
 
 
 def architectures() -> None:
-    """List the supported model families, their tasks and their stacks of layers.
+    """List the model families that are described by hand, their tasks and their stacks of layers.
+
+    All others are derived: `hf-freeze describe MODEL` shows what is understood of one.
 
     Example: hf-freeze architectures
     """

@@ -35,36 +35,45 @@ def describe(
 
 
 def _describe_one(name: str) -> None:
+    from transformers.utils import logging
+
     from hf_freeze.architectures.registry import architecture_of
     from hf_freeze.model.loading import config_of_type_or_model
 
+    logging.set_verbosity_error()
     config = config_of_type_or_model(name)
     architecture = architecture_of(config)
     console = terminal.console
-    stacks = Table(
-        "stack", "layers", "attention", "heads", "FFN", "neurons", title=f"{architecture.model_type}: stacks"
-    )
-    for stack_name, stack in architecture.stacks.items():
-        blocks = stack.attentions_in(config)
-        first = next((i for i in range(architecture.depths(config).get(stack_name, 0)) if stack.ffns_in(i)), 0)
-        stacks.add_row(
-            stack_name,
-            f"{architecture.depths(config).get(stack_name, '?')} × {stack.layers}",
-            "\n".join(f"{kind}: {_linears(block)}" for kind, block in blocks.items())
-            or ", ".join(stack.projections)
-            or "–",
-            "\n".join(_heads(block, config) for block in blocks.values()) or "–",
-            "\n".join(", ".join(linears) for linears in stack.ffns_in(first)) or "–",
-            "–" if stack.width is None else f"{stack.width}",
-        )
-    console.print(stacks)
+    console.print(_stacks(config, architecture))
     console.print(_components(config, architecture))
     console.print(_methods(architecture))
     terminal.say(f"Tasks: {', '.join(architecture.tasks)}")
 
 
-def _linears(attention: Any) -> str:
-    return ", ".join(attention.linears)
+def _stacks(config: Any, architecture: Any) -> Table:
+    """Each stack, with one row for each kind of attention and each FFN; modules are named below the layer."""
+    from hf_freeze.architectures.base import read
+
+    table = Table("stack", "part", "modules", "sizes", title=f"{architecture.model_type}: what is understood")
+    for name, stack in architecture.stacks.items():
+        depth = architecture.depths(config)[name]
+        table.add_row(name, "layers", stack.layers, f"{depth} ({stack.depth})")
+        for kind, attention in stack.attentions_in(config).items():
+            layers = _some(stack, kind, depth)
+            table.add_row("", f"{kind} attention{layers}", "\n".join(attention.linears), _heads(attention, config))
+        for linear in stack.projections:
+            table.add_row("", f"attention{_some(stack, linear, depth)}", linear, "")
+        for linears in dict.fromkeys(tuple(ffn) for number in range(depth) for ffn in stack.ffns_in(number)):
+            width = "" if stack.width is None else f"{read(config, stack.width)} neurons ({stack.width})"
+            table.add_row("", f"FFN{_some(stack, linears[-1], depth)}", "\n".join(linears), width)
+        table.add_section()
+    return table
+
+
+def _some(stack: Any, part: str, depth: int) -> str:
+    """In how many of the layers the part is, if not in all."""
+    count = sum(stack.has(part, number) for number in range(depth))
+    return "" if count == depth else f", {count} of {depth} layers"
 
 
 def _heads(attention: Any, config: Any) -> str:

@@ -77,7 +77,8 @@ class Skipped(LayerForward):
 
     def alternative(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.returns_tuple:
-            return (hidden_states, *self.usual(hidden_states, *args, **kwargs)[1:])
+            outputs = self.usual(hidden_states, *args, **kwargs)
+            return type(outputs)((hidden_states, *outputs[1:]))
         return hidden_states
 
 
@@ -100,7 +101,7 @@ class Replaced(LayerForward):
         for layer in predecessor:
             # `forward`, not a call: the hooks that collect hidden states must see `layer` only.
             outputs = layer.forward(**arguments)
-            first, *rest = outputs if isinstance(outputs, tuple) else (outputs,)
+            first, *rest = outputs if isinstance(outputs, tuple | list) else (outputs,)
             arguments[names[1]] = first
             arguments |= dict(zip(carried, rest, strict=False))
         return outputs

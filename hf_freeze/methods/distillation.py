@@ -161,8 +161,7 @@ class _TeacherLoss(Objective):
             if "input_ids" in inputs:  # the teacher runs its own encoder, not on the student's encoder outputs
                 inputs.pop("encoder_outputs", None)
             if "decoder_input_ids" not in inputs:
-                student: Any = model
-                inputs["decoder_input_ids"] = student.prepare_decoder_input_ids_from_labels(labels)
+                inputs["decoder_input_ids"] = _shifted(labels, model.config)
         layer_pairs: dict[str, list[tuple[str, str]]] = {}
         if self.method.hidden != "none":
             depths, teacher_depths = architecture.depths(model.config), architecture.depths(teacher.config)
@@ -208,6 +207,13 @@ def tasks_of(model: Any) -> set[str]:
         if (model_class := mapped_class(auto, type(model.config))) is not None:
             classes[task] = model_class
     return {task for task, model_class in classes.items() if isinstance(model, model_class)}
+
+
+def _shifted(labels: Any, config: Any) -> torch.Tensor:
+    """int (B, T): what a decoder reads to predict `labels` (B, T): the start token, then all labels but the last."""
+    start = getattr(config, "decoder_start_token_id", None)
+    start = torch.full_like(labels[:, :1], config.pad_token_id if start is None else start)
+    return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == -100, config.pad_token_id)], dim=1)
 
 
 def _labelled_positions(

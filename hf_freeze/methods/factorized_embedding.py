@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import Architecture, NormedEmbeddings, full_name
+from hf_freeze.architectures.base import Architecture, NormedEmbeddings, full_name, hidden_size
 from hf_freeze.layers.factorized_embedding import (
     LowRankEmbedding,
     LowRankOutput,
@@ -54,9 +54,9 @@ class FactorizedEmbedding(Method):
 
     def check(self, architecture: Architecture, config: Any) -> None:
         least = 1 if architecture.normed_embeddings is None else 2
-        if not least <= self.rank <= config.hidden_size:
+        if not least <= self.rank <= hidden_size(config):
             raise ValueError(
-                f"FactorizedEmbedding(rank={self.rank}): must be in {least}..{config.hidden_size}, the hidden size of this "
+                f"FactorizedEmbedding(rank={self.rank}): must be in {least}..{hidden_size(config)}, the hidden size of this "
                 f"{architecture.model_type}"
             )
         if self.share and len(architecture.token_tables) < 2:

@@ -124,8 +124,8 @@ class LayerSharing(Method):
                     shapes = {n: tuple(t.shape) for n, t in _parameters(model.base_model.get_submodule(layer))}
                     self._check_alike(architecture.stacks[stack], stack, group[0], number, owners, shapes)
                     for name, shape in shapes.items():
-                        owner, _ = owners.setdefault(name, (layer, shape))
-                        if owner != layer and self._is_shared(architecture, f"{layer}.{name}"):
+                        owner, alike = owners.setdefault(name, (layer, shape))
+                        if owner != layer and alike == shape and self._is_shared(architecture, f"{layer}.{name}"):
                             ties[full_name(model, f"{layer}.{name}")] = full_name(model, f"{owner}.{name}")
         return ties
 
@@ -147,8 +147,7 @@ class LayerSharing(Method):
         them a parameter. Native layers may be of different kinds: ModernBERT's first layer lacks a norm."""
         before = {name: shape for name, (_, shape) in owners.items()}
         for name in sorted(before.keys() | shapes.keys()) if number != first else ():
-            natively_alone = (name not in before or name not in shapes) and not _has_all(description, name)
-            if before.get(name) != shapes.get(name) and not natively_alone:
+            if before.get(name) != shapes.get(name) and _has_all(description, name):
                 one, other = description.layers.format(first), description.layers.format(number)
                 raise ValueError(
                     f"LayerSharing: two layers of stack {stack!r} that share their parameters have different shapes: {name!r} is "

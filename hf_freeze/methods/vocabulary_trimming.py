@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import Architecture
+from hf_freeze.architectures.base import Architecture, read
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import KeptTokens, Part, Selection
 from hf_freeze.methods.registry import register_method
@@ -59,7 +59,7 @@ class VocabularyTrimming(Method):
         return (_KeptTokens(self), Selection(self.origins))
 
     def check(self, architecture: Architecture, config: Any) -> None:
-        sizes = {field: getattr(config, field) for field in architecture.token_tables.values()}
+        sizes = {field: read(config, field) for field in architecture.token_tables.values()}
         if len(set(sizes.values())) > 1:
             raise ValueError(
                 f"VocabularyTrimming: {sizes} are two vocabularies; only a vocabulary of both sides can be trimmed"

@@ -26,7 +26,7 @@ _CONFIGS: dict[type, Any] = {}  # native config class -> variant config class
 VARIANT_CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}  # native class -> variant class, of those made
 
 
-def config_class_of(native: type[PreTrainedConfig]) -> Any:
+def config_class_of(native: Any) -> Any:
     """The variant of a native config class; makes the classes of all its tasks."""
     if native not in _CONFIGS:
         _make_family(native)
@@ -65,6 +65,9 @@ def _make_family(native_config: type[PreTrainedConfig]) -> None:
     for mapping in processor_mappings():
         if native_config in mapping:
             mapping.register(config_class, mapping[native_config], exist_ok=True)
+    reads_twice = getattr(
+        native_config, "is_encoder_decoder", False
+    )  # some seq2seq models are decoders that read sound
     for task, native in native_classes(native_config).items():
         if native not in VARIANT_CLASSES:
             VARIANT_CLASSES[native] = _define(
@@ -75,7 +78,7 @@ def _make_family(native_config: type[PreTrainedConfig]) -> None:
                     "native_class": native,
                     "config_class": config_class,
                     "forward": trained_forward(native.forward),
-                    "shifts_labels": task == "causal-lm",
+                    "shifts_labels": task == "causal-lm" or (task == "seq2seq-lm" and not reads_twice),
                 },
             )
         AUTO_CLASSES[task].register(config_class, VARIANT_CLASSES[native], exist_ok=True)

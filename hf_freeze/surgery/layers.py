@@ -29,9 +29,11 @@ def take_layers(model: Any, layers: str, numbers: Sequence[int]) -> None:
         for position, number in enumerate(numbers)
     )
     for position, layer in enumerate(new):
-        for module in layer.modules():
-            if "layer_idx" in vars(module):  # the index in the cache
-                vars(module)["layer_idx"] = position
+        indexed = [module for module in layer.modules() if type(vars(module).get("layer_idx")) is int]
+        indices = sorted({vars(module)["layer_idx"] for module in indexed})  # in the cache: one for each self-attention
+        for module in indexed:
+            own = vars(module)["layer_idx"]
+            vars(module)["layer_idx"] = position * len(indices) + indices.index(own)
     replace(model, name, new)
 
 

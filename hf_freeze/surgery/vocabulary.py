@@ -91,8 +91,8 @@ def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: s
         shorter_bias = bias.detach()[..., :count].clone()
         setattr(owner, attribute, nn.Parameter(shorter_bias) if attribute in owner._parameters else shorter_bias)
     for module in model.modules():  # some modules keep a copy of the vocabulary size
-        if "vocab_size" in vars(module):
-            vars(module)["vocab_size"] = count
+        for name in {"vocab_size", "n_words"} & vars(module).keys():
+            vars(module)[name] = count
 
 
 def _with_rows(table: Any, count: int) -> Any:

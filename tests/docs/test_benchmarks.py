@@ -47,6 +47,11 @@ def test_rng_speed(run):
     assert re.search(r"ratio [\d.]+ \(claim: at least 0.5\)", run("rng_speed", "--rounds", "1"))
 
 
+def test_derive(run):
+    printed = run("derive", "--types", "roberta", "--layers", "2", "--hidden", "32", "--rounds", "2")
+    assert re.search(r"claims: roberta: (passed|missed)", printed)
+
+
 def test_precision(run):
     printed = run("precision", "--preset", "demo", "--batches", "1", "--rounds", "1")
     assert re.search(r"bf16 takes [\d.]+ times as long as fp32; claim: (passed|missed)", printed)

@@ -54,6 +54,9 @@ def tiny_config(model_type: str) -> Any:
     config = shrink(AutoConfig.for_model(model_type))
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
+    for part in (config, config.get_text_config()):
+        if getattr(part, "pad_token_id", None) is None:
+            part.pad_token_id = 0
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
@@ -114,7 +117,7 @@ def _check(base: Any, method: Method, batch: dict[str, torch.Tensor], task: str,
     """All of a cell but the new process, for which it leaves the variant and its outputs in `folder`."""
     variant = make_variant(base, [method]).eval()
     if variant.can_generate() and task in ("causal-lm", "seq2seq-lm"):
-        _check_generation(variant, {name: value for name, value in batch.items() if name != "labels"})
+        _check_generation(base, variant, {name: value for name, value in batch.items() if name != "labels"})
     training_step(with_teacher(variant), batch)
     variant.save_pretrained(folder)
     with torch.no_grad():
@@ -123,16 +126,26 @@ def _check(base: Any, method: Method, batch: dict[str, torch.Tensor], task: str,
     torch.save({"outputs": result[place], "place": place, "batch": batch, "task": task}, folder / "outputs.pt")
     if any(applied.finalizable for applied in variant.methods):
         variant.finalize()
+    try:
+        native = variant.merge().eval()
+    except ValueError as error:
+        if "cannot be merged" not in str(error):
+            raise
+        return
     with torch.no_grad():
-        expected, merged = variant(**batch)[place], variant.merge().eval()(**batch)[place]
+        expected, merged = variant(**batch)[place], native(**batch)[place]
     difference = float((expected - merged).abs().max())
     assert difference < 1e-5 * max(1.0, float(expected.abs().max())), (
         f"merge() computes something else, by {difference:.1e}"
     )
 
 
-def _check_generation(variant: Any, batch: dict[str, torch.Tensor]) -> None:
+def _check_generation(base: Any, variant: Any, batch: dict[str, torch.Tensor]) -> None:
     settings = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     row = {name: value[:1] for name, value in batch.items()}
-    cached, plain = (variant.generate(**row, use_cache=use_cache, **settings) for use_cache in (True, False))
-    assert torch.equal(cached, plain), "generation with a cache differs from generation without one"
+
+    def differs(model: Any) -> bool:
+        cached, plain = (model.generate(**row, use_cache=use_cache, **settings) for use_cache in (True, False))
+        return not torch.equal(cached, plain)
+
+    assert differs(base) or not differs(variant), "generation with a cache differs from generation without one"
