@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import re
 from dataclasses import MISSING, fields
 from functools import partial
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from hf_freeze.architectures.base import Architecture, Attention, Stack
+from hf_freeze.architectures.base import Architecture, Attention, Stack, read
 from hf_freeze.architectures.blocks import LAYOUTS
 from hf_freeze.architectures.examples import example_batch
 from hf_freeze.architectures.shrink import sizes_in
@@ -31,7 +33,8 @@ def from_data(data: Any, config: Any) -> Architecture:
         body = {name: value for name, value in data.items() if name not in ("transformers", "digest")}
         if data["digest"] != _digest(body):
             raise ValueError("its digest does not match: it was changed by hand")
-        return Architecture(
+        _check_types(Architecture, body)
+        architecture = Architecture(
             model_type=model_type,
             tasks=tuple(body["tasks"]),
             stacks={name: _stack(value) for name, value in body["stacks"].items()},
@@ -44,6 +47,8 @@ def from_data(data: Any, config: Any) -> Architecture:
             tiny={},
             tiny_inputs=partial(example_batch, config),
         )
+        _check_fields(architecture, config)
+        return architecture
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = str(error) if type(error) is ValueError else repr(error)
         raise ValueError(f"the stored description of {model_type} cannot be read: {reason}") from None
@@ -71,6 +76,9 @@ def _plain(value: Any) -> Any:
 
 
 def _stack(data: dict[str, Any]) -> Stack:
+    _check_types(Stack, data)
+    if re.fullmatch(r"[^{}]*\{\}[^{}]*", data["layers"]) is None:
+        raise ValueError(f"layers={data['layers']!r} must have one {{}}, for the number")
     lists: dict[str, Any] = {
         name: tuple(data.get(name, ())) for name in ("ffn", "projections", "others", "per_layer", "scaled")
     }
@@ -83,6 +91,7 @@ def _stack(data: dict[str, Any]) -> Stack:
 
 
 def _attention(data: dict[str, Any]) -> Attention:
+    _check_types(Attention, data)
     for name in ("heads", "size", "groups"):
         value = data.get(name)
         if value is not None and (type(value) is not int or not 0 < value <= _LARGEST_HEADS):
@@ -100,6 +109,42 @@ def _check_plain(value: Any, depth: int = 0) -> None:
         raise ValueError(f"a name of {len(value)} characters; the limit is {_LONGEST}")
     for item in [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_plain(item, depth + 1)
+
+
+def _check_types(described: type, data: Any) -> None:
+    """Raise ValueError if a value of `data` is not of the type that the field of this dataclass has."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{described.__name__.lower()}: a {type(data).__name__} in the place of its fields")
+    hints = get_type_hints(described)
+    for name, value in data.items():
+        if name in hints and not _fits(value, hints[name]):
+            raise ValueError(f"{described.__name__.lower()}: {name} has a value of a wrong type")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if kind is tuple:  # a list in JSON
+        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_fits(k, parts[0]) and _fits(v, parts[1]) for k, v in value.items())
+    return isinstance(value, dict) if hint in (Stack, Attention) else type(value) is hint
+
+
+def _check_fields(architecture: Architecture, config: Any) -> None:
+    """Raise ValueError for a name of a config field that the config does not have."""
+    stacks = architecture.stacks.values()
+    counts = [*(stack.depth for stack in stacks), *architecture.token_tables.values()]
+    others = [name for stack in stacks for name in (stack.width, *stack.per_layer, *stack.scaled)]
+    others += [attention.switch for stack in stacks for attention in stack.attentions.values()]
+    for name in filter(None, (*counts, *others)):
+        try:
+            value = read(config, name)
+        except AttributeError:
+            raise ValueError(f"it names the config field {name!r}, which the config does not have") from None
+        if name in counts and type(value) is not int:
+            raise ValueError(f"it takes the config field {name!r} for a number")
 
 
 def _digest(data: dict[str, Any]) -> str:

@@ -23,8 +23,8 @@ class HeadPruning(Method):
     all): the heads of the largest magnitude. The magnitude is the product of the norm of a head's value weights and the norm of
     its output weights.
 
-    An attention may lose all its heads: then only the bias of its output remains, and nothing is computed. One with a bias or a
-    norm for all heads together, as in T5, keeps one. Heads that share keys and values are removed together. Later methods use the
+    An attention may lose all its heads: then only the bias of its output remains, and nothing is computed. One that has more
+    than its projections, such as norms, keeps one. Heads that share keys and values are removed together. Later methods use the
     new numbers. `merge()` gives a native model whose removed heads are zero.
 
     After a Freeze that makes an attention random, the config names the heads that `share` removes, and the others keep their
@@ -76,10 +76,10 @@ class HeadPruning(Method):
             group = attention.group_size(model.config)
             if self.heads is not None:
                 self._check_removed(name, heads, group)
-                if attention.knows_heads and len(self.heads[name]) == heads:
+                if len(self.heads[name]) == heads and _has_more_than_linears(model, attention):
                     raise ValueError(
-                        f"HeadPruning(heads={{{name!r}: {self.heads[name]!r}}}): no head would be left, and this attention has a "
-                        "bias or a norm for all heads together; keep one"
+                        f"HeadPruning(heads={{{name!r}: {self.heads[name]!r}}}): no head would be left, and this attention has "
+                        "more than its projections, such as a norm or a bias on its scores; keep one"
                     )
             surgery.take_heads(model, attention, self._kept(name, attention, model.config, heads), heads)
 
@@ -146,3 +146,11 @@ class HeadPruning(Method):
             heads = attention.head_count(model.config)
             kept = self._kept(name, attention, model.config, heads) if attention.knows_heads else None
             surgery.pad_heads(model, attention, kept)
+
+
+def _has_more_than_linears(model: Any, attention: Attention) -> bool:
+    """Whether an attention has something that would be lost together with its last head."""
+    prefix = f"{attention.module}."
+    linears = tuple(f"{name.removeprefix(prefix)}." for name in attention.linears)
+    parameters = model.base_model.get_submodule(attention.module).named_parameters()
+    return attention.knows_heads or any(not name.startswith(linears) for name, _ in parameters)

@@ -115,9 +115,16 @@ def test_every_parameter_in_a_layer_has_one_component_which_is_not_the_head(mode
     assert {name: components for name, components in found.items() if len(components) != 1} == {}
 
 
-def test_two_vocabularies_are_both_described_and_not_trimmed():
+def test_two_vocabularies_are_both_described():
     config = small_config("fsmt", src_vocab_size=60, tgt_vocab_size=80)
     tables = {"encoder.embed_tokens": "src_vocab_size", "decoder.embed_tokens": "tgt_vocab_size"}
     assert derive(config).token_tables == tables
-    with pytest.raises(ValueError, match=r"60, 'tgt_vocab_size': 80} are two vocabularies"):
+
+
+def test_a_vocabulary_is_not_trimmed_where_the_output_matrix_is_not_told():
+    """FSMT's `get_output_embeddings` gives a table; its logits come from a linear of its own."""
+    config = small_config("fsmt")
+    reason = "the output of its seq2seq-lm model, a Embedding, is no matrix"
+    assert derive(config).refusals["vocabulary"].startswith(reason)
+    with pytest.raises(ValueError, match=f"'vocabulary_trimming' does not support 'fsmt'; {reason}"):
         make_variant(config, [VocabularyTrimming(keep=list(range(40)))], task="seq2seq-lm")

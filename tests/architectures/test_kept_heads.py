@@ -71,6 +71,17 @@ CASES = {  # name, which begins with the family -> changes of its config, the nu
         {"encoder.0.self": [1], "encoder.1.self": [0, 3], "decoder.0.self": [0, 2], "decoder.1.cross": [1, 2, 3]},
     ),
     "t5 in the decoder alone": ({}, 4, {"decoder.0.self": [3], "decoder.1.self": [0], "decoder.0.cross": [2]}),
+    "mpnet": ({}, 4, {"encoder.0.self": [0, 2], "encoder.1.self": [3]}),
+    "bloom": ({}, 4, {"decoder.0.self": [2], "decoder.1.self": [0, 1]}),
+    "falcon with groups": (
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        2,
+        {"decoder.0.self": [0, 1], "decoder.1.self": [2, 3]},
+    ),
+    "olmo2": ({}, 4, {"decoder.0.self": [0, 3], "decoder.1.self": [1]}),
+    "olmo2 with groups": ({"num_key_value_heads": 2}, 2, {"decoder.0.self": [2, 3], "decoder.1.self": [0, 1]}),
+    "phi3": ({}, 4, {"decoder.0.self": [1], "decoder.1.self": [0, 2, 3]}),
+    "phi3 with groups": ({"num_key_value_heads": 2}, 2, {"decoder.0.self": [0, 1], "decoder.1.self": [2, 3]}),
     "phi3 without an attention": ({}, 4, {"decoder.0.self": [0, 1, 2, 3]}),
 }
 every_case = pytest.mark.parametrize("name", CASES)
@@ -173,10 +184,11 @@ def test_the_layout_is_proved(name):
         assert (found.head_count(None), found.key_head_count(None), found.head_size(None)) == (HEADS, groups, SIZE)
 
 
-@pytest.mark.parametrize("name", ["t5", "mpnet", "bloom", "falcon with groups", "olmo2"])
-def test_an_attention_with_something_for_all_heads_keeps_one(name):
-    """BLOOM's attention adds the residual, T5's returns its bias to the next layer, OLMo 2's has norms: without heads, that is
-    lost."""
-    attention = next(iter(CASES[name][2]))
+@pytest.mark.parametrize("model_type", ["t5", "mpnet", "bloom", "falcon", "olmo2", "qwen3", "albert"])
+def test_an_attention_with_more_than_projections_keeps_one_head(model_type):
+    """BLOOM's adds the residual, T5's returns its bias to the next layer, Qwen 3's has norms: without heads, that is lost."""
+    config = small_config(model_type)
+    task, auto_class = AUTO.get(model_type, ("masked-lm", AutoModelForMaskedLM) if model_type == "albert" else CAUSAL)
+    attention = next(iter(architecture_of(config).attentions(config)))
     with pytest.raises(ValueError, match=rf"HeadPruning.*{attention}.*no head would be left.*; keep one$"):
-        make_variant(native(name)[0], [HeadPruning(heads={attention: [0, 1, 2, 3]})])
+        make_variant(auto_class.from_config(config), [HeadPruning(heads={attention: [0, 1, 2, 3]})], task=task)

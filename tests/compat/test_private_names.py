@@ -13,10 +13,12 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoModel, BertConfig, BertModel, PreTrainedModel, Trainer, initialization
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.base import Pipeline
 
 import hf_freeze
+from hf_freeze.compat import transformers as compat
 from hf_freeze.compat.transformers import is_initialized, mark_initialized, mark_uninitialized
 
 PACKAGE = Path(inspect.getfile(hf_freeze)).parent
@@ -35,6 +37,7 @@ ATTRIBUTES = [  # (owner, name, what we use it for)
     (PreTrainedModel, "get_expanded_tied_weights_keys", "ties that a method has removed"),
     (AutoModel, "_model_mapping", "finding the class of a config"),
     (AutoModel._model_mapping, "_extra_content", "building native base models inside variants"),
+    (CONFIG_MAPPING, "_extra_content", "making the config class of a variant when AutoConfig asks for it"),
     (BertConfig(), "_attn_implementation", "copying the attention implementation"),
     (Trainer, "_prepare_inputs", "putting batches on the Trainer's device"),
     (Pipeline, "_default_generation_config", "the length of generated text in pipelines"),
@@ -78,6 +81,40 @@ def test_a_module_that_is_marked_for_redrawing_is_drawn_again():
     mark_uninitialized(model.encoder.layer)
     model.initialize_weights()
     assert linear.weight.any(), f"{VERSION} no longer redraws such modules: mend hf_freeze/compat/transformers.py"
+
+
+def test_the_mapping_of_configs_still_asks_its_further_entries(monkeypatch):
+    """On a new mapping: AutoConfig's own keeps what it has."""
+    moved = f"{VERSION} asks in another way for registered configs: mend make_configs_late in hf_freeze/compat/transformers.py"
+    mapping, asked = type(CONFIG_MAPPING)({"bert": "BertConfig"}), []
+    assert mapping._extra_content == {}, moved
+    mapping.register("registered", BertConfig)
+    assert mapping._extra_content == {"registered": BertConfig}, moved
+
+    def make(native_type):
+        asked.append(native_type)
+        mapping.register(f"late_{native_type}", BertConfig, exist_ok=True)
+        return BertConfig
+
+    monkeypatch.setattr(compat, "CONFIG_MAPPING", mapping)
+    compat.make_configs_late("late_", make)
+    assert "late_bert" in mapping, moved
+    assert "late_nonsense" not in mapping, moved
+    assert "late_registered" not in mapping, "only native types have variants"
+    assert list(mapping.keys()) == ["bert", "registered"], "nothing is made until it is asked for"
+    assert asked == []
+    assert mapping["late_bert"] is BertConfig, moved
+    assert mapping["late_bert"] is BertConfig
+    assert asked == ["bert"], "it is made once"
+    assert mapping["registered"] is BertConfig, moved
+    with pytest.raises(KeyError):
+        mapping["late_nonsense"]
+
+
+def test_the_mapping_of_configs_has_our_entries():
+    assert isinstance(CONFIG_MAPPING._extra_content, compat._LateConfigs)
+    assert "hf_freeze_roberta" in CONFIG_MAPPING
+    assert "hf_freeze_nonsense" not in CONFIG_MAPPING
 
 
 def test_distributed_training_still_asks_which_tensors_to_leave_out():

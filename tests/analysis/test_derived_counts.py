@@ -1,0 +1,93 @@
+"""Parameters of families that no file describes are counted as torch counts them, and each in one component."""
+
+import pytest
+import torch
+from support.small import small_config
+
+from hf_freeze import count_parameters, make_variant, stored_bytes
+from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.methods import Freeze
+
+TASKS = {
+    "roberta": "masked-lm",
+    "t5": "seq2seq-lm",
+    "mixtral": "causal-lm",
+    "vit": "image-classification",
+    "falcon": "causal-lm",
+    "bart": "seq2seq-lm",
+    "modernbert": "masked-lm",
+}
+every_family = pytest.mark.parametrize("model_type", TASKS)
+
+
+def native(model_type):
+    return AUTO_CLASSES[TASKS[model_type]].from_config(small_config(model_type))
+
+
+@every_family
+def test_the_total_is_that_of_torch(model_type):
+    model = native(model_type)
+    count = count_parameters(model)
+    expected = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
+    assert count.total == count.trainable == count.stored == expected
+    assert sum(part.total for part in count.by_component.values()) == expected
+    assert stored_bytes(model) == 4 * expected + sum(
+        buffer.numel() * buffer.element_size() for name, buffer in model.named_buffers() if name in model.state_dict()
+    )
+
+
+# Of small models: hidden size 32, FFN width 48, 4 heads of 8, 2 layers, 99 tokens.
+D, W, V, LAYERS = 32, 48, 99, 2
+BY_HAND = {  # family -> component -> parameters
+    "roberta": {
+        "attention": LAYERS * 4 * (D * D + D),
+        "ffn": LAYERS * (2 * D * W + D + W),
+        "norm": 2 * D * (1 + 2 * LAYERS),
+    },
+    "t5": {
+        "attention": LAYERS * 3 * 4 * D * D + 2 * 32 * 4,
+        "ffn": 2 * LAYERS * 2 * D * W,
+        "norm": D * (2 * LAYERS + 3 * LAYERS + 2),
+    },
+    # 4 experts of gate, up and down, and a router; keys and values have 2 heads.
+    "mixtral": {
+        "attention": LAYERS * (2 * D * D + 2 * D * D // 2),
+        "ffn": LAYERS * (4 * 3 * D * W + 4 * D),
+        "norm": D * (1 + 2 * LAYERS),
+    },
+    # A class token, 4 patches of 8 x 8 in 3 colours, 5 positions; norms before each part and at the end.
+    "vit": {
+        "attention": LAYERS * 4 * (D * D + D),
+        "ffn": LAYERS * (2 * D * W + D + W),
+        "norm": 2 * D * (1 + 2 * LAYERS),
+        "embeddings": D + 5 * D + 3 * 64 * D + D,
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", BY_HAND)
+def test_components_are_as_counted_by_hand(model_type):
+    count = count_parameters(native(model_type)).by_component
+    assert {name: count[name].total for name in BY_HAND[model_type]} == BY_HAND[model_type]
+
+
+@every_family
+def test_a_frozen_ffn_is_not_trainable_and_a_random_one_not_stored(model_type):
+    model = native(model_type)
+    native_count = count_parameters(model)
+    variant = make_variant(model, [Freeze(ffn="random")])
+    count = count_parameters(variant)
+    ffn = count.by_component["ffn"]
+    assert count.total == native_count.total
+    assert count.total - count.stored == ffn.total - ffn.stored
+    assert ffn.trainable == 0
+    assert count.trainable == count.total - ffn.total
+    assert sum(p.numel() for p in variant.parameters() if p.requires_grad) == count.trainable
+    assert 0 < ffn.total - ffn.stored <= ffn.total
+
+
+@every_family
+def test_counting_works_on_meta(model_type):
+    with torch.device("meta"):
+        on_meta = count_parameters(native(model_type))
+    assert on_meta == count_parameters(native(model_type))

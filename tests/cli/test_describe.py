@@ -1,0 +1,97 @@
+"""`hf-freeze describe`: what is understood of a family or of a saved model."""
+
+import re
+
+import pytest
+from support.small import small_config
+from typer.testing import CliRunner
+
+from hf_freeze import make_variant
+from hf_freeze.cli import app
+from hf_freeze.methods import Freeze, HeadPruning
+from hf_freeze.methods.registry import METHODS
+
+
+def described(*arguments):
+    """What is printed; tables as lines of words."""
+    result = CliRunner().invoke(
+        app, ["describe", *map(str, arguments)], env={"COLUMNS": "240", "NO_COLOR": "1", "TERM": "dumb"}
+    )
+    assert result.exit_code == 0, (result.output, result.exception)
+    lines = (re.sub(r"\x1b\[[0-9;]*m|[│┃]", " ", line) for line in result.stdout.splitlines())
+    return [" ".join(line.split()) for line in lines]
+
+
+def refused(*arguments):
+    """The one line that is printed instead."""
+    result = CliRunner().invoke(app, ["describe", *map(str, arguments)], env={"NO_COLOR": "1", "TERM": "dumb"})
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error:")]
+    assert result.stdout.strip() == ""
+    return line
+
+
+def test_a_family_is_described():
+    lines = described("roberta")
+    assert "roberta: what is understood" in lines
+    assert "encoder layers encoder.layer.{} 12 (num_hidden_layers)" in lines
+    assert "self attention attention.self.query 12 of 64" in lines
+    ffn = lines.index("FFN intermediate.dense 3072 neurons (intermediate_size)")
+    assert lines[ffn + 1] == "output.dense"
+    # 50,265 tokens, 512 positions, 2 types; in each layer 4 matrices of attention, 2 of the FFN and 2 norms; a norm before them.
+    d, w = 768, 3072
+    assert f"embeddings {(50265 + 512 + 2) * d:,}" in lines
+    assert f"attention {12 * 4 * (d * d + d):,}" in lines
+    assert f"ffn {12 * (2 * d * w + d + w):,}" in lines
+    assert f"norm {(1 + 12 * 2) * 2 * d:,}" in lines
+    (tasks,) = [line for line in lines if line.startswith("Tasks: ")]
+    assert "masked-lm" in tasks
+
+
+def test_every_method_is_listed_with_a_reason_where_it_does_not_work():
+    lines = described("roberta")
+    answers = {name: re.match(rf"{name} (yes|no)\b ?(.*)", line) for name in METHODS for line in lines if name in line}
+    assert answers.keys() == METHODS.keys()
+    works = {name for name, answer in answers.items() if answer[1] == "yes"}
+    assert {"freeze", "head_pruning", "ffn_pruning", "low_rank", "vocabulary_trimming"} <= works
+    assert not works & {"delight", "lite_transformer", "fixed_attention"}
+    assert all(answer[2] for name, answer in answers.items() if name not in works)
+
+
+def test_a_saved_variant_is_described_as_its_backbone(tmp_path):
+    methods = [Freeze(ffn="random"), HeadPruning(heads={"encoder.0.self": [1]})]
+    make_variant(small_config("roberta"), methods, task="masked-lm").save_pretrained(tmp_path)
+    lines = described(tmp_path)
+    assert "roberta: what is understood" in lines
+    assert "encoder layers encoder.layer.{} 2 (num_hidden_layers)" in lines
+    assert "self attention attention.self.query 4 of 8" in lines
+
+
+def test_a_family_described_by_hand_is_described():
+    lines = described("marian")
+    assert [line.split()[0] for line in lines if ".layers.{}" in line] == ["encoder", "decoder"]
+
+
+def test_shared_keys_are_told():
+    assert "self attention self_attn.q_proj 32 of 128, 8 for keys and values" in described("mixtral")
+
+
+def test_an_unknown_type_is_one_line_with_what_may_be_meant():
+    line = refused("robberta")
+    assert line.startswith("Error: 'robberta' is no model type of transformers")
+    assert "did you mean 'roberta'" in line
+    assert "did you mean" not in refused("qqqqqqqqqq")
+
+
+def test_a_family_that_is_not_understood_is_one_line():
+    assert refused("squeezebert").startswith("Error: squeezebert: no list of layers with linears was found")
+
+
+def test_a_missing_directory_is_one_line(tmp_path):
+    assert f"{tmp_path}/missing does not exist" in refused(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("arguments", [[], ["roberta", "--all"]], ids=["neither", "both"])
+def test_one_model_or_all_are_needed(arguments):
+    assert refused(*arguments) == "Error: give a model type or a model, or --all"
