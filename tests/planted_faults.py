@@ -102,14 +102,17 @@ FAULTS = (
     Fault(
         "head-size",
         "heads are taken to be hidden_size / heads wide, whatever head_dim says",
-        (("hf_freeze/architectures/base.py", 'self.size or getattr(config, "head_dim", None) or', "self.size or"),),
+        (
+            ("hf_freeze/architectures/blocks.py", 'self.size or getattr(config, "head_dim", None) or', "self.size or"),
+            ("hf_freeze/architectures/base.py", 'self.size or getattr(config, "head_dim", None) or', "self.size or"),
+        ),
     ),
     Fault(
         "fused-heads",
         "kept heads are looked up at the wrong place in fused keys and values",
         (
             (
-                "hf_freeze/architectures/base.py",
+                "hf_freeze/architectures/blocks.py",
                 "offset += (heads if query else groups) * size",
                 "offset += (len(kept) if query else len(shared)) * size",
             ),

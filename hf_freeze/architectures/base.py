@@ -277,7 +277,9 @@ def set_fields(config: Any, values: dict[str, Any]) -> None:
     """Set config fields; a dotted name lies in a nested config, if `config` has that."""
     for name, value in values.items():
         *path, last = name.split(".")
-        if path and not hasattr(config, path[0]):  # the config of a part, which is the nested config itself or another one
+        if path and not hasattr(
+            config, path[0]
+        ):  # the config of a part, which is the nested config itself or another one
             continue
         owner = config
         for part in path:

@@ -163,6 +163,7 @@ class Stack:
     others: tuple[str, ...] = ()  # patterns of further parameters of the FFN, such as those of experts
     # Layers of a stack may differ: kind of attention, or linear of the FFN -> the numbers of the layers that do not have it.
     absent: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    differ: tuple[str, ...] = ()  # parameters that not all layers have, or not in one shape
     per_layer: tuple[str, ...] = ()  # config fields that hold an entry for each layer
     scaled: tuple[str, ...] = ()  # config fields that are a multiple of the depth and change with it, as in ALBERT
     returns_tuple: bool = False  # whether a layer returns a tuple that begins with the hidden states

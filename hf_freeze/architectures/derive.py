@@ -33,7 +33,8 @@ def derive(config: Any) -> Architecture:
     """
     key = type(config).__name__ + json.dumps(config.to_dict(), sort_keys=True, default=str)
     if key not in _DERIVED:
-        small, unused = _derived_small(config)
+        with torch.device("cpu"):  # proofs compute values, also where the caller builds on meta
+            small, unused = _derived_small(config)
         _DERIVED[key] = _adopt(describe(base_model(config), config, unused), small, config)
     return _DERIVED[key]
 
@@ -160,6 +161,7 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
             apart=stack.apart,
             others=stack.others,
             absent=stack.absent,
+            differ=stack.differ,
             per_layer=lists,
             reads=reads,
             neurons={} if shown.width else stack.neurons,

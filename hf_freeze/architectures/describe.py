@@ -115,8 +115,16 @@ def _stack(path: str, layers: nn.ModuleList) -> Stack:
         activation=_activation(layers[0]),
         neurons=_neurons(layers, tuple(ffn), absent),
         others=tuple(others),
+        differ=_differ(layers),
         absent={part: tuple(sorted(numbers)) for part, numbers in absent.items() if numbers},
     )
+
+
+def _differ(layers: nn.ModuleList) -> tuple[str, ...]:
+    """The parameters that not all layers have, or not in one shape."""
+    shapes = [{(name, tuple(value.shape)) for name, value in layer.named_parameters()} for layer in layers]
+    alike = set.intersection(*shapes)
+    return tuple(sorted({name for layer in shapes for name, _ in layer - alike}))
 
 
 def _attentions(layer: nn.Module, parts: LayerParts) -> Iterator[tuple[str, Attention]]:

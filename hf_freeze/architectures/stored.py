@@ -80,7 +80,7 @@ def _stack(data: dict[str, Any]) -> Stack:
     if re.fullmatch(r"[^{}]*\{\}[^{}]*", data["layers"]) is None:
         raise ValueError(f"layers={data['layers']!r} must have one {{}}, for the number")
     lists: dict[str, Any] = {
-        name: tuple(data.get(name, ())) for name in ("ffn", "projections", "others", "per_layer", "scaled")
+        name: tuple(data.get(name, ())) for name in ("ffn", "projections", "others", "differ", "per_layer", "scaled")
     }
     blocks: dict[str, Any] = {
         "attentions": {kind: _attention(value) for kind, value in data["attentions"].items()},

@@ -147,7 +147,7 @@ class LayerSharing(Method):
         them a parameter. Native layers may be of different kinds: ModernBERT's first layer lacks a norm."""
         before = {name: shape for name, (_, shape) in owners.items()}
         for name in sorted(before.keys() | shapes.keys()) if number != first else ():
-            if before.get(name) != shapes.get(name) and _has_all(description, name):
+            if before.get(name) != shapes.get(name) and name not in description.differ:
                 one, other = description.layers.format(first), description.layers.format(number)
                 raise ValueError(
                     f"LayerSharing: two layers of stack {stack!r} that share their parameters have different shapes: {name!r} is "
@@ -199,15 +199,6 @@ def _parameters(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, module in layer.named_modules():
         if isinstance(module, Quantized):
             yield from ((f"{name}.{buffer}", module.get_buffer(buffer)) for buffer in STORED)
-
-
-def _has_all(stack: Stack, parameter: str) -> bool:
-    """Whether every native layer has the linear that the parameter belongs to; False for a parameter of no linear."""
-    for kind, attention in stack.attentions.items():
-        if any(parameter.startswith(f"{name}.") for name in attention.linears):
-            return kind not in stack.absent
-    linear = next((name for name in (*stack.ffn, *stack.projections) if parameter.startswith(f"{name}.")), None)
-    return linear is not None and linear not in stack.absent
 
 
 def _groups(depth: int, count: int) -> list[list[int]]:

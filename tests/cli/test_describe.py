@@ -7,16 +7,21 @@ from support.small import small_config
 from typer.testing import CliRunner
 
 from hf_freeze import make_variant
-from hf_freeze.cli import app
+from hf_freeze.cli import app, terminal
 from hf_freeze.methods import Freeze, HeadPruning
 from hf_freeze.methods.registry import METHODS
 
 
+@pytest.fixture(autouse=True)
+def _wide_terminal():
+    before, terminal.console.width = terminal.console.width, 240
+    yield
+    terminal.console.width = before
+
+
 def described(*arguments):
     """What is printed; tables as lines of words."""
-    result = CliRunner().invoke(
-        app, ["describe", *map(str, arguments)], env={"COLUMNS": "240", "NO_COLOR": "1", "TERM": "dumb"}
-    )
+    result = CliRunner().invoke(app, ["describe", *map(str, arguments)], env={"NO_COLOR": "1", "TERM": "dumb"})
     assert result.exit_code == 0, (result.output, result.exception)
     lines = (re.sub(r"\x1b\[[0-9;]*m|[│┃]", " ", line) for line in result.stdout.splitlines())
     return [" ".join(line.split()) for line in lines]
