@@ -7,7 +7,7 @@ from typing import Any
 
 # The sizes of one layer all differ, so that shapes tell what a matrix joins.
 HIDDEN, HEADS, GROUPS, HEAD_SIZE, WIDER_HEAD, WIDTH = 32, 4, 2, 8, 16, 48
-VOCABULARY, POSITIONS, DEPTH = 99, 64, 2
+VOCABULARY, POSITIONS, DEPTH, MIXED_DEPTH = 99, 64, 2, 3
 
 _SIDE = "(?:(?:en|de)coder_|source_|target_)?"
 _DEPTHS = rf"num_{_SIDE}(?:hidden_)?layers|{_SIDE}layers|n_layers?|num_hidden_groups"
@@ -69,9 +69,18 @@ def _shrunk(data: dict[str, Any]) -> dict[str, Any]:
     """`data`, a config as a dict, with small sizes; nested configs too."""
     heads, hidden, depth = (_first(data, pattern) for pattern in (_HEADS, _HIDDEN, _DEPTHS))
     small = {name: _small(name, value, heads, hidden, depth) for name, value in data.items()}
+    if any(_is_mixed(value) for value in data.values() if isinstance(value, list) and len(value) == depth):
+        # Layers of several kinds: without the last one, there is still one of each of two.
+        small |= {name: MIXED_DEPTH for name in data if re.fullmatch(_DEPTHS, name) and data[name] == depth}
+        lists = {name: value for name, value in data.items() if isinstance(value, list) and len(value) == depth}
+        small |= {name: _kinds_first(value, MIXED_DEPTH) for name, value in lists.items() if not name.endswith("ids")}
     if "qk_rope_head_dim" in data:  # latent attention: queries and keys have a part with positions and one without
         small |= {name: size for name, size in (("head_dim", 8), ("qk_head_dim", 16)) if name in data}
     return small
+
+
+def _is_mixed(entries: list[Any]) -> bool:
+    return any(entry != entries[0] for entry in entries)
 
 
 def _first(data: dict[str, Any], pattern: str) -> int | None:
