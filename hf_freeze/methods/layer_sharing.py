@@ -171,7 +171,7 @@ class LayerSharing(Method):
                     shared = {
                         n: value
                         for n, value in start.items()
-                        if n in own and self._is_shared(architecture, f"{name}.{n}")
+                        if n in own and own[n].shape == value.shape and self._is_shared(architecture, f"{name}.{n}")
                     }
                     new.base_model.get_submodule(name).load_state_dict(own | shared)
 

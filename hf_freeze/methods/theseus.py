@@ -280,5 +280,5 @@ class _Replacing(Schedule):
 
 
 def _attentions(model: Any, stack: str) -> Iterable[Attention]:
-    """The attentions of a layer of the stack, with names below the layer."""
+    """The attentions of the stack, with names below a layer."""
     return model.architecture.stacks[stack].attentions_in(model.config).values()

@@ -151,6 +151,8 @@ def match_scales(old: Any, new: Any, attentions: Iterable[Attention], config: An
     replaced the queries' linear in `new`.
     """
     for attention in attentions:
+        if not all(_has_module(module, attention.module) for module in (old, new)):  # layers may be of different kinds
+            continue
         old_module, new_module = old.get_submodule(attention.module), new.get_submodule(attention.module)
         if isinstance(old_module, NoAttention):  # no scores
             continue
@@ -168,6 +170,14 @@ def match_scales(old: Any, new: Any, attentions: Iterable[Attention], config: An
         weight[queries] *= ratio
         if linear.bias is not None:
             linear.bias[queries] *= ratio
+
+
+def _has_module(root: Any, name: str) -> bool:
+    try:
+        root.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
 
 
 @torch.no_grad()
