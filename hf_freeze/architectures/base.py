@@ -18,6 +18,7 @@ from torch import nn
 from hf_freeze.architectures.blocks import Attention as Attention
 from hf_freeze.architectures.blocks import Stack as Stack
 from hf_freeze.architectures.blocks import read as read
+from hf_freeze.architectures.roles import HEAD_COUNTS, HEAD_SIZES, attribute
 
 T = TypeVar("T")
 
@@ -245,6 +246,17 @@ class Architecture:
                     f"the description of {self.model_type} gives {block} {attention.head_count(config)} heads of "
                     f"{attention.head_size(config)}, but its output projection has {inputs} inputs"
                 )
+            owner = model.base_model.get_submodule(attention.module)
+            for names, expected in (
+                (HEAD_SIZES, attention.head_size(config)),
+                (HEAD_COUNTS, attention.head_count(config)),
+            ):
+                if attribute(owner, names) not in (None, expected):
+                    raise ValueError(
+                        f"the description of {self.model_type} gives {block} {attention.head_count(config)} heads of "
+                        f"{attention.head_size(config)}, but the config makes a {type(owner).__name__} with "
+                        f"{attribute(owner, names)}: it was changed by hand"
+                    )
 
     def __deepcopy__(self, memo: Any) -> "Architecture":
         return self  # it never changes

@@ -44,6 +44,11 @@ class LinearMethod(Method):
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
+        if self.layers is None and not self.linear_names(architecture, config):
+            raise ValueError(
+                f"{type(self).__name__}(components={self.components!r}): this {architecture.model_type} has no plain linears "
+                f"there, as in a mixture of experts; choose others of {list(self.choices)}"
+            )
         check_any_selected(self.linear_names(architecture, config), self.layers, type(self).__name__)
 
     def linear_names(self, architecture: Architecture, config: Any) -> list[str]:

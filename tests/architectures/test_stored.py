@@ -15,7 +15,7 @@ import hf_freeze.model.config
 from hf_freeze import make_variant
 from hf_freeze.architectures.derive import derive
 from hf_freeze.architectures.stored import from_data, to_data
-from hf_freeze.methods import Freeze, HeadPruning
+from hf_freeze.methods import Freeze, HeadPruning, LowRank
 
 ROUND_TRIPS = ["roberta", "t5", "falcon", "modernbert", "albert", "mixtral", "vit"]
 ONE_LINE = r"^the stored description of roberta cannot be read: [^\n]*"
@@ -195,3 +195,17 @@ def test_a_description_of_another_version_that_fits_is_followed(saved, monkeypat
 def test_families_described_by_hand_store_no_description(tmp_path):
     make_variant(small_config("bert"), [Freeze(ffn="random")], task="masked-lm").save_pretrained(tmp_path)
     assert "description" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def test_a_config_that_lies_about_its_heads_is_refused(tmp_path):
+    """The weights fit any number of heads, and the scale of the scores would silently be another."""
+    make_variant(small_config("roberta"), [HeadPruning(share=0.5)], task="masked-lm").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": 8}))
+    with pytest.raises(ValueError, match=r"gives encoder\.0\.self 4 heads of 8, but the config makes a .* with 4"):
+        AutoModelForMaskedLM.from_pretrained(tmp_path)
+
+
+def test_linears_that_a_mixture_of_experts_lacks_are_refused():
+    with pytest.raises(ValueError, match=r"LowRank\(components=\['ffn'\]\): this mixtral has no plain linears there"):
+        make_variant(small_config("mixtral"), [LowRank(rank=4)], task="causal-lm")
