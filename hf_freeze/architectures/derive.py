@@ -16,6 +16,7 @@ from transformers import AutoModel
 from hf_freeze.architectures.base import Architecture, read
 from hf_freeze.architectures.describe import NotDerived, describe
 from hf_freeze.architectures.examples import example_batch
+from hf_freeze.architectures.exceptions import known_refusals
 from hf_freeze.architectures.fields import per_layer_fields, with_fields
 from hf_freeze.architectures.probe import Probe
 from hf_freeze.architectures.roles import (
@@ -124,6 +125,7 @@ def _unused(probe: Probe) -> list[str]:
 def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture:
     """The description of the full model, with what the small one has shown."""
     refusals = {"blocks": "it puts in blocks of its own, which need a description by hand"} | small.refusals
+    refusals |= known_refusals(config.model_type)
     if list(full.stacks) == ["encoder"] and list(small.stacks) == ["decoder"]:
         full = replace(full, stacks={"decoder": full.stacks["encoder"]})
     if full.stacks.keys() != small.stacks.keys():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.small import small_config
 from torch import nn
+from transformers import AutoConfig
 
 from hf_freeze.architectures import verify as proofs
 from hf_freeze.architectures.derive import derive
@@ -230,3 +231,8 @@ def test_a_switch_of_the_config_decides_what_is_seen():
     decoder = small_config("roberta", is_decoder=True)
     assert not sees_the_future(Probe(decoder))
     assert list(derive(decoder).stacks) == ["decoder"]
+
+
+def test_what_a_proof_cannot_see_is_refused_by_hand():
+    config = AutoConfig.for_model("big_bird")
+    assert "short sentences" in derive(config).refusals["heads"]
