@@ -6,7 +6,7 @@ serves every task class. `{}` stands for the layer number.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from functools import cached_property
@@ -18,7 +18,7 @@ from torch import nn
 from hf_freeze.architectures.blocks import Attention as Attention
 from hf_freeze.architectures.blocks import Stack as Stack
 from hf_freeze.architectures.blocks import read as read
-from hf_freeze.architectures.roles import HEAD_COUNTS, HEAD_SIZES, attribute
+from hf_freeze.architectures.roles import HEAD_COUNTS, HEAD_SIZES, attribute, features
 
 T = TypeVar("T")
 
@@ -239,8 +239,7 @@ class Architecture:
                     "another config or by another version of transformers"
                 ) from None
         for block, attention in self.attentions(config).items():
-            module = model.base_model.get_submodule(attention.o)
-            inputs = getattr(module, "in_features", None) or getattr(module, "nx", None)
+            inputs = features(model.base_model.get_submodule(attention.o))[0]
             if inputs != attention.head_count(config) * attention.head_size(config):
                 raise ValueError(
                     f"the description of {self.model_type} gives {block} {attention.head_count(config)} heads of "
@@ -262,12 +261,20 @@ class Architecture:
         return self  # it never changes
 
 
-def with_layers(architecture: Architecture, kept: dict[str, Sequence[int]] | dict[str, list[int]]) -> Architecture:
+def with_layers(architecture: Architecture, kept: Mapping[str, Sequence[int]]) -> Architecture:
     """The description of a model whose stacks keep the layers in `kept`, with new numbers; other stacks stay whole."""
     stacks = {
         name: stack.with_layers(kept[name]) if name in kept else stack for name, stack in architecture.stacks.items()
     }
     return replace(architecture, stacks=stacks)
+
+
+def changes_of_layers(architecture: Architecture, config: Any, kept: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """The config fields that change when the stacks in `kept` keep these layers, with their new values."""
+    changes: dict[str, Any] = {}
+    for stack, numbers in kept.items():
+        changes |= architecture.stacks[stack].config_changes(config, numbers)
+    return changes
 
 
 def check_sizes(model_type: str, config: Any, sizes: dict[str, tuple[str, ...]]) -> None:
@@ -289,10 +296,8 @@ def set_fields(config: Any, values: dict[str, Any]) -> None:
     """Set config fields; a dotted name lies in a nested config, if `config` has that."""
     for name, value in values.items():
         *path, last = name.split(".")
-        if path and not hasattr(
-            config, path[0]
-        ):  # the config of a part, which is the nested config itself or another one
-            continue
+        if path and not hasattr(config, path[0]):
+            continue  # the config of a part, which is the nested config itself or another one
         owner = config
         for part in path:
             owner = getattr(owner, part)

@@ -14,14 +14,12 @@ import torch
 from transformers import AutoModel
 
 from hf_freeze.architectures.base import Architecture, read
-from hf_freeze.architectures.describe import NotDerived, describe
+from hf_freeze.architectures.describe import NotDerived, describe, first_line
 from hf_freeze.architectures.examples import example_batch
 from hf_freeze.architectures.exceptions import known_refusals
 from hf_freeze.architectures.fields import per_layer_fields, with_fields
 from hf_freeze.architectures.probe import Probe
-from hf_freeze.architectures.roles import (
-    stacks_of,
-)
+from hf_freeze.architectures.roles import stacks_of
 from hf_freeze.architectures.shrink import shrink, sizes_in
 from hf_freeze.architectures.tasks import native_class, native_classes
 from hf_freeze.architectures.verify import sees_the_future, verify, verify_layers
@@ -50,15 +48,15 @@ def _derived_small(config: Any) -> tuple[Architecture, list[str]]:
     try:
         small = shrink(config)
     except Exception as error:  # whatever the config class raises for values that it refuses
-        raise NotDerived(f"{config.model_type}: no small config for its proofs: {_first_line(error)}") from error
+        raise NotDerived(f"{config.model_type}: no small config for its proofs: {first_line(error)}") from error
     key = type(small).__name__ + json.dumps(small.to_dict(), sort_keys=True, default=str)
     if key not in _SMALL:
         try:
             probe = Probe(small)
         except NotImplementedError as error:
-            raise NotDerived(f"{config.model_type}: {_first_line(error)}") from error
+            raise NotDerived(f"{config.model_type}: {first_line(error)}") from error
         except Exception as error:  # whatever the native forward raises for inputs that it does not take
-            raise NotDerived(f"{config.model_type}: its small model does not run: {_first_line(error)}") from error
+            raise NotDerived(f"{config.model_type}: its small model does not run: {first_line(error)}") from error
         unused = _unused(probe)
         architecture = describe(probe.model, small, unused)
         if list(architecture.stacks) == ["encoder"] and not sees_the_future(probe):
@@ -181,15 +179,10 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
     )
 
 
-def base_model(config: Any, device: str = "meta") -> Any:
-    """The native model without a head. On `meta`, nothing is allocated. Raises NotDerived if transformers has none."""
+def base_model(config: Any) -> Any:
+    """The native model without a head, on `meta`: nothing is allocated. Raises NotDerived if transformers has none."""
     try:
-        with torch.device(device):
+        with torch.device("meta"):
             return AutoModel.from_config(config)
     except Exception as error:  # whatever the native class raises for a config that it cannot build
-        raise NotDerived(f"{config.model_type}: transformers cannot build it: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:200]
+        raise NotDerived(f"{config.model_type}: transformers cannot build it: {first_line(error)}") from error

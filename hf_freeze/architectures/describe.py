@@ -30,6 +30,11 @@ class NotDerived(ValueError):
     """A model whose parts are not understood; the message says which."""
 
 
+def first_line(error: Exception, longest: int = 200) -> str:
+    """The first line of an error of native code, or its class if it has no text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:longest]
+
+
 def describe(model: Any, config: Any, unused: Collection[str] = ()) -> Architecture:
     """The description of a base model, not proved, with sizes as numbers and without config fields.
 
@@ -231,7 +236,7 @@ def _ordered(sizes: dict[str, tuple[int, int]]) -> list[str] | None:
 
 
 def _neurons(layers: nn.ModuleList, ffn: tuple[str, ...], absent: dict[str, set[int]]) -> dict[str, int]:
-    """Last linear of an FFN -> its inputs, which are the neurons."""
+    """Linear of an FFN -> its inputs; those of the last one are the neurons."""
     neurons = {}
     for number, layer in enumerate(layers):
         for name in ffn:

@@ -7,13 +7,14 @@ import transformers
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
+from hf_freeze.architectures.describe import first_line
 from hf_freeze.architectures.registry import architecture_of
 
 # What a method may need (`Method.needs`) -> in words.
 CAPABILITIES = {
     "linears": "linears are modules that compute x Wᵀ + b",
     "heads": "heads can be exchanged, and one that is zero removed",
-    "neurons": "neurons of the FFN can be exchanged",
+    "neurons": "neurons of the FFN can be exchanged, and those that are zero removed",
     "layers": "a layer that does nothing can be removed",
     "vocabulary": "tokens can be renumbered",
 }
@@ -22,6 +23,10 @@ _TEXT_MAPPINGS = (
     modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+_TESTED = (
+    "Every method that it offers was then built, trained for a step, saved, opened in a new process and merged, and generated",
+    "with and without a cache alike, unless the native model itself does not.",
 )
 _OF_HEADS = {"heads", "head_pruning", "head_mask"}
 BEYOND_TEXT = ("vit", "deit", "clip", "siglip", "dinov2", "beit", "wav2vec2", "hubert", "whisper")
@@ -38,8 +43,7 @@ def describe_family(model_type: str) -> dict[str, Any]:
     try:
         architecture = architecture_of(AutoConfig.for_model(model_type))
     except Exception as error:  # a default config may not work at all
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        return {"understood": False, "reason": reason.removeprefix(f"{model_type}: ")}
+        return {"understood": False, "reason": first_line(error).removeprefix(f"{model_type}: ")}
     stacks = {
         name: {
             "layers": stack.layers,
@@ -74,8 +78,16 @@ def families_page(families: Mapping[str, Mapping[str, Any]]) -> str:
         f"of the others, some methods work on {len(understood) - len(universal)},",
         f"and none on {len(families) - len(understood)}.",
         "",
-        "A tick is a proof on a small model of the family. Every method that it offers was then built, trained for a step,",
-        "saved, opened in a new process, merged and used to generate. What a column means:",
+        "Universal methods: Freeze, LowRank, TensorTrain, Tucker, MagnitudePruning, VariationalDropout, Quantize, FFNPruning,",
+        "LayerSelection, LayerSharing, LayerDrop, Theseus, Distillation, FactorizedEmbedding, VocabularyTrimming.",
+        "",
+        "A tick is a proof on a small model of the family.",
+        *(
+            _TESTED
+            if any("contract" in family for family in families.values())
+            else ("No method was tried on any family.",)
+        ),
+        "What a column means:",
         "",
         *(f"- **{name}**: {meaning}" for name, meaning in CAPABILITIES.items()),
         "",

@@ -1,14 +1,14 @@
 """What the integers of a config mean, found by changing one of them and looking at what moves in the model on `meta`."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import AutoModel
 
-from hf_freeze.architectures.base import Architecture, Stack
+from hf_freeze.architectures.base import Architecture, Stack, read
 from hf_freeze.architectures.shrink import sizes_in
 
 Shapes = dict[str, tuple[int, ...]]
@@ -19,15 +19,20 @@ def with_fields(architecture: Architecture, config: Any) -> Architecture:
 
     A field that cannot be found stays empty, and `refusals` say so.
     """
-    integers = dict(_integers(config.to_dict()))
+    integers, shapes = dict(_integers(config.to_dict())), _shapes(config)
     refusals = dict(architecture.refusals)
     stacks = {}
     for name, stack in architecture.stacks.items():
-        depth = _depth_field(config, integers, stack)
+        depth = _depth_field(config, shapes, integers, stack)
         if depth is None:
             refusals.setdefault("layers", f"{name}: no field of the config holds the number of its layers")
-        stacks[name] = replace(stack, depth=depth or "", width=_width_field(config, integers, architecture, stack))
-    vocabulary = {table: _rows_field(config, integers, f"{table}.weight") for table in architecture.token_tables}
+        stacks[name] = replace(
+            stack, depth=depth or "", width=_width_field(config, shapes, integers, architecture, stack)
+        )
+    vocabulary = {
+        table: _moving_field(config, shapes, integers, f"{table}.weight", axes=(0,))
+        for table in architecture.token_tables
+    }
     if not all(vocabulary.values()) or not vocabulary:
         refusals.setdefault("vocabulary", "no field of the config holds the number of its tokens")
     tables = {table: field for table, field in vocabulary.items() if field is not None}
@@ -95,13 +100,13 @@ def _changed_shapes(config: Any, **changes: Any) -> Shapes:
         return {}
 
 
-def _depth_field(config: Any, integers: dict[str, int], stack: Stack) -> str | None:
+def _depth_field(config: Any, shapes: Shapes, integers: dict[str, int], stack: Stack) -> str | None:
     layers = stack.layers.removesuffix("{}")
 
-    def depth(shapes: Shapes) -> int:
-        return len({name.removeprefix(layers).split(".")[0] for name in shapes if name.startswith(layers)})
+    def depth(names: Iterable[str]) -> int:
+        return len({name.removeprefix(layers).split(".")[0] for name in names if name.startswith(layers)})
 
-    count = depth(_shapes(config))
+    count = depth(shapes)
     for name in sorted((name for name, value in integers.items() if value == count), key=_unlikely_depth):
         lists = {n: _longer(config, n) for n in per_layer_fields(config, name)}
         if depth(_changed_shapes(config, **lists, **{name: count + 1})) == count + 1:
@@ -110,40 +115,36 @@ def _depth_field(config: Any, integers: dict[str, int], stack: Stack) -> str | N
 
 
 def _longer(config: Any, name: str) -> list[Any]:
-    for part in name.split("."):
-        config = getattr(config, part)
-    return [*config, list(config)[-1]]
+    entries = list(read(config, name))
+    return [*entries, entries[-1]]
 
 
 def _unlikely_depth(name: str) -> tuple[bool, str]:
     return "layer" not in name, name
 
 
-def _width_field(config: Any, integers: dict[str, int], architecture: Architecture, stack: Stack) -> str | None:
+def _width_field(
+    config: Any, shapes: Shapes, integers: dict[str, int], architecture: Architecture, stack: Stack
+) -> str | None:
     if stack.apart or not stack.ffn or any(not stack.has(name, number) for name in stack.ffn for number in range(2)):
         return None
     weight = f"{stack.layers.format(0)}.{stack.ffn[-1]}.weight"
-    name = _moving_field(config, integers, weight, axes=(0, 1))
+    name = _moving_field(config, shapes, integers, weight, axes=(0, 1))
     if name is None:
         return None
     # The field must decide these FFNs alone, and any number: some families round it, or give it to experts too.
-    before, after = _shapes(config), _changed_shapes(config, **{name: 13})
-    moved = {tensor for tensor in before if before[tensor] != after.get(tensor)}
+    after = _changed_shapes(config, **{name: 13})
+    moved = [tensor for tensor in shapes if shapes[tensor] != after.get(tensor)]
     inside = tuple(f".{linear}." for other in architecture.stacks.values() for linear in other.ffn)
-    return (
-        name
-        if 13 in after.get(weight, ()) and all(any(part in tensor for part in inside) for tensor in moved)
-        else None
-    )
+    alone = all(any(part in tensor for part in inside) for tensor in moved)
+    return name if alone and 13 in after.get(weight, ()) else None
 
 
-def _rows_field(config: Any, integers: dict[str, int], weight: str) -> str | None:
-    return _moving_field(config, integers, weight, axes=(0,))
-
-
-def _moving_field(config: Any, integers: dict[str, int], weight: str, axes: tuple[int, ...]) -> str | None:
+def _moving_field(
+    config: Any, shapes: Shapes, integers: dict[str, int], weight: str, axes: tuple[int, ...]
+) -> str | None:
     """The field that decides one dimension of the matrix `weight` alone, and equals it."""
-    before = _shapes(config).get(weight)
+    before = shapes.get(weight)
     if before is None:
         return None
     hidden = getattr(config.get_text_config(), "hidden_size", None)

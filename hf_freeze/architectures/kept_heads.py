@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hf_freeze.architectures.base import Attention
+from hf_freeze.architectures.roles import has_module
 
 BIASES = ("position_bias", "alibi")
 COMPUTED = "compute_bias"  # T5's method
@@ -38,21 +39,13 @@ def prune_companions(layer: Any, attention: Attention, config: Any, kept: Sequen
     norms = {
         layer.get_submodule(name): [head * size + position for head in index[role] for position in range(size)]
         for name, role in attention.norms.items()
-        if _has(layer, name)
+        if has_module(layer, name)
     }
     handles = _give_own_part(owner, kept, heads, attention.biases, norms)
     if attention.reads_config and hasattr(owner, "config"):
         shared = owner.config
         owner.config = OwnHeads(shared, len(kept), len(kept) // group)
     return handles
-
-
-def _has(layer: Any, name: str) -> bool:
-    try:
-        layer.get_submodule(name)
-    except AttributeError:
-        return False
-    return True
 
 
 def _give_own_part(

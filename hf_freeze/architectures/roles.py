@@ -44,7 +44,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def features(linear: Any) -> tuple[int, int]:
-    """(inputs, outputs) of an nn.Linear or a Conv1D."""
+    """(inputs, outputs) of an nn.Linear, a Conv1D or a layer of hf_freeze."""
     sizes: Any = (linear.nx, linear.nf) if isinstance(linear, Conv1D) else (linear.in_features, linear.out_features)
     return sizes
 
@@ -133,6 +133,15 @@ HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead",
 GROUP_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 HIDDEN_SIZES = ("embed_dim", "hidden_size")  # some attentions take these for the outputs of all heads
 HEAD_OUTPUTS = ("all_head_size", "split_size", "inner_dim")
+
+
+def has_module(root: nn.Module, name: str) -> bool:
+    """Whether `root` has a submodule of this name."""
+    try:
+        root.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
 
 
 def attribute(module: nn.Module, names: tuple[str, ...]) -> int | None:

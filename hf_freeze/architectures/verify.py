@@ -4,7 +4,7 @@ Each proof is an exact identity of the maths that a wrong role or a wrong layout
 checks that half of the change does alter the outputs: otherwise the proof would show nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,12 +15,22 @@ from torch.nn import functional
 
 from hf_freeze.architectures.base import Architecture, Attention, Stack
 from hf_freeze.architectures.blocks import LAYOUTS
+from hf_freeze.architectures.describe import first_line
 from hf_freeze.architectures.fields import change, multiples_of, per_layer_fields
 from hf_freeze.architectures.kept_heads import prune_companions
 from hf_freeze.architectures.probe import Probe
-from hf_freeze.architectures.roles import HIDDEN_SIZES, features, is_norm, set_heads, table_scale, weight_as_rows
+from hf_freeze.architectures.roles import (
+    HIDDEN_SIZES,
+    features,
+    has_module,
+    is_norm,
+    set_heads,
+    table_scale,
+    weight_as_rows,
+)
 
 _SAME, _OTHER = 2e-4, 1e-4  # relative differences: an identity holds below the first, a change matters above the second
+_LONGEST = 90  # characters of a native error in a reason
 
 
 def verify(architecture: Architecture, probe: Probe) -> Architecture:
@@ -138,7 +148,7 @@ def _removing(probe: Probe, layers: list[nn.Module], attention: Attention, heads
                 try:
                     removed = probe.run()
                 except Exception as error:  # whatever the native forward raises for other shapes
-                    return f"heads cannot be removed from one layer ({_first_line(error)})"
+                    return f"heads cannot be removed from one layer ({first_line(error, _LONGEST)})"
             scale = zeroed.abs().max().clamp(min=1e-6)
             if removed.shape != zeroed.shape or float((removed - zeroed).abs().max() / scale) > _SAME:
                 return "a removed head is not the same as one that is zero"
@@ -180,20 +190,18 @@ def _neurons(probe: Probe, stack: Stack) -> str | None:
     if not blocks:
         return "no linears in its FFN"
     for linears in blocks:
-        width = features(linears[-1])[0]
+        width = _width(linears)
         if len(linears) < 2 or any(features(linear)[1] not in (width, 2 * width) for linear in linears[:-1]):
             return "its FFN is not a matrix or two, an activation and a matrix"
+    orders = [
+        torch.randperm(width, generator=torch.Generator().manual_seed(2)).tolist() for width in map(_width, blocks)
+    ]
     with probe.changed():
-        for linears in blocks:
-            width = features(linears[-1])[0]
-            order = torch.randperm(width, generator=torch.Generator().manual_seed(2)).tolist()
+        for linears, order in zip(blocks, orders, strict=True):
             for linear in linears[:-1]:
-                halves = features(linear)[1] // width
-                _permute(linear, [half * width + neuron for half in range(halves) for neuron in order], outputs=True)
+                _permute(linear, _outputs_of_neurons(linear, order, len(order)), outputs=True)
         half = probe.differs()
-        for linears in blocks:
-            width = features(linears[-1])[0]
-            order = torch.randperm(width, generator=torch.Generator().manual_seed(2)).tolist()
+        for linears, order in zip(blocks, orders, strict=True):
             _permute(linears[-1], order, outputs=False)
         whole = probe.differs()
     if half < _OTHER:
@@ -208,28 +216,39 @@ def _removing_neurons(probe: Probe, stack: Stack) -> str | None:
     numbers = [number for number in range(len(_layers(probe, stack))) if stack.ffns_in(number)]
     layer, names = _layers(probe, stack)[numbers[-1]], stack.ffns_in(numbers[-1])[0]
     linears = {name: layer.get_submodule(name) for name in names}
-    width = features(linears[names[-1]])[0]
-    kept, gone = list(range(width // 2)), list(range(width // 2, width))
+    width = _width(list(linears.values()))
+    kept, gone = range(width // 2), range(width // 2, width)
+
+    def places(name: str, neurons: Sequence[int]) -> list[int]:
+        return list(neurons) if name == names[-1] else _outputs_of_neurons(linears[name], neurons, width)
+
     with probe.changed():
         for name, linear in linears.items():
-            halves = features(linear)[1] // width if name != names[-1] else 1
-            places = [half * width + neuron for half in range(halves) for neuron in gone]
-            _zero(linear, places, outputs=name != names[-1])
+            _zero(linear, places(name, gone), outputs=name != names[-1])
         zeroed = probe.run()
         try:
             for name, linear in linears.items():
-                halves = features(linear)[1] // width if name != names[-1] else 1
-                places = [half * width + neuron for half in range(halves) for neuron in kept]
-                layer.set_submodule(name, _selected(linear, places, outputs=name != names[-1]))
+                layer.set_submodule(name, _selected(linear, places(name, kept), outputs=name != names[-1]))
             removed = probe.run()
         except Exception as error:  # whatever the native forward raises for other shapes
-            return f"neurons cannot be removed from one layer ({_first_line(error)})"
+            return f"neurons cannot be removed from one layer ({first_line(error, _LONGEST)})"
         finally:
             for name, linear in linears.items():
                 layer.set_submodule(name, linear)
     scale = zeroed.abs().max().clamp(min=1e-6)
     same = removed.shape == zeroed.shape and float((removed - zeroed).abs().max() / scale) < _SAME
     return None if same else "a removed neuron is not the same as one that is zero"
+
+
+def _width(linears: list[Any]) -> int:
+    """The number of neurons of an FFN."""
+    return features(linears[-1])[0]
+
+
+def _outputs_of_neurons(linear: Any, neurons: Sequence[int], width: int) -> list[int]:
+    """Positions of `neurons`, out of `width`, among the outputs of a linear before the activation, which may hold gate and up."""
+    halves = features(linear)[1] // width
+    return [half * width + neuron for half in range(halves) for neuron in neurons]
 
 
 # -- layers as they are called --------------------------------------------------------------------------------------------------
@@ -263,7 +282,6 @@ def _calls(probe: Probe, architecture: Architecture) -> str | None:
         for name in [*stack.ffn, *stack.projections, *(n for a in stack.attentions.values() for n in a.linears)]
     ]
     called: set[str] = set()
-
     other: set[str] = set()
 
     def hook(name: str) -> Callable[..., None]:
@@ -275,7 +293,7 @@ def _calls(probe: Probe, architecture: Architecture) -> str | None:
 
         return check
 
-    present = [name for name in dict.fromkeys(names) if _has_module(probe.model, name)]
+    present = [name for name in dict.fromkeys(names) if has_module(probe.model, name)]
     handles = [probe.model.get_submodule(name).register_forward_hook(hook(name)) for name in present]
     probe.run()
     for handle in handles:
@@ -406,15 +424,3 @@ def _selected(linear: Any, index: list[int], *, outputs: bool) -> nn.Module:
     if linear.bias is not None:
         new.bias.copy_(linear.bias[index] if outputs else linear.bias)
     return new
-
-
-def _has_module(module: nn.Module, name: str) -> bool:
-    try:
-        module.get_submodule(name)
-    except AttributeError:
-        return False
-    return True
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:90]

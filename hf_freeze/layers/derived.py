@@ -14,13 +14,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from hf_freeze.architectures.roles import features as features
 from hf_freeze.compat.transformers import NeverDrawn
-
-
-def features(linear: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of an nn.Linear, a Conv1D or a layer of hf_freeze."""
-    sizes: Any = (linear.nx, linear.nf) if isinstance(linear, Conv1D) else (linear.in_features, linear.out_features)
-    return sizes
 
 
 def linear_like(

@@ -94,9 +94,8 @@ class Replaced(LayerForward):
         further = arguments.pop(next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), ""), {})
         arguments = {name: None if isinstance(value, Cache) else value for name, value in (arguments | further).items()}
         del arguments[names[0]]
-        carried = [
-            name for name in names if name.endswith("position_bias")
-        ]  # T5's first layer returns it for the others
+        # T5's first layer returns it for the others.
+        carried = [name for name in names if name.endswith("position_bias")]
         outputs: Any = hidden_states
         for layer in predecessor:
             # `forward`, not a call: the hooks that collect hidden states must see `layer` only.

@@ -26,9 +26,7 @@ class Method:
     stochastic: ClassVar[bool] = False  # the example's forward in training mode is random
     from_scratch: ClassVar[bool] = False  # it cannot take over trained weights: the backbone must be a config
     architectures: ClassVar[frozenset[str] | None] = None  # supported model types; None means all
-    needs: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # capabilities that must be proved; see `hf_freeze.architectures.verify`
+    needs: ClassVar[frozenset[str]] = frozenset()  # capabilities that must be proved: `architectures/families.py`
 
     structural: ClassVar[bool] = True  # it overrides `restructure` or `convert`
     converts_fresh: ClassVar[bool] = False  # its modules cannot draw values: fresh weights also pass through `convert`

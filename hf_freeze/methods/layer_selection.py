@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import Architecture, check_layers_type, with_layers
+from hf_freeze.architectures.base import Architecture, changes_of_layers, check_layers_type, with_layers
 from hf_freeze.methods._checks import check_one_given, check_share
 from hf_freeze.methods._spacing import evenly_spaced
 from hf_freeze.methods.base import Method, Model
@@ -71,11 +71,7 @@ class LayerSelection(Method):
         }
 
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
-        kept = self._kept(architecture, config)
-        changes: dict[str, Any] = {}
-        for stack, numbers in kept.items():
-            changes |= architecture.stacks[stack].config_changes(config, numbers)
-        return changes
+        return changes_of_layers(architecture, config, self._kept(architecture, config))
 
     def describe(self, architecture: Architecture, config: Any) -> Architecture:
         return with_layers(architecture, self._kept(architecture, config))

@@ -8,7 +8,15 @@ from typing import Any, ClassVar
 import torch
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import LARGEST_DEPTH, Architecture, Stack, full_name, is_of_predecessor, with_layers
+from hf_freeze.architectures.base import (
+    LARGEST_DEPTH,
+    Architecture,
+    Stack,
+    changes_of_layers,
+    full_name,
+    is_of_predecessor,
+    with_layers,
+)
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.quantized import STORED, Quantized
 from hf_freeze.methods._checks import check_choice, check_positive
@@ -94,10 +102,7 @@ class LayerSharing(Method):
         for stack, depth in (self.depth or {}).items():
             if depth > LARGEST_DEPTH:  # refused by the check of sizes, before a list of so many layers is made
                 return {architecture.stacks[stack].depth: depth}
-        changes: dict[str, Any] = {}
-        for stack, numbers in self._new_layers(architecture, config).items():
-            changes |= architecture.stacks[stack].config_changes(config, numbers)
-        return changes
+        return changes_of_layers(architecture, config, self._new_layers(architecture, config))
 
     def describe(self, architecture: Architecture, config: Any) -> Architecture:
         return with_layers(architecture, self._new_layers(architecture, config))

@@ -11,6 +11,7 @@ from hf_freeze.architectures.base import (
     Attention,
     base_name,
     canonical_parameters,
+    changes_of_layers,
     is_of_predecessor,
     with_layers,
 )
@@ -141,10 +142,7 @@ class Theseus(Method):
         return {stack: max(depth // 2, 1) for stack, depth in architecture.depths(config).items()}
 
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
-        changes: dict[str, Any] = {}
-        for stack, numbers in self._kept(architecture, config).items():
-            changes |= architecture.stacks[stack].config_changes(config, numbers)
-        return changes
+        return changes_of_layers(architecture, config, self._kept(architecture, config))
 
     def describe(self, architecture: Architecture, config: Any) -> Architecture:
         return with_layers(architecture, self._kept(architecture, config))

@@ -65,7 +65,7 @@ def _make_family(native_config: type[PreTrainedConfig]) -> None:
     for mapping in processor_mappings():
         if native_config in mapping:
             mapping.register(config_class, mapping[native_config], exist_ok=True)
-    reads_twice = getattr(
+    has_encoder = getattr(
         native_config, "is_encoder_decoder", False
     )  # some seq2seq models are decoders that read sound
     for task, native in native_classes(native_config).items():
@@ -78,7 +78,7 @@ def _make_family(native_config: type[PreTrainedConfig]) -> None:
                     "native_class": native,
                     "config_class": config_class,
                     "forward": trained_forward(native.forward),
-                    "shifts_labels": task == "causal-lm" or (task == "seq2seq-lm" and not reads_twice),
+                    "shifts_labels": task == "causal-lm" or (task == "seq2seq-lm" and not has_encoder),
                 },
             )
         AUTO_CLASSES[task].register(config_class, VARIANT_CLASSES[native], exist_ok=True)

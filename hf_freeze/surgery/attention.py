@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.base import Architecture, Attention
 from hf_freeze.architectures.kept_heads import prune_companions
-from hf_freeze.architectures.roles import set_heads
+from hf_freeze.architectures.roles import has_module, set_heads
 from hf_freeze.layers.derived import features, linear_like
 from hf_freeze.layers.fixed_heads import FixedHeads, Words
 from hf_freeze.layers.no_attention import NoAttention, NoHeads
@@ -151,7 +151,7 @@ def match_scales(old: Any, new: Any, attentions: Iterable[Attention], config: An
     replaced the queries' linear in `new`.
     """
     for attention in attentions:
-        if not all(_has_module(module, attention.module) for module in (old, new)):  # layers may be of different kinds
+        if not all(has_module(module, attention.module) for module in (old, new)):  # layers may be of different kinds
             continue
         old_module, new_module = old.get_submodule(attention.module), new.get_submodule(attention.module)
         if isinstance(old_module, NoAttention):  # no scores
@@ -170,14 +170,6 @@ def match_scales(old: Any, new: Any, attentions: Iterable[Attention], config: An
         weight[queries] *= ratio
         if linear.bias is not None:
             linear.bias[queries] *= ratio
-
-
-def _has_module(root: Any, name: str) -> bool:
-    try:
-        root.get_submodule(name)
-    except AttributeError:
-        return False
-    return True
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from support import ROOT
+from support.small import not_understood
 from transformers import (
     AutoConfig,
     BertConfig,
@@ -16,8 +17,6 @@ from transformers import (
     GPT2Config,
     MarianConfig,
     MarianMTModel,
-    SqueezeBertConfig,
-    SqueezeBertModel,
 )
 
 from hf_freeze import count_parameters, make_variant, methods, multiply_adds, stored_bytes
@@ -146,16 +145,7 @@ def test_sinusoidal_positions_are_never_counted():
 
 @pytest.mark.parametrize("function", [count_parameters, stored_bytes, multiply_adds])
 def test_other_architectures_are_refused(function):
-    model = SqueezeBertModel(
-        SqueezeBertConfig(
-            vocab_size=9,
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            intermediate_size=8,
-            embedding_size=8,
-        )
-    )
+    model = not_understood()
     with pytest.raises(ValueError, match=r"squeezebert: no list of layers with linears"):
         function(model)
 

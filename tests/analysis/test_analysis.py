@@ -7,7 +7,8 @@ from dataclasses import asdict
 import pytest
 import torch
 from support.processes import printed_by
-from transformers import AutoConfig, SqueezeBertConfig, SqueezeBertModel
+from support.small import not_understood
+from transformers import AutoConfig
 
 from hf_freeze import analysis, make_variant, methods
 from hf_freeze.analysis import ranks as ranks_module
@@ -258,16 +259,7 @@ def test_wrong_methods_and_models_are_refused():
         analysis.choose_ranks(model, methods.Freeze, energy=0.5)
     with torch.device("meta"):
         empty = make_variant(model.config, [], task="masked-lm")
-    other = SqueezeBertModel(
-        SqueezeBertConfig(
-            vocab_size=9,
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            intermediate_size=8,
-            embedding_size=8,
-        )
-    )
+    other = not_understood()
     for function in (
         lambda m: analysis.choose_ranks(m, methods.LowRank, energy=0.5),
         analysis.ffn_importance,

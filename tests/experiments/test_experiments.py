@@ -15,13 +15,12 @@ import yaml
 from rich.console import Console
 from support import ROOT
 from support.recipes import TINY, changed, cli, one_line_error, write_recipe
+from support.small import not_understood
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
-    SqueezeBertConfig,
-    SqueezeBertModel,
 )
 
 from hf_freeze import count_parameters, make_variant
@@ -546,16 +545,7 @@ def test_wrong_input_is_one_line(recipe_file, tmp_path, monkeypatch):
     assert "write KEY=VALUE" in one_line_error("run", recipe_file, "--set", "epochs")
     assert "results.jsonl does not exist" in one_line_error("report", tmp_path)
     assert not (tmp_path / "runs").exists(), "nothing was begun"
-    SqueezeBertModel(
-        SqueezeBertConfig(
-            vocab_size=9,
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            intermediate_size=8,
-            embedding_size=8,
-        )
-    ).save_pretrained(tmp_path / "gpt")
+    not_understood().save_pretrained(tmp_path / "gpt")
     assert "squeezebert: no list of layers with linears" in one_line_error("inspect", tmp_path / "gpt")
     config = BertConfig(**ARCHITECTURES["bert"].tiny)
     config.save_pretrained(tmp_path / "bert")
