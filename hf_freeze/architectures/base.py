@@ -229,23 +229,22 @@ class Architecture:
     def check_fits(self, model: Any) -> None:
         """Raise ValueError unless the backbone `model` has the linears and tables that the description names, in its sizes."""
         config = model.config
+        modules: dict[str, Any] = dict(model.base_model.named_modules(remove_duplicate=False))
         linears = [name for component in LINEAR_COMPONENTS for _, _, name in self.linears(config, component)]
         for name in [*linears, *self.token_tables]:
-            try:
-                model.base_model.get_submodule(name)
-            except AttributeError:
+            if name not in modules:
                 raise ValueError(
                     f"the description of {self.model_type} names {name!r}, which this model does not have: it was derived from "
                     "another config or by another version of transformers"
-                ) from None
+                )
         for block, attention in self.attentions(config).items():
-            inputs = features(model.base_model.get_submodule(attention.o))[0]
+            inputs = features(modules[attention.o])[0]
             if inputs != attention.head_count(config) * attention.head_size(config):
                 raise ValueError(
                     f"the description of {self.model_type} gives {block} {attention.head_count(config)} heads of "
                     f"{attention.head_size(config)}, but its output projection has {inputs} inputs"
                 )
-            owner = model.base_model.get_submodule(attention.module)
+            owner = modules[attention.module]
             for names, expected in (
                 (HEAD_SIZES, attention.head_size(config)),
                 (HEAD_COUNTS, attention.head_count(config)),

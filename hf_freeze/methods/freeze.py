@@ -106,7 +106,7 @@ class Freeze(Method):
             if (
                 mode == "trainable"
                 or is_of_predecessor(name)
-                or not self._selects(component, architecture.layer_of(name))
+                or not self._selects(architecture, component, name)
             ):
                 continue
             if mode == "frozen":
@@ -126,9 +126,10 @@ class Freeze(Method):
             fused = surgery.fused_projections(model, architecture, name) if parameter.ndim == 2 else None
             yield full_name, definition if fused is None else replace(definition, **fused)
 
-    def _selects(self, component: str, layer: tuple[str, int] | None) -> bool:
+    def _selects(self, architecture: Architecture, component: str, name: str) -> bool:
         if self.layers is None or component in ("embeddings", "head"):
             return True
+        layer = architecture.layer_of(name)
         return layer is not None and layer[1] in self.layers.get(layer[0], ())
 
 

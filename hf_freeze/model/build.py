@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_freeze.architectures.base import Architecture, base_name, canonical_parameters, full_name, set_fields
+from hf_freeze.architectures.base import Architecture, base_name, full_name, set_fields
 from hf_freeze.compat.transformers import (
     PrivateHooks,
     declare_ties,
@@ -150,8 +150,9 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         self._declared_digests = frozenset(self.config.digests)
 
     def apply_freeze(self) -> None:
-        """Set `requires_grad`, and find out which tensors are seeded: neither stored nor expected in a checkpoint."""
-        frozen: set[str] = {n for n, _ in canonical_parameters(self) if self._component(n) == "constant"}
+        """Find out which tensors are frozen, and which are seeded: neither stored nor expected in a checkpoint; then set
+        `requires_grad`."""
+        self._frozen = set(self._constants)
         self.seeded_tensors = {}
         for number, method in enumerate(self.methods):
             always = frozen_at(method, None)
@@ -159,14 +160,18 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
                 if definition is not None:
                     self.seeded_tensors[name] = self._traced(definition, number)
                 if always or definition is not None:
-                    frozen.add(name)
+                    self._frozen.add(name)
         tied = self.all_tied_weights_keys
-        for name, parameter in self.named_parameters(remove_duplicate=False):
-            parameter.requires_grad_(tied.get(name, name) not in frozen)
-        self._forget_phase()
         unstored = set(self.seeded_tensors) | {t for t, source in tied.items() if source in self.seeded_tensors}
         on_save, on_load = self._ignored
         set_keys_to_ignore(self, on_save | unstored | set(self._own_ties), on_load | unstored)
+        self._set_trainable()
+
+    def _set_trainable(self) -> None:
+        tied = self.all_tied_weights_keys
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            parameter.requires_grad_(tied.get(name, name) not in self._frozen)
+        self._forget_phase()
 
     def _traced(self, definition: SeededTensor, number: int) -> SeededTensor:
         """`definition`, from the method of this number, as a slice of the tensor that the parameter was before later methods."""
@@ -199,10 +204,11 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
             mark_initialized(map(self.get_parameter, self.seeded_tensors))
         fresh = [parameter for parameter in self.parameters() if not is_initialized(parameter)]
         super().initialize_weights()
-        if self.config.init == "marian":
-            draw_like_marian(self, fresh)
-        balance_factors(self, fresh)
-        self.apply_freeze()  # loading has made every loaded tensor trainable
+        if fresh:
+            if self.config.init == "marian":
+                draw_like_marian(self, fresh)
+            balance_factors(self, fresh)
+        self._set_trainable()  # loading has made every loaded tensor trainable
         regenerate(self)
 
     # -- and back ----------------------------------------------------------------------------------------------------------
