@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameters
+from hf_freeze.architectures.base import TRAINED, Architecture, base_name, canonical_parameters
 from hf_freeze.architectures.examples import probe_inputs
 from hf_freeze.architectures.registry import architecture_for
-from hf_freeze.compat.transformers import keys_to_ignore, set_attention_implementation
+from hf_freeze.compat.transformers import count_all_experts, keys_to_ignore, set_attention_implementation
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.quantized import Quantized
 
@@ -107,7 +107,7 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
     weight, unless the weight is frozen and cached. A linear with zeros in its weight is computed densely and counts as dense.
     Raises ValueError for a length below 1 or above the positions of the model.
     """
-    architecture_for(model)  # raises an error for a model that is not understood
+    architecture = architecture_for(model)
     positions = getattr(model.config, "max_position_embeddings", length)
     if not 1 <= length <= positions:
         raise ValueError(f"length={length} is outside 1..{positions}, the positions of the model")
@@ -119,20 +119,22 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
         length = next(iter(inputs.values())).shape[0]
     if getattr(model.config, "add_cross_attention", False):  # a decoder that attends to `length` encoder states
         inputs["encoder_hidden_states"] = torch.zeros(1, length, model.config.hidden_size, device="meta")
-    calls: dict[nn.Module, list[torch.Tensor]] = defaultdict(list)
+    calls: dict[nn.Module, list[list[Any]]] = defaultdict(list)
 
-    def record_input(module: nn.Module, arguments: Any) -> None:
-        if arguments and torch.is_tensor(arguments[0]):
-            calls[module].append(arguments[0].detach().requires_grad_(arguments[0].requires_grad))
+    def record_inputs(module: nn.Module, arguments: Any) -> None:
+        if arguments:
+            calls[module].append(
+                [a.detach().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a for a in arguments]
+            )
 
-    hooks = [module.register_forward_pre_hook(record_input) for module in twin.modules()]
+    hooks = [module.register_forward_pre_hook(record_inputs) for module in twin.modules() if _is_linear(module)]
     twin(**inputs)  # this first forward also fills the caches of frozen layers
     for hook in hooks:
         hook.remove()
     with FlopCounterMode(display=False) as counter:
         outputs = twin(**inputs)
     forward_flops = counter.get_total_flops()
-    forward = _forward_by_component(twin, counter)
+    forward = _forward_by_component(twin, architecture, counter)
     with FlopCounterMode(display=False) as counter:
         differentiable = [o.sum() for o in outputs.values() if torch.is_tensor(o) and o.requires_grad]
         if differentiable:
@@ -143,7 +145,7 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
     backward: dict[str, float] = defaultdict(float)
     for module, (component, _) in forward.items():
         if _is_linear(module):
-            backward[component] += sum(_backward_alone(module, x) for x in calls[module])
+            backward[component] += sum(_backward_alone(module, arguments) for arguments in calls[module])
     backward["attention"] += backward_flops - sum(backward.values())
     per_token = 1 / 2 / length
     by_component = {
@@ -159,17 +161,22 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
     )
 
 
-def _backward_alone(module: nn.Module, x: torch.Tensor) -> int:
-    """Flops of the gradients of one call, with respect to trainable parameters and, if it needs a gradient, the input."""
-    y = module(x)
+def _backward_alone(module: nn.Module, arguments: list[Any]) -> int:
+    """Flops of the gradients of one call, with respect to trainable parameters and the inputs that need a gradient."""
+    outputs = module(*arguments)
+    parts = [
+        y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if torch.is_tensor(y) and y.requires_grad
+    ]
     with FlopCounterMode(display=False) as counter:
-        if y.requires_grad:
-            y.sum().backward()
+        if parts:
+            torch.stack([y.sum() for y in parts]).sum().backward()
     return counter.get_total_flops()
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, Derived) or "weight" in module._parameters
+    """Whether a module is a linear, or experts in tensors of three dimensions: all of its products are with its own weights."""
+    weights = [parameter for parameter in module._parameters.values() if parameter is not None]
+    return isinstance(module, Derived) or "weight" in module._parameters or any(weight.ndim == 3 for weight in weights)
 
 
 def _on_meta(model: Any) -> Any:
@@ -184,15 +191,17 @@ def _on_meta(model: Any) -> Any:
     twin.config.pad_token_id, twin.config.use_cache = None, True
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     twin.tie_weights()
+    count_all_experts(twin)
     for name, parameter in twin.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(trainable[name])
     return twin.train()
 
 
-def _forward_by_component(model: Any, counter: FlopCounterMode) -> dict[nn.Module, tuple[str, int]]:
+def _forward_by_component(
+    model: Any, architecture: Architecture, counter: FlopCounterMode
+) -> dict[nn.Module, tuple[str, int]]:
     """module -> (component, its own flops). The counter adds each operation to all enclosing modules, so the flops of submodules
     are subtracted."""
-    architecture = architecture_for(model)
     counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
     tied = model.all_tied_weights_keys
     root = type(model).__name__
@@ -203,6 +212,8 @@ def _forward_by_component(model: Any, counter: FlopCounterMode) -> dict[nn.Modul
         if flops and _is_linear(module):
             packed = tied.get(f"{name}.packed", f"{name}.packed").removesuffix("packed")
             source = tied.get(f"{name}.weight", f"{packed}weight")
+            if "weight" not in module._parameters and not isinstance(module, Derived):  # experts
+                source = f"{name}.{next(iter(module._parameters))}"
             own_flops[module] = (architecture.component(base_name(model, source)), flops)
         elif flops:
             own_flops[module] = ("attention", flops)  # score products, outside any linear

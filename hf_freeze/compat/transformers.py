@@ -38,6 +38,17 @@ class PrivateHooks:
         # The Trainer's label smoothing looks causal language models up by this name, and would forget to shift the labels.
         return self.native_class.__name__ if self.shifts_labels else super()._get_name()  # type: ignore[misc]
 
+    # transformers looks for these switches in the source file of a class, and caches what it found in the class: a variant would
+    # answer for the file of its native class only in a process that has made a native model before.
+
+    @classmethod
+    def _can_set_attn_implementation(cls: Any) -> bool:
+        return cls.native_class._can_set_attn_implementation()
+
+    @classmethod
+    def _can_set_experts_implementation(cls: Any) -> bool:
+        return cls.native_class._can_set_experts_implementation()
+
     @property
     def _ddp_params_and_buffers_to_ignore(self: Any) -> list[str]:
         # DistributedDataParallel asks for these names when it wraps a model, and does not send them.
@@ -186,6 +197,12 @@ def attention_implementation(config: Any) -> str | None:
 def set_attention_implementation(config: Any, name: str | None) -> None:
     """For models that are made from `config`; a model has `set_attn_implementation`."""
     config._attn_implementation = name
+
+
+def count_all_experts(model: Any) -> None:
+    """Have mixtures compute each token's experts one after the other, in products that also run on `meta` in float32."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")
 
 
 def copy_attention_implementation(old: Any, new: Any) -> None:

@@ -103,11 +103,7 @@ class Freeze(Method):
             name = base_name(model, full_name)
             component = architecture.component(name)
             mode = getattr(self, component, "trainable")
-            if (
-                mode == "trainable"
-                or is_of_predecessor(name)
-                or not self._selects(architecture, component, name)
-            ):
+            if mode == "trainable" or is_of_predecessor(name) or not self._selects(architecture, component, name):
                 continue
             if mode == "frozen":
                 yield full_name, None

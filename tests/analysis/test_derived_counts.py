@@ -3,8 +3,9 @@
 import pytest
 import torch
 from support.small import small_config
+from torch.utils.flop_counter import FlopCounterMode
 
-from hf_freeze import count_parameters, make_variant, stored_bytes
+from hf_freeze import count_parameters, make_variant, multiply_adds, stored_bytes
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.methods import Freeze
 
@@ -91,3 +92,29 @@ def test_counting_works_on_meta(model_type):
     with torch.device("meta"):
         on_meta = count_parameters(native(model_type))
     assert on_meta == count_parameters(native(model_type))
+
+
+LENGTH = 16
+
+
+@pytest.mark.parametrize("model_type", [name for name in TASKS if name != "vit"])
+def test_multiply_adds_are_those_of_the_real_model(model_type):
+    model = native(model_type).train()
+    counted = multiply_adds(model, length=LENGTH)
+    assert sum(part.forward for part in counted.by_component.values()) == pytest.approx(counted.forward)
+
+    model.set_attn_implementation("eager")
+    if model_type == "mixtral":
+        model.set_experts_implementation("eager")  # a loop over the experts
+    ids = torch.arange(5, 5 + LENGTH)[None]
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    assert counted.forward == pytest.approx(counter.get_total_flops() / 2 / LENGTH)
+
+
+def test_products_of_experts_belong_to_the_ffn():
+    """Each token passes 2 of 4 experts and the router; gradients of weights and of inputs cost as much again, each."""
+    ffn = multiply_adds(native("mixtral"), length=LENGTH).by_component["ffn"]
+    assert ffn.forward == LAYERS * (2 * 3 * D * W + 4 * D)
+    assert ffn.backward == 2 * ffn.forward

@@ -20,6 +20,7 @@ from transformers.pipelines.base import Pipeline
 import hf_freeze
 from hf_freeze.compat import transformers as compat
 from hf_freeze.compat.transformers import is_initialized, mark_initialized, mark_uninitialized
+from hf_freeze.model.classes import variant_class_of
 
 PACKAGE = Path(inspect.getfile(hf_freeze)).parent
 VERSION = f"transformers {transformers.__version__}"
@@ -39,6 +40,8 @@ ATTRIBUTES = [  # (owner, name, what we use it for)
     (AutoModel._model_mapping, "_extra_content", "building native base models inside variants"),
     (CONFIG_MAPPING, "_extra_content", "making the config class of a variant when AutoConfig asks for it"),
     (BertConfig(), "_attn_implementation", "copying the attention implementation"),
+    (PreTrainedModel, "_can_set_attn_implementation", "the attention that the native class would take"),
+    (PreTrainedModel, "_can_set_experts_implementation", "the experts that the native class would take"),
     (Trainer, "_prepare_inputs", "putting batches on the Trainer's device"),
     (Pipeline, "_default_generation_config", "the length of generated text in pipelines"),
     (PIPELINE_REGISTRY, "check_task", "tasks such as translation_tr_to_en"),
@@ -125,6 +128,18 @@ def test_distributed_training_still_asks_which_tensors_to_leave_out():
 def test_saving_adapters_alone_is_still_told_by_the_same_mark():
     source = inspect.getsource(PreTrainedModel.save_pretrained)
     assert "_hf_peft_config_loaded" in source, f"{VERSION} marks models with PEFT adapters by another name"
+
+
+@pytest.mark.parametrize("native", ["MixtralForCausalLM", "LlamaForCausalLM", "BloomForCausalLM"])
+@pytest.mark.parametrize("switch", ["_can_set_attn_implementation", "_can_set_experts_implementation"])
+def test_a_variant_computes_as_its_native_class_would(native, switch, monkeypatch):
+    """Also in a process that has made no native model, whose class would have the answer cached."""
+    native = getattr(transformers, native)
+    expected = getattr(native, switch)()
+    for cls in native.__mro__:
+        if f"{switch}_cached_value" in vars(cls):
+            monkeypatch.delattr(cls, f"{switch}_cached_value")
+    assert getattr(variant_class_of(native), switch)() == expected
 
 
 def test_default_targets_of_peft_are_still_tables_by_model_type():
