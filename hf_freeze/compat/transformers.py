@@ -206,8 +206,11 @@ def count_all_experts(model: Any) -> None:
 
 
 def copy_attention_implementation(old: Any, new: Any) -> None:
-    """It is not part of `config.to_dict()`."""
+    """It is not part of `config.to_dict()`. Nested configs, which the setter gives that of the whole, may have another."""
     new._attn_implementation = old._attn_implementation
+    for name in old.sub_configs:
+        if getattr(old, name, None) is not None:
+            copy_attention_implementation(getattr(old, name), getattr(new, name))
 
 
 # -- Trainer -----------------------------------------------------------------------------------------------------------

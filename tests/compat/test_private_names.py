@@ -142,6 +142,15 @@ def test_a_variant_computes_as_its_native_class_would(native, switch, monkeypatc
     assert getattr(variant_class_of(native), switch)() == expected
 
 
+def test_nested_configs_keep_an_attention_of_their_own():
+    old, new = transformers.CLIPConfig(), transformers.CLIPConfig()
+    old._attn_implementation = "eager"
+    old.text_config._attn_implementation = "sdpa"
+    compat.copy_attention_implementation(old, new)
+    parts = (new, new.text_config, new.vision_config)
+    assert [part._attn_implementation for part in parts] == ["eager", "sdpa", "eager"]
+
+
 def test_default_targets_of_peft_are_still_tables_by_model_type():
     constants = importlib.import_module("peft.utils.constants")
     tables = [table for table in vars(constants).values() if isinstance(table, dict) and "llama" in table]
