@@ -183,6 +183,6 @@ def base_model(config: Any) -> Any:
     """The native model without a head, on `meta`: nothing is allocated. Raises NotDerived if transformers has none."""
     try:
         with torch.device("meta"):
-            return AutoModel.from_config(config)
+            return AutoModel.from_config(copy.deepcopy(config))  # some classes change it
     except Exception as error:  # whatever the native class raises for a config that it cannot build
         raise NotDerived(f"{config.model_type}: transformers cannot build it: {first_line(error)}") from error

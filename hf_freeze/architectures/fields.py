@@ -87,7 +87,7 @@ def _shapes(config: Any) -> Shapes:
     """Name -> shape of each parameter of the model; empty if transformers cannot build it."""
     try:
         with torch.device("meta"):
-            model = AutoModel.from_config(config)
+            model = AutoModel.from_config(copy.deepcopy(config))  # some classes change it
     except Exception:  # whatever the native class raises for a config that it cannot build
         return {}
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
