@@ -159,6 +159,7 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
             ffn=stack.ffn,
             projections=stack.projections,
             apart=stack.apart,
+            ends=stack.ends,
             others=stack.others,
             absent=stack.absent,
             differ=stack.differ,

@@ -8,9 +8,11 @@ from transformers import AutoConfig
 # checkpoints give them. Only default configs are completed: the config of a checkpoint is used as it is.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 500000}},
     "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "funnel": {"architectures": ["FunnelModel"]},
     "granitemoehybrid": {
         "num_hidden_layers": 40,
         "layer_types": ["full_attention" if number in (5, 15, 25, 35) else "linear_attention" for number in range(40)],

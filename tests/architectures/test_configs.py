@@ -58,6 +58,22 @@ def test_fields_of_a_small_config_fit_together(model_type: str) -> None:
     Probe(small)  # runs
 
 
+def test_linears_beside_a_convolution_are_no_ffn() -> None:
+    (stack,) = derive(default_config("recurrent_gemma")).stacks.values()
+
+    assert stack.ffn == ("mlp_block.gate_proj", "mlp_block.up_proj", "mlp_block.down_proj")
+    assert "temporal_block.linear_x.*" in stack.others
+
+
+def test_an_ffn_whose_matrices_lie_in_modules_of_their_own_is_found_beside_another() -> None:
+    architecture = derive(default_config("xmod"))
+    stack = architecture.stacks["encoder"]
+
+    adapter = [f"output.adapter_modules.en_XX.dense{number}" for number in (1, 2)]
+    assert stack.ffns_in(0) == [adapter, ["intermediate.dense", "output.dense"]]
+    assert "neurons" not in architecture.refusals
+
+
 def test_what_a_native_class_writes_into_its_config_does_not_reach_the_config_of_the_caller() -> None:
     config = shrink(AutoConfig.for_model("led"))
     before = config.to_dict()
