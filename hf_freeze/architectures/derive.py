@@ -151,6 +151,7 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
         if not set(stack.ffn) <= set(shown.ffn):
             refusals.setdefault("neurons", f"{name}: its FFN is not that of a small model of its kind")
         lists = per_layer_fields(config, shown.depth) if shown.depth else ()
+        lists = tuple(name for name in lists if name in shown.per_layer)
         reads = name if f"{name}." in stack.layers and getattr(config, "is_encoder_decoder", False) else ""
         stacks[name] = replace(
             shown,

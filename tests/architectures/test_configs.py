@@ -74,6 +74,15 @@ def test_an_ffn_whose_matrices_lie_in_modules_of_their_own_is_found_beside_anoth
     assert "neurons" not in architecture.refusals
 
 
+def test_a_list_for_each_layer_of_one_stack_is_not_one_of_another_that_is_as_deep() -> None:
+    config = AutoConfig.for_model("led", attention_window=[512] * 12)
+
+    stacks = derive(config).stacks
+
+    assert (stacks["encoder"].depth, stacks["encoder"].per_layer) == ("encoder_layers", ("attention_window",))
+    assert (stacks["decoder"].depth, stacks["decoder"].per_layer) == ("decoder_layers", ())
+
+
 def test_what_a_native_class_writes_into_its_config_does_not_reach_the_config_of_the_caller() -> None:
     config = shrink(AutoConfig.for_model("led"))
     before = config.to_dict()
