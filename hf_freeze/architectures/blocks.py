@@ -155,6 +155,7 @@ class Stack:
     attentions: dict[str, Attention]  # "self", "cross"
     ffn: tuple[str, ...]  # the linears, in the order of the forward; the last one follows the activation
     apart: bool = False  # whether linears of `ffn` in different modules are FFNs of their own
+    ends: tuple[str, ...] = ()  # the last linears of FFNs, where modules do not tell which linears are one FFN
     width: str | None  # the config field that holds the number of FFN neurons; None if no field does
     activation: str | None  # the activation, if it is a module
     neurons: dict[str, int] = field(default_factory=dict)  # linear of an FFN -> its inputs, where no field holds them
@@ -197,6 +198,12 @@ class Stack:
         if not self.apart:
             return [names] if names else []
         groups: dict[str, list[str]] = {}
+        if self.ends:
+            number = 0
+            for name in names:
+                groups.setdefault(str(number), []).append(name)
+                number += name in self.ends
+            return list(groups.values())
         for name in names:
             groups.setdefault(name.rpartition(".")[0], []).append(name)
         return list(groups.values())

@@ -151,6 +151,7 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
         if not set(stack.ffn) <= set(shown.ffn):
             refusals.setdefault("neurons", f"{name}: its FFN is not that of a small model of its kind")
         lists = per_layer_fields(config, shown.depth) if shown.depth else ()
+        lists = tuple(name for name in lists if name in shown.per_layer)
         reads = name if f"{name}." in stack.layers and getattr(config, "is_encoder_decoder", False) else ""
         stacks[name] = replace(
             shown,
@@ -159,6 +160,7 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
             ffn=stack.ffn,
             projections=stack.projections,
             apart=stack.apart,
+            ends=stack.ends,
             others=stack.others,
             absent=stack.absent,
             differ=stack.differ,
@@ -183,6 +185,6 @@ def base_model(config: Any) -> Any:
     """The native model without a head, on `meta`: nothing is allocated. Raises NotDerived if transformers has none."""
     try:
         with torch.device("meta"):
-            return AutoModel.from_config(config)
+            return AutoModel.from_config(copy.deepcopy(config))  # some classes change it
     except Exception as error:  # whatever the native class raises for a config that it cannot build
         raise NotDerived(f"{config.model_type}: transformers cannot build it: {first_line(error)}") from error

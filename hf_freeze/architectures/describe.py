@@ -80,6 +80,7 @@ def _stack_names(lists: dict[str, nn.ModuleList], config: Any) -> dict[str, str]
 
 def _stack(path: str, layers: nn.ModuleList) -> Stack:
     all_parts = [parts_of(layer) for layer in layers]
+    hybrid = any(parts.attentions for parts in all_parts)
     attentions: dict[str, Attention] = {}
     ffn: dict[str, None] = {}
     absent: dict[str, set[int]] = {}
@@ -87,6 +88,7 @@ def _stack(path: str, layers: nn.ModuleList) -> Stack:
     others: dict[str, None] = {}
     projections: dict[str, None] = {}
     apart = False
+    ends: dict[str, None] = {}
     for number, (layer, parts) in enumerate(zip(layers, all_parts, strict=True)):
         for kind, attention in _attentions(layer, parts):
             if kind in attentions and replace(attentions[kind], others=()) != replace(attention, others=()):
@@ -96,12 +98,15 @@ def _stack(path: str, layers: nn.ModuleList) -> Stack:
                 attention = replace(attention, others=tuple(others_of))
             attentions[kind] = attention
             present.setdefault(kind, set()).add(number)
-        groups, routers = _ffns(layer, parts.others)
+        mixers = [name for name in parts.others if hybrid and _beside_convolution(layer, name)]
+        groups, routers = _ffns(layer, [name for name in parts.others if name not in mixers])
         apart = apart or len(groups) > 1
+        if len(groups) > 1 and any(len({name.rpartition(".")[0] for name in group}) > 1 for group in groups):
+            ends |= dict.fromkeys(group[-1] for group in groups)
         for name in (name for group in groups for name in group):
             ffn[name] = None
             present.setdefault(name, set()).add(number)
-        others |= dict.fromkeys(f"{name}.*" for name in routers)
+        others |= dict.fromkeys(f"{name}.*" for name in [*routers, *mixers])
         known = {n for _, attention in _attentions(layer, parts) for n in attention.linears}
         for name in (n for names in parts.attentions.values() for n in names if n not in known):
             projections[name] = None
@@ -116,6 +121,7 @@ def _stack(path: str, layers: nn.ModuleList) -> Stack:
         ffn=tuple(ffn),
         projections=tuple(projections),
         apart=apart,
+        ends=tuple(ends),
         width=None,
         activation=_activation(layers[0]),
         neurons=_neurons(layers, tuple(ffn), absent),
@@ -206,6 +212,12 @@ def _role_of_norm(name: str, module: nn.Module, sizes: set[int]) -> str:
     return next((role for role in ("q", "k") if last.startswith(role)), "")
 
 
+def _beside_convolution(layer: nn.Module, name: str) -> bool:
+    """Whether the module of a linear has a convolution too: it mixes tokens in the place of an attention, and is no FFN."""
+    owner = name.rpartition(".")[0]
+    return bool(owner) and any(isinstance(module, nn.Conv1d) for module in layer.get_submodule(owner).modules())
+
+
 def _ffns(layer: nn.Module, names: list[str]) -> tuple[list[list[str]], list[str]]:
     """(FFNs, others): the linears of each FFN with the one that returns to the hidden size last; and the linears that belong to
     none, such as routers.
@@ -217,8 +229,10 @@ def _ffns(layer: nn.Module, names: list[str]) -> tuple[list[list[str]], list[str
     for name in names:
         by_module.setdefault(name.rpartition(".")[0], []).append(name)
     groups = [ordered for group in by_module.values() if (ordered := _ordered({n: sizes[n] for n in group}))]
-    if not groups and (whole := _ordered(sizes)):
-        groups = [whole]
+    rest = {name: size for name, size in sizes.items() if not any(name in group for group in groups)}
+    while whole := _ordered(rest):  # FFNs whose matrices lie in modules of their own
+        groups.append(whole)
+        rest = {name: size for name, size in rest.items() if name not in whole}
     if not groups:
         return ([names] if names else []), []
     return groups, [name for name in names if not any(name in group for group in groups)]

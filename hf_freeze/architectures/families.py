@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
-from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
 from hf_freeze.architectures.describe import first_line
+from hf_freeze.architectures.published import PUBLISHED, default_config
 from hf_freeze.architectures.registry import architecture_of
 
 # What a method may need (`Method.needs`) -> in words.
@@ -41,7 +41,7 @@ def model_types() -> list[str]:
 def describe_family(model_type: str) -> dict[str, Any]:
     """What is derived and proved of the default config of a model type, as JSON data."""
     try:
-        architecture = architecture_of(AutoConfig.for_model(model_type))
+        architecture = architecture_of(default_config(model_type))
     except Exception as error:  # a default config may not work at all
         return {"understood": False, "reason": first_line(error).removeprefix(f"{model_type}: ")}
     stacks = {
@@ -91,6 +91,7 @@ def families_page(families: Mapping[str, Mapping[str, Any]]) -> str:
         "",
         *(f"- **{name}**: {meaning}" for name, meaning in CAPABILITIES.items()),
         "",
+        *_completed(families),
         "| model type | stacks | " + " | ".join(CAPABILITIES) + " | what is not understood, or failed |",
         "| --- | --- |" + " :-: |" * len(CAPABILITIES) + " --- |",
     ]
@@ -103,6 +104,30 @@ def families_page(families: Mapping[str, Mapping[str, Any]]) -> str:
         reasons = "; ".join([*family["refusals"].values(), *failed])
         lines.append(f"| {name} | {', '.join(family['stacks'])} | {' | '.join(marks)} | {_cell(reasons)} |")
     return "\n".join(lines) + "\n"
+
+
+def _completed(families: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Which default configs were completed, and with what, as lines of the page."""
+    completed = {name: PUBLISHED[name] for name in families if name in PUBLISHED}
+    if not completed:
+        return []
+    items = [
+        f"- {name}: " + ", ".join(f"`{field}={_short(value)}`" for field, value in fields.items())
+        for name, fields in completed.items()
+    ]
+    return [
+        "transformers cannot build or run some default configs; these were completed with fields of published checkpoints:",
+        "",
+        *items,
+        "",
+    ]
+
+
+def _short(value: Any) -> str:
+    """A value on one line; a long list as its different entries."""
+    if isinstance(value, list) and len(value) > 4:
+        return f"[{len(value)} entries of {' and '.join(map(repr, dict.fromkeys(value)))}]"
+    return repr(value)
 
 
 def _missing(family: Mapping[str, Any]) -> set[str]:

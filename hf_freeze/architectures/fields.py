@@ -23,11 +23,11 @@ def with_fields(architecture: Architecture, config: Any) -> Architecture:
     refusals = dict(architecture.refusals)
     stacks = {}
     for name, stack in architecture.stacks.items():
-        depth = _depth_field(config, shapes, integers, stack)
+        depth, lists = _depth_field(config, shapes, integers, stack)
         if depth is None:
             refusals.setdefault("layers", f"{name}: no field of the config holds the number of its layers")
         stacks[name] = replace(
-            stack, depth=depth or "", width=_width_field(config, shapes, integers, architecture, stack)
+            stack, depth=depth or "", per_layer=lists, width=_width_field(config, shapes, integers, architecture, stack)
         )
     vocabulary = {
         table: _moving_field(config, shapes, integers, f"{table}.weight", axes=(0,))
@@ -87,7 +87,7 @@ def _shapes(config: Any) -> Shapes:
     """Name -> shape of each parameter of the model; empty if transformers cannot build it."""
     try:
         with torch.device("meta"):
-            model = AutoModel.from_config(config)
+            model = AutoModel.from_config(copy.deepcopy(config))  # some classes change it
     except Exception:  # whatever the native class raises for a config that it cannot build
         return {}
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -100,7 +100,13 @@ def _changed_shapes(config: Any, **changes: Any) -> Shapes:
         return {}
 
 
-def _depth_field(config: Any, shapes: Shapes, integers: dict[str, int], stack: Stack) -> str | None:
+def _depth_field(
+    config: Any, shapes: Shapes, integers: dict[str, int], stack: Stack
+) -> tuple[str | None, tuple[str, ...]]:
+    """The field that holds the depth, and those that hold a list with an entry for each layer.
+
+    A list that is as long belongs to another stack if the depth does not move with it: LED's windows are those of its encoder.
+    """
     layers = stack.layers.removesuffix("{}")
 
     def depth(names: Iterable[str]) -> int:
@@ -108,10 +114,11 @@ def _depth_field(config: Any, shapes: Shapes, integers: dict[str, int], stack: S
 
     count = depth(shapes)
     for name in sorted((name for name, value in integers.items() if value == count), key=_unlikely_depth):
-        lists = {n: _longer(config, n) for n in per_layer_fields(config, name)}
-        if depth(_changed_shapes(config, **lists, **{name: count + 1})) == count + 1:
-            return name
-    return None
+        for lists in dict.fromkeys((per_layer_fields(config, name), ())):
+            longer = {n: _longer(config, n) for n in lists}
+            if depth(_changed_shapes(config, **longer, **{name: count + 1})) == count + 1:
+                return name, lists
+    return None, ()
 
 
 def _longer(config: Any, name: str) -> list[Any]:

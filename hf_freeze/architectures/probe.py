@@ -1,5 +1,6 @@
 """A small model of the same config class, with noise for weights: what probes and proofs run on."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,10 @@ class Probe:
         self.config = config
         with torch.random.fork_rng(devices=[]), initialization.no_init_weights():
             torch.manual_seed(0)
-            self.model: Any = AutoModel.from_config(config, attn_implementation="eager").eval()
+            self.model: Any = AutoModel.from_config(
+                copy.deepcopy(config),  # some classes change it
+                attn_implementation="eager",
+            ).eval()
         fill_with_noise(self.model)
         whole = probe_inputs(config, self.model)
         text = {name: value for name, value in whole.items() if name != "pixel_values"}

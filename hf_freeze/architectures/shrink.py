@@ -14,6 +14,8 @@ _DEPTHS = rf"num_{_SIDE}(?:hidden_)?layers|{_SIDE}layers|n_layers?|num_hidden_gr
 _HEADS = rf"num_{_SIDE}(?:attention_)?heads|{_SIDE}attention_heads|n_(?:attention_)?heads?"
 _HIDDEN = rf"{_SIDE}hidden_size|d_model|n_embd|dim|embed_dim|model_dim|emb_dim|d_embed|hidden_dims?"
 _WIDTHS = rf"{_SIDE}(?:intermediate_size|ffn_dim)|d_ff|n_inner|(?:dense_)?ffn_hidden_size|block_ff_dim"
+_CHOSEN = r"num_experts_per_tok(?:en)?|moe_top_?k|top_k|moe_k|num_selected_experts"  # 1 stays 1
+_PERIODS = r"(?:attn|expert)_layer_period"
 # Patterns of config fields -> (the small value, the kind of size that limits are given for).
 _SMALL: tuple[tuple[str, int, str | None], ...] = (
     (_HIDDEN, HIDDEN, "hidden size"),
@@ -28,7 +30,7 @@ _SMALL: tuple[tuple[str, int, str | None], ...] = (
     ),
     (r"moe_intermediate_size|shared_expert_intermediate_size|expert_dim|expert_ffn_hidden_size", 40, None),
     (r"num_(?:local_)?experts|n_routed_experts|moe_num_experts", 4, None),
-    (r"num_experts_per_tok(?:en)?|moe_top_?k|top_k|moe_k|num_selected_experts", 2, None),
+    (_CHOSEN, 2, None),
     (r"n_groups?|topk_group|num_expert_group", 1, None),
     (r"rotary_dim", 4, None),
     (r"attention_window|sliding_window|window_size|local_attention", 16, None),
@@ -37,10 +39,20 @@ _SMALL: tuple[tuple[str, int, str | None], ...] = (
     (r"num_mel_bins|q_lora_rank|kv_lora_rank", 12, None),
     (r"qk_rope_head_dim|qk_nope_head_dim|v_head_dim|qk_head_dim", 8, None),
     (r"projection_dim", 28, None),
+    (r"projection_size", HIDDEN, None),
+    (_PERIODS, 2, None),
+    # Of a box on a page: four coordinates, its width and its height make one hidden state.
+    (r"coordinate_size", 6, None),
+    (r"shape_size", 4, None),
+    # The inner width of a state space is twice the hidden size, and its heads times their size.
+    (r"mamba_n_heads|n_mamba_heads|mamba_num_heads", 8, None),
+    (r"mamba_d_head|mamba_head_?dim", 8, None),
+    (r"mamba_d_ssm", 2 * HIDDEN, None),
+    (r"mamba_d_state|mamba_chunk_size", 16, None),
     (r"type_vocab_size", 2, None),
 )
 _COMPILED = [(re.compile(pattern), size, kind) for pattern, size, kind in _SMALL]
-_GROUPS = re.compile(r"(?:num_|n_)(?:key_value|kv)_heads|n_head_kv|(?:en|de)coder_key_value_heads")
+_GROUPS = re.compile(r"(?:num_|n_)(?:key_value|kv)_heads|n_head_kv|kv_n_heads|(?:en|de)coder_key_value_heads")
 _HEAD_SIZE = re.compile(r"head_dim|d_kv|global_head_dim|kv_channels|d_head|attention_head_size")
 _INNER = ("embedding_size", "word_embed_proj_dim", "input_embedding_size")  # of tables narrower than the hidden size
 _TOKEN = re.compile(r"\w*token_ids?|\w*token_index")
@@ -69,13 +81,30 @@ def _shrunk(data: dict[str, Any]) -> dict[str, Any]:
     """`data`, a config as a dict, with small sizes; nested configs too."""
     heads, hidden, depth = (_first(data, pattern) for pattern in (_HEADS, _HIDDEN, _DEPTHS))
     small = {name: _small(name, value, heads, hidden, depth) for name, value in data.items()}
-    if any(_is_mixed(value) for value in data.values() if isinstance(value, list) and len(value) == depth):
-        # Layers of several kinds: without the last one, there is still one of each of two.
+    lists = {name: value for name, value in data.items() if isinstance(value, list | tuple)}
+    mixed = any(_is_mixed(value) for value in lists.values() if len(value) == depth)
+    pair = any(len(value) == DEPTH != depth for name, value in lists.items() if not name.endswith("ids"))
+    if mixed or pair:
+        # Layers of several kinds: without the last one, there is still one of each of two. And a list of two that is not one
+        # of layers, such as limits, must not seem to have an entry for each layer.
         small |= {name: MIXED_DEPTH for name in data if re.fullmatch(_DEPTHS, name) and data[name] == depth}
-        lists = {name: value for name, value in data.items() if isinstance(value, list) and len(value) == depth}
-        small |= {name: _kinds_first(value, MIXED_DEPTH) for name, value in lists.items() if not name.endswith("ids")}
+        small |= {
+            name: _kinds_first(value, MIXED_DEPTH)
+            for name, value in lists.items()
+            if len(value) == depth and not name.endswith("ids")
+        }
     if "qk_rope_head_dim" in data:  # latent attention: queries and keys have a part with positions and one without
-        small |= {name: size for name, size in (("head_dim", 8), ("qk_head_dim", 16)) if name in data}
+        whole = data.get("qk_nope_head_dim", 0) + data["qk_rope_head_dim"]
+        sizes = {"head_dim": 16 if data.get("head_dim") == whole else 8, "qk_head_dim": 16}
+        small |= {name: size for name, size in sizes.items() if name in data}
+    if (
+        "channel_shrink_ratio" in data
+    ):  # a second, narrower state of each token; six parts of a box make one hidden state
+        small |= {"hidden_size": 6 * HEAD_SIZE, "intermediate_size": 7 * HEAD_SIZE}
+    if "stage_names" in data:  # names of layers that a backbone returns, made from the depth
+        small = {
+            name: value for name, value in small.items() if name not in ("stage_names", "out_features", "out_indices")
+        }
     return small
 
 
@@ -96,6 +125,12 @@ def _small(name: str, value: Any, heads: int | None, hidden: int | None, depth: 
         return [2] if isinstance(value, list) else value if value is None else _TOKENS.get(name, 1)
     if isinstance(value, list) and len(value) == depth and not name.endswith("ids"):
         return _kinds_first(value, DEPTH)
+    if name == "block_types" and isinstance(value, list | tuple):  # kinds of layers, repeated up to the depth
+        return _kinds_first(value, min(len(value), DEPTH))
+    if name == "attn_layer_indices" and value:
+        return [0]
+    if name.endswith("_layer_offset"):  # attention in the first of two layers, experts in either
+        return 0 if name.startswith("attn") or not value else 1
     if value is None and name == "num_key_value_heads":
         return HEADS
     if type(value) is not int or value <= 0:
@@ -106,7 +141,8 @@ def _small(name: str, value: Any, heads: int | None, hidden: int | None, depth: 
         return HEAD_SIZE if heads is None or hidden is None or value * heads == hidden else WIDER_HEAD
     if name in _INNER:
         return HIDDEN if value == hidden else 24
-    return next((size for pattern, size, _ in _COMPILED if pattern.fullmatch(name)), value)
+    size = next((size for pattern, size, _ in _COMPILED if pattern.fullmatch(name)), value)
+    return min(value, size) if re.fullmatch(rf"{_CHOSEN}|{_PERIODS}", name) else size
 
 
 def _small_dict(name: str, value: dict[str, Any]) -> dict[str, Any]:
@@ -115,10 +151,19 @@ def _small_dict(name: str, value: dict[str, Any]) -> dict[str, Any]:
     return _shrunk(value) if "model_type" in value or name.endswith("_config") else value
 
 
+def _is_recurrent(kind: Any) -> bool:
+    """Whether a kind of layer, such as "linear_attention" or "mamba", is recurrent or a convolution."""
+    return isinstance(kind, str) and re.search(r"linear|mamba|conv|recurrent", kind) is not None
+
+
 def _kinds_first(entries: Iterable[Any], count: int) -> list[Any]:
-    """`count` entries that hold as many different kinds as possible, in the order of their first appearance."""
+    """`count` entries that hold as many different kinds as possible, in the order of their first appearance.
+
+    Kinds with attention come before recurrent ones: native caches need one attention, also when later layers are removed.
+    """
     kinds: list[Any] = []
     for entry in entries:
         if entry not in kinds:
             kinds.append(entry)
+    kinds.sort(key=_is_recurrent)
     return [kinds[number % len(kinds)] for number in range(count)]

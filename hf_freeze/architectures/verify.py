@@ -16,7 +16,7 @@ from torch.nn import functional
 from hf_freeze.architectures.base import Architecture, Attention, Stack
 from hf_freeze.architectures.blocks import LAYOUTS
 from hf_freeze.architectures.describe import first_line
-from hf_freeze.architectures.fields import change, multiples_of, per_layer_fields
+from hf_freeze.architectures.fields import change, multiples_of
 from hf_freeze.architectures.kept_heads import prune_companions
 from hf_freeze.architectures.probe import Probe
 from hf_freeze.architectures.roles import (
@@ -356,7 +356,6 @@ def _layer_removed(probe: Probe, stack: Stack) -> str | None:
     """The last layer, made an identity, can be removed: the native model that is one layer shallower computes the same."""
     depth = len(_layers(probe, stack))
     numbers = list(range(depth - 1))
-    stack = replace(stack, per_layer=per_layer_fields(probe.config, stack.depth))
     try:
         shallow = Probe(change(probe.config, **stack.config_changes(probe.config, numbers)))
     except Exception as error:  # whatever the native class raises for this config

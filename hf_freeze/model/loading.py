@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_freeze.model.classes  # noqa: F401 (registers the variants)
+from hf_freeze.architectures.published import default_config
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.architectures.tasks import native_class
 
@@ -42,12 +43,13 @@ def empty_model(name: str | os.PathLike[str]) -> Any:
 
 
 def config_of_type_or_model(name: str) -> Any:
-    """The config of a directory or Hub id, or the default config of a model type of transformers, such as "roberta".
+    """The config of a directory or Hub id, or the default config of a model type of transformers, such as "roberta"
+    (completed as in published checkpoints where transformers cannot build it).
 
     Raises ValueError if it is neither.
     """
     if name in CONFIG_MAPPING and not Path(name).exists():
-        return AutoConfig.for_model(name)
+        return default_config(name)
     if not Path(name).exists() and "/" not in name:
         near = difflib.get_close_matches(name, CONFIG_MAPPING.keys(), n=3)
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from support.processes import printed_by
 from support.training import training_step, with_teacher
-from transformers import AutoConfig
 
 from hf_freeze import make_variant
 from hf_freeze.architectures.base import Architecture
+from hf_freeze.architectures.published import default_config
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.architectures.shrink import shrink
 from hf_freeze.architectures.tasks import AUTO_CLASSES
@@ -51,7 +51,7 @@ print(json.dumps(problems))
 
 def tiny_config(model_type: str) -> Any:
     """A small config without dropout, so that a step can be compared."""
-    config = shrink(AutoConfig.for_model(model_type))
+    config = shrink(default_config(model_type))
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     for part in (config, config.get_text_config()):

@@ -2,15 +2,16 @@
 
 from typing import Any
 
-from transformers import AutoConfig, SqueezeBertConfig, SqueezeBertModel
+from transformers import SqueezeBertConfig, SqueezeBertModel
 
 from hf_freeze.architectures.fields import change
+from hf_freeze.architectures.published import default_config
 from hf_freeze.architectures.shrink import shrink
 
 
 def small_config(model_type: str, **changes: Any) -> Any:
     """The small config of a family, with other values for some fields."""
-    config = change(shrink(AutoConfig.for_model(model_type)), **changes)
+    config = change(shrink(default_config(model_type)), **changes)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     return config
