@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 # The sizes of one layer all differ, so that shapes tell what a matrix joins.
@@ -108,7 +108,7 @@ def _shrunk(data: dict[str, Any]) -> dict[str, Any]:
     return small
 
 
-def _is_mixed(entries: list[Any]) -> bool:
+def _is_mixed(entries: Sequence[Any]) -> bool:
     return any(entry != entries[0] for entry in entries)
 
 

@@ -33,6 +33,8 @@ import hf_freeze
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 problems = {}
 for folder in sorted(Path(sys.argv[1]).iterdir()):
+    if not (folder / "outputs.pt").exists():  # what failed after the variant was saved is told already
+        continue
     expected = torch.load(folder / "outputs.pt")
     try:
         model, info = AUTO_CLASSES[expected["task"]].from_pretrained(folder, output_loading_info=True)
