@@ -38,6 +38,9 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
     expected = torch.load(folder / "outputs.pt")
     try:
         model, info = AUTO_CLASSES[expected["task"]].from_pretrained(folder, output_loading_info=True)
+        # Tensors of a file lie at any multiple of 8 bytes, where torch's grouped products of experts round otherwise.
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
         with torch.no_grad():
             outputs = model.eval()(**expected["batch"])[expected["place"]]
         keys = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
