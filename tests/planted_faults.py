@@ -143,7 +143,7 @@ FAULTS = (
         "tied-twin",
         "the other name of a tied and frozen parameter stays trainable",
         (
-            ("hf_freeze/model/build.py", "tied.get(name, name) not in frozen", "name not in frozen"),
+            ("hf_freeze/model/build.py", "tied.get(name, name) not in self._frozen", "name not in self._frozen"),
             ("hf_freeze/variant.py", "tied.get(name, name) not in frozen", "name not in frozen"),
         ),
     ),
