@@ -174,6 +174,16 @@ class Architecture:
             for number, linears in enumerate(stack.ffns_in(layer))
         }
 
+    def experts(self, config: Any) -> dict[str, str]:
+        """Experts, such as "decoder.0.experts" -> the module that has their matrices as parameters (`roles.are_experts`)."""
+        return {
+            f"{name}.{layer}.{'experts' if number == 0 else f'experts_{number + 1}'}": f"{stack.layers.format(layer)}.{module}"
+            for name, stack in self.stacks.items()
+            for layer in range(read(config, stack.depth))
+            for number, module in enumerate(stack.experts)
+            if stack.has(module, layer)
+        }
+
     def attentions(self, config: Any) -> dict[str, Attention]:
         """Attention, such as "encoder.0.self" -> its description, with names below the base model."""
         return {
@@ -231,7 +241,7 @@ class Architecture:
         config = model.config
         modules: dict[str, Any] = dict(model.base_model.named_modules(remove_duplicate=False))
         linears = [name for component in LINEAR_COMPONENTS for _, _, name in self.linears(config, component)]
-        for name in [*linears, *self.token_tables]:
+        for name in [*linears, *self.experts(config).values(), *self.token_tables]:
             if name not in modules:
                 raise ValueError(
                     f"the description of {self.model_type} names {name!r}, which this model does not have: it was derived from "

@@ -162,7 +162,9 @@ class Stack:
     reads: str = ""  # the module whose forward receives the stack's token ids; "" is the base model
     projections: tuple[str, ...] = ()  # linears of attentions that are no plain queries, keys, values and outputs
     others: tuple[str, ...] = ()  # patterns of further parameters of the FFN, such as those of experts
-    # Layers of a stack may differ: kind of attention, or linear of the FFN -> the numbers of the layers that do not have it.
+    experts: dict[str, int] = field(default_factory=dict)  # module with parameters of experts -> neurons of each expert
+    expert_width: str | None = None  # the config field that holds these neurons; None if no field does
+    # Layers of a stack may differ: kind of attention, linear of the FFN or experts -> numbers of the layers without it.
     absent: dict[str, tuple[int, ...]] = field(default_factory=dict)
     differ: tuple[str, ...] = ()  # parameters that not all layers have, or not in one shape
     per_layer: tuple[str, ...] = ()  # config fields that hold an entry for each layer
@@ -184,12 +186,12 @@ class Stack:
         }
 
     def has(self, part: str, layer: int) -> bool:
-        """Whether the layer of this number has `part`, a kind of attention or a linear of the FFN."""
+        """Whether the layer of this number has `part`: a kind of attention, a linear of the FFN or a module of experts."""
         return layer not in self.absent.get(part, ())
 
-    def native_width(self, linear: str) -> int:
-        """The neurons of the native FFN whose last linear is this one, by its name below the base model."""
-        return self.neurons[re.sub(rf"^{self.layer_pattern}\.", "", linear)]
+    def native_width(self, name: str) -> int:
+        """The neurons of the native FFN whose last linear, or whose module of experts, has this name below the base model."""
+        return (self.neurons | self.experts)[re.sub(rf"^{self.layer_pattern}\.", "", name)]
 
     def ffns_in(self, layer: int) -> list[list[str]]:
         """The linears of each FFN of a layer, in the order of the forward. A layer has more than one if their linears lie in

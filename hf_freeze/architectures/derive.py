@@ -162,6 +162,7 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
             apart=stack.apart,
             ends=stack.ends,
             others=stack.others,
+            experts=stack.experts if shown.experts.keys() >= stack.experts.keys() else {},
             absent=stack.absent,
             differ=stack.differ,
             per_layer=lists,

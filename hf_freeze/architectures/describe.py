@@ -12,9 +12,11 @@ from hf_freeze.architectures.base import Architecture, Attention, Stack
 from hf_freeze.architectures.examples import example_batch
 from hf_freeze.architectures.kept_heads import biases_of
 from hf_freeze.architectures.roles import (
+    EXPERT_OUTPUT,
     HEAD_COUNTS,
     HEAD_SIZES,
     LayerParts,
+    are_experts,
     attribute,
     features,
     is_cross,
@@ -87,6 +89,7 @@ def _stack(path: str, layers: nn.ModuleList) -> Stack:
     present: dict[str, set[int]] = {}
     others: dict[str, None] = {}
     projections: dict[str, None] = {}
+    experts: dict[str, set[int]] = {}
     apart = False
     ends: dict[str, None] = {}
     for number, (layer, parts) in enumerate(zip(layers, all_parts, strict=True)):
@@ -112,6 +115,10 @@ def _stack(path: str, layers: nn.ModuleList) -> Stack:
             projections[name] = None
             present.setdefault(name, set()).add(number)
         others |= dict.fromkeys(_other_parameters(layer, parts))
+        for name, module in layer.named_modules():
+            if are_experts(module):
+                experts.setdefault(name, set()).add(module.get_parameter(EXPERT_OUTPUT).shape[2])
+                present.setdefault(name, set()).add(number)
     for part, numbers in present.items():
         absent[part] = set(range(len(layers))) - numbers
     return Stack(
@@ -126,6 +133,7 @@ def _stack(path: str, layers: nn.ModuleList) -> Stack:
         activation=_activation(layers[0]),
         neurons=_neurons(layers, tuple(ffn), absent),
         others=tuple(others),
+        experts={name: min(widths) for name, widths in experts.items() if len(widths) == 1},
         differ=_differ(layers),
         absent={part: tuple(sorted(numbers)) for part, numbers in absent.items() if numbers},
     )

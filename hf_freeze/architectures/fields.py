@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModel
 
 from hf_freeze.architectures.base import Architecture, Stack, read
+from hf_freeze.architectures.roles import EXPERT_OUTPUT
 from hf_freeze.architectures.shrink import sizes_in
 
 Shapes = dict[str, tuple[int, ...]]
@@ -27,7 +28,11 @@ def with_fields(architecture: Architecture, config: Any) -> Architecture:
         if depth is None:
             refusals.setdefault("layers", f"{name}: no field of the config holds the number of its layers")
         stacks[name] = replace(
-            stack, depth=depth or "", per_layer=lists, width=_width_field(config, shapes, integers, architecture, stack)
+            stack,
+            depth=depth or "",
+            per_layer=lists,
+            width=_width_field(config, shapes, integers, architecture, stack),
+            expert_width=_expert_width_field(config, shapes, integers, architecture, stack),
         )
     vocabulary = {
         table: _moving_field(config, shapes, integers, f"{table}.weight", axes=(0,))
@@ -136,14 +141,33 @@ def _width_field(
     if stack.apart or not stack.ffn or any(not stack.has(name, number) for name in stack.ffn for number in range(2)):
         return None
     weight = f"{stack.layers.format(0)}.{stack.ffn[-1]}.weight"
-    name = _moving_field(config, shapes, integers, weight, axes=(0, 1))
+    inside = [linear for other in architecture.stacks.values() for linear in other.ffn]
+    return _deciding_field(config, shapes, integers, weight, (0, 1), inside)
+
+
+def _expert_width_field(
+    config: Any, shapes: Shapes, integers: dict[str, int], architecture: Architecture, stack: Stack
+) -> str | None:
+    inside = [module for other in architecture.stacks.values() for module in other.experts]
+    fields = set()
+    for module in stack.experts:
+        layer = next(number for number in range(len(shapes)) if stack.has(module, number))
+        weight = f"{stack.layers.format(layer)}.{module}.{EXPERT_OUTPUT}"
+        fields.add(_deciding_field(config, shapes, integers, weight, (2,), inside))
+    return fields.pop() if len(fields) == 1 else None
+
+
+def _deciding_field(
+    config: Any, shapes: Shapes, integers: dict[str, int], weight: str, axes: tuple[int, ...], inside: list[str]
+) -> str | None:
+    """The field that decides one dimension of the matrix `weight`, of other tensors only those of the modules `inside` layers,
+    and any number: some families round it, or give it to experts too."""
+    name = _moving_field(config, shapes, integers, weight, axes)
     if name is None:
         return None
-    # The field must decide these FFNs alone, and any number: some families round it, or give it to experts too.
     after = _changed_shapes(config, **{name: 13})
     moved = [tensor for tensor in shapes if shapes[tensor] != after.get(tensor)]
-    inside = tuple(f".{linear}." for other in architecture.stacks.values() for linear in other.ffn)
-    alone = all(any(part in tensor for part in inside) for tensor in moved)
+    alone = all(any(f".{module}." in tensor for module in inside) for tensor in moved)
     return name if alone and 13 in after.get(weight, ()) else None
 
 
@@ -159,6 +183,8 @@ def _moving_field(
         if value not in {before[axis] for axis in axes} or value == hidden or name.endswith("token_id"):
             continue
         after = _changed_shapes(config, **{name: value + 8}).get(weight)
-        if after is not None and sorted(a - b for a, b in zip(after, before, strict=True)) == [0, 8]:
+        if after is not None and sorted(a - b for a, b in zip(after, before, strict=True)) == [0] * (
+            len(before) - 1
+        ) + [8]:
             return name
     return None

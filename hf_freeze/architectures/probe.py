@@ -46,10 +46,7 @@ class Probe:
 
     def differs(self, **inputs: torch.Tensor) -> float:
         """The largest difference to the outputs at construction, relative to their size."""
-        outputs = self.run(**inputs)
-        if outputs.shape != self.outputs.shape:
-            return float("inf")
-        return float((outputs - self.outputs).abs().max() / self.outputs.abs().max().clamp(min=1e-6))
+        return difference(self.run(**inputs), self.outputs)
 
     @contextmanager
     def changed(self) -> Iterator[None]:
@@ -60,6 +57,13 @@ class Probe:
                 yield
         finally:
             self.model.load_state_dict(saved)
+
+
+def difference(outputs: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the size of `expected`; infinite for another shape."""
+    if outputs.shape != expected.shape:
+        return float("inf")
+    return float((outputs - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
 @torch.no_grad()

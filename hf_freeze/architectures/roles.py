@@ -135,6 +135,27 @@ HIDDEN_SIZES = ("embed_dim", "hidden_size")  # some attentions take these for th
 HEAD_OUTPUTS = ("all_head_size", "split_size", "inner_dim")
 
 
+# Experts whose matrices are parameters (experts, outputs, inputs): one before the activation, with or without a gate, one after.
+_EXPERT_INPUTS = ("gate_up_proj", "up_proj")
+EXPERT_OUTPUT = "down_proj"
+EXPERT_WIDTHS = ("intermediate_dim", "intermediate_size", "expert_dim", "ffn_dim")  # attributes that hold the neurons
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether the parameters of a module are matrices of experts, and nothing else."""
+    parameters = dict(module.named_parameters())
+    after = parameters.pop(EXPERT_OUTPUT, None)
+    if after is None or after.ndim != 3 or len(parameters) != 1:
+        return False
+    (name, before), (experts, hidden, width) = next(iter(parameters.items())), after.shape
+    return name in _EXPERT_INPUTS and before.shape in ((experts, 2 * width, hidden), (experts, width, hidden))
+
+
+def expert_input(experts: nn.Module) -> str:
+    """The name of the parameter with the matrices before the activation."""
+    return next(name for name in _EXPERT_INPUTS if name in experts._parameters)
+
+
 def has_module(root: nn.Module, name: str) -> bool:
     """Whether `root` has a submodule of this name."""
     try:

@@ -15,7 +15,7 @@ from hf_freeze.architectures.shrink import sizes_in
 
 _PLAIN = ("tasks", "embeddings", "norms", "constants", "token_tables", "refusals")
 _LONGEST, _MOST = 300, 20_000  # characters of a name, items in a list
-_LARGEST_HEADS = 1 << 12
+_LARGEST_HEADS, _LARGEST_WIDTH = 1 << 12, 1 << 18
 
 
 def to_data(architecture: Architecture, version: str) -> dict[str, Any]:
@@ -79,6 +79,10 @@ def _stack(data: dict[str, Any]) -> Stack:
     _check_types(Stack, data)
     if re.fullmatch(r"[^{}]*\{\}[^{}]*", data["layers"]) is None:
         raise ValueError(f"layers={data['layers']!r} must have one {{}}, for the number")
+    for name in ("neurons", "experts"):
+        for part, width in data.get(name, {}).items():
+            if not 0 < width <= _LARGEST_WIDTH:
+                raise ValueError(f"{name} of {part!r}: {width} is outside 1..{_LARGEST_WIDTH}")
     lists: dict[str, Any] = {
         name: tuple(data.get(name, ())) for name in ("ffn", "projections", "others", "differ", "per_layer", "scaled")
     }
@@ -136,7 +140,7 @@ def _check_fields(architecture: Architecture, config: Any) -> None:
     """Raise ValueError for a name of a config field that the config does not have."""
     stacks = architecture.stacks.values()
     counts = [*(stack.depth for stack in stacks), *architecture.token_tables.values()]
-    others = [name for stack in stacks for name in (stack.width, *stack.per_layer, *stack.scaled)]
+    others = [name for stack in stacks for name in (stack.width, stack.expert_width, *stack.per_layer, *stack.scaled)]
     others += [attention.switch for stack in stacks for attention in stack.attentions.values()]
     for name in filter(None, (*counts, *others)):
         try:

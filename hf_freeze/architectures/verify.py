@@ -18,9 +18,11 @@ from hf_freeze.architectures.blocks import LAYOUTS
 from hf_freeze.architectures.describe import first_line
 from hf_freeze.architectures.fields import change, multiples_of
 from hf_freeze.architectures.kept_heads import prune_companions
-from hf_freeze.architectures.probe import Probe
+from hf_freeze.architectures.probe import Probe, difference
 from hf_freeze.architectures.roles import (
+    EXPERT_OUTPUT,
     HIDDEN_SIZES,
+    expert_input,
     features,
     has_module,
     is_norm,
@@ -48,7 +50,11 @@ def verify(architecture: Architecture, probe: Probe) -> Architecture:
         if stack.projections or not attentions:
             what = f"{stack.projections[0]!r} is no" if stack.projections else "it has no"
             refusals.setdefault("heads", f"{name}: {what} projection of plain queries, keys and values")
-        if (reason := _neurons(probe, stack)) is not None:
+        reason = _neurons(probe, stack) if stack.ffn or not stack.experts else None
+        if stack.experts and (of_experts := _neurons_of_experts(probe, stack)) is not None:
+            stacks[name] = replace(stacks[name], experts={})
+            reason = reason if stack.ffn else of_experts
+        if reason is not None:
             refusals.setdefault("neurons", f"{name}: {reason}")
         stacks[name] = replace(stacks[name], returns_tuple=_returns_tuple(probe, stack), leads=_leads(probe, stack))
     if (reason := _calls(probe, architecture)) is not None:
@@ -68,7 +74,7 @@ def sees_the_future(probe: Probe) -> bool:
     outputs = probe.run(input_ids=other)
     if outputs.ndim < 3 or outputs.shape != probe.outputs.shape:
         return True
-    return float((outputs - probe.outputs)[:, :-1].abs().max()) > 1e-6
+    return difference(outputs[:, :-1], probe.outputs[:, :-1]) > _OTHER  # products of experts round by their neighbours
 
 
 # -- heads ---------------------------------------------------------------------------------------------------------------------
@@ -149,8 +155,7 @@ def _removing(probe: Probe, layers: list[nn.Module], attention: Attention, heads
                     removed = probe.run()
                 except Exception as error:  # whatever the native forward raises for other shapes
                     return f"heads cannot be removed from one layer ({first_line(error, _LONGEST)})"
-            scale = zeroed.abs().max().clamp(min=1e-6)
-            if removed.shape != zeroed.shape or float((removed - zeroed).abs().max() / scale) > _SAME:
+            if difference(removed, zeroed) > _SAME:
                 return "a removed head is not the same as one that is zero"
     return None
 
@@ -235,9 +240,55 @@ def _removing_neurons(probe: Probe, stack: Stack) -> str | None:
         finally:
             for name, linear in linears.items():
                 layer.set_submodule(name, linear)
-    scale = zeroed.abs().max().clamp(min=1e-6)
-    same = removed.shape == zeroed.shape and float((removed - zeroed).abs().max() / scale) < _SAME
-    return None if same else "a removed neuron is not the same as one that is zero"
+    return None if difference(removed, zeroed) < _SAME else "a removed neuron is not the same as one that is zero"
+
+
+def _neurons_of_experts(probe: Probe, stack: Stack) -> str | None:
+    """The neurons of each expert can be exchanged, in another order for each; and those that are zero removed from one layer."""
+    modules = [layer.get_submodule(module) for module in stack.experts for layer in _layers_with(probe, stack, module)]
+    outputs = [experts.get_parameter(EXPERT_OUTPUT) for experts in modules]
+    with probe.changed():
+        generator = torch.Generator().manual_seed(2)
+        orders = [
+            torch.stack([torch.randperm(after.shape[2], generator=generator) for _ in after]) for after in outputs
+        ]
+        for experts, order in zip(modules, orders, strict=True):
+            before = experts.get_parameter(expert_input(experts))
+            for start in range(0, before.shape[1], order.shape[1]):
+                part = before[:, start : start + order.shape[1]]
+                part.copy_(part.gather(1, order[:, :, None].expand_as(part)))
+        half = probe.differs()
+        for after, order in zip(outputs, orders, strict=True):
+            after.copy_(after.gather(2, order[:, None].expand_as(after)))
+        whole = probe.differs()
+    if half < _OTHER:
+        return "the neurons of its experts do not matter for the outputs"
+    if whole > _SAME:
+        return "exchanging the neurons of its experts changes the outputs"
+    return _removing_neurons_of_experts(probe, modules[-1])
+
+
+def _removing_neurons_of_experts(probe: Probe, experts: Any) -> str | None:
+    """Neurons of experts that are zero can be removed, in one layer alone."""
+    names = (expert_input(experts), EXPERT_OUTPUT)
+    whole = {name: experts.get_parameter(name) for name in names}
+    width = whole[EXPERT_OUTPUT].shape[2]
+    kept = range(width // 2)
+    starts = range(0, whole[names[0]].shape[1], width)
+    with probe.changed():
+        whole[EXPERT_OUTPUT][:, :, width // 2 :] = 0
+        zeroed = probe.run()
+        try:
+            rows = [start + neuron for start in starts for neuron in kept]
+            setattr(experts, names[0], nn.Parameter(whole[names[0]][:, rows]))
+            setattr(experts, EXPERT_OUTPUT, nn.Parameter(whole[EXPERT_OUTPUT][:, :, : width // 2]))
+            removed = probe.run()
+        except Exception as error:  # whatever the native forward raises for other shapes
+            return f"neurons cannot be removed from the experts of one layer ({first_line(error, _LONGEST)})"
+        finally:
+            for name, parameter in whole.items():
+                setattr(experts, name, parameter)
+    return None if difference(removed, zeroed) < _SAME else "a removed neuron is not the same as one that is zero"
 
 
 def _width(linears: list[Any]) -> int:
@@ -381,8 +432,7 @@ def _layer_removed(probe: Probe, stack: Stack) -> str | None:
         shallower = shallow.run()
     if changed < _OTHER:
         return "its last layer does not matter for the outputs"
-    scale = outputs.abs().max().clamp(min=1e-6)
-    if outputs.shape != shallower.shape or float((outputs - shallower).abs().max() / scale) > 10 * _SAME:
+    if difference(shallower, outputs) > 10 * _SAME:
         return "removing a layer that does nothing changes the outputs"
     return None
 

@@ -66,6 +66,9 @@ def _stacks(config: Any, architecture: Any) -> Table:
         for linears in dict.fromkeys(tuple(ffn) for number in range(depth) for ffn in stack.ffns_in(number)):
             width = "" if stack.width is None else f"{read(config, stack.width)} neurons ({stack.width})"
             table.add_row("", f"FFN{_some(stack, linears[-1], depth)}", "\n".join(linears), width)
+        for module, neurons in stack.experts.items():
+            field = "" if stack.expert_width is None else f" ({stack.expert_width})"
+            table.add_row("", f"experts{_some(stack, module, depth)}", module, f"{neurons} neurons each{field}")
         table.add_section()
     return table
 

@@ -7,12 +7,21 @@ from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type, in_layers, set_fields
-from hf_freeze.layers.derived import features
-from hf_freeze.methods._checks import check_any_selected, check_numbers_by_name, check_one_given, check_positive
+from hf_freeze.methods._checks import (
+    check_any_selected,
+    check_numbers_by_name,
+    check_one_given,
+    check_positive,
+    is_ascending,
+)
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
+
+_MULTIPLE = (
+    8  # of the neurons of experts: grouped products of matrices need rows of a multiple of 16 bytes, also in bf16
+)
 
 
 @register_method("ffn_pruning", example={"width": 13}, shrinks=True)
@@ -20,6 +29,10 @@ from hf_freeze.seeded import Origin
 class FFNPruning(Method):
     """Keep the `width` neurons of the largest magnitude in each FFN in `layers` (None: all). Or `keep`, such as
     `{"encoder.0.ffn": [0, 3, 4]}`: the neurons to keep in each FFN that it names (`analysis.select_neurons`).
+
+    `expert_width`: the neurons to keep of each expert of a mixture, a multiple of 8, where a model stores the matrices of its
+    experts in one parameter; `width` is then for its other FFNs, if it has any. In `keep`, experts have a list each:
+    `{"decoder.0.experts": [[0, 3, ...], [1, 2, ...], ...]}`.
 
     The magnitude of a neuron is the product of the norm of its input weights and the norm of its output weights. `merge()`
     gives a native model: of the smaller width if all layers have the same width, otherwise padded with zero neurons.
@@ -32,18 +45,37 @@ class FFNPruning(Method):
 
     needs: ClassVar[frozenset[str]] = frozenset({"neurons"})
     width: int | None = None
-    keep: dict[str, list[int]] | None = None
+    keep: dict[str, surgery.Kept] | None = None
     layers: dict[str, list[int]] | None = None
+    expert_width: int | None = None
 
     def __post_init__(self) -> None:
         check_layers_type(self.layers)
-        check_one_given("FFNPruning", width=self.width, keep=self.keep)
+        if self.width is None or self.keep is not None:
+            check_one_given("FFNPruning", width=self.width, keep=self.keep, expert_width=self.expert_width)
         if self.width is not None:
             check_positive(self.width, "FFNPruning", "width")
+        if self.expert_width is not None:
+            check_positive(self.expert_width, "FFNPruning", "expert_width")
+            _check_multiple("expert_width", self.expert_width)
+        if self.keep is None:
             return
         if self.layers is not None:
             raise ValueError("FFNPruning(keep=..., layers=...): keep names the FFNs already; leave layers out")
-        check_numbers_by_name(self.keep, "FFNPruning", "keep", items="neurons", example="{'encoder.0.ffn': [0, 3, 4]}")
+        keep: Any = self.keep
+        of_experts = (
+            {block: kept for block, kept in keep.items() if _of_experts(kept)} if isinstance(keep, dict) else {}
+        )
+        for block, kept in of_experts.items():
+            if not all(map(is_ascending, kept)) or len(set(map(len, kept))) > 1:
+                raise ValueError(
+                    f"FFNPruning(keep={{{block!r}: ...}}): must be a list of different neurons, in ascending order, for each "
+                    "expert, and as many for each"
+                )
+            _check_multiple(f"keep={{{block!r}: ...}}", len(kept[0]))
+        if not of_experts or keep.keys() != of_experts.keys():
+            others = {block: kept for block, kept in keep.items() if block not in of_experts} if of_experts else keep
+            check_numbers_by_name(others, "FFNPruning", "keep", items="neurons", example="{'encoder.0.ffn': [0, 3, 4]}")
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -51,97 +83,109 @@ class FFNPruning(Method):
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
-        blocks = architecture.ffns(config)
-        for block in self.keep or ():
+        blocks = surgery.neurons_of(architecture, config)
+        for block, kept in (self.keep or {}).items():
             if block not in blocks:
                 raise ValueError(
                     f"FFNPruning: no FFN {block!r} in {architecture.model_type}; choose from {list(blocks)}"
                 )
+            if _of_experts(kept) != (block in architecture.experts(config)):
+                wanted = "a list for each expert" if block in architecture.experts(config) else "a list of neurons"
+                raise ValueError(f"FFNPruning(keep={{{block!r}: ...}}): must be {wanted}")
+        linears, experts = (
+            in_layers(part, self.layers) for part in (architecture.ffns(config), architecture.experts(config))
+        )
+        if self.width is not None and experts and not linears:
+            raise ValueError(
+                f"FFNPruning(width={self.width}): the FFNs of this {architecture.model_type} are experts: give expert_width"
+            )
+        if self.expert_width is not None and not experts:
+            raise ValueError(
+                f"FFNPruning(expert_width={self.expert_width}): {architecture.model_type} has no experts with matrices in one "
+                "parameter, in these layers: give width"
+            )
         check_any_selected(self._blocks(architecture, config), self.layers, "FFNPruning")
 
     @property
     def refers_to(self) -> frozenset[str]:
         return super().refers_to if self.keep is None else frozenset({"layers"})
 
-    def _blocks(self, architecture: Architecture, config: Any) -> dict[str, list[str]]:
-        """FFN -> its linears, for each FFN that the method changes."""
-        blocks = architecture.ffns(config)
-        if self.keep is not None:
-            return {block: blocks[block] for block in self.keep}
-        return in_layers(blocks, self.layers)
-
-    def _select(self, model: Any, linears: list[str], source: Any, kept: list[int] | int) -> None:
-        width = features(source.base_model.get_submodule(linears[-1]))[0]
-        for name in linears:
-            linear, outputs = source.base_model.get_submodule(name), name != linears[-1]
-            neurons = range(kept) if isinstance(kept, int) else kept
-            index = surgery.neuron_features(linear, neurons, width, outputs=outputs)
-            shape_only = isinstance(kept, int)
-            selected = surgery.select_features(linear, len(index) if shape_only else index, outputs=outputs)
-            surgery.replace(model, name, selected)
-
     @property
     def selects(self) -> bool:
         return self.keep is not None
 
+    def _blocks(self, architecture: Architecture, config: Any) -> dict[str, tuple[surgery.Neurons, int]]:
+        """FFN -> its neurons and how many of them stay, for each FFN that the method changes."""
+        blocks = surgery.neurons_of(architecture, config)
+        if self.keep is not None:
+            return {block: (blocks[block], _count(kept)) for block, kept in self.keep.items()}
+        experts = architecture.experts(config)
+        counts = {
+            block: self.expert_width if block in experts else self.width for block in in_layers(blocks, self.layers)
+        }
+        return {block: (blocks[block], count) for block, count in counts.items() if count is not None}
+
     def restructure(self, model: Model, architecture: Architecture) -> None:
-        for block, linears in self._blocks(architecture, model.config).items():
-            modules = [surgery.dense_module(model, name, self.name) for name in linears]
-            width, neurons = features(modules[-1])[0], (self.keep or {}).get(block, [])
-            if self.width is not None and self.width > width:
-                raise ValueError(f"FFNPruning(width={self.width}) of {block!r}: must be in 1..{width}")
-            if neurons and neurons[-1] >= width:
-                raise ValueError(f"FFNPruning: neuron {neurons[-1]} of {block!r}: must be in 0..{width - 1}")
-            self._select(model, linears, model, self.width or len(neurons))
+        for block, (neurons, count) in self._blocks(architecture, model.config).items():
+            neurons.check_native(model, self.name)
+            width = neurons.count(model)
+            if self.keep is None and count > width:
+                field = "width" if count == self.width else "expert_width"
+                raise ValueError(f"FFNPruning({field}={count}) of {block!r}: must be in 1..{width}")
+            if self.keep is not None:
+                self._check_kept(block, self.keep[block], neurons.first(model, width))
+            neurons.resize(model, count)
+
+    def _check_kept(self, block: str, kept: Any, all_neurons: Any) -> None:
+        """Raise ValueError for neurons or a number of experts that the FFN does not have."""
+        if _of_experts(kept) and len(kept) != len(all_neurons):
+            raise ValueError(f"FFNPruning: {len(kept)} lists for {block!r}: it has {len(all_neurons)} experts")
+        lists, width = (kept, len(all_neurons[0])) if _of_experts(kept) else ([kept], len(all_neurons))
+        if (last := max(numbers[-1] for numbers in lists)) >= width:
+            raise ValueError(f"FFNPruning: neuron {last} of {block!r}: must be in 0..{width - 1}")
 
     def convert(self, old: Any, new: Model) -> None:
-        for block, linears in self._blocks(new.architecture, new.config).items():
-            kept = self._largest(old, linears) if self.keep is None else self.keep[block]
-            self._select(new, linears, old, kept)
-
-    def _largest(self, model: Any, linears: list[str]) -> list[int]:
-        score = surgery.neuron_magnitudes(model, linears)
-        return score.argsort(descending=True, stable=True)[: self.width].sort().values.tolist()
+        for block, (neurons, count) in self._blocks(new.architecture, new.config).items():
+            neurons.take(new, old, neurons.largest(old, count) if self.keep is None else self.keep[block])
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
         origins: dict[str, Origin] = {}
-        for block, linears in self._blocks(architecture, model.config).items():
-            kept = range(self.width or 0) if self.keep is None else self.keep[block]
-            width = features(surgery.dense_module(model, linears[-1], self.name))[0]
-            for name in linears:
-                linear, outputs = surgery.dense_module(model, name, self.name), name != linears[-1]
-                index = surgery.neuron_features(linear, kept, width, outputs=outputs)
-                origins |= surgery.feature_origins(name, linear, index, outputs=outputs)
+        for block, (neurons, count) in self._blocks(architecture, model.config).items():
+            neurons.check_native(model, self.name)
+            origins |= neurons.origins(model, neurons.first(model, count) if self.keep is None else self.keep[block])
         return origins
 
     def decided(self, old: Any, architecture: Architecture) -> "FFNPruning":
         if self.keep is not None:
             return self
         blocks = self._blocks(architecture, old.config)
-        return FFNPruning(keep={block: self._largest(old, linears) for block, linears in blocks.items()})
+        return FFNPruning(keep={block: neurons.largest(old, count) for block, (neurons, count) in blocks.items()})
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         widths: dict[str, set[int]] = {}  # config field -> the widths of the FFNs whose size it holds
-        for block, linears in architecture.ffns(model.config).items():
-            if (field := architecture.stacks[block.split(".")[0]].width) is not None:
-                widths.setdefault(field, set()).add(features(model.base_model.get_submodule(linears[-1]))[0])
-        for block, linears in self._blocks(architecture, model.config).items():
-            stack = architecture.stacks[block.split(".")[0]]
-            if stack.width is None:
-                self._pad(
-                    model,
-                    linears,
-                    stack.native_width(linears[-1]),
-                )
-            elif len(widths[stack.width]) > 1:
-                self._pad(model, linears, max(widths[stack.width]))
+        for neurons in surgery.neurons_of(architecture, model.config).values():
+            if neurons.field is not None:
+                widths.setdefault(neurons.field, set()).add(neurons.count(model))
+        for neurons, _ in self._blocks(architecture, model.config).values():
+            width = neurons.native if neurons.field is None else max(widths[neurons.field])
+            if width is not None and width > neurons.count(model):
+                neurons.pad(model, width)
         set_fields(model.config, {field: max(sizes) for field, sizes in widths.items()})
 
-    def _pad(self, model: Any, linears: list[str], width: int) -> None:
-        """Add neurons with zero weights, up to `width`: they contribute nothing to the output."""
-        narrow = features(model.base_model.get_submodule(linears[-1]))[0]
-        for name in linears:
-            linear, outputs = model.base_model.get_submodule(name), name != linears[-1]
-            halves = features(linear)[1] // narrow if outputs else 1
-            places = [half * width + neuron for half in range(halves) for neuron in range(narrow)]
-            surgery.replace(model, name, surgery.spread_features(linear, places, halves * width, outputs=outputs))
+
+def _of_experts(kept: Any) -> bool:
+    """Whether `kept` has a list for each expert."""
+    return isinstance(kept, list) and bool(kept) and isinstance(kept[0], list)
+
+
+def _count(kept: Any) -> int:
+    """How many neurons stay, of each expert if there are several."""
+    return len(kept[0] if _of_experts(kept) else kept)
+
+
+def _check_multiple(field: str, count: int) -> None:
+    if not count or count % _MULTIPLE:
+        raise ValueError(
+            f"FFNPruning({field}): {count} neurons of each expert: must be a multiple of {_MULTIPLE}, because the grouped "
+            "products of experts need rows of a multiple of 16 bytes"
+        )

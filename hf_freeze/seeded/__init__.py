@@ -5,4 +5,5 @@ from hf_freeze.seeded.tensor import SeededTensor as SeededTensor
 from hf_freeze.seeded.tensor import digest as digest
 from hf_freeze.seeded.tensor import draws as draws
 from hf_freeze.seeded.tensor import fingerprint as fingerprint
+from hf_freeze.seeded.tensor import take as take
 from hf_freeze.seeded.tensor import uniform as uniform

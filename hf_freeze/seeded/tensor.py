@@ -15,10 +15,13 @@ import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
+
+# Positions, or for each entry of dimension 0, such as an expert, positions of its own.
+Index: TypeAlias = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -176,8 +179,17 @@ class Origin:
 
     name: str
     dimension: int | None = None
-    index: tuple[int, ...] = ()
+    index: Index = ()
     size: int = 0
+
+
+def take(value: torch.Tensor, dimension: int, index: Index) -> torch.Tensor:
+    """The entries `index` of `value` along `dimension`; for each entry of dimension 0 its own, if `index` has such."""
+    if not any(isinstance(entry, tuple) for entry in index):
+        return value.index_select(dimension, torch.tensor(index, dtype=torch.long, device=value.device))
+    return torch.stack(
+        [take(matrix, dimension - 1, entry) for matrix, entry in zip(value, cast(Any, index), strict=True)]
+    )
 
 
 @dataclass(frozen=True)
@@ -204,7 +216,7 @@ class SeededTensor:
     shape: tuple[int, ...]
     scheme: str
     parts: tuple[int, ...] = ()
-    kept: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    kept: tuple[tuple[int, Index], ...] = ()
     dimension: int = 1
     interleaved: tuple[int, ...] = ()
 
@@ -224,7 +236,7 @@ class SeededTensor:
         """The tensor in fp32. Raises ValueError for an unknown scheme."""
         value = self._mixed(self._generate_unsliced(device))
         for dimension, index in self.kept:
-            value = value.index_select(dimension, torch.tensor(index, dtype=torch.long, device=device))
+            value = take(value, dimension, index)
         return value
 
     def _mixed(self, value: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from hf_freeze.architectures.published import default_config
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.architectures.shrink import shrink
 from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.methods import FFNPruning
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.registry import METHODS
 
@@ -113,6 +114,8 @@ def problems_before_loading(model_type: str, folder: Path, methods: list[str] | 
 
 def _fitting(method: Method, architecture: Architecture, config: Any) -> Method:
     """The example of a method; on attentions where there are no linears in FFNs, as in most mixtures of experts."""
+    if isinstance(method, FFNPruning) and architecture.experts(config):
+        return replace(method, width=method.width if architecture.ffns(config) else None, expert_width=8)
     if "components" in {field.name for field in fields(method)} and not architecture.linears(config, "ffn"):
         return replace(method, components=["attention"])
     return method

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from families.contract import tiny_config
 from transformers import AutoConfig
 
 from hf_freeze import make_variant
-from hf_freeze.architectures.base import Architecture
+from hf_freeze.architectures.registry import ARCHITECTURES, architecture_of
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.methods.base import Method
 
@@ -83,16 +84,26 @@ class ModelTester:
 
 @dataclass(frozen=True)
 class Cell:
-    """A variant by its architecture and methods, for some tasks; `methods=None` is the backbone itself."""
+    """A variant by its backbone and methods, for some tasks (None: all); `methods=None` is the backbone itself."""
 
-    architecture: Architecture
+    model_type: str
     methods: tuple[Method, ...] | None
-    tasks: tuple[str, ...]
+    some_tasks: tuple[str, ...] | None = None
 
     @property
     def id(self) -> str:
         names = "+".join(method.name for method in self.methods or ())
-        return f"{self.architecture.model_type}-{names or 'no_method'}"
+        return f"{self.model_type}-{names or 'no_method'}"
+
+    @functools.cached_property
+    def config(self) -> Any:
+        if self.model_type in ARCHITECTURES:
+            return AutoConfig.for_model(self.model_type, **ARCHITECTURES[self.model_type].tiny)
+        return tiny_config(self.model_type)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return self.some_tasks or architecture_of(self.config).tasks
 
     @property
     def backbone(self) -> "Cell":
@@ -101,7 +112,7 @@ class Cell:
     @functools.cached_property
     def models(self) -> list[Any]:
         """One on meta for each task."""
-        config = AutoConfig.for_model(self.architecture.model_type, **self.architecture.tiny)
+        config = copy.deepcopy(self.config)
         with torch.device("meta"):
             if self.methods is None:
                 return [AUTO_CLASSES[task].from_config(config) for task in self.tasks]

@@ -1,7 +1,8 @@
 """A variant passes every model test of transformers that its backbone passes, except those in `differences.py`.
 
-By default every architecture without methods, and every method on one architecture and one of its tasks. With
-HF_FREEZE_TESTS=all in the environment, every method on every architecture and task.
+By default every architecture without methods, and every method on one architecture and one of its tasks; and a share of the
+tests on each of ten families whose description is derived. With HF_FREEZE_TESTS=all in the environment, every method on every
+architecture and task, and all tests on the derived families.
 """
 
 import re
@@ -17,17 +18,30 @@ from transformers_suite.model_suite import PASSED, Cell, in_turn, load_suite, na
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.methods.registry import METHODS
 
+DERIVED = (
+    "roberta",
+    "distilbert",
+    "electra",
+    "deberta-v2",
+    "modernbert",
+    "bart",
+    "t5",
+    "opt",
+    "gpt_neox",
+    "qwen3",
+)
+
 
 def cells():
-    for architecture in ARCHITECTURES.values():
-        yield Cell(architecture, (), architecture.tasks)
+    for model_type in ARCHITECTURES:
+        yield Cell(model_type, ())
     for turn, method in enumerate(METHODS.values()):
         supported = [a for model_type, a in ARCHITECTURES.items() if method.supports(a)]
         for architecture in supported if ALL else [supported[turn % len(supported)]]:
             tasks = architecture.tasks
             if not ALL:
                 tasks = (tasks[turn // len(supported) % len(tasks)],)
-            yield Cell(architecture, (method.example,), tasks)
+            yield Cell(architecture.model_type, (method.example,), tasks)
 
 
 CELLS = list(cells())
@@ -47,8 +61,18 @@ def suite(pytestconfig):
 
 @pytest.mark.parametrize("number", range(len(CELLS)), ids=[cell.id for cell in CELLS])
 def test_a_variant_passes_what_its_backbone_passes(suite, number):
-    cell, names = CELLS[number], names_of(suite)
-    outcomes = run(cell, suite, names if ALL else in_turn(names, SLOW, number, len(CELLS)))
+    names = names_of(suite)
+    check(CELLS[number], suite, names if ALL else in_turn(names, SLOW, number, len(CELLS)))
+
+
+@pytest.mark.parametrize("number", range(len(DERIVED)), ids=DERIVED)
+def test_derived_families_too(suite, number):
+    names = names_of(suite)
+    check(Cell(DERIVED[number], ()), suite, names if ALL else names[number :: len(DERIVED)])
+
+
+def check(cell, suite, names):
+    outcomes = run(cell, suite, names)
     failures = {name: outcome for name, outcome in outcomes.items() if outcome != PASSED}
     native = run(cell.backbone, suite, failures)
     lost = {name for name in failures if native[name] == PASSED}
