@@ -8,6 +8,7 @@ Writes families.json and families.md to the folder. About an hour on two cores.
 import argparse
 import json
 import multiprocessing
+import os
 import shutil
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ["OMP_NUM_THREADS"] = "1"  # each job has its core; in new processes, other threads would round otherwise
 
 from families.contract import problems_before_loading, problems_of_loading
 from transformers.utils import logging
