@@ -45,6 +45,10 @@ def probe_inputs(config: Any, model: Any) -> dict[str, torch.Tensor]:
     known = inspect.signature(model.forward).parameters
     if "decoder_input_ids" in known and getattr(config, "is_encoder_decoder", False):
         batch["decoder_input_ids"] = torch.tensor([[3, 6, 3, 9], [3, 7, 5, 4]])
+    if getattr(config, "add_cross_attention", False):  # a decoder that attends to the states of an encoder
+        batch["encoder_hidden_states"] = torch.randn(
+            2, 4, config.hidden_size, generator=torch.Generator().manual_seed(6)
+        )
     return {name: value for name, value in batch.items() if name in known}
 
 

@@ -41,12 +41,12 @@ def verify(architecture: Architecture, probe: Probe) -> Architecture:
     stacks = {}
     for name, stack in architecture.stacks.items():
         attentions = {}
-        for kind, attention in stack.attentions.items():
+        for kind, attention in stack.attentions_in(probe.config).items():
             proved, reason = _heads(probe, stack, kind, attention)
             attentions[kind] = proved
             if reason is not None:
                 refusals.setdefault("heads", f"{name} {kind}: {reason}")
-        stacks[name] = replace(stack, attentions=attentions)
+        stacks[name] = replace(stack, attentions=stack.attentions | attentions)
         if stack.projections or not attentions:
             what = f"{stack.projections[0]!r} is no" if stack.projections else "it has no"
             refusals.setdefault("heads", f"{name}: {what} projection of plain queries, keys and values")
@@ -83,7 +83,7 @@ def sees_the_future(probe: Probe) -> bool:
 def _heads(probe: Probe, stack: Stack, kind: str, attention: Attention) -> tuple[Attention, str | None]:
     """The attention with the layout that is proved, and None; or as it was, and what went wrong."""
     layers = _layers_with(probe, stack, kind)
-    heads, group = attention.head_count(None), attention.group_size(None)
+    heads, group = attention.head_count(probe.config), attention.group_size(probe.config)
     if heads < 2:
         return attention, "the small model has one head"
     permutation = _permuted_heads(heads, group)
@@ -120,12 +120,14 @@ def _permuting(
                 for name in attention.linears:
                     if name != attention.o:
                         _permute(
-                            layer.get_submodule(name), attention.features(None, name, permutation, heads), outputs=True
+                            layer.get_submodule(name),
+                            attention.features(probe.config, name, permutation, heads),
+                            outputs=True,
                         )
-                handles += prune_companions(layer, attention, None, permutation, heads)
+                handles += prune_companions(layer, attention, probe.config, permutation, heads)
             half = probe.differs()
             for layer in layers:
-                index = attention.features(None, attention.o, permutation, heads)
+                index = attention.features(probe.config, attention.o, permutation, heads)
                 _permute(layer.get_submodule(attention.o), index, outputs=False)
             whole = probe.differs()
         except (RuntimeError, IndexError) as error:
@@ -140,17 +142,17 @@ def _permuting(
 
 def _removing(probe: Probe, layers: list[nn.Module], attention: Attention, heads: int) -> str | None:
     """A head that is zero can be removed, in one layer alone."""
-    group = attention.group_size(None)
+    group = attention.group_size(probe.config)
     kept = list(range(group, heads)) or list(range(heads))
     for layer in {id(layer): layer for layer in (layers[0], layers[-1])}.values():
         with probe.changed():
             for name in attention.linears:
                 outputs = name != attention.o
                 size = features(layer.get_submodule(name))[int(outputs)]
-                gone = sorted(set(range(size)) - set(attention.features(None, name, kept, heads)))
+                gone = sorted(set(range(size)) - set(attention.features(probe.config, name, kept, heads)))
                 _zero(layer.get_submodule(name), gone, outputs=outputs)
             zeroed = probe.run()
-            with _without_heads(layer, attention, kept, heads):
+            with _without_heads(probe.config, layer, attention, kept, heads):
                 try:
                     removed = probe.run()
                 except Exception as error:  # whatever the native forward raises for other shapes
@@ -161,18 +163,18 @@ def _removing(probe: Probe, layers: list[nn.Module], attention: Attention, heads
 
 
 @contextmanager
-def _without_heads(layer: nn.Module, attention: Attention, kept: list[int], heads: int) -> Iterator[None]:
+def _without_heads(config: Any, layer: nn.Module, attention: Attention, kept: list[int], heads: int) -> Iterator[None]:
     """Inside, `layer` has only the heads `kept`."""
     linears = {name: layer.get_submodule(name) for name in attention.linears}
     owner = layer.get_submodule(attention.module) if attention.module else layer
     before = {name: value for name, value in vars(owner).items() if not name.startswith("_")}
-    handles = prune_companions(layer, attention, None, kept, heads)
+    handles = prune_companions(layer, attention, config, kept, heads)
     try:
         for name, linear in linears.items():
-            index = attention.features(None, name, kept, heads)
+            index = attention.features(config, name, kept, heads)
             layer.set_submodule(name, _selected(linear, index, outputs=name != attention.o))
-        groups = len(kept) // attention.group_size(None)
-        set_heads(owner, len(kept), attention.head_size(None), groups, attention.resizes)
+        groups = len(kept) // attention.group_size(config)
+        set_heads(owner, len(kept), attention.head_size(config), groups, attention.resizes)
         yield
     finally:
         for name, linear in linears.items():
@@ -360,7 +362,8 @@ def _vocabulary(probe: Probe, architecture: Architecture) -> str | None:
     ids = probe.inputs.get("input_ids")
     if not architecture.token_tables or ids is None:
         return "it has no table of tokens"
-    tables = {id(m): m for name in architecture.token_tables for m in [probe.model.get_submodule(name)]}
+    names = [name for name in architecture.token_tables if has_module(probe.model, name)]
+    tables = {id(m): m for name in names for m in [probe.model.get_submodule(name)]}
     rows = {table.num_embeddings for table in tables.values()}
     if len(rows) > 1:
         return f"its tables of tokens have {sorted(rows)} rows"

@@ -34,6 +34,11 @@ _TAGS = {  # our name of a task -> the Hub's
     "token-classification": "token-classification",
     "question-answering": "question-answering",
     "feature-extraction": "feature-extraction",
+    "multiple-choice": "multiple-choice",
+    "image-classification": "image-classification",
+    "audio-classification": "audio-classification",
+    "speech-seq2seq": "automatic-speech-recognition",
+    "ctc": "automatic-speech-recognition",
 }
 _METRICS = {  # key in a record -> (the Hub's name, our label, format)
     "test_bleu": ("sacrebleu", "BLEU", "{:.1f}"),

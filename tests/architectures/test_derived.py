@@ -10,8 +10,10 @@ from transformers import AutoConfig
 from hf_freeze import make_variant
 from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.architectures.derive import base_model, derive
+from hf_freeze.architectures.probe import Probe
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import native_class
+from hf_freeze.architectures.verify import verify, verify_layers
 from hf_freeze.methods import VocabularyTrimming
 
 CONFIGS = [(model_type, name) for model_type, by_hand in ARCHITECTURES.items() for name in by_hand.tiny_configs]
@@ -23,7 +25,6 @@ STACK_NAMES = {
 }  # `is_decoder` makes it causal; by hand it keeps its name
 BIDIRECTIONAL = {("bert", "cross_attention"): False}  # for the same reason
 WIDTHS = {("gpt2", "default_width"): None}  # n_inner is None in this config, so no integer of it decides the width
-CROSS = "decoder cross: its heads do not matter for the outputs"  # a probe passes no states of an encoder
 # By hand, all tables that some config has are named: only those that this one has count. Tables that are one have the field that
 # decides their rows, which is not that of a decoder's own table.
 MARIAN_SHARED = dict.fromkeys(("shared", "encoder.embed_tokens", "decoder.embed_tokens"), "vocab_size")
@@ -95,14 +96,24 @@ def test_tables_of_tokens_are_those_described_by_hand(model_type, name):
 
 
 @every_config
-def test_everything_is_proved_except_what_a_probe_cannot_reach(model_type, name):
+def test_everything_is_proved_but_blocks_of_their_own(model_type, name):
     refusals = derive(config_of(model_type, name)).refusals
-    expected = {"blocks"} | ({"heads", "linears"} if name == "cross_attention" else set())
-    assert set(refusals) == expected
+    assert set(refusals) == {"blocks"}
     assert "description by hand" in refusals["blocks"]
-    if name == "cross_attention":
-        assert refusals["heads"] == CROSS
-        assert "is not called as a module" in refusals["linears"]
+
+
+# What a proof cannot show on a config -> why.
+NOT_SHOWN = {
+    ("bert", "one_head"): {"heads": "encoder self: the small model has one head"},
+    ("marian", "untied"): {"vocabulary": "its tables of tokens have [40, 44] rows"},
+}
+
+
+@every_config
+def test_descriptions_by_hand_pass_the_same_proofs(model_type, name):
+    probe = Probe(config_of(model_type, name))
+    proved = verify_layers(verify(ARCHITECTURES[model_type], probe), probe)
+    assert proved.refusals == NOT_SHOWN.get((model_type, name), {})
 
 
 @pytest.mark.parametrize("model_type", ["roberta", "t5", "falcon", "mixtral", "modernbert", "vit", "bart"])

@@ -185,6 +185,9 @@ def test_a_linear_that_computes_something_else_is_refused():
 
 def test_a_linear_that_is_never_called_is_refused():
     probe, architecture = described("roberta", add_cross_attention=True, is_decoder=True)
+    assert verify(architecture, probe).refusals == {}
+    del probe.inputs["encoder_hidden_states"]
+    probe.outputs = probe.run()
     refusals = verify(architecture, probe).refusals
     assert refusals["linears"] == "'encoder.layer.0.crossattention.self.query' is not called as a module"
     assert refusals["heads"] == "encoder cross: its heads do not matter for the outputs"
