@@ -183,6 +183,22 @@ def test_a_linear_that_computes_something_else_is_refused():
     assert verify(architecture, probe).refusals["linears"] == f"{name!r} computes something else than x Wᵀ + b"
 
 
+class Grouped(nn.Linear):
+    """Each half of the outputs has inputs of its own, as in DeepSeek-V4: the matrix has half as many columns."""
+
+    def forward(self, x):
+        halves = zip(x.chunk(2, dim=-1), self.weight.chunk(2), strict=True)
+        return torch.cat([part @ rows.T for part, rows in halves], dim=-1) + self.bias
+
+
+def test_a_linear_with_a_matrix_of_another_shape_is_refused():
+    probe, architecture = described()
+    name = "encoder.layer.1.output.dense"
+    put(probe, name, Grouped(24, 32), probe.model.get_submodule(name).weight[:, :24])
+    refusals = verify(architecture, probe).refusals
+    assert refusals["linears"] == f"{name!r} computes something else than x Wᵀ + b"
+
+
 def test_a_linear_that_is_never_called_is_refused():
     probe, architecture = described("roberta", add_cross_attention=True, is_decoder=True)
     assert verify(architecture, probe).refusals == {}
