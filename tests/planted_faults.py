@@ -93,8 +93,8 @@ FAULTS = (
         (
             (
                 "hf_freeze/seeded/tensor.py",
-                "torch.tensor(index, dtype=torch.long, device=device)",
-                "torch.arange(len(index), device=device)",
+                "torch.tensor(index, dtype=torch.long, device=value.device)",
+                "torch.arange(len(index), device=value.device)",
             ),
         ),
         in_first_release=True,
