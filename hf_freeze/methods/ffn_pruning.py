@@ -92,9 +92,8 @@ class FFNPruning(Method):
             if _of_experts(kept) != (block in architecture.experts(config)):
                 wanted = "a list for each expert" if block in architecture.experts(config) else "a list of neurons"
                 raise ValueError(f"FFNPruning(keep={{{block!r}: ...}}): must be {wanted}")
-        linears, experts = (
-            in_layers(part, self.layers) for part in (architecture.ffns(config), architecture.experts(config))
-        )
+        linears = in_layers(architecture.ffns(config), self.layers)
+        experts = in_layers(architecture.experts(config), self.layers)
         if self.width is not None and experts and not linears:
             raise ValueError(
                 f"FFNPruning(width={self.width}): the FFNs of this {architecture.model_type} are experts: give expert_width"

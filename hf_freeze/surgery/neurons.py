@@ -28,8 +28,15 @@ Kept: TypeAlias = list[int] | list[list[int]]  # neurons to keep, in ascending o
 class Neurons(Protocol):
     """The neurons of an FFN, in any model that has it. Names are below the base model."""
 
-    field: str | None  # the config field that holds their number
-    native: int | None  # their number in the native model, where no field holds it
+    @property
+    def field(self) -> str | None:
+        """The config field that holds their number."""
+        ...
+
+    @property
+    def native(self) -> int | None:
+        """Their number in the native model, where no field holds it."""
+        ...
 
     def count(self, model: Any) -> int:
         """The number of neurons, of each expert if there are several."""
