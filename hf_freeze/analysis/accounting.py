@@ -112,13 +112,8 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
     if not 1 <= length <= positions:
         raise ValueError(f"length={length} is outside 1..{positions}, the positions of the model")
     twin = _on_meta(model)
-    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
-    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
-    if model.main_input_name != "input_ids":  # an image or a sound: counted as a whole
-        inputs = {name: value.to("meta") for name, value in probe_inputs(model.config, model).items()}
-        length = next(iter(inputs.values())).shape[0]
-    if getattr(model.config, "add_cross_attention", False):  # a decoder that attends to `length` encoder states
-        inputs["encoder_hidden_states"] = torch.zeros(1, length, model.config.hidden_size, device="meta")
+    inputs, length = example_inputs(model, length)
+    inputs = {name: value.to("meta") for name, value in inputs.items()}
     calls: dict[nn.Module, list[list[Any]]] = defaultdict(list)
 
     def record_inputs(module: nn.Module, arguments: Any) -> None:
@@ -159,6 +154,18 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
     return MultiplyAdds(
         forward=per_token * forward_flops, backward=per_token * backward_flops, by_component=by_component
     )
+
+
+def example_inputs(model: Any, length: int) -> tuple[dict[str, torch.Tensor], int]:
+    """The inputs that operations are counted on, and the number of tokens, or for images and sound of examples, in them."""
+    ids = torch.zeros(1, length, dtype=torch.long)
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    if model.main_input_name != "input_ids":  # an image or a sound: counted as a whole
+        inputs = probe_inputs(model.config, model)
+        length = next(iter(inputs.values())).shape[0]
+    if getattr(model.config, "add_cross_attention", False):  # a decoder that attends to `length` encoder states
+        inputs["encoder_hidden_states"] = torch.zeros(1, length, model.config.hidden_size)
+    return inputs, length
 
 
 def _backward_alone(module: nn.Module, arguments: list[Any]) -> int:
