@@ -1,6 +1,7 @@
-"""The cost of a model per component: parameters, stored bytes, multiply-adds. Everything works on `meta`."""
+"""The cost of a model per component: parameters, stored bytes, multiply-adds. Everything works for models on `meta`."""
 
 import copy
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,14 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_freeze.architectures.base import TRAINED, Architecture, base_name, canonical_parameters
+from hf_freeze.architectures.describe import first_line
 from hf_freeze.architectures.examples import probe_inputs
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compat.transformers import count_all_experts, keys_to_ignore, set_attention_implementation
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.quantized import Quantized
+
+SMALL = 2**24  # parameters of a model that may be allocated to count what depends on values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,28 +106,45 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
     """Multiply-adds per token of one training step on a sequence of `length` tokens (encoder-decoders: a pair of sequences); of a
     model for images or sound, per example.
 
-    Each operation is counted on `meta` (torch's FlopCounterMode: two flops are one multiply-add), score products of attention
-    included. The lookup of an embedding is free; the product with a tied output matrix counts as `embeddings`. A linear whose
+    Each operation is counted without computing it (torch's FlopCounterMode on fake tensors: two flops are one multiply-add),
+    score products of attention included. The lookup of an embedding is free; the product with a tied output matrix counts as `embeddings`. A linear whose
     weight is computed counts with the products that a CPU would choose for `length` tokens, including those that compute the
     weight, unless the weight is frozen and cached. A linear with zeros in its weight is computed densely and counts as dense.
-    Raises ValueError for a length below 1 or above the positions of the model.
+    Where the operations depend on values, as in some mixtures of experts, they are counted on a copy of the model on the CPU.
+
+    Raises ValueError for a length below 1 or above the positions of the model, and if the operations of a model with 2**24
+    parameters or more depend on values.
     """
     architecture = architecture_for(model)
     positions = getattr(model.config, "max_position_embeddings", length)
-    if not 1 <= length <= positions:
+    if length < 1 or 0 < positions < length:  # XLNet, without a limit, has -1 positions
         raise ValueError(f"length={length} is outside 1..{positions}, the positions of the model")
-    twin = _on_meta(model)
-    inputs, length = example_inputs(model, length)
-    inputs = {name: value.to("meta") for name, value in inputs.items()}
-    calls: dict[nn.Module, list[list[Any]]] = defaultdict(list)
+    try:
+        with warnings.catch_warnings():  # of caches that ask for the address of a tensor
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            return _count(_fake_twin(model), architecture, length)
+    except Exception as error:  # natively, all kinds of errors tell that a value is needed
+        problem = error
+    if sum(parameter.numel() for parameter in model.parameters()) < SMALL:
+        try:
+            return _count(_real_twin(model), architecture, length)
+        except Exception as error:
+            problem = error
+    raise ValueError(f"{model.config.model_type}: operations cannot be counted: {first_line(problem)}") from problem
 
-    def record_inputs(module: nn.Module, arguments: Any) -> None:
-        if arguments:
-            calls[module].append(
-                [a.detach().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a for a in arguments]
-            )
 
-    hooks = [module.register_forward_pre_hook(record_inputs) for module in twin.modules() if _is_linear(module)]
+def _count(twin: Any, architecture: Architecture, length: int) -> MultiplyAdds:
+    inputs, length = example_inputs(twin, length)
+    calls: dict[nn.Module, list[tuple[list[Any], dict[str, Any]]]] = defaultdict(list)
+
+    def alone(value: Any) -> Any:
+        return value.detach().requires_grad_(value.requires_grad) if torch.is_tensor(value) else value
+
+    def record_inputs(module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
+        calls[module].append(([alone(a) for a in arguments], {name: alone(a) for name, a in named.items()}))
+
+    linears = [module for module in twin.modules() if _is_linear(module)]
+    hooks = [module.register_forward_pre_hook(record_inputs, with_kwargs=True) for module in linears]
     twin(**inputs)  # this first forward also fills the caches of frozen layers
     for hook in hooks:
         hook.remove()
@@ -140,7 +162,7 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
     backward: dict[str, float] = defaultdict(float)
     for module, (component, _) in forward.items():
         if _is_linear(module):
-            backward[component] += sum(_backward_alone(module, arguments) for arguments in calls[module])
+            backward[component] += sum(_backward_alone(module, *arguments) for arguments in calls[module])
     backward["attention"] += backward_flops - sum(backward.values())
     per_token = 1 / 2 / length
     by_component = {
@@ -160,7 +182,8 @@ def example_inputs(model: Any, length: int) -> tuple[dict[str, torch.Tensor], in
     """The inputs that operations are counted on, and the number of tokens, or for images and sound of examples, in them."""
     ids = torch.zeros(1, length, dtype=torch.long)
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
-    if model.main_input_name != "input_ids":  # an image or a sound: counted as a whole
+    # An image, a sound, or a text and an image for two encoders: counted as a whole.
+    if model.main_input_name != "input_ids" or hasattr(model, "get_text_features"):
         inputs = probe_inputs(model.config, model)
         length = next(iter(inputs.values())).shape[0]
     if getattr(model.config, "add_cross_attention", False):  # a decoder that attends to `length` encoder states
@@ -168,9 +191,9 @@ def example_inputs(model: Any, length: int) -> tuple[dict[str, torch.Tensor], in
     return inputs, length
 
 
-def _backward_alone(module: nn.Module, arguments: list[Any]) -> int:
+def _backward_alone(module: nn.Module, arguments: list[Any], named: dict[str, Any]) -> int:
     """Flops of the gradients of one call, with respect to trainable parameters and the inputs that need a gradient."""
-    outputs = module(*arguments)
+    outputs = module(*arguments, **named)
     parts = [
         y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if torch.is_tensor(y) and y.requires_grad
     ]
@@ -186,22 +209,50 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, Derived) or "weight" in module._parameters or any(weight.ndim == 3 for weight in weights)
 
 
-def _on_meta(model: Any) -> Any:
-    """A model on meta with the same config and the same frozen parameters, in training mode."""
+def _fake_twin(model: Any) -> Any:
+    """A twin whose parameters and buffers have no values. What is computed from the inputs alone, such as masks, has."""
+    twin = _new_twin(model, "meta")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        twin.to_empty(device="cpu")
+    twin.tie_weights()
+    return _prepared(twin, model)
+
+
+def _real_twin(model: Any) -> Any:
+    """A twin on the CPU with the values of the model, or if it is on meta with random ones."""
+    with torch.random.fork_rng(devices=[]):
+        twin = _new_twin(model, "cpu")
+    twin.tie_weights()
+    own = dict(twin.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if not parameter.is_meta:
+                own[name].copy_(parameter)
+    return _prepared(twin, model)
+
+
+def _new_twin(model: Any, device: str) -> Any:
     config = copy.deepcopy(model.config)
     set_attention_implementation(
         config, "eager"
     )  # plain matrix products: the counter sees each of them on every device
-    with torch.device("meta"):
-        twin = type(model)(config)
-    # Some forwards look for padding among the ids or, without a cache, read the positions: on meta there are no values to read.
-    twin.config.pad_token_id, twin.config.use_cache = None, True
-    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
-    twin.tie_weights()
+    with torch.device(device):
+        return type(model)(config)
+
+
+def _prepared(twin: Any, model: Any) -> Any:
+    """A twin in training mode with the same frozen parameters as the model."""
+    # Some forwards look for padding among the ids or, without a cache, read the positions.
+    twin.config.pad_token_id, twin.config.use_cache = -1, True
     count_all_experts(twin)
+    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, parameter in twin.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(trainable[name])
-    return twin.train()
+    twin.train()
+    for module in twin.modules():
+        if type(module).__module__.startswith("transformers."):  # in training these drop layers or mask inputs at random
+            module.training = False
+    return twin
 
 
 def _forward_by_component(
