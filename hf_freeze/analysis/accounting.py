@@ -119,22 +119,22 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
     positions = getattr(model.config, "max_position_embeddings", length)
     if length < 1 or 0 < positions < length:  # XLNet, without a limit, has -1 positions
         raise ValueError(f"length={length} is outside 1..{positions}, the positions of the model")
-    try:
-        with warnings.catch_warnings():  # of caches that ask for the address of a tensor
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            return _count(_fake_twin(model), architecture, length)
-    except Exception as error:  # natively, all kinds of errors tell that a value is needed
-        problem = error
+    twins = [_meta_twin, _fake_twin]
     if sum(parameter.numel() for parameter in model.parameters()) < SMALL:
+        twins.append(_real_twin)
+    for make_twin in twins:
         try:
-            return _count(_real_twin(model), architecture, length)
-        except Exception as error:
+            with warnings.catch_warnings():  # of caches that ask for the address of a tensor
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+                return _count(make_twin(model), architecture, length)
+        except Exception as error:  # all kinds of errors tell that a value is needed
             problem = error
     raise ValueError(f"{model.config.model_type}: operations cannot be counted: {first_line(problem)}") from problem
 
 
 def _count(twin: Any, architecture: Architecture, length: int) -> MultiplyAdds:
     inputs, length = example_inputs(twin, length)
+    inputs = {name: value.to(twin.device) for name, value in inputs.items()}
     calls: dict[nn.Module, list[tuple[list[Any], dict[str, Any]]]] = defaultdict(list)
 
     def alone(value: Any) -> Any:
@@ -148,6 +148,7 @@ def _count(twin: Any, architecture: Architecture, length: int) -> MultiplyAdds:
     twin(**inputs)  # this first forward also fills the caches of frozen layers
     for hook in hooks:
         hook.remove()
+    _detach_states(twin)
     with FlopCounterMode(display=False) as counter:
         outputs = twin(**inputs)
     forward_flops = counter.get_total_flops()
@@ -193,6 +194,7 @@ def example_inputs(model: Any, length: int) -> tuple[dict[str, torch.Tensor], in
 
 def _backward_alone(module: nn.Module, arguments: list[Any], named: dict[str, Any]) -> int:
     """Flops of the gradients of one call, with respect to trainable parameters and the inputs that need a gradient."""
+    _detach_states(module)
     outputs = module(*arguments, **named)
     parts = [
         y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if torch.is_tensor(y) and y.requires_grad
@@ -203,32 +205,48 @@ def _backward_alone(module: nn.Module, arguments: list[Any], named: dict[str, An
     return counter.get_total_flops()
 
 
+def _detach_states(model: nn.Module) -> None:
+    """Keep a backward pass out of the calls before: recurrent layers may hold a state as an attribute."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if torch.is_tensor(value) and value.grad_fn is not None:
+                setattr(module, name, value.detach())
+
+
 def _is_linear(module: nn.Module) -> bool:
     """Whether a module is a linear, or experts in tensors of three dimensions: all of its products are with its own weights."""
     weights = [parameter for parameter in module._parameters.values() if parameter is not None]
     return isinstance(module, Derived) or "weight" in module._parameters or any(weight.ndim == 3 for weight in weights)
 
 
+def _meta_twin(model: Any) -> Any:
+    """A twin without any values."""
+    return _prepared(_new_twin(model, "meta"), model)
+
+
 def _fake_twin(model: Any) -> Any:
-    """A twin whose parameters and buffers have no values. What is computed from the inputs alone, such as masks, has."""
+    """A twin whose parameters and buffers have no values. What is computed from the inputs alone, such as masks, has some, and
+    transformers asks fake tensors for fewer values than those on meta."""
     twin = _new_twin(model, "meta")
     with FakeTensorMode(allow_non_fake_inputs=True):
         twin.to_empty(device="cpu")
-    twin.tie_weights()
     return _prepared(twin, model)
 
 
 def _real_twin(model: Any) -> Any:
-    """A twin on the CPU with the values of the model, or if it is on meta with random ones."""
+    """A twin on the CPU with the values of the model; random ones if it is on meta."""
     with torch.random.fork_rng(devices=[]):
-        twin = _new_twin(model, "cpu")
-    twin.tie_weights()
-    own = dict(twin.named_parameters(remove_duplicate=False))
+        twin = _prepared(_new_twin(model, "cpu"), model)
+    values = _named_tensors(model)
     with torch.no_grad():
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if not parameter.is_meta:
-                own[name].copy_(parameter)
-    return _prepared(twin, model)
+        for name, tensor in _named_tensors(twin).items():
+            if name in values and not values[name].is_meta:
+                tensor.copy_(values[name])
+    return twin
+
+
+def _named_tensors(model: Any) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
 def _new_twin(model: Any, device: str) -> Any:
@@ -241,9 +259,11 @@ def _new_twin(model: Any, device: str) -> Any:
 
 
 def _prepared(twin: Any, model: Any) -> Any:
-    """A twin in training mode with the same frozen parameters as the model."""
+    """The twin in training mode, tied, with the same frozen parameters as the model."""
     # Some forwards look for padding among the ids or, without a cache, read the positions.
     twin.config.pad_token_id, twin.config.use_cache = -1, True
+    twin.only_counted = True
+    twin.tie_weights()
     count_all_experts(twin)
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, parameter in twin.named_parameters(remove_duplicate=False):

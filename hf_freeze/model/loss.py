@@ -28,8 +28,9 @@ def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(native_forward)
     def forward(self: Any, *args: Any, num_items_in_batch: torch.Tensor | int | None = None, **kwargs: Any) -> Any:
         unadvanced = self.scheduled and self.progress is None
-        # Multiply-adds are counted on meta, in training mode but without training.
-        if unadvanced and self.training and torch.is_grad_enabled() and self.device.type != "meta":
+        # Multiply-adds are counted on a twin, mostly on meta, in training mode but without training.
+        counted_only = self.only_counted or self.device.type == "meta"
+        if unadvanced and self.training and torch.is_grad_enabled() and not counted_only:
             raise ValueError(
                 f"the methods {[method.name for method, _ in parts_of(self.methods, Schedule)]} follow the progress of "
                 "training: pass Trainer(callbacks=[VariantCallback()]), or call model.advance(step, total_steps) before "
@@ -48,7 +49,7 @@ def trained_forward(native_forward: Callable[..., Any]) -> Callable[..., Any]:
                 outputs = _forward_without_logits(self, native_forward, inputs)
             else:
                 outputs = native_forward(self, **inputs)
-        if trained and self.device.type != "meta":
+        if trained and not counted_only:
             if self.skips:
                 outputs = _reach_a_parameter(self, outputs)
             _add_auxiliary_loss(self, outputs, inputs, seen)

@@ -34,13 +34,14 @@ class TrainingMixin(_Model):
     """The part of a variant that only training uses.
 
     `progress`: the share of training steps done, in 0..1; None until the first `advance`. It is never saved: it follows from
-    the step.
+    the step. `only_counted`: the model is a twin on which operations are counted, and is not trained.
     """
 
     native_class: ClassVar[type[PreTrainedModel]]
     architecture: Architecture  # the class attribute, until a method puts in other blocks
     shifts_labels: ClassVar[bool]  # a causal language model: the label of a position is the next token
     progress: float | None = None
+    only_counted: bool = False
     methods: list[Method]
     _reached: set[str] | None = None  # reached by gradients since the last forward: "outputs", "term"
     _active: tuple[int, ...] = ()  # numbers of the methods that freeze at `progress`, but not always
