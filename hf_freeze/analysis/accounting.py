@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_freeze.architectures.base import TRAINED, Architecture, base_name, canonical_parameters
@@ -106,14 +107,15 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
     """Multiply-adds per token of one training step on a sequence of `length` tokens (encoder-decoders: a pair of sequences); of a
     model for images or sound, per example.
 
-    Each operation is counted without computing it (torch's FlopCounterMode on fake tensors: two flops are one multiply-add),
-    score products of attention included. The lookup of an embedding is free; the product with a tied output matrix counts as `embeddings`. A linear whose
+    Each operation is counted on `meta` (torch's FlopCounterMode: two flops are one multiply-add), score products of attention
+    included. The lookup of an embedding is free; the product with a tied output matrix counts as `embeddings`. A linear whose
     weight is computed counts with the products that a CPU would choose for `length` tokens, including those that compute the
     weight, unless the weight is frozen and cached. A linear with zeros in its weight is computed densely and counts as dense.
-    Where the operations depend on values, as in some mixtures of experts, they are counted on a copy of the model on the CPU.
 
-    Raises ValueError for a length below 1 or above the positions of the model, and if the operations of a model with 2**24
-    parameters or more depend on values.
+    Some models look at values. Where values of the inputs do, torch's fake tensors take the place of `meta`. Where they must be
+    computed, as for some mixtures of experts, a copy of the model with fewer than 2**24 parameters is run on the CPU.
+
+    Raises ValueError for a length below 1 or above the positions of the model, and for operations that cannot be counted so.
     """
     architecture = architecture_for(model)
     positions = getattr(model.config, "max_position_embeddings", length)
@@ -122,9 +124,12 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
     twins = [_meta_twin, _fake_twin]
     if sum(parameter.numel() for parameter in model.parameters()) < SMALL:
         twins.append(_real_twin)
+    problem = Exception()
     for make_twin in twins:
         try:
-            with warnings.catch_warnings():  # of caches that ask for the address of a tensor
+            # torch does not count its fused attention on the CPU, which some models call whatever the implementation.
+            with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+                # Caches ask for the address of a tensor.
                 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
                 return _count(make_twin(model), architecture, length)
         except Exception as error:  # all kinds of errors tell that a value is needed
@@ -270,7 +275,9 @@ def _prepared(twin: Any, model: Any) -> Any:
         parameter.requires_grad_(trainable[name])
     twin.train()
     for module in twin.modules():
-        if type(module).__module__.startswith("transformers."):  # in training these drop layers or mask inputs at random
+        if type(module).__module__.startswith(
+            "transformers."
+        ):  # in training these drop layers or mask inputs at random
             module.training = False
     return twin
 

@@ -3,11 +3,14 @@
 import pytest
 import torch
 from support.small import small_config
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import LongformerConfig, LongformerModel
 
 from hf_freeze import count_parameters, make_variant, multiply_adds, stored_bytes
+from hf_freeze.analysis import accounting
 from hf_freeze.architectures.tasks import AUTO_CLASSES
-from hf_freeze.methods import Freeze
+from hf_freeze.methods import Freeze, MagnitudePruning
 
 TASKS = {
     "roberta": "masked-lm",
@@ -118,3 +121,60 @@ def test_products_of_experts_belong_to_the_ffn():
     ffn = multiply_adds(native("mixtral"), length=LENGTH).by_component["ffn"]
     assert ffn.forward == LAYERS * (2 * 3 * D * W + 4 * D)
     assert ffn.backward == 2 * ffn.forward
+
+
+# Why operations of these cannot be counted on meta, or not without care.
+CARE = {
+    "megatron-bert": "masked-lm",  # the mask is looked at
+    "longformer": "masked-lm",  # the same, where transformers does not expect fake tensors
+    "nomic_bert": "masked-lm",  # a padding id must be given
+    "xlnet": "causal-lm",  # -1 positions
+    "diffllama": "causal-lm",  # a value goes into a tensor
+    "recurrent_gemma": "causal-lm",  # a state is kept from call to call
+    "inkling2_text": "causal-lm",  # fused attention outside the attentions
+    "dbrx": "causal-lm",  # experts are chosen by values
+    "clip": "feature-extraction",  # a text and an image
+    "hubert": "ctc",  # in training, inputs are masked at random
+}
+
+
+def counted_by_torch(model):
+    model.set_attn_implementation("eager")
+    inputs, tokens = accounting.example_inputs(model, LENGTH)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    return counter.get_total_flops() / 2 / tokens
+
+
+@pytest.mark.parametrize("model_type", CARE)
+def test_multiply_adds_of_models_that_ask_for_values(model_type):
+    model = AUTO_CLASSES[CARE[model_type]].from_config(small_config(model_type)).eval()
+    state = torch.get_rng_state()
+    counted = multiply_adds(model, length=LENGTH)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert sum(part.forward for part in counted.by_component.values()) == pytest.approx(counted.forward)
+    assert counted.backward > counted.forward
+    assert counted.forward == pytest.approx(counted_by_torch(model))
+
+
+def test_only_small_models_are_allocated_for_values(monkeypatch):
+    """Those of mixtures whose experts are chosen by values: the error is one line that names the type of model."""
+    model = AUTO_CLASSES["causal-lm"].from_config(small_config("dbrx"))
+    monkeypatch.setattr(accounting, "SMALL", 10_000)
+    with pytest.raises(ValueError, match=r"^dbrx: operations cannot be counted: .*aten.nonzero.*$"):
+        multiply_adds(model)
+
+
+def test_large_models_that_look_at_masks_are_counted_without_values():
+    """Longformer of the published size, whose 149 million parameters stay on meta."""
+    config = LongformerConfig(attention_window=[64] * 12, pad_token_id=1)
+    with torch.device("meta"):
+        model = LongformerModel(config)
+    counted = multiply_adds(model, length=64)
+    assert counted.by_component["ffn"].forward == 12 * 2 * 768 * 3072
+
+
+def test_a_scheduled_variant_is_counted_where_masks_are_looked_at():
+    native = AUTO_CLASSES["masked-lm"].from_config(small_config("megatron-bert"))
+    variant = make_variant(native, [MagnitudePruning(sparsity=0.5)])
+    assert multiply_adds(variant, length=LENGTH).forward == multiply_adds(native, length=LENGTH).forward
