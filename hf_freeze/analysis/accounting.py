@@ -128,7 +128,8 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
     for make_twin in twins:
         try:
             # torch does not count its fused attention on the CPU, which some models call whatever the implementation.
-            with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+            # Making a model and running it may draw random numbers: the caller's stay as they are.
+            with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng(devices=[]):
                 # Caches ask for the address of a tensor.
                 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
                 return _count(make_twin(model), architecture, length)
@@ -240,8 +241,7 @@ def _fake_twin(model: Any) -> Any:
 
 def _real_twin(model: Any) -> Any:
     """A twin on the CPU with the values of the model; random ones if it is on meta."""
-    with torch.random.fork_rng(devices=[]):
-        twin = _prepared(_new_twin(model, "cpu"), model)
+    twin = _prepared(_new_twin(model, "cpu"), model)
     values = _named_tensors(model)
     with torch.no_grad():
         for name, tensor in _named_tensors(twin).items():

@@ -32,9 +32,10 @@ def derive(config: Any) -> Architecture:
     """
     key = type(config).__name__ + json.dumps(config.to_dict(), sort_keys=True, default=str)
     if key not in _DERIVED:
-        with torch.device("cpu"):  # proofs compute values, also where the caller builds on meta
-            small, unused = _derived_small(config)
-        _DERIVED[key] = _adopt(describe(base_model(config), config, unused), small, config)
+        with torch.random.fork_rng(devices=[]):  # the first call leaves the random state as the later ones do
+            with torch.device("cpu"):  # proofs compute values, also where the caller builds on meta
+                small, unused = _derived_small(config)
+            _DERIVED[key] = _adopt(describe(base_model(config), config, unused), small, config)
     return _DERIVED[key]
 
 

@@ -140,6 +140,8 @@ CARE = {
 
 def counted_by_torch(model):
     model.set_attn_implementation("eager")
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # torch does not count its grouped product
     inputs, tokens = accounting.example_inputs(model, LENGTH)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(**inputs)
