@@ -19,6 +19,7 @@ from hf_freeze.architectures.examples import probe_inputs
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compat.transformers import count_all_experts, keys_to_ignore, set_attention_implementation
 from hf_freeze.layers.derived import Derived
+from hf_freeze.layers.expanded_embedding import ExpandedEmbedding
 from hf_freeze.layers.quantized import Quantized
 
 SMALL = 2**24  # parameters of a model that may be allocated to count what depends on values
@@ -265,8 +266,10 @@ def _new_twin(model: Any, device: str) -> Any:
 
 def _prepared(twin: Any, model: Any) -> Any:
     """The twin in training mode, tied, with the same frozen parameters as the model."""
-    # Some forwards look for padding among the ids or, without a cache, read the positions.
-    twin.config.pad_token_id, twin.config.use_cache = -1, True
+    # Without a cache, some forwards read the positions. With a padding id, some look for padding among the ids, which meta lacks;
+    # others need one.
+    twin.config.use_cache = True
+    twin.config.pad_token_id = None if twin.device.type == "meta" else -1
     twin.only_counted = True
     twin.tie_weights()
     count_all_experts(twin)
@@ -275,6 +278,8 @@ def _prepared(twin: Any, model: Any) -> Any:
         parameter.requires_grad_(trainable[name])
     twin.train()
     for module in twin.modules():
+        if isinstance(module, ExpandedEmbedding):
+            module.once_per_id = False
         if type(module).__module__.startswith(
             "transformers."
         ):  # in training these drop layers or mask inputs at random

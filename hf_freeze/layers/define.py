@@ -126,7 +126,7 @@ class DeFINEEmbedding(ExpandedEmbedding):
         The group layers get fresh values, a function of seed 0 and `name`. W and b minimise the distance to the table in the
         Frobenius norm: least squares in fp64 by the normal equations, accumulated over slices.
         """
-        self.weight.copy_(rows)
+        self.weight.data = rows.to(self.weight, copy=True)  # not in place: `table` may have the same memory
         for number, layer in enumerate(self.layers):
             layer.reset(f"{name}.{number}")
         double = copy.deepcopy(self).double()

@@ -23,6 +23,8 @@ class ExpandedEmbedding(Derived, nn.Embedding):
     in nn.Embedding; its embedding is the network's output, and thus need not be zero.
     """
 
+    once_per_id = True  # False has an id computed at each of its places, as on meta
+
     def __init__(self, table: nn.Embedding, inputs: int, *, dropout: float) -> None:
         # Passing `_weight` keeps nn.Embedding from drawing the table, which would change the global random state.
         weight = torch.zeros(table.num_embeddings, inputs, device=table.weight.device, dtype=table.weight.dtype)
@@ -58,7 +60,7 @@ class ExpandedEmbedding(Derived, nn.Embedding):
         if not self.training and not self.needs_gradient():
             return functional.embedding(input, self.cached_table())
         dropout = self.dropout if self.training else 0.0
-        if dropout or input.is_meta:
+        if dropout or input.is_meta or not self.once_per_id:
             return self.expand(super().forward(input), dropout)
         ids, index = torch.unique(input, return_inverse=True)
         return functional.embedding(index, self.expand(super().forward(ids)))

@@ -141,8 +141,8 @@ class FactorizedEmbedding(Method):
         for names in groups:
             table, projections = nearest_factors([old.get_submodule(name).weight for name in names], self.rank)
             for name, projection in zip(names, projections, strict=True):
-                modules[name].weight.copy_(table)
-                modules[name].projection.copy_(projection)
+                surgery.set_values(modules[name].weight, table)
+                surgery.set_values(modules[name].projection, projection)
 
     def _convert_normed(self, old: Any, new: Any, normed: NormedEmbeddings) -> None:
         """Project all tables to the principal axes of their rows, each without its mean, which a norm removes. `scale` keeps the
@@ -152,18 +152,18 @@ class FactorizedEmbedding(Method):
         axes = centred_axes(torch.cat(weights), self.rank)
         scale = (self.rank / axes.shape[0]) ** 0.5
         for name, weight in zip(names, weights, strict=True):
-            new.base_model.get_submodule(name).weight.copy_(scale * weight @ axes)
+            surgery.set_values(new.base_model.get_submodule(name).weight, scale * weight @ axes)
         norm = old.base_model.get_submodule(normed.norm)
         _fill_norm(new.base_model.get_submodule(normed.norm), 1)
         projection = new.base_model.get_submodule(normed.last).projection
-        projection.weight.copy_(norm.weight[:, None] * axes / scale)
-        projection.bias.copy_(norm.bias)
+        surgery.set_values(projection.weight, norm.weight[:, None] * axes / scale)
+        surgery.set_values(projection.bias, norm.bias)
         if (output := surgery.output_name(new, new.architecture)) is not None:
             linear, narrow = old.get_submodule(normed.output_linear), new.get_submodule(normed.output_linear)
-            narrow.weight.copy_(axes.T @ linear.weight.double())
-            narrow.bias.copy_(axes.T @ linear.bias.double())
+            surgery.set_values(narrow.weight, axes.T @ linear.weight.double())
+            surgery.set_values(narrow.bias, axes.T @ linear.bias.double())
             _fill_norm(new.get_submodule(normed.output_norm), 1 / scale)
-            new.get_submodule(output).weight.copy_(scale * old.get_submodule(output).weight.double() @ axes)
+            surgery.set_values(new.get_submodule(output).weight, scale * old.get_submodule(output).weight.double() @ axes)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -200,5 +200,5 @@ def _device_and_dtype(module: Any) -> dict[str, Any]:
 
 
 def _fill_norm(norm: Any, value: float) -> None:
-    norm.weight.fill_(value)
-    norm.bias.zero_()
+    surgery.set_values(norm.weight, torch.full_like(norm.weight, value))
+    surgery.set_values(norm.bias, torch.zeros_like(norm.bias))

@@ -111,6 +111,7 @@ class HeadPruning(Method):
             else:
                 kept = [head for head in range(heads) if head not in self.heads[name]]
             surgery.copy_heads(old, new, attention, kept, heads)
+            surgery.release(old, attention.linears)
 
     def _largest(self, model: Any, attention: Attention, heads: int) -> list[int]:
         group = attention.group_size(model.config)

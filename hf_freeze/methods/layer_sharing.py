@@ -178,7 +178,7 @@ class LayerSharing(Method):
                         for n, value in start.items()
                         if n in own and own[n].shape == value.shape and self._is_shared(architecture, f"{name}.{n}")
                     }
-                    new.base_model.get_submodule(name).load_state_dict(own | shared)
+                    new.base_model.get_submodule(name).load_state_dict(own | shared, assign=True)
 
     def _start_values(self, group: list[Any]) -> dict[str, torch.Tensor]:
         """The state dict that the layers of a group start from."""

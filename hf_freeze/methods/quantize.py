@@ -101,6 +101,7 @@ class Quantize(LinearMethod):
         architecture = new.architecture
         for name, module in self.modules(new, architecture):
             module.fill(surgery.effective_weight(old.base_model.get_submodule(name)))
+            surgery.release(old, [name])
         for name, module in self._tables(new, architecture).items():
             if f"{name}.packed" not in new.all_tied_weights_keys:
                 module.fill(old.get_submodule(name).weight)

@@ -186,7 +186,7 @@ class Theseus(Method):
             successor = surgery.layers_of(new, new.architecture, stack)
             predecessor = [layer for module in successor for layer in module.predecessor]
             for layer, source in zip(predecessor, surgery.layers_of(old, new.architecture, stack), strict=True):
-                surgery.copy_layer(source, layer, _attentions(new, stack), new.config)
+                surgery.copy_layer(source, layer, _attentions(new, stack), new.config, share=True)
 
     def prepare(self, model: Model, architecture: Architecture) -> None:
         if self.finalized:

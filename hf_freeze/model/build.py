@@ -67,9 +67,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         # 5. Values: fresh draws, then the seeded tensors. On meta there are none yet; `from_pretrained` fills them in and calls
         #    `initialize_weights` at its end.
         if not any(parameter.is_meta for parameter in self.parameters()):
-            self.initialize_weights()
-            # Not earlier: a tied output matrix would draw the table anew.
-            self.tie_weights(recompute_mapping=False)
+            self.init_weights()  # draws, then ties: a tied output matrix would draw the table anew
 
     # -- 2. structure ----------------------------------------------------------------------------------------------------
 
@@ -202,14 +200,19 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
             # Loading: seeded tensors need no draw first, which would cost a third of the time. Fresh models draw them, so that
             # the other weights are the same whatever is frozen.
             mark_initialized(map(self.get_parameter, self.seeded_tensors))
+        self.draw_fresh()
+        self._set_trainable()  # loading has made every loaded tensor trainable
+        regenerate(self)
+
+    @torch.no_grad()
+    def draw_fresh(self) -> None:
+        """Draw the weights that are neither loaded nor drawn, seeded ones included."""
         fresh = [parameter for parameter in self.parameters() if not is_initialized(parameter)]
         super().initialize_weights()
         if fresh:
             if self.config.init == "marian":
                 draw_like_marian(self, fresh)
             balance_factors(self, fresh)
-        self._set_trainable()  # loading has made every loaded tensor trainable
-        regenerate(self)
 
     # -- and back ----------------------------------------------------------------------------------------------------------
 

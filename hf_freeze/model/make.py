@@ -5,7 +5,8 @@
    checks each method against the sizes of the backbone and against the methods before it (`config.py`, `methods/order.py`).
 3. The variant class builds the model from that config: backbone, structure, ties, freezing, values (`build.py`).
 4. A config as backbone needs 2 and 3 once (`_from_config`). For a backbone with weights they are repeated for each method that
-   changes the structure, and this method converts the weights of the model before it (`_from_model`).
+   changes the structure, and this method converts the weights of the model before it (`_from_model`). Tensors that a method
+   leaves as they are go from model to model without a copy (`sharing.py`).
 """
 
 import copy
@@ -30,6 +31,7 @@ from hf_freeze.model.config import INITS, native_config_class
 from hf_freeze.model.loading import check_exists
 from hf_freeze.model.merging import copy_runtime
 from hf_freeze.model.resizing import vocabulary_size
+from hf_freeze.model.sharing import copy_shared, releasing, share_tensors, use_up
 from hf_freeze.model.token_ids import renumber_token_ids
 from hf_freeze.model.weights import no_draws, regenerate
 
@@ -41,14 +43,16 @@ def make_variant(
     task: str | None = None,
     init: str = "backbone",
     seed: int = 0,
+    copy: bool = True,
 ) -> Any:
     """Apply `methods`, in order, to a backbone; returns a variant, which is an instance of the backbone's class.
 
     `backbone`: a model (its weights are kept), a config (fresh weights; also under `torch.device("meta")`), or a Hub id or
-    directory. It is never modified. If it is itself a variant, its own methods come first. `task`: a key of `AUTO_CLASSES`;
-    required for a config or a name. `init`: how trainable fresh weights are drawn, natively or as `"marian"` does (Glorot
-    matrices, tables U(±sqrt(3/d)), and a trained output bias where the native class has a constant one). `seed`: of the
-    fresh weights.
+    directory. If it is itself a variant, its own methods come first. `task`: a key of `AUTO_CLASSES`; required for a config or a
+    name. `init`: how trainable fresh weights are drawn, natively or as `"marian"` does (Glorot matrices, tables U(±sqrt(3/d)),
+    and a trained output bias where the native class has a constant one). `seed`: of the fresh weights. `copy`: True leaves a
+    model as it is. With False the variant takes its tensors over, without a second copy in memory, and the model cannot be used
+    any more.
 
     Raises ValueError for an unsupported backbone, task, init or method setting, FileNotFoundError for a missing directory.
     """
@@ -56,10 +60,10 @@ def make_variant(
     if isinstance(backbone, PreTrainedConfig):
         variant = _from_config(backbone, methods, task, init, seed)
     elif isinstance(backbone, PreTrainedModel):
-        variant = _from_model(backbone, methods)
+        variant = _from_model(backbone, methods, copy=copy)
     else:
         check_exists(backbone)
-        variant = _from_model(AUTO_CLASSES[str(task)].from_pretrained(backbone), methods)
+        variant = _from_model(AUTO_CLASSES[str(task)].from_pretrained(backbone), methods, copy=False)
     for method in methods:
         if (teacher := getattr(method, "teacher", None)) is not None:
             variant.set_teacher(teacher)
@@ -106,10 +110,10 @@ def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, s
     for method in model.methods:
         _prepare(method, model)
     regenerate(model)  # `prepare` may have copied fresh values over seeded ones
-    return _from_model(model, methods[fresh:]) if methods[fresh:] else model
+    return _from_model(model, methods[fresh:], copy=False) if methods[fresh:] else model
 
 
-def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
+def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool) -> Any:
     """A variant with the weights of `model`, by way of one model for each method that changes the structure."""
     _check_class(type(model), model.config)
     variant_class = _variant_class(type(model))
@@ -123,13 +127,15 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
         if number and not on_meta:
             added[number - 1] = _decided(added[number - 1], current)
         config = _variant_config(variant_class, model.config, added[:number], "backbone")
-        with torch.device("meta") if on_meta else no_draws():
+        with torch.device("meta") if on_meta else no_draws(model.dtype):
             new = variant_class(config)
         if not on_meta:
-            new.tie_weights(recompute_mapping=False)  # `no_draws` leaves the ties out too
-            _copy_weights(current, new, strict=number not in structural)
+            share_tensors(current, new)
+            new.tie_weights(recompute_mapping=False)
+            new.draw_fresh()  # what neither the model before nor `convert` fills
             if number in structural:
-                added[number - 1].convert(current, new)
+                with releasing(current, used_up=current is not model or not copy):
+                    added[number - 1].convert(current, new)
                 new.tie_weights(recompute_mapping=False)  # `convert` may have put new modules in
                 _prepare(added[number - 1], new)
             new.apply_freeze()  # `convert` may have put modules in, which are trainable
@@ -137,6 +143,10 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method]) -> Any:
             regenerate(new)
         current = new
     copy_runtime(model, current)
+    if copy:
+        copy_shared(model, current)
+    elif current is not model:
+        use_up(model)
     if getattr(current, "generation_config", None) is not None:
         renumber_token_ids(current.generation_config, added, vocabulary_size(model.config))
     return current
@@ -194,11 +204,3 @@ def _decided(method: Method, old: Any) -> Method:
 def _prepare(method: Method, model: Any) -> None:
     if model.device.type != "meta":
         method.prepare(model, model.architecture)
-
-
-def _copy_weights(old: Any, new: Any, *, strict: bool) -> None:
-    """Copy all tensors of the same name and shape; `strict`: there must be no others."""
-    new.to(device=old.device, dtype=old.dtype)
-    shapes = {name: tensor.shape for name, tensor in new.state_dict().items()}
-    state = {name: tensor for name, tensor in old.state_dict().items() if strict or shapes.get(name) == tensor.shape}
-    new.load_state_dict(state, strict=strict)

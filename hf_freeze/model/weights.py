@@ -16,10 +16,16 @@ from hf_freeze.seeded import digest
 
 
 @contextlib.contextmanager
-def no_draws() -> Iterator[None]:
-    """Construct models without drawing weights, which are loaded next, and without moving the global random state."""
+def no_draws(dtype: torch.dtype = torch.float32) -> Iterator[None]:
+    """Construct models in `dtype` without drawing or tying weights, and without moving the global random state. Tensors that are
+    never written take no memory."""
+    before = torch.get_default_dtype()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), initialization.no_init_weights():
-        yield
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 @torch.no_grad()

@@ -27,14 +27,17 @@ from hf_freeze.surgery.replacing import feature_origins as feature_origins
 from hf_freeze.surgery.replacing import is_dense as is_dense
 from hf_freeze.surgery.replacing import is_native as is_native
 from hf_freeze.surgery.replacing import linear_names as linear_names
+from hf_freeze.surgery.replacing import make_releasable as make_releasable
 from hf_freeze.surgery.replacing import modules as modules
 from hf_freeze.surgery.replacing import native_module as native_module
 from hf_freeze.surgery.replacing import neuron_features as neuron_features
 from hf_freeze.surgery.replacing import neuron_magnitudes as neuron_magnitudes
+from hf_freeze.surgery.replacing import release as release
 from hf_freeze.surgery.replacing import replace as replace
 from hf_freeze.surgery.replacing import replace_by_full_name as replace_by_full_name
 from hf_freeze.surgery.replacing import resize_ffns as resize_ffns
 from hf_freeze.surgery.replacing import select_features as select_features
+from hf_freeze.surgery.replacing import set_values as set_values
 from hf_freeze.surgery.replacing import spread_features as spread_features
 from hf_freeze.surgery.vocabulary import copy_tokens as copy_tokens
 from hf_freeze.surgery.vocabulary import cut_vocabulary as cut_vocabulary

@@ -166,10 +166,10 @@ def match_scales(old: Any, new: Any, attentions: Iterable[Attention], config: An
             )
         heads = features(new.get_submodule(attention.o))[0] // attention.head_size(config)
         queries = torch.tensor(attention.outputs_of(config, "q", heads), device=linear.weight.device)
-        weight = linear.weight.T if isinstance(linear, Conv1D) else linear.weight
-        weight[queries] *= ratio
-        if linear.bias is not None:
-            linear.bias[queries] *= ratio
+        for parameter, axis in ((linear.weight, weight_axis(linear, outputs=True)), (linear.bias, 0)):
+            if parameter is not None:  # not in place: `old` may have the same memory
+                scaled = parameter.detach().index_select(axis, queries) * ratio
+                parameter.data = parameter.detach().index_copy(axis, queries, scaled)
 
 
 @torch.no_grad()

@@ -68,12 +68,16 @@ def drop_predecessors(layers: Iterable[Any]) -> None:
 
 
 @torch.no_grad()
-def copy_layer(old: Any, new: Any, attentions: Iterable[Attention], config: Any) -> None:
-    """Copy the values of one layer into another of the same shapes, so that both compute the same. Predecessors are not copied.
+def copy_layer(old: Any, new: Any, attentions: Iterable[Attention], config: Any, *, share: bool = False) -> None:
+    """Copy the values of one layer into another of the same shapes, so that both compute the same; `share`: the tensors themselves
+    where that is possible. Predecessors are not copied.
 
     Raises ValueError if `new` cannot adopt the score scale of one of the layer's `attentions`; see `match_scales`.
     """
-    new.load_state_dict(
-        {name: value for name, value in old.state_dict().items() if not name.startswith("predecessor.")}, strict=False
-    )
+    values = {
+        name: value if share else value.clone()
+        for name, value in old.state_dict().items()
+        if not name.startswith("predecessor.")
+    }
+    new.load_state_dict(values, strict=False, assign=True)
     match_scales(old, new, attentions, config)

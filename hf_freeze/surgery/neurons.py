@@ -17,6 +17,7 @@ from hf_freeze.surgery.replacing import (
     feature_origins,
     neuron_features,
     neuron_magnitudes,
+    release,
     replace,
     select_features,
     spread_features,
@@ -51,7 +52,7 @@ class Neurons(Protocol):
         ...
 
     def take(self, model: Any, source: Any, kept: Kept) -> None:
-        """Give `model` the neurons `kept` of `source`, and no others."""
+        """Give `model` the neurons `kept` of `source`, and no others; then `source` may lose them (`release`)."""
         ...
 
     def pad(self, model: Any, count: int) -> None:
@@ -108,6 +109,7 @@ class LinearNeurons:
         for name, linear, outputs in self._modules(source):
             index = neuron_features(linear, _flat(kept), self.count(source), outputs=outputs)
             replace(model, name, select_features(linear, index, outputs=outputs))
+        release(source, self.linears)
 
     def pad(self, model: Any, count: int) -> None:
         narrow = self.count(model)
@@ -171,6 +173,7 @@ class ExpertNeurons:
             take(parameter, axis, index)
             for parameter, (axis, index) in zip(self._matrices(source), self._places(source, kept), strict=True)
         ]
+        release(source, [self.module])
         self.resize(model, selected[1].shape[2])
         for parameter, values in zip(self._matrices(model), selected, strict=True):
             parameter.copy_(values)

@@ -45,6 +45,30 @@ def replace_by_full_name(model: Any, name: str, new: nn.Module) -> None:
     put(model, name, new)
 
 
+@torch.no_grad()
+def set_values(parameter: Any, values: torch.Tensor) -> None:
+    """Give a parameter new values, in memory of its own: that which it has may belong to the model that is converted."""
+    parameter.data = values.to(parameter, copy=True).contiguous()
+
+
+_RELEASABLE = "_hf_freeze_releasable"
+
+
+def make_releasable(model: Any) -> None:
+    """Let `release` free tensors of `model`."""
+    setattr(model, _RELEASABLE, True)
+
+
+def release(model: Any, names: Iterable[str]) -> None:
+    """Free the tensors of the modules `names` (below the base model) of a model that is being converted, if nobody needs it
+    afterwards. So the old tensors and the new ones never fill the memory together."""
+    if getattr(model, _RELEASABLE, False):
+        for _, module in modules(model, names):
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), False)
+
+
 def put(root: Any, name: str, new: nn.Module) -> None:
     """Replace the module `name` below `root` by `new`, in the same training mode."""
     old = root.get_submodule(name)

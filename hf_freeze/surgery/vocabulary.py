@@ -11,7 +11,7 @@ from hf_freeze.architectures.base import Architecture, base_name, full_name, hid
 from hf_freeze.layers.expanded_embedding import ExpandedEmbedding
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
 from hf_freeze.seeded import Origin
-from hf_freeze.surgery.replacing import is_native, native_module, put, select_features
+from hf_freeze.surgery.replacing import is_native, native_module, put, select_features, set_values
 
 
 def token_tables(model: Any, architecture: Architecture) -> dict[str, Any]:
@@ -116,9 +116,9 @@ def copy_tokens(old: Any, new: Any, architecture: Architecture, kept: Sequence[i
     for name, module in vocabulary_modules(new, architecture).items():
         source = old.get_submodule(name)
         index = torch.tensor(kept, device=source.weight.device)
-        module.weight.copy_(source.weight[index])
+        set_values(module.weight, source.weight[index])
         if getattr(module, "bias", None) is not None:
-            module.bias.copy_(source.bias[index])
+            set_values(module.bias, source.bias[index])
     if (output := output_bias(new, architecture)) is not None:
         source = output_bias(old, architecture)[2]  # type: ignore[index]
         output[2].copy_(source[..., torch.tensor(kept, device=source.device)])

@@ -1,0 +1,87 @@
+"""Tensors on their way from a backbone to its variant: taken over without a copy, copied once at the end, or used up."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_freeze import surgery
+from hf_freeze.compat.transformers import mark_initialized
+
+
+@torch.no_grad()
+def share_tensors(old: Any, new: Any) -> None:
+    """Give `new` the parameters and stored buffers of `old` that have the same name and shape, in the same memory, but for seeded
+    ones. Those of the same name and another shape, which a method fills, get the dtype of the old ones."""
+    tensors = dict(old.named_parameters(remove_duplicate=False)) | dict(old.named_buffers(remove_duplicate=False))
+    own: dict[int, nn.Parameter] = {}  # a tied parameter of `old` becomes a tied one of `new`
+    for prefix, module in new.named_modules():
+        unsaved = module._non_persistent_buffers_set
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None:
+                continue
+            full_name = f"{prefix}.{name}" if prefix else name
+            source = None if name in unsaved else tensors.get(full_name)
+            if source is None:
+                moved = tensor.to(old.device)
+            elif source.shape == tensor.shape and full_name not in new.seeded_tensors:
+                moved = source.detach()
+            else:
+                moved = torch.empty_like(tensor, device=source.device, dtype=source.dtype)
+            if name in module._parameters:
+                key = id(source) if source is not None and source.shape == tensor.shape else id(tensor)
+                if key not in own:
+                    own[key] = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+                moved = module._parameters[name] = own[key]
+            else:
+                module._buffers[name] = moved
+            if source is not None:
+                mark_initialized([moved])
+
+
+@contextlib.contextmanager
+def releasing(model: Any, *, used_up: bool) -> Iterator[None]:
+    """Inside, methods free the tensors of `model` that they have converted (`surgery.release`) if it is used up. It is then used
+    up after an error, too."""
+    if not used_up:
+        yield
+        return
+    surgery.make_releasable(model)
+    try:
+        yield
+    except Exception:
+        use_up(model)
+        raise
+
+
+@torch.no_grad()
+def copy_shared(old: Any, new: Any) -> None:
+    """Copy the tensors of `new` that lie in the memory of `old`."""
+    taken = {_memory(tensor) for tensor in (*old.parameters(), *old.buffers())}
+    for parameter in new.parameters():
+        if _memory(parameter) in taken:
+            parameter.data = parameter.data.clone()
+    for module in new.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and _memory(buffer) in taken:
+                module._buffers[name] = buffer.clone()
+
+
+def use_up(model: Any) -> None:
+    """Free the tensors of `model`; a later use raises an error that says why."""
+    nn.Module.to(model, "meta")
+
+    def forward(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            f"this {type(model).__name__} was used up by make_variant(copy=False), which gave its tensors to the variant; use "
+            "the variant, or copy=True"
+        )
+
+    for name in ("forward", "generate", "save_pretrained", "state_dict"):
+        setattr(model, name, forward)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
