@@ -134,7 +134,7 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool) 
             new.tie_weights(recompute_mapping=False)
             new.draw_fresh()  # what neither the model before nor `convert` fills
             if number in structural:
-                with releasing(current, used_up=current is not model or not copy):
+                with no_draws(), releasing(current, used_up=current is not model or not copy):
                     added[number - 1].convert(current, new)
                 new.tie_weights(recompute_mapping=False)  # `convert` may have put new modules in
                 _prepare(added[number - 1], new)

@@ -16,12 +16,12 @@ from hf_freeze.seeded import digest
 
 
 @contextlib.contextmanager
-def no_draws(dtype: torch.dtype = torch.float32) -> Iterator[None]:
-    """Construct models in `dtype` without drawing or tying weights, and without moving the global random state. Tensors that are
-    never written take no memory."""
+def no_draws(dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Construct modules, in `dtype` if given, without drawing or tying weights, and without moving the global random state.
+    Tensors that are never written take no memory."""
     before = torch.get_default_dtype()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), initialization.no_init_weights():
-        torch.set_default_dtype(dtype)
+        torch.set_default_dtype(dtype or before)
         try:
             yield
         finally:

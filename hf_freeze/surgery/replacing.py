@@ -1,5 +1,8 @@
 """Find modules by name, replace them, and change the inputs and outputs of linears."""
 
+import contextlib
+import ctypes
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -51,22 +54,37 @@ def set_values(parameter: Any, values: torch.Tensor) -> None:
     parameter.data = values.to(parameter, copy=True).contiguous()
 
 
-_RELEASABLE = "_hf_freeze_releasable"
+_RELEASED = "_hf_freeze_released"  # bytes since freed memory was given back; only models that `release` may empty have it
+_AT_ONCE = 2**26
 
 
 def make_releasable(model: Any) -> None:
     """Let `release` free tensors of `model`."""
-    setattr(model, _RELEASABLE, True)
+    setattr(model, _RELEASED, 0)
 
 
 def release(model: Any, names: Iterable[str]) -> None:
     """Free the tensors of the modules `names` (below the base model) of a model that is being converted, if nobody needs it
     afterwards. So the old tensors and the new ones never fill the memory together."""
-    if getattr(model, _RELEASABLE, False):
-        for _, module in modules(model, names):
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), False)
+    if not hasattr(model, _RELEASED):
+        return
+    released = getattr(model, _RELEASED)
+    for _, module in modules(model, names):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                released += parameter.nbytes
+                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), False)
+    if released > _AT_ONCE:
+        return_freed_memory()
+        released = 0
+    setattr(model, _RELEASED, released)
+
+
+def return_freed_memory() -> None:
+    """Give the memory of freed tensors back to the system. glibc keeps it, where small tensors lie between them."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def put(root: Any, name: str, new: nn.Module) -> None:
@@ -135,7 +153,7 @@ def select_features(linear: Any, kept: Sequence[int] | int, *, outputs: bool) ->
     selected = linear_like(linear, outputs=count) if outputs else linear_like(linear, inputs=count)
     if not isinstance(kept, int):
         index = torch.tensor(kept, device=linear.weight.device, dtype=torch.long)
-        selected.weight.copy_(linear.weight.index_select(weight_axis(linear, outputs=outputs), index))
+        torch.index_select(linear.weight, weight_axis(linear, outputs=outputs), index, out=selected.weight.detach())
         if linear.bias is not None:
             selected.bias.copy_(linear.bias.index_select(0, index) if outputs else linear.bias)
     return selected
@@ -186,9 +204,10 @@ def spread_features(linear: Any, places: Sequence[int], count: int, *, outputs: 
 def neuron_magnitudes(model: Any, linears: Sequence[str]) -> torch.Tensor:
     """fp32 (neurons,): for each neuron of an FFN, the product of the norms of its input weights (one norm for each linear before
     the last) and of its output weights. `linears`: the names of the FFN's linears, in the order of the forward."""
-    *before, after = (effective_weight(module).float() for _, module in modules(model, linears))
+    *before, after = (effective_weight(module) for _, module in modules(model, linears))
     parts = [part for weight in before for part in weight.split(after.shape[1])]
-    return torch.stack([part.norm(dim=1) for part in parts]).prod(0) * after.norm(dim=0)
+    norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
+    return torch.stack(norms).prod(0) * torch.linalg.vector_norm(after, dim=0, dtype=torch.float32)
 
 
 def resize_ffns(model: Any, architecture: Architecture, width: int, method: str) -> None:
