@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from hf_freeze.cli import terminal
@@ -46,7 +47,7 @@ def _describe_one(name: str) -> None:
     console = terminal.console
     console.print(_stacks(config, architecture))
     console.print(_components(config, architecture))
-    console.print(_methods(architecture))
+    console.print(_methods(config, architecture))
     terminal.say(f"Tasks: {', '.join(architecture.tasks)}")
 
 
@@ -101,15 +102,23 @@ def _components(config: Any, architecture: Any) -> Table:
     return table
 
 
-def _methods(architecture: Any) -> Table:
-    from hf_freeze.architectures.families import CAPABILITIES
+def _methods(config: Any, architecture: Any) -> Table:
+    """Which methods work. A method may be proved and fail all the same: the tests of all families know of it."""
+    from hf_freeze.architectures.families import CAPABILITIES, known_failures
     from hf_freeze.methods.registry import METHODS
 
+    failures = known_failures(architecture.model_type)
     table = Table("method", "works", "because")
     for name, method in METHODS.items():
-        reason = method.refusal(architecture)
-        proofs = [CAPABILITIES[need] for need in sorted(method.needs) if need in CAPABILITIES]
-        table.add_row(name, "yes" if reason is None else "no", "; ".join(proofs) if reason is None else reason)
+        failure = failures.get(name, failures.get(""))
+        if (reason := method.refusal(architecture)) is not None:
+            table.add_row(name, "no", escape(reason))
+        elif failure is not None:
+            table.add_row(name, "fails", escape(f"known to fail on a small model: {failure} (docs/families.md)"))
+        else:
+            proofs = [CAPABILITIES[need] for need in sorted(method.needs) if need in CAPABILITIES]
+            proofs += [advice] if (advice := method.advice(architecture, config)) else []
+            table.add_row(name, "yes", escape("; ".join(proofs)))
     return table
 
 

@@ -15,7 +15,7 @@ import hf_freeze.model.config
 from hf_freeze import make_variant
 from hf_freeze.architectures.derive import derive
 from hf_freeze.architectures.stored import from_data, to_data
-from hf_freeze.methods import Freeze, HeadPruning, LowRank
+from hf_freeze.methods import Freeze, HeadPruning, LowRank, Quantize
 
 ROUND_TRIPS = ["roberta", "t5", "falcon", "modernbert", "albert", "mixtral", "vit"]
 ONE_LINE = r"^the stored description of roberta cannot be read: [^\n]*"
@@ -207,5 +207,9 @@ def test_a_config_that_lies_about_its_heads_is_refused(tmp_path):
 
 
 def test_linears_that_a_mixture_of_experts_lacks_are_refused():
-    with pytest.raises(ValueError, match=r"LowRank\(components=\['ffn'\]\): this mixtral has no plain linears there"):
+    with pytest.raises(
+        ValueError, match=r"LowRank\(components=\['ffn'\]\): this mixtral .* choose from \['attention'\]$"
+    ):
         make_variant(small_config("mixtral"), [LowRank(rank=4)], task="causal-lm")
+    with pytest.raises(ValueError, match=r"Quantize\(.*this mixtral .* choose from \['attention', 'embeddings'\]$"):
+        make_variant(small_config("mixtral"), [Quantize(scheme="int8", components=["ffn"])], task="causal-lm")

@@ -1,12 +1,15 @@
 """`hf-freeze describe`: what is understood of a family or of a saved model."""
 
+import json
 import re
 
 import pytest
+from support import ROOT
 from support.small import small_config
 from typer.testing import CliRunner
 
 from hf_freeze import make_variant
+from hf_freeze.architectures.families import FAILURES, failures_file, known_failures
 from hf_freeze.cli import app, terminal
 from hf_freeze.methods import Freeze, HeadPruning
 from hf_freeze.methods.registry import METHODS
@@ -76,6 +79,37 @@ def test_a_saved_variant_is_described_as_its_backbone(tmp_path):
 def test_a_family_described_by_hand_is_described():
     lines = described("marian")
     assert [line.split()[0] for line in lines if ".layers.{}" in line] == ["encoder", "decoder"]
+
+
+def row_of(method, lines):
+    """Whether the method works, and why."""
+    return next(tuple(line.split(" ", 2)[1:]) for line in lines if line.startswith(f"{method} "))
+
+
+def test_methods_that_are_known_to_fail_are_told():
+    lines = described("falcon_h1")
+    failure = "known to fail on a small model: a new process computes something else (docs/families.md)"
+    assert row_of("freeze", lines) == ("fails", failure)
+    assert row_of("delight", lines)[0] == "no"
+    assert row_of("freeze", described("mamba2"))[0] == "yes"
+
+
+def test_the_known_failures_are_those_of_the_page_of_families():
+    families = json.loads((ROOT / "docs" / "families.json").read_text())
+    assert FAILURES.read_text() == failures_file(families)
+    assert known_failures("falcon_h1") == families["falcon_h1"]["contract"] != {}
+
+
+def test_settings_that_a_mixture_of_experts_needs_are_told():
+    lines = described("mixtral")
+    assert row_of("ffn_pruning", lines)[1].endswith("give expert_width or keep: its FFNs are experts")
+    assert "give components=['attention']: the matrices of its experts stay as they are" in row_of("low_rank", lines)[1]
+    assert "give components" not in row_of("quantize", lines)[1]
+    assert row_of("quantize", lines)[1].endswith("the matrices of its experts stay as they are")
+    of_both_kinds = described("ernie4_5_moe")
+    assert row_of("ffn_pruning", of_both_kinds)[1].endswith("width is for its FFNs, expert_width for its experts")
+    assert "give components" not in row_of("low_rank", of_both_kinds)[1]
+    assert "expert" not in row_of("low_rank", described("roberta"))[1]
 
 
 def test_shared_keys_are_told():
