@@ -46,9 +46,9 @@ def make_variant(
 
     `backbone`: a model (its weights are kept), a config (fresh weights; also under `torch.device("meta")`), or a Hub id or
     directory. It is never modified. If it is itself a variant, its own methods come first. `task`: a key of `AUTO_CLASSES`;
-    required for a config or a name; a model has its own. `init`: how trainable fresh weights are drawn, natively or as `"marian"` does (Glorot
-    matrices, tables U(±sqrt(3/d)), and a trained output bias where the native class has a constant one). `seed`: of the
-    fresh weights.
+    required for a config or a name; a model has its own. `init`: how trainable fresh weights are drawn, natively or as
+    `"marian"` does (Glorot matrices, tables U(±sqrt(3/d)), and a trained output bias where the native class has a constant one).
+    `seed`: of the fresh weights.
 
     Raises ValueError for an unsupported backbone, task, init or method setting, FileNotFoundError for a missing directory.
     """
