@@ -24,6 +24,7 @@ from hf_freeze.architectures.roles import stacks_of
 from hf_freeze.architectures.shrink import shrink, sizes_in
 from hf_freeze.architectures.tasks import native_class, native_classes
 from hf_freeze.architectures.verify import sees_the_future, verify, verify_layers
+from hf_freeze.compat.transformers import quiet
 
 
 def derive(config: Any) -> Architecture:
@@ -35,7 +36,7 @@ def derive(config: Any) -> Architecture:
     check_contradictions(config)
     key = type(config).__name__ + json.dumps(config.to_dict(), sort_keys=True, default=str)
     if key not in _DERIVED:
-        with torch.random.fork_rng(devices=[]):  # the first call leaves the random state as the later ones do
+        with quiet(), torch.random.fork_rng(devices=[]):  # the first call leaves the random state as the later ones do
             with torch.device("cpu"):  # proofs compute values, also where the caller builds on meta
                 small, unused = _derived_small(config)
             _DERIVED[key] = _adopt(describe(base_model(config), config, unused), small, config)

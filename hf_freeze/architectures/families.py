@@ -10,7 +10,7 @@ from transformers.models.auto import modeling_auto
 
 from hf_freeze.architectures.describe import first_line
 from hf_freeze.architectures.published import PUBLISHED, default_config
-from hf_freeze.architectures.registry import architecture_of
+from hf_freeze.architectures.registry import LOOKUP, architecture_of
 
 FAILURES = Path(__file__).with_name("known_failures.json")  # written by `make families`, with docs/families.json
 # What a method may need (`Method.needs`) -> in words.
@@ -46,7 +46,8 @@ def describe_family(model_type: str) -> dict[str, Any]:
     try:
         architecture = architecture_of(default_config(model_type))
     except Exception as error:  # a default config may not work at all
-        return {"understood": False, "reason": first_line(error).removeprefix(f"{model_type}: ")}
+        reason = first_line(error, longest=500).removesuffix(LOOKUP)  # this page is where it points to
+        return {"understood": False, "reason": reason.removeprefix(f"{model_type}: ")[:200]}
     stacks = {
         name: {
             "layers": stack.layers,

@@ -44,9 +44,7 @@ def inspect(
     console = terminal.console
     console.print(table)
     where = f"token at length {length}" if operations.example is None else f"example ({_shapes(operations.example)})"
-    console.print(
-        f"stored: {stored_bytes(empty):,} bytes; forward, backward: multiply-adds per {where}", highlight=False
-    )
+    terminal.say(f"stored: {stored_bytes(empty):,} bytes; forward, backward: multiply-adds per {where}")
     for method in getattr(empty.config, "methods", ()):
         console.print(f"method: { {name: shortened(value) for name, value in method.items()} }")
     if latencies is not None:

@@ -9,7 +9,7 @@ from support.small import small_config
 from typer.testing import CliRunner
 
 from hf_freeze import count_parameters, make_variant
-from hf_freeze.architectures.families import FAILURES, failures_file, known_failures
+from hf_freeze.architectures.families import FAILURES, describe_family, failures_file, known_failures
 from hf_freeze.cli import app, terminal
 from hf_freeze.methods import FFNPruning, HeadPruning, LayerSelection, LowRank
 from hf_freeze.methods.registry import METHODS
@@ -153,8 +153,12 @@ def test_an_unknown_type_is_one_line_with_what_may_be_meant():
     assert "did you mean" not in refused("qqqqqqqqqq")
 
 
-def test_a_family_that_is_not_understood_is_one_line():
-    assert refused("squeezebert").startswith("Error: squeezebert: no list of layers with linears was found")
+def test_a_family_that_is_not_understood_is_one_line_that_tells_where_to_look():
+    line = refused("squeezebert")
+    assert line.startswith("Error: squeezebert: no list of layers with linears was found (`hf-freeze describe TYPE`")
+    assert "docs/families.md" in line
+    assert "--all" not in line
+    assert describe_family("squeezebert")["reason"] == "no list of layers with linears was found"
 
 
 def test_a_missing_directory_is_one_line(tmp_path):
