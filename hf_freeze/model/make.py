@@ -92,7 +92,7 @@ def _check_arguments(backbone: Any, methods: Any, task: str | None, init: str) -
             )
 
 
-def _check_task(model: PreTrainedModel, task: str) -> None:
+def _check_task(model: Any, task: str) -> None:
     """Raise ValueError if `task` is another than that of the class of `model`."""
     native = getattr(type(model), "native_class", type(model))
     classes = native_classes(native_config_class(type(model.config)))
