@@ -16,7 +16,6 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import _shared
@@ -84,8 +83,7 @@ def made(folder: str, name: str) -> dict[str, float]:
 
 
 def _measured(work: Callable[[], Any], backbone: dict[str, torch.Tensor]) -> tuple[dict[str, float], Any]:
-    """Figures of making a model; `added`: bytes of its tensors that are not of the same name and shape as one of the backbone's, or
-    are generated."""
+    """Figures of making a model; `added`: bytes of its tensors that are generated, or that the backbone has not in this shape."""
     torch.set_num_threads(1)
     before = _shared.resident("VmRSS")
     start = time.perf_counter()

@@ -97,11 +97,15 @@ def _quantized(model: Any) -> Iterator[tuple[Quantized, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class MultiplyAdds:
-    """Multiply-adds of matrix products, per token. `backward`: those of autograd, which skips work for frozen parameters."""
+    """Multiply-adds of matrix products, per token. `backward`: those of autograd, which skips work for frozen parameters.
+
+    `example`: for models of images or sound, which are counted per example, input -> its shape in one example; None per token.
+    """
 
     forward: float
     backward: float
     by_component: dict[str, "MultiplyAdds"]
+    example: dict[str, tuple[int, ...]] | None = None
 
 
 def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
@@ -140,7 +144,8 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
 
 
 def _count(twin: Any, architecture: Architecture, length: int) -> MultiplyAdds:
-    inputs, length = example_inputs(twin, length)
+    inputs, count = example_inputs(twin, length)
+    example = {name: tuple(value.shape[1:]) for name, value in inputs.items()} if _of_examples(twin) else None
     inputs = {name: value.to(twin.device) for name, value in inputs.items()}
     calls: dict[nn.Module, list[tuple[list[Any], dict[str, Any]]]] = defaultdict(list)
 
@@ -172,17 +177,17 @@ def _count(twin: Any, architecture: Architecture, length: int) -> MultiplyAdds:
         if _is_linear(module):
             backward[component] += sum(_backward_alone(module, *arguments) for arguments in calls[module])
     backward["attention"] += backward_flops - sum(backward.values())
-    per_token = 1 / 2 / length
+    share = 1 / 2 / count  # of a token or an example: two flops are one multiply-add
     by_component = {
         component: MultiplyAdds(
-            forward=per_token * sum(flops for c, flops in forward.values() if c == component),
-            backward=per_token * backward[component],
+            forward=share * sum(flops for c, flops in forward.values() if c == component),
+            backward=share * backward[component],
             by_component={},
         )
         for component in TRAINED
     }
     return MultiplyAdds(
-        forward=per_token * forward_flops, backward=per_token * backward_flops, by_component=by_component
+        forward=share * forward_flops, backward=share * backward_flops, by_component=by_component, example=example
     )
 
 
@@ -190,13 +195,17 @@ def example_inputs(model: Any, length: int) -> tuple[dict[str, torch.Tensor], in
     """The inputs that operations are counted on, and the number of tokens, or for images and sound of examples, in them."""
     ids = torch.zeros(1, length, dtype=torch.long)
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
-    # An image, a sound, or a text and an image for two encoders: counted as a whole.
-    if model.main_input_name != "input_ids" or hasattr(model, "get_text_features"):
+    if _of_examples(model):
         inputs = probe_inputs(model.config, model)
         length = next(iter(inputs.values())).shape[0]
     if getattr(model.config, "add_cross_attention", False):  # a decoder that attends to `length` encoder states
         inputs["encoder_hidden_states"] = torch.zeros(1, length, model.config.hidden_size)
     return inputs, length
+
+
+def _of_examples(model: Any) -> bool:
+    """Whether operations are counted per example: an image, a sound, or a text and an image for two encoders."""
+    return model.main_input_name != "input_ids" or hasattr(model, "get_text_features")
 
 
 def _backward_alone(module: nn.Module, arguments: list[Any], named: dict[str, Any]) -> int:

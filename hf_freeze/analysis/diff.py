@@ -13,7 +13,15 @@ from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameter
 from hf_freeze.architectures.registry import VARIANT_PREFIX, architecture_for
 from hf_freeze.layers.derived import Computed, dense_class
 
-_FILE_FIELDS = ("transformers_version", "_name_or_path", "architectures", "methods", "digests", "model_type")
+_FILE_FIELDS = (
+    "transformers_version",
+    "_name_or_path",
+    "architectures",
+    "methods",
+    "digests",
+    "model_type",
+    "description",
+)
 SAME, CHANGED, RESIZED, FIRST, SECOND = "same", "changed", "of another shape", "of the first", "of the second"
 KINDS = (SAME, CHANGED, RESIZED, FIRST, SECOND)
 

@@ -214,8 +214,16 @@ class Architecture:
                     )
 
     def check_sizes(self, config: Any) -> None:
-        """Raise ValueError for a size above the limits at the top of this file, before anything is allocated."""
+        """Raise ValueError for a size above the limits at the top of this file, or a list that does not have an entry for each
+        layer, before anything is allocated."""
         check_sizes(self.model_type, config, self.sizes)
+        for stack in self.stacks.values():
+            for name in stack.per_layer:
+                if (entries := len(read(config, name) or ())) != (depth := read(config, stack.depth)):
+                    raise ValueError(
+                        f"{self.model_type} config: {name} must have an entry for each of {depth} layers ({stack.depth}), not "
+                        f"{entries}"
+                    )
         if (count := self.matrix_sizes(config)) > _LARGEST_MODEL:
             raise ValueError(f"{self.model_type} config: {count:.1e} parameters; the limit is {_LARGEST_MODEL:.1e}")
 

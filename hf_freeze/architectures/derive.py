@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModel
 
 from hf_freeze.architectures.base import Architecture, read
+from hf_freeze.architectures.contradictions import check_contradictions
 from hf_freeze.architectures.describe import NotDerived, describe, first_line
 from hf_freeze.architectures.examples import example_batch
 from hf_freeze.architectures.exceptions import known_refusals
@@ -23,16 +24,19 @@ from hf_freeze.architectures.roles import stacks_of
 from hf_freeze.architectures.shrink import shrink, sizes_in
 from hf_freeze.architectures.tasks import native_class, native_classes
 from hf_freeze.architectures.verify import sees_the_future, verify, verify_layers
+from hf_freeze.compat.transformers import quiet
 
 
 def derive(config: Any) -> Architecture:
     """The description of the model of a native `config`, proved on a small model of the same class.
 
-    Derived once for each config within a process. Raises NotDerived if nothing is understood.
+    Derived once for each config within a process. Raises NotDerived if nothing is understood, ValueError if fields of the config
+    contradict each other.
     """
+    check_contradictions(config)
     key = type(config).__name__ + json.dumps(config.to_dict(), sort_keys=True, default=str)
     if key not in _DERIVED:
-        with torch.random.fork_rng(devices=[]):  # the first call leaves the random state as the later ones do
+        with quiet(), torch.random.fork_rng(devices=[]):  # the first call leaves the random state as the later ones do
             with torch.device("cpu"):  # proofs compute values, also where the caller builds on meta
                 small, unused = _derived_small(config)
             _DERIVED[key] = _adopt(describe(base_model(config), config, unused), small, config)

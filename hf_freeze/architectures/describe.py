@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from hf_freeze.architectures.base import Architecture, Attention, Stack
@@ -34,6 +35,10 @@ class NotDerived(ValueError):
 
 def first_line(error: Exception, longest: int = 200) -> str:
     """The first line of an error of native code, or its class if it has no text."""
+    if isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # its own first line names only the function that refused the config
+    if isinstance(error, KeyError):  # its text is the key alone
+        return f"KeyError: {error}".splitlines()[0][:longest]
     return (str(error).strip() or type(error).__name__).splitlines()[0][:longest]
 
 

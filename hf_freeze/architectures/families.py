@@ -1,6 +1,8 @@
 """What is understood of each family of transformers, as data and as a page."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -8,8 +10,9 @@ from transformers.models.auto import modeling_auto
 
 from hf_freeze.architectures.describe import first_line
 from hf_freeze.architectures.published import PUBLISHED, default_config
-from hf_freeze.architectures.registry import architecture_of
+from hf_freeze.architectures.registry import LOOKUP, architecture_of
 
+FAILURES = Path(__file__).with_name("known_failures.json")  # written by `make families`, with docs/families.json
 # What a method may need (`Method.needs`) -> in words.
 CAPABILITIES = {
     "linears": "linears are modules that compute x Wᵀ + b",
@@ -43,7 +46,8 @@ def describe_family(model_type: str) -> dict[str, Any]:
     try:
         architecture = architecture_of(default_config(model_type))
     except Exception as error:  # a default config may not work at all
-        return {"understood": False, "reason": first_line(error).removeprefix(f"{model_type}: ")}
+        reason = first_line(error, longest=500).removesuffix(LOOKUP)  # this page is where it points to
+        return {"understood": False, "reason": reason.removeprefix(f"{model_type}: ")[:200]}
     stacks = {
         name: {
             "layers": stack.layers,
@@ -61,6 +65,17 @@ def describe_family(model_type: str) -> dict[str, Any]:
         "stacks": stacks,
         "refusals": refusals,
     }
+
+
+def known_failures(model_type: str) -> dict[str, str]:
+    """Method -> what went wrong with it on a small model of this family (`make families`), although what it needs is proved."""
+    return json.loads(FAILURES.read_text(encoding="utf-8")).get(model_type, {})
+
+
+def failures_file(families: Mapping[str, Mapping[str, Any]]) -> str:
+    """The text of `FAILURES`: model type -> what `known_failures` gives for it."""
+    failures = {name: contract for name, family in families.items() if (contract := family.get("contract"))}
+    return json.dumps(failures, indent=1) + "\n"
 
 
 def families_page(families: Mapping[str, Mapping[str, Any]]) -> str:

@@ -7,6 +7,7 @@ from hf_freeze.architectures.derive import derive
 from hf_freeze.architectures.describe import NotDerived
 
 ARCHITECTURES: dict[str, Architecture] = {}
+LOOKUP = " (`hf-freeze describe TYPE` tells what is understood of a model type; docs/families.md lists all types)"
 VARIANT_PREFIX = "hf_freeze_"  # a variant's `model_type` is this prefix and the native one
 
 
@@ -30,7 +31,7 @@ def architecture_of(config: Any) -> Architecture:
     try:
         return derive(config)
     except NotDerived as error:
-        raise NotDerived(f"{error} (`hf-freeze describe --all` lists the families that are understood)") from None
+        raise NotDerived(f"{error}{LOOKUP}") from None
 
 
 def architecture_for(model: Any) -> Architecture:

@@ -77,6 +77,14 @@ def sizes_in(config: Any) -> dict[str, tuple[str, ...]]:
     return sizes
 
 
+def head_fields(config: Any) -> tuple[str | None, str | None]:
+    """The fields that hold the number of query heads and the number of key and value heads, told by their names; None if there is
+    none."""
+    numbers = [name for name, value in config.to_dict().items() if type(value) is int and value > 0]
+    heads = next((name for name in numbers if re.fullmatch(_HEADS, name)), None)
+    return heads, next((name for name in numbers if _GROUPS.fullmatch(name)), None)
+
+
 def _shrunk(data: dict[str, Any]) -> dict[str, Any]:
     """`data`, a config as a dict, with small sizes; nested configs too."""
     heads, hidden, depth = (_first(data, pattern) for pattern in (_HEADS, _HIDDEN, _DEPTHS))

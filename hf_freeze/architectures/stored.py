@@ -14,6 +14,7 @@ from hf_freeze.architectures.examples import example_batch
 from hf_freeze.architectures.shrink import sizes_in
 
 _PLAIN = ("tasks", "embeddings", "norms", "constants", "token_tables", "refusals")
+_OR_NONE = ("width", "activation")  # None if they are not stored
 _LONGEST, _MOST = 300, 20_000  # characters of a name, items in a list
 _LARGEST_HEADS, _LARGEST_WIDTH = 1 << 12, 1 << 18
 
@@ -29,6 +30,8 @@ def from_data(data: Any, config: Any) -> Architecture:
     """The description that `to_data` wrote. Raises ValueError for anything else."""
     model_type = config.model_type.removeprefix("hf_freeze_")
     try:
+        if not isinstance(data, dict):
+            raise ValueError(f"it is a {type(data).__name__}, not a dict")
         _check_plain(data)
         body = {name: value for name, value in data.items() if name not in ("transformers", "digest")}
         if data["digest"] != _digest(body):
@@ -50,7 +53,10 @@ def from_data(data: Any, config: Any) -> Architecture:
         _check_fields(architecture, config)
         return architecture
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        reason = str(error) if type(error) is ValueError else repr(error)
+        if isinstance(error, KeyError):
+            reason = f"it has no {error.args[0]!r}"
+        else:
+            reason = str(error) if type(error) is ValueError else "it has values of wrong types"
         raise ValueError(f"the stored description of {model_type} cannot be read: {reason}") from None
 
 
@@ -115,14 +121,20 @@ def _check_plain(value: Any, depth: int = 0) -> None:
         _check_plain(item, depth + 1)
 
 
-def _check_types(described: type, data: Any) -> None:
-    """Raise ValueError if a value of `data` is not of the type that the field of this dataclass has."""
+def _check_types(described: Any, data: Any) -> None:
+    """Raise ValueError unless `data` has values for the fields of this dataclass, of their types, and nothing else."""
     if not isinstance(data, dict):
         raise ValueError(f"{described.__name__.lower()}: a {type(data).__name__} in the place of its fields")
-    hints = get_type_hints(described)
+    hints, owner = get_type_hints(described), described.__name__.lower()
     for name, value in data.items():
-        if name in hints and not _fits(value, hints[name]):
-            raise ValueError(f"{described.__name__.lower()}: {name} has a value of a wrong type")
+        if name not in hints:
+            raise ValueError(f"{owner}: unknown field {name!r}")
+        if not _fits(value, hints[name]):
+            raise ValueError(f"{owner}: {name} has a value of a wrong type")
+    for field in fields(described) if described is not Architecture else ():
+        needed = field.default is MISSING and field.default_factory is MISSING and field.name not in _OR_NONE
+        if needed and field.name not in data:
+            raise ValueError(f"{owner}: it has no {field.name!r}")
 
 
 def _fits(value: Any, hint: Any) -> bool:

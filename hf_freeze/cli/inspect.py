@@ -11,9 +11,7 @@ from hf_freeze.cli import terminal
 
 def inspect(
     model: Annotated[str, typer.Argument(help="Directory or Hub id of a variant or a native model.")],
-    length: Annotated[
-        int, typer.Option(min=1, help="Length of the sequence in tokens, which attention depends on.")
-    ] = 32,
+    length: Annotated[int, typer.Option(min=1, help="Length of the sequence in tokens, for models of text.")] = 32,
     latency: Annotated[
         bool, typer.Option("--latency", help="Also load the weights and time the linear layers on this machine.")
     ] = False,
@@ -45,13 +43,16 @@ def inspect(
         table.add_row(name, *(f"{number:,}" for number in numbers), end_section=name == rows[-1][0])
     console = terminal.console
     console.print(table)
-    console.print(
-        f"stored: {stored_bytes(empty):,} bytes; forward, backward: multiply-adds per token at length {length}"
-    )
+    where = f"token at length {length}" if operations.example is None else f"example ({_shapes(operations.example)})"
+    terminal.say(f"stored: {stored_bytes(empty):,} bytes; forward, backward: multiply-adds per {where}")
     for method in getattr(empty.config, "methods", ()):
         console.print(f"method: { {name: shortened(value) for name, value in method.items()} }")
     if latencies is not None:
         console.print(latencies)
+
+
+def _shapes(example: dict[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in example.items())
 
 
 def _latency_table(model_class: Any, name: str, tokens: tuple[int, int]) -> Table:

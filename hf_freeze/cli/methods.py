@@ -31,7 +31,6 @@ def methods(
 
     Example: hf-freeze methods low_rank
     """
-    from hf_freeze.architectures.registry import ARCHITECTURES
     from hf_freeze.methods.registry import METHODS
 
     with terminal.one_line_errors():
@@ -45,8 +44,11 @@ def methods(
         return
     table = Table("method", "settings", "architectures")
     for registered, method in METHODS.items():
-        supported = sorted(n for n, architecture in ARCHITECTURES.items() if method.supports(architecture))
-        table.add_row(registered, ", ".join(field.name for field in fields(method)), ", ".join(supported))
+        table.add_row(
+            registered,
+            ", ".join(field.name for field in fields(method)),
+            ", ".join(_by_hand(method) + ["derived families"] * _on_derived(method)),
+        )
     terminal.console.print(table)
     terminal.say("hf-freeze methods NAME explains one of them.")
 
@@ -79,8 +81,29 @@ def _method_called(name: str) -> type["Method"]:
     raise ValueError(f"unknown method {name!r}{hint} Choose from {sorted(METHODS)}")
 
 
-def _explain(method: type["Method"]) -> None:
+def _on_derived(method: type["Method"]) -> bool:
+    """Whether it works on families that are not described by hand, where what it needs is proved."""
+    return method.architectures is None and "blocks" not in method.needs
+
+
+def _by_hand(method: type["Method"]) -> list[str]:
     from hf_freeze.architectures.registry import ARCHITECTURES
+
+    return sorted(name for name, architecture in ARCHITECTURES.items() if method.supports(architecture))
+
+
+def _beyond(method: type["Method"]) -> str:
+    """The families that are not described by hand, in words."""
+    from hf_freeze.architectures.families import CAPABILITIES
+
+    if not _on_derived(method):
+        return "; on no other family, because it puts in blocks of its own, which need a description by hand"
+    where = " and ".join(CAPABILITIES[need] for need in sorted(method.needs))
+    where = f"where {where}" if where else "that is understood"
+    return f", and any other family {where} (`hf-freeze describe TYPE` tells; docs/families.md lists all)"
+
+
+def _explain(method: type["Method"]) -> None:
     from hf_freeze.methods.registry import method_to_dict, stored_fields
 
     source = " ".join((sys.modules[method.__module__].__doc__ or "").split("\n\n")[0].split())
@@ -90,9 +113,7 @@ def _explain(method: type["Method"]) -> None:
     for field in fields(method):
         table.add_row(field.name, _type_of(field), _default_of(field))
     terminal.console.print(table)
-    terminal.say(
-        f"Works on: {', '.join(sorted(n for n, architecture in ARCHITECTURES.items() if method.supports(architecture)))}"
-    )
+    terminal.say(f"Works on: {', '.join(_by_hand(method))}{_beyond(method)}")
     stored = {key: value for key, value in method_to_dict(method.example).items() if key in stored_fields(method)}
     defaults = {field.name: _default(field) for field in fields(method)}
     changed = {key: value for key, value in stored.items() if value != defaults[key]}

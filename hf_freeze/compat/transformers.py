@@ -16,6 +16,7 @@ from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_M
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+from transformers.utils import logging
 
 
 class PrivateHooks:
@@ -53,6 +54,17 @@ class PrivateHooks:
     def _ddp_params_and_buffers_to_ignore(self: Any) -> list[str]:
         # DistributedDataParallel asks for these names when it wraps a model, and does not send them.
         return self.not_broadcast
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, transformers logs errors only: its advice is about models that the user did not ask for."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 # -- Auto classes ------------------------------------------------------------------------------------------------------

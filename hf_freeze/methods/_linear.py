@@ -1,7 +1,7 @@
 """Shared by the methods that replace the linears of attention and FFN."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from torch import nn
@@ -42,12 +42,22 @@ class LinearMethod(Method):
         set_field(self, "components", sorted(set(self.components), key=self.choices.index))
         check_layers_type(self.layers)
 
+    @classmethod
+    def advice(cls, architecture: Architecture, config: Any) -> str | None:
+        if not architecture.experts(config):
+            return None
+        with_linears = [component for component in LINEAR_COMPONENTS if architecture.linears(config, component)]
+        (default,) = (field.default_factory() for field in fields(cls) if field.name == "components")  # type: ignore[misc]
+        given = "" if set(default) & set(with_linears) else f"give components={with_linears}: "
+        return f"{given}the matrices of its experts stay as they are"
+
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
         if self.layers is None and not self.linear_names(architecture, config):
+            empty = [component for component in LINEAR_COMPONENTS if not architecture.linears(config, component)]
             raise ValueError(
                 f"{type(self).__name__}(components={self.components!r}): this {architecture.model_type} has no plain linears "
-                f"there, as in a mixture of experts; choose others of {list(self.choices)}"
+                f"there, as in a mixture of experts; choose from {[c for c in self.choices if c not in empty]}"
             )
         check_any_selected(self.linear_names(architecture, config), self.layers, type(self).__name__)
 

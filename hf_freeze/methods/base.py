@@ -74,6 +74,11 @@ class Method:
             return f"it supports {sorted(cls.architectures)}"
         return next((architecture.refusals[need] for need in sorted(cls.needs) if need in architecture.refusals), None)
 
+    @classmethod
+    def advice(cls, architecture: Architecture, config: Any) -> str | None:
+        """The settings that this model needs because the usual ones do not reach all of it; None if they do."""
+        return None
+
     # -- the hooks, in the order of their calls -----------------------------------------------------------------------------
 
     def check(self, architecture: Architecture, config: Any) -> None:

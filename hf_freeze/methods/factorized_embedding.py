@@ -163,7 +163,9 @@ class FactorizedEmbedding(Method):
             surgery.set_values(narrow.weight, axes.T @ linear.weight.double())
             surgery.set_values(narrow.bias, axes.T @ linear.bias.double())
             _fill_norm(new.get_submodule(normed.output_norm), 1 / scale)
-            surgery.set_values(new.get_submodule(output).weight, scale * old.get_submodule(output).weight.double() @ axes)
+            surgery.set_values(
+                new.get_submodule(output).weight, scale * old.get_submodule(output).weight.double() @ axes
+            )
 
     @property
     def parts(self) -> tuple[Part, ...]:

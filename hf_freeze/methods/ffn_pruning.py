@@ -81,6 +81,14 @@ class FFNPruning(Method):
     def parts(self) -> tuple[Part, ...]:
         return (Selection(self.origins, self.decided),)
 
+    @classmethod
+    def advice(cls, architecture: Architecture, config: Any) -> str | None:
+        if not architecture.experts(config):
+            return None
+        if not architecture.ffns(config):
+            return "give expert_width or keep: its FFNs are experts"
+        return "width is for its FFNs, expert_width for its experts"
+
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
         blocks = surgery.neurons_of(architecture, config)

@@ -11,6 +11,7 @@ from packaging.version import InvalidVersion, Version
 
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import LARGEST_LABELS, Architecture, check_sizes, read, set_fields
+from hf_freeze.architectures.contradictions import check_contradictions
 from hf_freeze.architectures.derive import derive
 from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX
 from hf_freeze.architectures.shrink import sizes_in
@@ -94,6 +95,7 @@ class VariantConfigMixin(_Config):
         sizes = sizes_in(self) if architecture is None else architecture.sizes
         for config in (self, before):
             check_sizes(native_type, config, sizes)
+        check_contradictions(before)
         if architecture is None and self.description is not None:
             architecture = from_data(self.description, before)
         elif architecture is None:

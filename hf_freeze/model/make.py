@@ -49,10 +49,10 @@ def make_variant(
 
     `backbone`: a model (its weights are kept), a config (fresh weights; also under `torch.device("meta")`), or a Hub id or
     directory. If it is itself a variant, its own methods come first. `task`: a key of `AUTO_CLASSES`; required for a config or a
-    name. `init`: how trainable fresh weights are drawn, natively or as `"marian"` does (Glorot matrices, tables U(±sqrt(3/d)),
-    and a trained output bias where the native class has a constant one). `seed`: of the fresh weights. `copy`: True leaves a
-    model as it is. With False the variant takes its tensors over, without a second copy in memory, and the model cannot be used
-    any more.
+    name; a model has its own. `init`: how trainable fresh weights are drawn, natively or as `"marian"` does (Glorot matrices,
+    tables U(±sqrt(3/d)), and a trained output bias where the native class has a constant one). `seed`: of the fresh weights.
+    `copy`: True leaves a model as it is. With False the variant takes its tensors over, without a second copy in memory, and the
+    model cannot be used any more.
 
     Raises ValueError for an unsupported backbone, task, init or method setting, FileNotFoundError for a missing directory.
     """
@@ -86,12 +86,23 @@ def _check_arguments(backbone: Any, methods: Any, task: str | None, init: str) -
     if not is_config and init != "backbone":
         what = "the backbone is a model with weights" if is_model else f"{backbone!r} names trained ones"
         raise ValueError(f"init={init!r} draws fresh weights, but {what}: pass a config")
+    if is_model and task is not None:
+        _check_task(backbone, task)
     for method in methods:
         if method.from_scratch and not is_config:
             raise ValueError(
                 f"method {method.name!r}: its blocks train from scratch and cannot take over trained weights; pass the config of "
                 "the backbone, not a model or a name"
             )
+
+
+def _check_task(model: Any, task: str) -> None:
+    """Raise ValueError if `task` is another than that of the class of `model`."""
+    native = getattr(type(model), "native_class", type(model))
+    classes = native_classes(native_config_class(type(model.config)))
+    own = [name for name, model_class in classes.items() if model_class is native]
+    if own and task not in own:  # `_check_class` refuses a class of no task
+        raise ValueError(f"task={task!r}, but the backbone is a {native.__name__}, of task {own[0]!r}: leave task out")
 
 
 def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, seed: int) -> Any:

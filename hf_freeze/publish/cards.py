@@ -40,6 +40,12 @@ _TAGS = {  # our name of a task -> the Hub's
     "speech-seq2seq": "automatic-speech-recognition",
     "ctc": "automatic-speech-recognition",
 }
+_INPUTS = {  # the Hub's name of a task -> code of an input, if it is not a sentence
+    "fill-mask": 'f"A {pipe.tokenizer.mask_token} word"',
+    "image-classification": '"image.jpg"',
+    "audio-classification": '"sound.wav"',
+    "automatic-speech-recognition": '"sound.wav"',
+}
 _METRICS = {  # key in a record -> (the Hub's name, our label, format)
     "test_bleu": ("sacrebleu", "BLEU", "{:.1f}"),
     "test_chrf": ("chrf", "chrF", "{:.1f}"),
@@ -223,9 +229,9 @@ def _example(name: str, task: str, needs_hf_freeze: bool, remote_code: bool) -> 
     if task == "question-answering":  # transformers 5 has no pipeline for it
         auto = AUTO_CLASSES[task].__name__
         return "\n".join([*first, f"from transformers import {auto}", f'{auto}.from_pretrained("{name}"{option})'])
-    text = {"fill-mask": 'f"A {pipe.tokenizer.mask_token} word"'}.get(_TAGS[task], '"A sentence"')
+    example = _INPUTS.get(_TAGS[task], '"A sentence"')
     lines = ["from transformers import pipeline", f'pipe = pipeline("{_TAGS[task]}", model="{name}"{option})']
-    return "\n".join([*first, *lines, f"print(pipe({text}))"])
+    return "\n".join([*first, *lines, f"print(pipe({example}))"])
 
 
 def _pretrained(source: TrainedModel) -> str | None:

@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.base import Architecture, Attention
 from hf_freeze.architectures.kept_heads import prune_companions

@@ -54,8 +54,10 @@ def set_values(parameter: Any, values: torch.Tensor) -> None:
     parameter.data = values.to(parameter, copy=True).contiguous()
 
 
-_RELEASED = "_hf_freeze_released"  # bytes since freed memory was given back; only models that `release` may empty have it
-_AT_ONCE = 2**26
+_RELEASED = (
+    "_hf_freeze_released"  # bytes since freed memory was given back; only models that `release` may empty have it
+)
+_AT_ONCE = 2**25
 
 
 def make_releasable(model: Any) -> None:

@@ -7,10 +7,12 @@ import pytest
 import torch
 from support.cases import BASELINES, once
 from support.models import build
+from support.small import small_config
 from typer.testing import CliRunner
 
 from hf_freeze import make_variant, methods
 from hf_freeze.analysis.diff import CHANGED, FIRST, RESIZED, SAME, SECOND, compare
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.cli import app
 
 (MARIAN,) = (case for case in BASELINES if case.architecture.model_type == "marian")
@@ -24,6 +26,13 @@ def test_a_model_is_as_it_is(case):
     assert found.settings == []
     assert {each.kind for each in found.tensors} == {SAME}
     assert all(relative == 0 for _, relative in found.by_component().values())
+
+
+def test_the_description_of_a_derived_family_is_no_setting():
+    native = AUTO_CLASSES["masked-lm"].from_config(small_config("roberta"))
+    names = [name for name, _, _ in compare(native, make_variant(native, [methods.LowRank(rank=2)])).settings]
+    assert "low_rank.rank" in names
+    assert "description" not in names
 
 
 def test_differences_made_by_hand():

@@ -1,12 +1,15 @@
 """What is derived of the four families described by hand is what their descriptions say."""
 
 import functools
+import logging
 
 import pytest
 import torch
+import transformers
 from support.small import small_config
 from transformers import AutoConfig
 
+import hf_freeze.architectures.derive
 from hf_freeze import make_variant
 from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.architectures.derive import base_model, derive
@@ -139,3 +142,23 @@ def test_a_vocabulary_is_not_trimmed_where_the_output_matrix_is_not_told():
     assert derive(config).refusals["vocabulary"].startswith(reason)
     with pytest.raises(ValueError, match=f"'vocabulary_trimming' does not support 'fsmt'; {reason}"):
         make_variant(config, [VocabularyTrimming(keep=list(range(40)))], task="seq2seq-lm")
+
+
+def test_deriving_is_silent_and_leaves_the_verbosity_as_it_was(monkeypatch):
+    """It builds models of all tasks, and transformers has advice on some, such as a RobertaLMHeadModel that is no decoder."""
+    monkeypatch.setattr(hf_freeze.architectures.derive, "_DERIVED", {})
+    monkeypatch.setattr(hf_freeze.architectures.derive, "_SMALL", {})
+    config = small_config("roberta")
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logger = logging.getLogger("transformers")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_info()
+    try:
+        derive(config)
+        assert transformers.utils.logging.get_verbosity() == logging.INFO
+    finally:
+        transformers.utils.logging.set_verbosity(before)
+    assert logged == []

@@ -15,7 +15,7 @@ import hf_freeze.model.config
 from hf_freeze import make_variant
 from hf_freeze.architectures.derive import derive
 from hf_freeze.architectures.stored import from_data, to_data
-from hf_freeze.methods import Freeze, HeadPruning, LowRank
+from hf_freeze.methods import Freeze, HeadPruning, LowRank, Quantize
 
 ROUND_TRIPS = ["roberta", "t5", "falcon", "modernbert", "albert", "mixtral", "vit"]
 ONE_LINE = r"^the stored description of roberta cannot be read: [^\n]*"
@@ -73,7 +73,7 @@ def test_a_description_changed_by_hand_is_refused(path):
 
 
 def test_a_description_without_a_digest_is_refused():
-    with pytest.raises(ValueError, match=ONE_LINE + "digest"):
+    with pytest.raises(ValueError, match=ONE_LINE + "it has no 'digest'$"):
         from_data(stored(lambda data: data.pop("digest")), small_config("roberta"))
 
 
@@ -89,7 +89,14 @@ HOSTILE = {
     "heads in words": (at(*SELF, "heads", value="many"), "heads='many' is outside"),
     "true heads": (at(*SELF, "heads", value=True), "attention: heads has a value of a wrong type"),
     "an unknown layout": (at(*SELF, "layout", value="spiral"), r"layout='spiral': choose from \['blocks', "),
-    "an unknown field": (at(*STACK, "colour", value="red"), "colour"),
+    "an unknown field": (at(*STACK, "colour", value="red"), "stack: unknown field 'colour'$"),
+    "an unknown field of an attention": (at(*SELF, "colour", value="red"), "attention: unknown field 'colour'$"),
+    "an attention without queries": (
+        lambda data: data["stacks"]["encoder"]["attentions"]["self"].pop("q"),
+        "attention: it has no 'q'$",
+    ),
+    "a stack without a depth": (lambda data: data["stacks"]["encoder"].pop("depth"), "stack: it has no 'depth'$"),
+    "no refusals": (lambda data: data.pop("refusals"), "it has no 'refusals'$"),
     "a list of wrong names": (at("tasks", value=[1]), "architecture: tasks has a value of a wrong type"),
     "a word for a list": (at(*STACK, "ffn", value="fc1"), "stack: ffn has a value of a wrong type"),
     "a list for a word": (at(*SELF, "q", value=["query"]), "attention: q has a value of a wrong type"),
@@ -117,7 +124,7 @@ def test_hostile_descriptions_are_refused_in_one_line(name):
 
 @pytest.mark.parametrize("data", [5, "text", [1], True], ids=repr)
 def test_anything_else_is_refused(data):
-    with pytest.raises(ValueError, match=ONE_LINE):
+    with pytest.raises(ValueError, match=ONE_LINE + f"it is a {type(data).__name__}, not a dict$"):
         from_data(data, small_config("roberta"))
 
 
@@ -207,5 +214,9 @@ def test_a_config_that_lies_about_its_heads_is_refused(tmp_path):
 
 
 def test_linears_that_a_mixture_of_experts_lacks_are_refused():
-    with pytest.raises(ValueError, match=r"LowRank\(components=\['ffn'\]\): this mixtral has no plain linears there"):
+    with pytest.raises(
+        ValueError, match=r"LowRank\(components=\['ffn'\]\): this mixtral .* choose from \['attention'\]$"
+    ):
         make_variant(small_config("mixtral"), [LowRank(rank=4)], task="causal-lm")
+    with pytest.raises(ValueError, match=r"Quantize\(.*this mixtral .* choose from \['attention', 'embeddings'\]$"):
+        make_variant(small_config("mixtral"), [Quantize(scheme="int8", components=["ffn"])], task="causal-lm")

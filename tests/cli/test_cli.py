@@ -105,6 +105,22 @@ def test_a_method_is_explained_with_defaults_and_architectures():
     assert re.search(r"rank\W+int\b.*required", invoke("methods", "factorized_embedding"))
 
 
+def works_on(name):
+    (line,) = [line for line in invoke("methods", name).splitlines() if line.startswith("Works on: ")]
+    return line.removeprefix("Works on: ")
+
+
+def test_a_method_is_explained_with_the_families_that_are_derived():
+    four = "bert, gpt2, llama, marian"
+    assert works_on("freeze").startswith(f"{four}, and any other family that is understood (`hf-freeze describe TYPE`")
+    assert works_on("head_pruning").startswith(f"{four}, and any other family where heads can be exchanged")
+    assert works_on("delight").startswith("gpt2, marian; on no other family, because it puts in blocks of its own")
+    assert works_on("define").startswith(f"{four}; on no other family")
+    listed = {row.split()[1]: "derived families" in row for row in invoke("methods").splitlines() if "bert" in row}
+    assert listed["freeze"]
+    assert not listed["define"]
+
+
 @pytest.mark.parametrize("name", ["low_rank", "LowRank", "low-rank", "methods.LowRank"])
 def test_a_method_has_the_names_that_users_know(name):
     assert "methods.LowRank" in invoke("methods", name)

@@ -2,7 +2,8 @@
 
     python tests/families/run.py docs [--only roberta,t5] [--jobs 2]
 
-Writes families.json and families.md to the folder. About an hour on two cores.
+Writes families.json and families.md to the folder and, if that is docs, what failed into the package, where `hf-freeze describe`
+reads it. About an hour on two cores.
 """
 
 import argparse
@@ -24,7 +25,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # each job has its core; in new processes, 
 from families.contract import problems_before_loading, problems_of_loading
 from transformers.utils import logging
 
-from hf_freeze.architectures.families import describe_family, families_page, model_types
+from hf_freeze.architectures.families import FAILURES, describe_family, failures_file, families_page, model_types
 
 LIMIT = 600  # seconds for one family
 _loading = threading.Lock()  # one server of new processes serves all
@@ -86,3 +87,5 @@ if __name__ == "__main__":
             ordered = {name: families[name] for name in model_types() if name in families}
             path.write_text(json.dumps(ordered, indent=1) + "\n")
     (arguments.folder / "families.md").write_text(families_page(ordered))
+    if arguments.folder.resolve() == Path(__file__).resolve().parents[2] / "docs":
+        FAILURES.write_text(failures_file(ordered))

@@ -122,6 +122,17 @@ def test_a_task_of_another_family_is_refused():
         make_variant(bert_config(), [], task="seq2seq-lm")
 
 
+def test_a_task_that_is_not_that_of_the_model_is_refused():
+    model = make_variant(bert_config(), [], task="masked-lm")
+    expected = (
+        r"^task='sequence-classification', but the backbone is a BertForMaskedLM, of task 'masked-lm': leave task out$"
+    )
+    for backbone in (model, model.merge()):
+        with pytest.raises(ValueError, match=expected):
+            make_variant(backbone, [], task="sequence-classification")
+        assert type(make_variant(backbone, [], task="masked-lm")) is type(model)
+
+
 @pytest.mark.parametrize("init", ["glorot", "random", None])
 def test_an_unknown_init_is_refused(init):
     with pytest.raises(ValueError, match=rf"unknown init {init!r}; choose from \['backbone', 'marian'\]"):

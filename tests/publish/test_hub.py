@@ -19,6 +19,7 @@ from support.hub import Hub
 from support.models import build
 from support.processes import printed_by
 from support.recipes import write_recipe
+from support.small import small_config
 from transformers import AutoModelForSequenceClassification, BertConfig, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -174,6 +175,14 @@ def test_every_method_has_a_card(case, tmp_path):
     check_whole(tmp_path, empty_model(tmp_path))
     ast_lines = re.search(r"```python\n(.*?)```", card.text, re.DOTALL)[1]
     compile(ast_lines, "card", "exec")
+
+
+def test_the_example_of_a_card_takes_an_image_where_the_model_does(tmp_path):
+    make_variant(small_config("vit"), [methods.FFNPruning(width=16)], task="image-classification").save_pretrained(
+        tmp_path
+    )
+
+    assert 'print(pipe("image.jpg"))' in str(model_card(read_trained_model(tmp_path)))
 
 
 def test_a_card_of_ones_own_is_taken(grid, tmp_path, loopback):
