@@ -11,6 +11,7 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.accelerate import expand_device_map, offload_weight
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
@@ -49,6 +50,17 @@ class PrivateHooks:
     @classmethod
     def _can_set_experts_implementation(cls: Any) -> bool:
         return cls.native_class._can_set_experts_implementation()
+
+    @staticmethod
+    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any) -> Any:
+        # `from_pretrained` calls this to load the weights, before it leaves those that go to the disk to accelerate.
+        native: Any = PreTrainedModel._load_pretrained_model
+        info, on_disk = native(model, state_dict, checkpoint_files, load_config, *args)
+        if on_disk is not None:
+            places = expand_device_map(load_config.device_map, model.state_dict().keys())
+            for name, value in model.generate_for_disk({name for name, place in places.items() if place == "disk"}):
+                offload_weight(value, name, load_config.disk_offload_folder, on_disk)
+        return info, on_disk
 
     @property
     def _ddp_params_and_buffers_to_ignore(self: Any) -> list[str]:

@@ -13,14 +13,18 @@ from transformers import initialization
 from hf_freeze.layers.cost import costs_of, product
 from hf_freeze.layers.factorized import FactorizedLinear, left_vectors
 
+SOLVERS = ("exact", "randomized")
+_OVERSAMPLING, _POWER_ITERATIONS = 16, 4
+
 
 class LowRankLinear(FactorizedLinear):
-    """W = up · down with `down` (R, I) and `up` (O, R). `std`: initial standard deviation of an entry of W.
+    """W = up · down with `down` (R, I) and `up` (O, R). `std`: initial standard deviation of an entry of W. `solver`: how `fill`
+    decomposes a weight.
 
     Raises ValueError for a rank outside 1..min(I, O).
     """
 
-    def __init__(self, linear: Any, rank: int, *, std: float, execution: str = "auto") -> None:
+    def __init__(self, linear: Any, rank: int, *, std: float, execution: str = "auto", solver: str = "exact") -> None:
         super().__init__(linear, execution)
         full = min(self.in_features, self.out_features)
         if not 1 <= rank <= full:
@@ -29,6 +33,7 @@ class LowRankLinear(FactorizedLinear):
             )
         self.rank = rank
         self.std = std
+        self.solver = solver
         new = {"device": linear.weight.device, "dtype": linear.weight.dtype}
         self.down = nn.Parameter(torch.empty(rank, self.in_features, **new))
         self.up = nn.Parameter(torch.empty(self.out_features, rank, **new))
@@ -46,7 +51,13 @@ class LowRankLinear(FactorizedLinear):
 
     def fill(self, weight: torch.Tensor) -> None:
         """Set the best approximation of `weight` (O, I) in the Frobenius norm: U √S and √S Vᵀ of its singular value
-        decomposition."""
+        decomposition; with the randomized solver, one close to the best."""
+        if self.solver == "randomized":
+            up, down = _randomized_factors(weight, self.rank)
+            with torch.no_grad():
+                self.up.copy_(up)
+                self.down.copy_(down)
+            return
         weight = weight.double()
         tall = weight.shape[0] > weight.shape[1]
         u, projected = left_vectors(weight.T if tall else weight)
@@ -75,3 +86,15 @@ class LowRankLinear(FactorizedLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.rank}, execution={self.execution!r}"
+
+
+def _randomized_factors(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """U √S (O, R) and √S Vᵀ (R, I), fp32, of a randomized singular value decomposition (Halko, Martinsson and Tropp, 2011,
+    https://doi.org/10.1137/090771806, algorithm 5.1 with power iterations). It draws from a seed of its own."""
+    weight = weight.float()
+    size = min(rank + _OVERSAMPLING, *weight.shape)
+    with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
+        torch.manual_seed(0)
+        u, s, v = torch.svd_lowrank(weight, q=size, niter=_POWER_ITERATIONS)
+    root = s[:rank].sqrt()
+    return u[:, :rank] * root, (v[:, :rank] * root).T

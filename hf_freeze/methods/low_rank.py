@@ -9,6 +9,7 @@ from torch import nn
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.layers import LowRankLinear
 from hf_freeze.layers.derived import features
+from hf_freeze.layers.low_rank import SOLVERS
 from hf_freeze.methods._checks import check_positive
 from hf_freeze.methods._linear import FactorizedMethod, glorot_std
 from hf_freeze.methods.registry import register_method
@@ -22,16 +23,21 @@ class LowRank(FactorizedMethod):
 
     From trained weights: the nearest matrix of this rank, as U √S and √S Vᵀ. Fresh: the variance of the dense initialisation.
     `rank` may be a dict from the name of a linear to its rank (`analysis.choose_ranks`); linears outside the dict stay dense.
-    `components`, `layers`: which linears. `execution`: how inference computes (`hf_freeze.layers.factorized`).
+    `components`, `layers`: which linears. `execution`: how inference computes (`hf_freeze.layers.factorized`). `solver`: "exact",
+    in fp64, or "randomized", in fp32, which is many times faster for wide layers and small ranks, and whose error is that of the
+    nearest matrix to some percent where the singular values fall (`benchmarks/low_rank_solvers.py`).
 
-    Raises ValueError for a rank below 1 or above min(I, O), an unknown linear, component, layer or execution, or a linear that
-    another method has changed.
+    Raises ValueError for a rank below 1 or above min(I, O), an unknown linear, component, layer, execution or solver, or a linear
+    that another method has changed.
     """
 
     rank: int | dict[str, int]
+    solver: str = "exact"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.solver not in SOLVERS:
+            raise ValueError(f"LowRank(solver={self.solver!r}): choose from {list(SOLVERS)}")
         if isinstance(self.rank, dict):
             for name, rank in self.rank.items():
                 check_positive(rank, "LowRank", f"rank[{name!r}]")
@@ -45,7 +51,9 @@ class LowRank(FactorizedMethod):
 
     def make(self, linear: Any, name: str, model: Any) -> nn.Module:
         rank = self.rank[name] if isinstance(self.rank, dict) else self.rank
-        return LowRankLinear(linear, rank, std=_dense_std(linear, name, model), execution=self.execution)
+        return LowRankLinear(
+            linear, rank, std=_dense_std(linear, name, model), execution=self.execution, solver=self.solver
+        )
 
 
 def _dense_std(linear: Any, name: str, model: Any) -> float:

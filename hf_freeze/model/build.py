@@ -48,6 +48,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self._restructured = False
+        self.on_disk: set[str] = set()  # seeded tensors that `from_pretrained` leaves to accelerate
         # 1. The backbone, as its native class builds it from the sizes that it had before any method. `self.config` is a copy:
         #    the caller's config stays as it is.
         with native_base_model(type(config), self.native_class.config_class):

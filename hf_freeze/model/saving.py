@@ -4,6 +4,7 @@ import copy
 import importlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name
 from hf_freeze.compat.transformers import do_not_save, draw, keys_to_ignore, saves_adapters_alone
 from hf_freeze.model.atomic_save import finish_adapter, replacing_adapter, replacing_model, staged_subfolder
+from hf_freeze.model.weights import generated
 from hf_freeze.seeded import SeededTensor, digest
 
 if TYPE_CHECKING:  # what the mixin is always combined with
@@ -158,6 +160,15 @@ class SavingMixin(_Model):
                 )
         model._check_seeded(in_memory, pretrained_model_name_or_path)
         return (model, info) if with_info else model
+
+    def generate_for_disk(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, values) of the seeded tensors and their tied ones among `names`, those that will be offloaded to the disk: they
+        are in no file that accelerate could read them from."""
+        tied = self.all_tied_weights_keys
+        self.on_disk = {*self.seeded_tensors} & names - {source for name, source in tied.items() if name not in names}
+        for name in sorted(names):
+            if (source := tied.get(name, name)) in self.seeded_tensors:
+                yield name, generated(self, source, "cpu").to(self.get_parameter(source).dtype)
 
     def _check_seeded(self, in_memory: dict[str, torch.Tensor], path: Any) -> None:
         """Compare the regenerated tensors with those of a state dict; every other seeded tensor needs a digest."""

@@ -73,20 +73,27 @@ def regenerate(model: Any) -> None:
 
     Raises ValueError for a tensor that does not match its digest.
     """
-    for name, definition in model.seeded_tensors.items():
+    for name in model.seeded_tensors:
         parameter = model.get_parameter(name)
-        if parameter.is_meta:
-            continue
-        value = definition.generate(parameter.device)
-        actual = digest(value)
-        expected = model.config.digests.setdefault(base_name(model, name), actual)
-        if actual != expected:
-            raise ValueError(
-                f"digest mismatch: the regenerated tensor {base_name(model, name)!r} has {actual}, the config says {expected}; "
-                "the config was changed, or this is not the hf_freeze that wrote it"
-            )
-        parameter.copy_(value)
-        mark_initialized([parameter])
+        if not parameter.is_meta and name not in model.on_disk:
+            parameter.copy_(generated(model, name, parameter.device))
+            mark_initialized([parameter])
+
+
+def generated(model: Any, name: str, device: torch.device | str) -> torch.Tensor:
+    """The values of a seeded tensor. Their digest goes into the config, or is checked against it.
+
+    Raises ValueError if they do not match the digest.
+    """
+    value = model.seeded_tensors[name].generate(device)
+    actual = digest(value)
+    expected = model.config.digests.setdefault(base_name(model, name), actual)
+    if actual != expected:
+        raise ValueError(
+            f"digest mismatch: the regenerated tensor {base_name(model, name)!r} has {actual}, the config says {expected}; "
+            "the config was changed, or this is not the hf_freeze that wrote it"
+        )
+    return value
 
 
 def promote_output_bias(model: Any) -> None:

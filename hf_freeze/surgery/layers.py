@@ -69,7 +69,7 @@ def drop_predecessors(layers: Iterable[Any]) -> None:
 
 @torch.no_grad()
 def copy_layer(old: Any, new: Any, attentions: Iterable[Attention], config: Any, *, share: bool = False) -> None:
-    """Copy the values of one layer into another of the same shapes, so that both compute the same. With `share`, both then have the
+    """Copy the values of one layer into another of the same shapes, so that both compute the same. With `share`, both have the
     same memory. Predecessors are not copied.
 
     Raises ValueError if `new` cannot adopt the score scale of one of the layer's `attentions`; see `match_scales`.

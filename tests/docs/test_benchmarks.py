@@ -333,3 +333,14 @@ def test_light_blocks(run, monkeypatch):
     assert len(re.findall(r"^\| Lite \|  \| [37] taps, beside the attention \| 8 \|", printed, re.M)) == 2
     assert "the convolution takes no longer than the attention from 128 tokens on: not measured" in printed
     assert re.search(r"DeLighT's training step takes at most 1.3 of a plain one: (passed|missed) in", printed)
+
+
+def test_low_rank_solvers(run):
+    printed = run("low_rank_solvers", "--sizes", "64x48x8")
+    assert "error at most 1.02 times the least: passed in all 2" in printed
+
+
+def test_scale(run):
+    printed = run("scale", "--sizes", "0.1", "--methods", "half heads")
+    assert re.search(r"\| 0\.1 \| half heads \|.*\| yes \|", printed)
+    assert "reloaded unequal: none" in printed

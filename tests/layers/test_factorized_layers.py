@@ -931,3 +931,25 @@ def test_factors_cannot_be_made_from_a_seed(method):
     apart = methods.Freeze(ffn="random", layers={"decoder": [0, 1]})
     encoder = method_from_dict({"method": method.name, "rank": 2, "layers": {"encoder": [0, 1]}})
     assert len(make_variant(marian(), [apart, encoder]).seeded_tensors) == 8
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (64, 96)])
+def test_the_randomized_solver_is_close_to_the_nearest_of_its_rank(outputs, inputs):
+    torch.manual_seed(0)
+    weight = torch.randn(outputs, inputs) @ torch.diag(torch.arange(1, inputs + 1) ** -1.0)
+    state = torch.get_rng_state()
+    linear = nn.Linear(inputs, outputs)
+    errors = {}
+    for solver in ("exact", "randomized"):
+        torch.set_rng_state(state)
+        low_rank = LowRankLinear(linear, 8, std=0.1, solver=solver)
+        drawn = torch.get_rng_state()
+        low_rank.fill(weight)
+        assert torch.equal(torch.get_rng_state(), drawn)
+        errors[solver] = (low_rank.dense_weight() - weight).norm()
+        again = LowRankLinear(linear, 8, std=0.1, solver=solver)
+        again.fill(weight)
+        assert torch.equal(again.dense_weight(), low_rank.dense_weight())
+    least = torch.linalg.svdvals(weight)[8:].norm()
+    assert errors["exact"] == pytest.approx(least, rel=1e-4)
+    assert least * 0.9999 <= errors["randomized"] <= least * 1.01

@@ -4,10 +4,14 @@ import json
 
 import pytest
 import torch
-from support.cases import once
-from support.models import build, differences, outputs, reload, reload_problems, trainability
+from support.cases import once, plain
+from support.models import build, differences, native, outputs, reload, reload_problems, trainability
+from transformers import AutoModelForCausalLM
 
+from hf_freeze import make_variant
+from hf_freeze.architectures.base import full_name
 from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.methods import Freeze
 
 CHOSEN = once() + once(finalized=True)
 assert {case.architecture.model_type for case in CHOSEN} == set(ARCHITECTURES)
@@ -38,3 +42,34 @@ def test_shards_device_map_and_dtype(case, tmp_path):
         setattr(loaded.get_submodule(owner), attribute, buffer)
     batch = {name: value.bfloat16() if value.is_floating_point() else value for name, value in batch.items()}
     assert differences(outputs(low, batch), outputs(loaded, batch)) == []
+
+
+def with_layers_on_disk(model, auto_class, architecture, folder):
+    """Saved and opened again, so that accelerate reads the layers from the disk at each call."""
+    model.save_pretrained(folder)
+    stacks = tuple(full_name(model, stack.layers.removesuffix(".{}")) for stack in architecture.stacks.values())
+    owners = {name.rpartition(".")[0] for name in model.state_dict()}
+    places = {name: "disk" if name.startswith(stacks) else "cpu" for name in owners}
+    return auto_class.from_pretrained(folder, device_map=places, offload_folder=folder / "offload").eval()
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=[case.id for case in CHOSEN])
+def test_layers_on_the_disk(case, tmp_path):
+    """accelerate reads what is stored from the checkpoint, and what is seeded from the folder that it was generated into."""
+    try:
+        with_layers_on_disk(native(case), case.auto_class, case.architecture, tmp_path / "native")
+    except ValueError:
+        pytest.skip("accelerate cannot offload the native model (Marian, transformers 5.23)")
+    model, batch = build(case).eval(), case.batch()
+    expected = outputs(model, batch)
+    offloaded = with_layers_on_disk(model, case.auto_class, model.architecture, tmp_path / "variant")
+    assert any(parameter.is_meta for parameter in offloaded.parameters())
+    assert differences(outputs(offloaded, batch), expected, 1e-6) == []
+
+
+def test_generated_layers_need_a_folder_on_the_disk(tmp_path):
+    model = native(plain(ARCHITECTURES["llama"]))
+    make_variant(model, [Freeze(ffn="random")]).save_pretrained(tmp_path)
+    places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}
+    with pytest.raises(ValueError, match="provide an `offload_folder`"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places)
