@@ -151,6 +151,14 @@ def test_nested_configs_keep_an_attention_of_their_own():
     assert [part._attn_implementation for part in parts] == ["eager", "sdpa", "eager"]
 
 
+def test_the_cache_of_a_decoder_is_sized_by_decoder_layers():
+    """T5's native configs call it `num_decoder_layers`; `merge` adds the name that the sizing of caches reads."""
+    depths = {"num_layers": 1, "num_decoder_layers": 3}
+    for added, expected in (({}, 1), ({"decoder_layers": 3}, 3)):
+        depth = transformers.T5Config(**depths, **added).get_text_config(decoder=True).num_hidden_layers
+        assert depth == expected, f"{VERSION} sizes caches otherwise: mend cache_fields in hf_freeze/model/config.py"
+
+
 def test_default_targets_of_peft_are_still_tables_by_model_type():
     constants = importlib.import_module("peft.utils.constants")
     tables = [table for table in vars(constants).values() if isinstance(table, dict) and "llama" in table]
