@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 from transformers import AutoModel, BertConfig, BertModel, PreTrainedModel, Trainer, initialization
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2PreTrainedModel
 from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.base import Pipeline
 
@@ -42,6 +43,7 @@ ATTRIBUTES = [  # (owner, name, what we use it for)
     (BertConfig(), "_attn_implementation", "copying the attention implementation"),
     (PreTrainedModel, "_can_set_attn_implementation", "the attention that the native class would take"),
     (PreTrainedModel, "_can_set_experts_implementation", "the experts that the native class would take"),
+    (Wav2Vec2PreTrainedModel, "_get_feature_vector_attention_mask", "the padding of frames in distillation"),
     (Trainer, "_prepare_inputs", "putting batches on the Trainer's device"),
     (Pipeline, "_default_generation_config", "the length of generated text in pipelines"),
     (PIPELINE_REGISTRY, "check_task", "tasks such as translation_tr_to_en"),
