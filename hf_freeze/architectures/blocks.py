@@ -171,6 +171,7 @@ class Stack:
     scaled: tuple[str, ...] = ()  # config fields that are a multiple of the depth and change with it, as in ALBERT
     returns_tuple: bool = False  # whether a layer returns a tuple that begins with the hidden states
     leads: bool = False  # whether the first layer has parameters of its own, which the others need
+    unread: tuple[str, ...] = ()  # those of them that a copy of the first layer in another place does not read
 
     @property
     def layer_pattern(self) -> str:

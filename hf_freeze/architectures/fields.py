@@ -1,6 +1,7 @@
 """What the integers of a config mean, found by changing one of them and looking at what moves in the model on `meta`."""
 
 import copy
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -141,14 +142,14 @@ def _width_field(
     if stack.apart or not stack.ffn or any(not stack.has(name, number) for name in stack.ffn for number in range(2)):
         return None
     weight = f"{stack.layers.format(0)}.{stack.ffn[-1]}.weight"
-    inside = [linear for other in architecture.stacks.values() for linear in other.ffn]
+    inside = [f"{other.layer_pattern}.{linear}." for other in architecture.stacks.values() for linear in other.ffn]
     return _deciding_field(config, shapes, integers, weight, (0, 1), inside)
 
 
 def _expert_width_field(
     config: Any, shapes: Shapes, integers: dict[str, int], architecture: Architecture, stack: Stack
 ) -> str | None:
-    inside = [module for other in architecture.stacks.values() for module in other.experts]
+    inside = [f"{other.layer_pattern}.{module}." for other in architecture.stacks.values() for module in other.experts]
     fields = set()
     for module in stack.experts:
         layer = next(number for number in range(len(shapes)) if stack.has(module, number))
@@ -160,14 +161,14 @@ def _expert_width_field(
 def _deciding_field(
     config: Any, shapes: Shapes, integers: dict[str, int], weight: str, axes: tuple[int, ...], inside: list[str]
 ) -> str | None:
-    """The field that decides one dimension of the matrix `weight`, of other tensors only those of the modules `inside` layers,
-    and any number: some families round it, or give it to experts too."""
+    """The field that decides one dimension of the matrix `weight`, of other tensors only those whose names begin with a pattern
+    in `inside`, and any number: some families round it, or give it to experts too. SigLIP has one outside of layers."""
     name = _moving_field(config, shapes, integers, weight, axes)
     if name is None:
         return None
     after = _changed_shapes(config, **{name: 13})
     moved = [tensor for tensor in shapes if shapes[tensor] != after.get(tensor)]
-    alone = all(any(f".{module}." in tensor for module in inside) for tensor in moved)
+    alone = all(any(re.match(pattern, tensor) for pattern in inside) for tensor in moved)
     return name if alone and 13 in after.get(weight, ()) else None
 
 

@@ -4,6 +4,7 @@ Each proof is an exact identity of the maths that a wrong role or a wrong layout
 checks that half of the change does alter the outputs: otherwise the proof would show nothing.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,7 +57,10 @@ def verify(architecture: Architecture, probe: Probe) -> Architecture:
             reason = reason if stack.ffn else of_experts
         if reason is not None:
             refusals.setdefault("neurons", f"{name}: {reason}")
-        stacks[name] = replace(stacks[name], returns_tuple=_returns_tuple(probe, stack), leads=_leads(probe, stack))
+        own = _only_in_first(probe, stack)
+        unread = own if own and _unread(probe, stack, own) else ()
+        returns_tuple = _returns_tuple(probe, stack)
+        stacks[name] = replace(stacks[name], returns_tuple=returns_tuple, leads=bool(own), unread=unread)
     if (reason := _calls(probe, architecture)) is not None:
         refusals["linears"] = reason
     if (reason := _vocabulary(probe, architecture)) is not None:
@@ -317,10 +321,30 @@ def _returns_tuple(probe: Probe, stack: Stack) -> bool:
     return any(shown)
 
 
-def _leads(probe: Probe, stack: Stack) -> bool:
-    """Whether the first layer has parameters that no other layer has, such as T5's table of relative positions."""
+def _only_in_first(probe: Probe, stack: Stack) -> tuple[str, ...]:
+    """The parameters of the first layer that no other layer has, such as T5's table of relative positions."""
     first, *others = (set(dict(layer.named_parameters())) for layer in _layers(probe, stack))
-    return bool(others) and bool(first - set[str]().union(*others))
+    return tuple(sorted(first - set[str]().union(*others))) if others else ()
+
+
+def _unread(probe: Probe, stack: Stack, own: Sequence[str]) -> bool:
+    """Whether a copy of the first layer, in the place of the second, computes the same whatever its parameters `own` are."""
+    layers: Any = probe.model.get_submodule(stack.layers.removesuffix(".{}"))
+    second, copied = layers[1], copy.deepcopy(layers[0])
+    for name, module in copied.named_modules():
+        if has_module(second, name) and "layer_idx" in vars(second.get_submodule(name)):
+            module.layer_idx = second.get_submodule(name).layer_idx  # its place in the cache
+    layers[1] = copied
+    try:
+        before = probe.run()
+        with torch.no_grad():
+            for parameter in map(copied.get_parameter, own):  # no constant: softmax would not see it
+                parameter.add_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+        return difference(probe.run(), before) < _SAME
+    except Exception:  # whatever the native forward raises for a layer in another place
+        return False
+    finally:
+        layers[1] = second
 
 
 # -- linears, tables -----------------------------------------------------------------------------------------------------------

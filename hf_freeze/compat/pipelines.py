@@ -1,10 +1,12 @@
-"""The `translation` and `text2text-generation` pipelines, which transformers 5 no longer has.
+"""The `translation` and `text2text-generation` pipelines, which transformers 5 no longer has; speech recognition for variants.
 
 `register_pipelines()` (run by `import hf_freeze`) makes these work for every encoder-decoder model:
 
     pipeline("translation", model=...)("Merhaba")              # [{"translation_text": "Hello"}]
     pipeline("translation_tr_to_en", model=...)(["a", "b"])    # one dict per text; any pair of languages
     pipeline("text2text-generation", model=...)(generator)     # streams; one list of dicts per text
+
+The pipeline for speech recognition is that of transformers, which also takes variants for the kind of model that they are.
 
 Shapes: B texts, R sequences returned for each text, T tokens.
 """
@@ -20,7 +22,9 @@ import transformers.pipelines
 from torch import Tensor, ones_like, tensor
 from torch.utils.data import Dataset, IterableDataset
 from transformers import AutoModelForSeq2SeqLM, GenerationConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
 from transformers.pipelines import PIPELINE_REGISTRY
+from transformers.pipelines.automatic_speech_recognition import AutomaticSpeechRecognitionPipeline
 from transformers.pipelines.base import Pipeline
 
 logger = logging.getLogger(__name__)
@@ -228,6 +232,27 @@ class TranslationPipeline(Text2TextGenerationPipeline):
                 raise ValueError(f"unknown language {language!r}; choose from {sorted(codes)}")
 
 
+class SpeechRecognitionPipeline(AutomaticSpeechRecognitionPipeline):
+    """The native pipeline, which tells Whisper by its model type, and other models with a decoder by the names of their classes.
+    Those of a variant are others, so that the pipeline would take it for an encoder with CTC."""
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        native_type = getattr(model, "native_class", type(model)).config_class.model_type
+        self._variant_kind = None
+        if hasattr(model, "native_class") and native_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+            self._variant_kind = "seq2seq_whisper" if native_type == "whisper" else "seq2seq"
+        super().__init__(model, *args, **kwargs)
+
+    @property
+    def type(self) -> str:
+        """Read throughout the native pipeline, also while it is made."""
+        return self._variant_kind or self._kind
+
+    @type.setter
+    def type(self, kind: str) -> None:
+        self._kind = kind
+
+
 class _Stream(IterableDataset):
     """Any iterable, as the kind of input that a transformers pipeline reads lazily."""
 
@@ -265,6 +290,12 @@ def register_pipelines() -> None:
             PIPELINE_REGISTRY.supported_tasks[task]["default"] = default
             # With it, `pipe.save_pretrained` would mark the model as needing `trust_remote_code`.
             del pipeline_class._registered_impl
+    speech, native = (
+        PIPELINE_REGISTRY.supported_tasks["automatic-speech-recognition"],
+        AutomaticSpeechRecognitionPipeline,
+    )
+    if speech["impl"] in (native, f"{native.__module__}.{native.__name__}"):  # newer transformers name the class
+        speech["impl"] = SpeechRecognitionPipeline
     if not hasattr(PIPELINE_REGISTRY.check_task, "resolves_pairs"):
         PIPELINE_REGISTRY.check_task = _resolve_pairs(PIPELINE_REGISTRY.check_task)
 

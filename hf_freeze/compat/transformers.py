@@ -237,6 +237,15 @@ def copy_attention_implementation(old: Any, new: Any) -> None:
             copy_attention_implementation(getattr(old, name), getattr(new, name))
 
 
+# -- sound -------------------------------------------------------------------------------------------------------------
+
+
+def mask_of_frames(model: Any, mask: Any, frames: int) -> Any:
+    """The mask (B, frames) of the hidden states of an encoder of sound whose inputs have the mask (B, samples)."""
+    to_frames = getattr(model, "_get_feature_vector_attention_mask", None)
+    return mask if to_frames is None else to_frames(frames, mask)
+
+
 # -- Trainer -----------------------------------------------------------------------------------------------------------
 
 

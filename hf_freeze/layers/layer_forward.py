@@ -102,5 +102,7 @@ class Replaced(LayerForward):
             outputs = layer.forward(**arguments)
             first, *rest = outputs if isinstance(outputs, tuple | list) else (outputs,)
             arguments[names[1]] = first
+            if len(rest) >= 2 * len(carried):  # LongT5 returns the weights of each attention after its bias
+                rest = rest[::2]
             arguments |= dict(zip(carried, rest, strict=False))
         return outputs

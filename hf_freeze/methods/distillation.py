@@ -15,7 +15,7 @@ from torch.nn import functional
 from hf_freeze.architectures.base import Architecture, hidden_size
 from hf_freeze.architectures.registry import VARIANT_PREFIX
 from hf_freeze.architectures.tasks import AUTO_CLASSES
-from hf_freeze.compat.transformers import mapped_class
+from hf_freeze.compat.transformers import mapped_class, mask_of_frames
 from hf_freeze.layers.hooks import captured_outputs
 from hf_freeze.methods._checks import check_choice, check_share, is_number
 from hf_freeze.methods.base import Method, Model
@@ -30,7 +30,7 @@ _ONE_CLASS = "single_label_classification"  # transformers' problem_type
 @dataclass(frozen=True, kw_only=True)
 class Distillation(Method):
     """Train with (1 - alpha) · the loss of the labels + alpha · T² · KL(teacher ‖ student), where KL compares outputs at
-    `temperature` T and is a mean over the labels.
+    `temperature` T and is a mean over the labels, with CTC over the frames, and in models of texts and images over either.
 
     Unless `hidden` is `"none"`, add beta · the squared distance between normalised hidden states, summed over all layers but the
     last. A classifier with an encoder compares the first token; other models take the mean over all tokens. In each stack,
@@ -169,22 +169,24 @@ class _TeacherLoss(Objective):
         teacher_layers = [name for pairs in layer_pairs.values() for _, name in pairs]
         with torch.no_grad(), captured_outputs(teacher.base_model, teacher_layers) as teacher_states:
             teacher_outputs = teacher(**inputs, return_dict=True)
-        names = [name for name in step.outputs if name.endswith("logits") and step.outputs[name] is not None]
+        # Models of pairs give two: how well each image fits each text, and each text each image.
+        names = [name for name in step.outputs if name.endswith("logits") or name.startswith("logits_per_")]
+        names = [name for name in names if step.outputs[name] is not None]
         labelled = _labelled_positions(model, step.outputs[names[0]], labels, inputs) if names else None
         terms = [
             self.method.alpha * self._divergence(step.outputs[name], teacher_outputs[name], labelled) for name in names
         ]
         if not names:  # a model without a head: its outputs are the last hidden states
             states = step.outputs[0]
-            tokens = _real_tokens(list(architecture.stacks)[-1], None, inputs, states)
+            tokens = _real_tokens(model, list(architecture.stacks)[-1], None, inputs, states)
             terms.append(self.method.alpha * _distance(states, teacher_outputs[0], tokens))
         for stack, pairs in layer_pairs.items():
             for layer, teacher_layer in pairs:
                 if layer not in step.seen or teacher_layer not in teacher_states:  # a native LayerDrop skipped it
                     continue
                 states = step.seen[layer]
-                first_token = labelled is None and stack == "encoder" and names
-                tokens = None if first_token else _real_tokens(stack, labelled, inputs, states)
+                first_token = labelled is None and stack == "encoder" and "logits" in names
+                tokens = None if first_token else _real_tokens(model, stack, labelled, inputs, states)
                 terms.append(self.method.beta * _distance(states, teacher_states[teacher_layer], tokens))
         return torch.stack(terms).sum()
 
@@ -219,10 +221,12 @@ def _shifted(labels: Any, config: Any) -> torch.Tensor:
 def _labelled_positions(
     model: Any, logits: torch.Tensor, labels: torch.Tensor | None, inputs: dict[str, Any]
 ) -> torch.Tensor | None:
-    """bool (B, T): the positions whose output has a label; None if each example has one output. Raises ValueError if only the
-    labels could tell and there are none."""
+    """bool (B, T): the positions whose output has a label; None if each example has one output. With CTC, which aligns the labels
+    itself, all frames but padding. Raises ValueError if only the labels could tell and there are none."""
     if logits.ndim == 2:
         return None
+    if "ctc" in tasks_of(model):
+        return _real_tokens(model, "encoder", None, inputs, logits)
     if labels is not None:
         positions = labels != -100
     elif (
@@ -241,7 +245,7 @@ def _labelled_positions(
 
 
 def _real_tokens(
-    stack: str, labelled: torch.Tensor | None, inputs: dict[str, Any], states: torch.Tensor
+    model: Model, stack: str, labelled: torch.Tensor | None, inputs: dict[str, Any], states: torch.Tensor
 ) -> torch.Tensor:
     """bool (B, T): the tokens of a stack with hidden states (B, T, D), without padding. `labelled`: bool (B, T), the labelled
     positions of the decoder, if they are known."""
@@ -250,7 +254,11 @@ def _real_tokens(
     mask = inputs.get(
         "decoder_attention_mask" if stack == "decoder" and "decoder_input_ids" in inputs else "attention_mask"
     )
-    return torch.ones(states.shape[:2], dtype=torch.bool, device=states.device) if mask is None else mask != 0
+    if mask is not None and "input_values" in inputs:
+        mask = mask_of_frames(model, mask, states.shape[1])
+    if mask is None or mask.shape != states.shape[:2]:  # images have no padding, also beside texts that have
+        return torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+    return mask != 0
 
 
 def _distance(states: torch.Tensor, teacher_states: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:

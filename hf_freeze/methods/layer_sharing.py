@@ -17,6 +17,7 @@ from hf_freeze.architectures.base import (
     is_of_predecessor,
     with_layers,
 )
+from hf_freeze.architectures.roles import has_module
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.quantized import STORED, Quantized
 from hf_freeze.methods._checks import check_choice, check_positive
@@ -195,7 +196,14 @@ class LayerSharing(Method):
         return {name: torch.stack([state[name].float() for state in states if name in state]).mean(0) for name in names}
 
     def merge(self, model: Model, architecture: Architecture) -> None:
-        """Does nothing: the native model gets a copy of the parameters for each layer."""
+        """The native model gets a copy of the parameters for each layer, except for those that only its first layer has."""
+        for stack in self.depth or ():
+            description = architecture.stacks[stack]
+            _, *others = surgery.layers_of(model, architecture, stack)
+            for layer, name in ((layer, name) for layer in others for name in description.unread):
+                owner, _, attribute = name.rpartition(".")
+                if has_module(layer, owner):
+                    delattr(layer.get_submodule(owner), attribute)
 
 
 def _parameters(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -109,6 +109,24 @@ class VariantConfigMixin(_Config):
         """The architecture of the backbone, before any method."""
         return self._native_architecture
 
+    @property
+    def decoder_depth(self) -> int | None:
+        """The number of layers of the decoder, in a model that has an encoder too."""
+        stacks = self._native_architecture.stacks
+        return read(self, stacks["decoder"].depth) if {"encoder", "decoder"} <= stacks.keys() else None
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        """As the native method. With `decoder=True`, which sizes caches, the config has the depth of the decoder: the native one
+        of T5 has that of the encoder."""
+        config = super().get_text_config(decoder=decoder, encoder=encoder)
+        if not decoder or encoder or "_native_architecture" not in vars(self):
+            return config
+        depth = self.decoder_depth
+        if depth is not None and config.num_hidden_layers != depth:
+            config = copy.deepcopy(config)
+            config.num_hidden_layers = depth
+        return config
+
     def before_methods(self) -> Any:
         """A copy with the native fields that the backbone is built with. Raises ValueError for unknown fields."""
         fields = self.original_fields
@@ -170,6 +188,15 @@ def native_config(config: Any) -> Any:
     native = native_config_class(type(config)).from_dict(data)
     copy_attention_implementation(config, native)
     return native
+
+
+def cache_fields(config: Any) -> dict[str, int]:
+    """What the native config of a variant's `config` lacks to generate with a cache: transformers would size that of a T5 by its
+    encoder, unless the config has `decoder_layers`. Empty where the cache is deep enough."""
+    depth = config.decoder_depth
+    if depth is None or native_config(config).get_text_config(decoder=True).num_hidden_layers >= depth:
+        return {}
+    return {"decoder_layers": depth}
 
 
 def _is_digest(value: Any) -> bool:

@@ -6,8 +6,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_freeze import surgery
+from hf_freeze.architectures.base import set_fields
 from hf_freeze.compat.transformers import keep_on_save
-from hf_freeze.model.config import native_config
+from hf_freeze.model.config import cache_fields, native_config
 from hf_freeze.model.weights import no_draws
 
 
@@ -40,6 +41,7 @@ def native_config_of(native_class: Any, config: Any) -> Any:
     """The config of a variant as a native one, without the fields that make it a variant's."""
     native = native_config(config)
     native.architectures = [native_class.__name__]
+    set_fields(native, cache_fields(config))
     return native
 
 

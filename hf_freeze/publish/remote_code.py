@@ -16,6 +16,7 @@ from hf_freeze.architectures.base import base_name
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.install import how_to_install
 from hf_freeze.model.build import VariantMixin
+from hf_freeze.model.config import cache_fields
 from hf_freeze.model.merging import native_config_of
 from hf_freeze.model.weights import no_draws
 from hf_freeze.seeded import tensor as rng
@@ -51,6 +52,7 @@ def write_loader(folder: Path, model: VariantMixin, task: str) -> None:
         "AutoConfig": f"{_MODULE}.NativeConfig",
         AUTO_CLASSES[task].__name__: f"{_MODULE}.NativeModel",
     }
+    config |= cache_fields(model.config)
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

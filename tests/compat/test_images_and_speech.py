@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.small import small_config
 from transformers import (
+    AutoModelForSpeechSeq2Seq,
+    GenerationConfig,
     ViTConfig,
     ViTForImageClassification,
     ViTImageProcessor,
@@ -14,6 +17,10 @@ from transformers import (
     Wav2Vec2CTCTokenizer,
     Wav2Vec2FeatureExtractor,
     Wav2Vec2ForCTC,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    WhisperTokenizer,
     pipeline,
 )
 
@@ -82,3 +89,97 @@ def test_speech_is_recognised_by_ctc(name, tmp_path):
         best = variant(**extractor(SOUND, sampling_rate=16000, return_tensors="pt")).logits[0].argmax(-1)
     assert answer["text"] == tokenizer.decode(best)
     assert set(answer["text"]) & set("abcdefgh")  # it heard something
+
+
+@pytest.fixture
+def whisper(tmp_path):
+    """(model, tokenizer, feature extractor); the model prefers letters to timestamps, so that it says something."""
+    letters = [*"abcdefgh", "Ġa", "Ġb"]
+    (tmp_path / "vocab.json").write_text(json.dumps({letter: number for number, letter in enumerate(letters)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = WhisperTokenizer(vocab=str(tmp_path / "vocab.json"), merges=str(tmp_path / "merges.txt"))
+    names = (
+        "startoftranscript",
+        "en",
+        "translate",
+        "transcribe",
+        "startoflm",
+        "startofprev",
+        "nospeech",
+        "notimestamps",
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{name}|>" for name in names]})
+    tokenizer.add_tokens([f"<|{number * 0.02:.2f}|>" for number in range(1501)])
+    start, english, translate, transcribe, _, _, _, plain = map(
+        tokenizer.convert_tokens_to_ids, (f"<|{name}|>" for name in names)
+    )
+    end = tokenizer.eos_token_id
+    tokens = {"decoder_start_token_id": start, "eos_token_id": end, "pad_token_id": end, "bos_token_id": end}
+    sizes = {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "num_mel_bins": 8}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4}
+    config = WhisperConfig(
+        **sizes,
+        **tokens,
+        vocab_size=len(tokenizer),
+        max_source_positions=50,
+        max_target_positions=40,
+        init_std=0.3,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    torch.manual_seed(0)
+    model = WhisperForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        model.model.decoder.embed_tokens.weight[: len(letters)] *= 6
+    model.generation_config = GenerationConfig(
+        **tokens,
+        max_length=30,
+        is_multilingual=True,
+        lang_to_id={"<|en|>": english},
+        task_to_id={"transcribe": transcribe, "translate": translate},
+        no_timestamps_token_id=plain,
+        max_initial_timestamp_index=50,
+        alignment_heads=[[0, 0], [1, 1]],
+    )
+    return model, tokenizer, WhisperFeatureExtractor(feature_size=8, chunk_length=1)
+
+
+WHISPER_METHODS = METHODS | {"shallow_encoder": methods.LayerSelection(keep={"encoder": [0]})}
+
+
+@pytest.mark.parametrize("name", WHISPER_METHODS)
+def test_whisper_tells_what_it_heard_and_when(name, whisper, tmp_path):
+    model, tokenizer, extractor = whisper
+    folder = tmp_path / "variant"
+    variant = saved(model, WHISPER_METHODS[name], folder, tokenizer, extractor)
+    ours = pipeline("automatic-speech-recognition", model=str(folder))
+    assert type(ours.model) is type(variant)
+    parts = {"tokenizer": tokenizer, "feature_extractor": extractor}
+    native = pipeline("automatic-speech-recognition", model=variant.merge().eval(), **parts)
+    assert ours.type == native.type == "seq2seq_whisper"
+
+    plain = ours(SOUND)
+    assert plain == native(SOUND)
+    assert set(plain["text"]) & set("abcdefgh")
+    timed = ours([SOUND, SOUND[:5000]], return_timestamps=True)
+    assert timed == native([SOUND, SOUND[:5000]], return_timestamps=True)
+    assert all(answer["chunks"] for answer in timed)
+    assert pipeline("automatic-speech-recognition", model=variant, **parts, return_timestamps=True)(SOUND) == timed[0]
+    if name == "low_rank":  # the others lack some of the heads or layers that the words are aligned by
+        words = ours(SOUND, return_timestamps="word")
+        assert words == native(SOUND, return_timestamps="word")
+        assert words["chunks"][0]["timestamp"][1] > 0
+
+
+def test_other_models_with_a_decoder_are_taken_for_such(whisper):
+    """Told by the name of their class, and without timestamps."""
+    _, tokenizer, extractor = whisper
+    model = AutoModelForSpeechSeq2Seq.from_config(small_config("granite_speech"))
+    variant = make_variant(model, [methods.LowRank(rank=4)])
+    for each in (model, variant):
+        parts = {"tokenizer": tokenizer, "feature_extractor": extractor}
+        speech = pipeline("automatic-speech-recognition", model=each, **parts)
+        assert speech.type == "seq2seq"
+        with pytest.raises(ValueError, match="apart from Whisper"):
+            speech(SOUND, return_timestamps=True)

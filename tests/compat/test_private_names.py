@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 from transformers import AutoModel, BertConfig, BertModel, PreTrainedModel, Trainer, initialization
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2PreTrainedModel
 from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.pipelines.base import Pipeline
 
@@ -45,6 +46,7 @@ ATTRIBUTES = [  # (owner, name, what we use it for)
     (BertConfig(), "_attn_implementation", "copying the attention implementation"),
     (PreTrainedModel, "_can_set_attn_implementation", "the attention that the native class would take"),
     (PreTrainedModel, "_can_set_experts_implementation", "the experts that the native class would take"),
+    (Wav2Vec2PreTrainedModel, "_get_feature_vector_attention_mask", "the padding of frames in distillation"),
     (Trainer, "_prepare_inputs", "putting batches on the Trainer's device"),
     (Pipeline, "_default_generation_config", "the length of generated text in pipelines"),
     (PIPELINE_REGISTRY, "check_task", "tasks such as translation_tr_to_en"),
@@ -152,6 +154,14 @@ def test_nested_configs_keep_an_attention_of_their_own():
     compat.copy_attention_implementation(old, new)
     parts = (new, new.text_config, new.vision_config)
     assert [part._attn_implementation for part in parts] == ["eager", "sdpa", "eager"]
+
+
+def test_the_cache_of_a_decoder_is_sized_by_decoder_layers():
+    """T5's native configs call it `num_decoder_layers`; `merge` adds the name that the sizing of caches reads."""
+    depths = {"num_layers": 1, "num_decoder_layers": 3}
+    for added, expected in (({}, 1), ({"decoder_layers": 3}, 3)):
+        depth = transformers.T5Config(**depths, **added).get_text_config(decoder=True).num_hidden_layers
+        assert depth == expected, f"{VERSION} sizes caches otherwise: mend cache_fields in hf_freeze/model/config.py"
 
 
 def test_default_targets_of_peft_are_still_tables_by_model_type():

@@ -59,7 +59,9 @@ def tiny_config(model_type: str) -> Any:
     """A small config without dropout, so that a step can be compared."""
     config = shrink(default_config(model_type))
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = 0
+        # transformers starts with this token where no other is named. T5Gemma's decoder masks the padding, which it must not be.
+        begin = getattr(config.get_text_config(decoder=True), "bos_token_id", None)
+        config.decoder_start_token_id = 0 if begin is None else begin
     for part in (config, config.get_text_config()):
         if getattr(part, "pad_token_id", None) is None:
             part.pad_token_id = 0

@@ -6,8 +6,9 @@ import pytest
 import torch
 from support.cases import BASELINES
 from support.models import build, differences, native, outputs
+from support.small import small_config
 from support.training import training_step
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModel, AutoModelForSeq2SeqLM
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze import count_parameters, make_variant, multiply_adds
@@ -119,6 +120,20 @@ def test_merged_it_is_native_and_as_narrow_as_it_can_be(case, setting, tmp_path)
     assert differences(outputs(again, case.batch()), outputs(model, case.batch()), 1e-5) == []
     training_step(model, case.batch())
     assert differences(outputs(model.merge(), case.batch()), outputs(model, case.batch()), 1e-5) == []
+
+
+def test_a_width_that_another_module_has_too_stays_as_it_is():
+    """SigLIP pools its images with an FFN that is as wide as those in layers, by the same field of the config."""
+    torch.manual_seed(0)
+    backbone = AutoModel.from_config(small_config("siglip")).eval()
+    variant = make_variant(backbone, [FFNPruning(width=WIDTH)]).eval()
+    batch = variant.architecture.tiny_inputs("feature-extraction")
+    merged = variant.merge()
+    assert merged.config.vision_config.intermediate_size == backbone.config.vision_config.intermediate_size
+    assert merged.config.text_config.intermediate_size == WIDTH
+    with torch.no_grad():
+        expected, actual = variant(**batch).logits_per_text, merged(**batch).logits_per_text
+    assert torch.allclose(actual, expected, atol=1e-5)
 
 
 def test_encoder_and_decoder_have_widths_of_their_own():

@@ -12,8 +12,9 @@ from support.cases import native_config
 from support.generation import generation_problems
 from support.models import add_noise, differences, outputs, perturbed, snapshot
 from support.schedules import rows
+from support.small import small_config
 from support.training import objective
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForSeq2SeqLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_freeze import VariantCallback, make_variant
 from hf_freeze.architectures.registry import ARCHITECTURES
@@ -106,6 +107,18 @@ def test_training_sees_the_backbone_or_its_first_layers_where_all_draws_are_alik
         if rate == NEVER:
             perturbed(variant)  # the successor, which must not matter
         assert differences(in_training(variant, batch), in_training(expected, batch)) == []
+
+
+@pytest.mark.parametrize("model_type", ["t5", "longt5"])
+def test_predecessors_hand_on_the_position_bias_of_the_first_layer(model_type):
+    """T5's layers return the biases of both attentions; LongT5's return the weights of each after its bias."""
+    config = small_config(model_type, num_layers=4, num_decoder_layers=4, dropout_rate=0.0)
+    torch.manual_seed(0)
+    native = perturbed(AutoModelForSeq2SeqLM.from_config(config))
+    variant = make_variant(native, [Theseus(rate=NEVER)])
+    variant.advance(0, 1)
+    batch = MARIAN.tiny_inputs("seq2seq-lm")
+    assert torch.allclose(variant.train()(**batch).logits, native.train()(**batch).logits, atol=1e-5)
 
 
 @each_case
