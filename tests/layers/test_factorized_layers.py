@@ -946,10 +946,10 @@ def test_the_randomized_solver_is_close_to_the_nearest_of_its_rank(outputs, inpu
         drawn = torch.get_rng_state()
         low_rank.fill(weight)
         assert torch.equal(torch.get_rng_state(), drawn)
-        errors[solver] = (low_rank.dense_weight() - weight).norm()
+        errors[solver] = float((low_rank.dense_weight() - weight).norm())
         again = LowRankLinear(linear, 8, std=0.1, solver=solver)
         again.fill(weight)
         assert torch.equal(again.dense_weight(), low_rank.dense_weight())
-    least = torch.linalg.svdvals(weight)[8:].norm()
+    least = float(torch.linalg.svdvals(weight)[8:].norm())
     assert errors["exact"] == pytest.approx(least, rel=1e-4)
     assert least * 0.9999 <= errors["randomized"] <= least * 1.01
