@@ -110,7 +110,8 @@ def works_on(name):
     return line.removeprefix("Works on: ")
 
 
-def test_a_method_is_explained_with_the_families_that_are_derived():
+def test_a_method_is_explained_with_the_families_that_are_derived(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # one line for each row of a table
     four = "bert, gpt2, llama, marian"
     assert works_on("freeze").startswith(f"{four}, and any other family that is understood (`hf-freeze describe TYPE`")
     assert works_on("head_pruning").startswith(f"{four}, and any other family where heads can be exchanged")
