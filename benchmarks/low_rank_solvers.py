@@ -3,8 +3,8 @@
     python benchmarks/low_rank_solvers.py                           # 1024 to 4096 wide: some minutes
     python benchmarks/low_rank_solvers.py --sizes 256x512x16
 
-Claim: the randomized solver loses at most 1.02 times as much as the exact one, in the Frobenius norm, and from a width of 2048 on it
-is at least 4 times faster.
+Claim: the randomized solver loses at most 1.02 times as much as the exact one, in the Frobenius norm, and from a width of 2048 on
+it is at least 4 times faster.
 
 Two spectra: singular values that fall as 1/√k, as those of trained weights roughly do, and those of noise, which has no low rank
 and is the hardest case. One thread. Limit: the exact solver's error is the least that any matrix of this rank can have.

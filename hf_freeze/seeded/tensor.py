@@ -239,6 +239,13 @@ class SeededTensor:
             value = take(value, dimension, index)
         return value
 
+    def generate_rows(self, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The rows [start, stop) of `generate()`. Of a whole random matrix nothing else is computed."""
+        if self.scheme in ("glorot", "embedding") and len(self.shape) == 2 and not (self.kept or self.parts):
+            total = self.shape[1] if self.scheme == "embedding" else sum(self.shape) / 2
+            return uniform(self.seed, self.name, self.shape, math.sqrt(3 / total), rows=(start, stop), device=device)
+        return self.generate(device)[start:stop]
+
     def _mixed(self, value: torch.Tensor) -> torch.Tensor:
         """The matrices of `parts`, block by block."""
         if not self.interleaved:

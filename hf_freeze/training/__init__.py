@@ -8,4 +8,5 @@ from hf_freeze.training.masked_lm import MaskedTokenTrainer as MaskedTokenTraine
 from hf_freeze.training.optimizer import carried_optimizer as carried_optimizer
 from hf_freeze.training.schedules import gradual_unfreezing as gradual_unfreezing
 from hf_freeze.training.schedules import parameter_groups as parameter_groups
+from hf_freeze.training.sharding import load_sharded as load_sharded
 from hf_freeze.training.trainer import TokenBatchTrainer as TokenBatchTrainer

@@ -3,10 +3,9 @@
     python tests/families/pretrained.py FOLDER                            # such as a folder with all-MiniLM-L6-v2
     python tests/families/pretrained.py FOLDER --task feature-extraction --methods low_rank quantize
 
-For each method that applies, with the settings of its example: the variant is saved and opened again bit-equal, its merged model
-computes the same to 1e-5 of the largest output, and an exact method computes what the backbone does. The family is also derived, as
-if no file described it, and the derived description makes the same variants. A line tells how far the outputs move (1 minus the
-cosine). Exits with 1 if something fails.
+For each method that applies, with the settings of its example: the variant is saved and opened again bit-equal, its merged
+model computes the same to 1e-5 of the largest output, and an exact method computes what the backbone does. The family is also
+derived, as if no file described it. A line tells how far the outputs move (1 minus the cosine). Exits with 1 if something fails.
 """
 
 import argparse

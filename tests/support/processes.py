@@ -83,17 +83,22 @@ def left_processes() -> list[str]:
     return [f"after the end there is a thread {name}" for name in names if "gloo" in name]
 
 
-def two_processes(name: str, folder: Path) -> list[Any]:
-    """Run `support.children.NAME RESULT RANK` as a group of two processes on the CPU; the JSON that each wrote to RESULT.
+def two_processes(name: str, folder: Path, count: int = 2) -> list[Any]:
+    """Run `support.children.NAME RESULT RANK` as a group of `count` processes on the CPU; the JSON that each wrote to RESULT.
 
     They are forks of the server that grids start their runs from, so only its first use waits for imports.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    context = Processes(jobs=2, resume_anyway=False).context
-    children, logs = [], [folder / f"log-{rank}" for rank in range(2)]
+    common = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    context = Processes(jobs=count, resume_anyway=False).context
+    children, logs = [], [folder / f"log-{rank}" for rank in range(count)]
     for rank, log in enumerate(logs):
         environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
         arguments = [name, str(folder / f"result-{rank}"), str(rank)]
@@ -108,8 +113,8 @@ def two_processes(name: str, folder: Path) -> list[Any]:
     for child in children:  # where one failed, the other waits for it
         child.kill()
         child.join()
-    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
-    return [json.loads((folder / f"result-{rank}").read_text()) for rank in range(2)]
+    assert codes == [0] * count, "\n".join(log.read_text()[-3000:] for log in logs)
+    return [json.loads((folder / f"result-{rank}").read_text()) for rank in range(count)]
 
 
 def _child(arguments: list[str], environment: dict[str, str], log: Path) -> None:
