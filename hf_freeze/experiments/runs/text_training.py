@@ -57,7 +57,7 @@ def execute_text(
         model = make_variant(model, methods)
     else:
         vocabulary, kind = run["tokenizer"]["vocab_size"], run["tokenizer"].get("kind", task.tokenizer)
-        tokenizer = hf_data.train_tokenizer(task.texts(splits["train"]), vocabulary, kind, eos=task.eos)
+        tokenizer = hf_data.tokenizer_for(task.texts(splits["train"]), vocabulary, kind, eos=task.eos)
         config = backbone_config(run["backbone"], tokenizer, **fields)
         tokenizer.model_max_length = config.max_position_embeddings
         init = run["backbone"].get("init", "backbone")
@@ -72,7 +72,7 @@ def execute_text(
     choose_attention(model)
     trains = run["training"]["epochs"] > 0
     used = [name for name in splits if name != "train" or trains or "head_scores" in run]
-    encoded = {name: task.encode(splits[name], tokenizer, run) for name in used}
+    encoded = {name: task.encode(splits[name], tokenizer, run, _tokenising(report, name)) for name in used}
     progress = _ReportProgress(report)
     callbacks = [progress, VariantCallback()]
     if not model.finalizable:
@@ -126,6 +126,10 @@ def execute_text(
         test_seconds=test_seconds,
         resumed=progress.resumed,
     )
+
+
+def _tokenising(report: ProgressCallback, name: str) -> hf_data.Progress:
+    return lambda done, rows: report({"stage": f"tokenising {name}: {done:,} of {rows:,}"})
 
 
 def _load_pretrained(weights: str | Path, task: Task, fields: dict[str, Any], seed: int) -> Any:

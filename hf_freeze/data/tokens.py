@@ -1,0 +1,242 @@
+"""Token ids of a data set: computed once in parallel, and kept in memory-mapped Arrow files of the cache beside their lengths."""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import tokenizers
+import torch.utils.data
+from transformers import PreTrainedTokenizerFast
+
+from hf_freeze.data.cache import cached_folder, open_tables
+from hf_freeze.data.tokenization import check_ids, train_tokenizer
+
+Progress = Callable[[int, int], None]  # receives the number of rows that are done, and of all rows
+IDS = pa.list_(pa.int32())
+_ROWS = 1000  # tokenised at a time
+_ROWS_PER_PROCESS = 10_000  # for fewer, starting a process takes longer
+
+
+class TokenDataset(torch.utils.data.Dataset):
+    """Examples in memory-mapped Arrow files. `lengths`: of each column of ids, int32 (N,), memory-mapped too, so that batches
+    are planned without reading the ids. `largest`: the largest id."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rows = open_tables(sorted(folder.glob("rows*.arrow")))
+        self.lengths = {column: np.load(folder / f"{column}.npy", mmap_mode="r") for column in self.rows.column_names}
+        self.largest: int = json.loads((folder / "facts.json").read_text())["largest"]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        """One example, some, or a column."""
+        return self.rows[index]
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return self.rows.__getitems__(indices)
+
+    def check_ids(self, vocab_size: int) -> None:
+        """As `hf_freeze.data.tokenization.check_ids`, of all columns; ids are read only where there is an error to name."""
+        if self.largest >= vocab_size:
+            for column in self.rows.column_names:
+                check_ids(self.rows[column], vocab_size)
+
+
+def is_in_memory(split: datasets.Dataset) -> bool:
+    """Small data, such as the built-in corpus, need no cache."""
+    return not split.cache_files
+
+
+def tokenise(
+    split: datasets.Dataset,
+    tokenizer: Any,
+    columns: dict[str, str],
+    *,
+    processes: int | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """The token ids of some columns of text, `columns` = {"input_ids": "source", "labels": "target"}, truncated to the
+    tokenizer's length: a TokenDataset, or a data set in memory if `split` is there.
+
+    The cache names the data, the tokenizer and the settings; another start opens it at once. `processes`: the default is a
+    process for each core.
+    """
+    encode = encoder(tokenizer, split, next(iter(columns.values())), truncation=True)
+    function = Rows(columns, encode)
+    if is_in_memory(split):
+        return (
+            split.with_format("arrow")
+            .map(function, batched=True, remove_columns=split.column_names, keep_in_memory=True)
+            .with_format(None)
+        )
+
+    def write(folder: Path) -> None:
+        map_rows(split, function, folder, processes, progress)
+        write_facts(folder)
+
+    key = [split._fingerprint, tokenizer_key(tokenizer), columns, "truncated"]
+    return TokenDataset(cached_folder("tokens", key, write))
+
+
+class Rows:
+    """The function that `datasets` maps: from tables of text to tables of ids."""
+
+    def __init__(self, columns: dict[str, str], encode: Callable[[list[str]], list[list[int]]]) -> None:
+        self.columns, self.encode = columns, encode
+        self.parent = os.getpid()
+        self.counter: str | None = None  # a file that grows by one byte for each table
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        if os.getpid() != self.parent and os.getppid() != self.parent:
+            os._exit(1)  # who asked for it was killed
+        ids = {name: pa.array(self.encode(table[text].to_pylist()), IDS) for name, text in self.columns.items()}
+        if self.counter is not None:
+            with open(self.counter, "ab", buffering=0) as file:
+                file.write(b".")
+        return pa.table(ids)
+
+
+def encoder(
+    tokenizer: Any, split: datasets.Dataset, column: str, **options: Any
+) -> Callable[[list[str]], list[list[int]]]:
+    """texts -> ids, the same as `tokenizer(texts, **options)["input_ids"]`.
+
+    The Rust tokenizer below, asked for ids alone, takes half the time. It is used if it gives the same for the first texts.
+    """
+
+    def plain(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts, **options)["input_ids"]
+
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if not hasattr(backend, "encode_batch_fast"):
+        return plain
+    special = options.get("add_special_tokens", True)
+
+    def fast(texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)]
+
+    first = split[: min(len(split), 100)][column]
+    return fast if plain(first) == fast(first) else plain  # `plain` also sets the truncation of the backend
+
+
+def map_rows(
+    split: datasets.Dataset, function: Rows, folder: Path, processes: int | None, progress: Progress | None
+) -> None:
+    """Write `function` of all rows into files `rows*.arrow`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = min(processes or cores, -(-len(split) // _ROWS_PER_PROCESS))
+    with contextlib.ExitStack() as stack:
+        if progress is not None:
+            function.counter = stack.enter_context(_reported(progress, len(split)))
+        split.with_format("arrow").map(
+            function,
+            batched=True,
+            batch_size=_ROWS,
+            remove_columns=split.column_names,
+            num_proc=processes if processes > 1 else None,
+            cache_file_name=str(folder / "rows.arrow"),
+            load_from_cache_file=False,
+            new_fingerprint=folder.name,  # else `datasets` pickles the tokenizer to compute one
+            desc="Tokenising",
+        )
+
+
+@contextlib.contextmanager
+def _reported(progress: Progress, rows: int) -> Iterator[str]:
+    """The file that processes count in, watched by a thread."""
+    with tempfile.NamedTemporaryFile() as counter:
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.5):
+                progress(min(rows, _ROWS * os.path.getsize(counter.name)), rows)
+
+        progress(0, rows)
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield counter.name
+        finally:
+            done.set()
+            thread.join()
+        progress(rows, rows)
+
+
+def write_facts(folder: Path) -> None:
+    """The lengths and the largest id of the rows in `folder`, which are not read again in another start."""
+    rows = open_tables(sorted(folder.glob("rows*.arrow")))
+    largest = -1
+    for column in rows.column_names:
+        lengths = np.lib.format.open_memmap(folder / f"{column}.npy", "w+", np.int32, (len(rows),))
+        start = 0
+        for chunk in rows.data.column(column).chunks:
+            ids = chunk.flatten().to_numpy()
+            lengths[start : start + len(chunk)] = np.diff(chunk.offsets.to_numpy())
+            start += len(chunk)
+            largest = max(largest, int(ids.max(initial=-1)))
+        lengths.flush()
+    (folder / "facts.json").write_text(json.dumps({"largest": largest}))
+
+
+def tokenizer_key(tokenizer: Any) -> list[Any]:
+    """What decides the ids of a text: the tokenizer's files without its present truncation and padding, and the versions."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        content = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
+        sha = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+    else:
+        sha = hashlib.sha256()
+        with tempfile.TemporaryDirectory() as folder:
+            for path in sorted(tokenizer.save_pretrained(folder)):
+                if not path.endswith("config.json"):
+                    sha.update(Path(path).read_bytes())
+    sides = [tokenizer.truncation_side, tokenizer.model_max_length]
+    return [type(tokenizer).__name__, sha.hexdigest(), *sides, tokenizers.__version__]
+
+
+class Texts:
+    """The texts of some columns, one column after the other, read from the disk in every pass."""
+
+    def __init__(self, split: datasets.Dataset, columns: Sequence[str]) -> None:
+        self.split, self.columns = split, columns
+
+    def __iter__(self) -> Iterator[str]:
+        for column in self.columns:
+            tables: Any = self.split.select_columns([column]).with_format("arrow").iter(_ROWS)
+            for table in tables:
+                yield from table[column].to_pylist()
+
+
+def tokenizer_for(texts: Texts, vocab_size: int, kind: str, *, eos: str) -> Any:
+    """As `train_tokenizer`; one for data on the disk is kept in the cache."""
+    if is_in_memory(texts.split):
+        return train_tokenizer(texts, vocab_size, kind, eos=eos)
+    key = [texts.split._fingerprint, list(texts.columns), vocab_size, kind, eos, tokenizers.__version__]
+    folder = cached_folder(
+        "tokenizer", key, lambda part: train_tokenizer(texts, vocab_size, kind, eos=eos).save_pretrained(part)
+    )
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def lengths_of(dataset: Any, columns: Sequence[str], vocab_size: int) -> list[Any]:
+    """The numbers of ids of every example in each of `columns`. Raises ValueError for an id outside the vocabulary."""
+    if isinstance(dataset, TokenDataset):
+        dataset.check_ids(vocab_size)
+        return [dataset.lengths[column] for column in columns]
+    lengths = []
+    for column in columns:
+        sentences = dataset[column]
+        check_ids(sentences, vocab_size)
+        lengths.append([len(ids) for ids in sentences])
+    return lengths
