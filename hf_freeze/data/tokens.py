@@ -28,13 +28,15 @@ _ROWS_PER_PROCESS = 10_000  # for fewer, starting a process takes longer
 
 class TokenDataset(torch.utils.data.Dataset):
     """Examples in memory-mapped Arrow files. `lengths`: of each column of ids, int32 (N,), memory-mapped too, so that batches
-    are planned without reading the ids. `largest`: the largest id."""
+    are planned without reading the ids. `largest`: the largest id. `digest`: of all ids, wherever they come from."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.rows = open_tables(sorted(folder.glob("rows*.arrow")))
         self.lengths = {column: np.load(folder / f"{column}.npy", mmap_mode="r") for column in self.rows.column_names}
-        self.largest: int = json.loads((folder / "facts.json").read_text())["largest"]
+        facts = json.loads((folder / "facts.json").read_text())
+        self.largest: int = facts["largest"]
+        self.digest: str = facts["digest"]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -174,9 +176,9 @@ def _reported(progress: Progress, rows: int) -> Iterator[str]:
 
 
 def write_facts(folder: Path) -> None:
-    """The lengths and the largest id of the rows in `folder`, which are not read again in another start."""
+    """The lengths, the largest id and a digest of the rows in `folder`, which are not read again in another start."""
     rows = open_tables(sorted(folder.glob("rows*.arrow")))
-    largest = -1
+    largest, sha = -1, hashlib.sha256()
     for column in rows.column_names:
         lengths = np.lib.format.open_memmap(folder / f"{column}.npy", "w+", np.int32, (len(rows),))
         start = 0
@@ -185,8 +187,10 @@ def write_facts(folder: Path) -> None:
             lengths[start : start + len(chunk)] = np.diff(chunk.offsets.to_numpy())
             start += len(chunk)
             largest = max(largest, int(ids.max(initial=-1)))
+            sha.update(ids)
         lengths.flush()
-    (folder / "facts.json").write_text(json.dumps({"largest": largest}))
+        sha.update(lengths)
+    (folder / "facts.json").write_text(json.dumps({"largest": largest, "digest": sha.hexdigest()}))
 
 
 def tokenizer_key(tokenizer: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from hf_freeze import make_variant
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.experiments.recipes.rows import method_of
 from hf_freeze.experiments.runs import measured_heads
+from hf_freeze.experiments.runs.resume import check_data
 from hf_freeze.experiments.tasks import translation
 from hf_freeze.experiments.tasks.base import ProgressCallback, Task, Trained
 from hf_freeze.run_folder import teacher_folder
@@ -73,6 +74,7 @@ def execute_text(
     trains = run["training"]["epochs"] > 0
     used = [name for name in splits if name != "train" or trains or "head_scores" in run]
     encoded = {name: task.encode(splits[name], tokenizer, run, _tokenising(report, name)) for name in used}
+    check_data(folder, checkpoint, encoded)
     progress = _ReportProgress(report)
     callbacks = [progress, VariantCallback()]
     if not model.finalizable:

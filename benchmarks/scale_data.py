@@ -1,0 +1,233 @@
+"""How reading, tokenising and batching grow with the data: parallel text in files, up to millions of pairs.
+
+    python benchmarks/scale_data.py                                   # 10,000, 100,000 and a million pairs
+    python benchmarks/scale_data.py --pairs 10000 100000 1000000 10000000 --folder /data/scale
+    python benchmarks/scale_data.py --pairs 2000 20000 --batches 50   # to see that it works
+
+Pairs are drawn from a pool of the built-in corpus and written to two text files. For each number of pairs, in new processes:
+
+- "read": the files are copied into an Arrow file of the cache. "tokenised": `data.tokenise` of these rows, with all that a later
+  start finds beside them (lengths, largest id). "map": `datasets.map` with the same tokenizer, processes and rows alone. They
+  take turns, and the faster turn of each counts: noise only adds time.
+- "second start": from the import of hf_freeze to the first batch, and the part of it after the imports.
+- "epoch planned": sorting and shuffling for one epoch, from the lengths.
+- "resident": the memory of a process that trains the demo preset for 20 steps and then draws batches from the whole epoch:
+  its own, and with the pages of the memory-mapped files, which the system takes back when it needs them. VmHWM is the peak of
+  the sum.
+- "batches": a second from the memory-mapped files, relative to the same rows in memory (`keep_in_memory`, as in 0.1.0): the
+  median of the ratios of rounds of turns, with quartiles.
+
+Limits: speed at least 0.9 of `map`; at most 1.5 GB resident; first batch within 5 s; batches within 5 %; no cost that grows
+faster than (pairs)^1.05 between the smallest and the largest number.
+"""
+
+import argparse
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import _shared
+import datasets
+import numpy as np
+
+SIDES = {"input_ids": "source", "labels": "target"}
+LINES = 100_000  # of the pool, and written at a time
+
+
+def write_pairs(folder: Path, number: int, pool: Any) -> list[Path]:
+    """Two files of `number` lines."""
+    paths = [folder / f"{number}.{side}" for side in SIDES.values()]
+    texts = {side: np.array(pool[side], dtype=object) for side in SIDES.values()}
+    if not all(path.exists() for path in paths):
+        draw = np.random.default_rng(number)
+        files = [path.open("w", encoding="utf-8") for path in paths]
+        for start in range(0, number, LINES):
+            which = draw.integers(len(pool), size=min(LINES, number - start))
+            for file, side in zip(files, SIDES.values(), strict=True):
+                file.write("\n".join(texts[side][which]) + "\n")
+        for file in files:
+            file.close()
+    return paths
+
+
+def use_cache(cache: Path) -> None:
+    datasets.config.HF_DATASETS_CACHE = cache
+    datasets.disable_progress_bars()
+
+
+def tokenizer_of(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.model_max_length = 256
+    return tokenizer
+
+
+def first_start(paths: list[Path], folder: Path, cache: Path, processes: int, turns: int) -> dict[str, float]:
+    """Seconds of reading, of our tokenising and of `datasets.map` alone."""
+    from hf_freeze import data
+
+    tokenizer, seconds = tokenizer_of(folder), {"tokenised": [], "map": []}
+    for turn in range(turns):
+        shutil.rmtree(cache, ignore_errors=True)
+        use_cache(cache)
+        began = time.perf_counter()
+        rows = data.read_parallel(*paths)
+        seconds.setdefault("read", []).append(time.perf_counter() - began)
+
+        def ours(rows: Any = rows) -> None:
+            data.tokenise(rows, tokenizer, SIDES, processes=processes)
+
+        def theirs(rows: Any = rows) -> None:
+            def ids(batch: Any) -> dict[str, Any]:
+                return {name: tokenizer(batch[side], truncation=True)["input_ids"] for name, side in SIDES.items()}
+
+            path = cache / "map.arrow"
+            rows.map(ids, batched=True, remove_columns=rows.column_names, cache_file_name=str(path),
+                     num_proc=processes if processes > 1 else None)  # fmt: skip
+            for file in cache.glob("map*.arrow"):
+                file.unlink()
+
+        both = [("tokenised", ours), ("map", theirs)]
+        for name, work in both if turn % 2 == 0 else both[::-1]:
+            seconds[name].append(_shared.seconds(work))
+    return {name: min(times) for name, times in seconds.items()}
+
+
+def second_start(paths: list[Path], folder: Path, cache: Path, max_tokens: int) -> dict[str, float]:
+    """Seconds to the first batch, after the imports."""
+    import transformers
+
+    from hf_freeze import data
+
+    use_cache(cache)
+    began = time.perf_counter()
+    tokenizer = tokenizer_of(folder)
+    tokens = data.tokenise(data.read_parallel(*paths), tokenizer, SIDES)
+    sampler = data.TokenBatchSampler(tokens.lengths["input_ids"], tokens.lengths["labels"], max_tokens)
+    batch = tokens.__getitems__(next(iter(sampler)))
+    transformers.DataCollatorForSeq2Seq(tokenizer)(batch)
+    return {"first batch": time.perf_counter() - began}
+
+
+def training(paths: list[Path], folder: Path, cache: Path, batches: int) -> dict[str, float]:
+    """Bytes resident after training and after batches from all over the data; seconds to plan an epoch."""
+    import transformers
+
+    from hf_freeze import data, make_variant
+    from hf_freeze.experiments.runs.text_training import backbone_config
+    from hf_freeze.training import TokenBatchTrainer, label_smoothed_loss
+
+    use_cache(cache)
+    tokenizer = tokenizer_of(folder)
+    tokens = data.tokenise(data.read_parallel(*paths), tokenizer, SIDES)
+    run = _shared.rows(argparse.Namespace(preset="demo", set=[]))["0"]
+    model = make_variant(backbone_config(run["backbone"], tokenizer), [], task="seq2seq-lm", init="marian", seed=1)
+    arguments = transformers.Seq2SeqTrainingArguments(
+        str(folder / "out"), max_steps=20, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        accelerator_config={"even_batches": False},
+    )  # fmt: skip
+    trainer = TokenBatchTrainer(
+        model=model, args=arguments, train_dataset=tokens, processing_class=tokenizer,
+        data_collator=transformers.DataCollatorForSeq2Seq(tokenizer, model=model),
+        compute_loss_func=label_smoothed_loss(0.1), max_tokens=run["training"]["max_tokens"],
+    )  # fmt: skip
+    trainer.train()
+    loader = trainer.get_train_dataloader()
+    began = time.perf_counter()
+    indices = iter(trainer.get_train_dataloader().batch_sampler)
+    next(indices)
+    planned = time.perf_counter() - began
+    for number, _ in enumerate(loader):
+        if number == batches:
+            break
+    resident = {name: _shared.resident(name) for name in ("RssAnon", "VmRSS", "VmHWM")}
+    return {"planned": planned, **resident}
+
+
+def batch_rates(paths: list[Path], folder: Path, cache: Path, batches: int, rounds: int) -> _shared.Pair:
+    """Seconds for some batches from the mapped files, and from memory."""
+    from torch.utils.data import DataLoader
+    from transformers import DataCollatorForSeq2Seq
+
+    from hf_freeze import data
+
+    use_cache(cache)
+    tokenizer = tokenizer_of(folder)
+    mapped = data.tokenise(data.read_parallel(*paths), tokenizer, SIDES)
+    parts = [
+        datasets.Dataset.from_file(str(path), in_memory=True) for path in sorted(mapped.folder.glob("rows*.arrow"))
+    ]
+    in_memory = datasets.concatenate_datasets(parts)
+    order = list(data.TokenBatchSampler(mapped.lengths["input_ids"], mapped.lengths["labels"], 2048))
+
+    def drawn(rows: Any, start: int) -> None:
+        chosen = [order[(start + number) % len(order)] for number in range(batches)]
+        for _ in DataLoader(rows, batch_sampler=chosen, collate_fn=DataCollatorForSeq2Seq(tokenizer)):
+            pass
+
+    pair = _shared.Pair()
+    for number in range(rounds + 1):  # the first round reads the batches from the disk, and is not counted
+        both = (in_memory, mapped) if number % 2 else (mapped, in_memory)
+        times = [_shared.seconds(lambda rows=rows, at=number * batches: drawn(rows, at)) for rows in both]
+        if number:
+            memory, disk = times if number % 2 else times[::-1]
+            pair.one.append(memory)
+            pair.other.append(disk)
+    return pair
+
+
+def slope(numbers: list[int], costs: list[float]) -> float:
+    """Of log(cost) against log(number), by least squares."""
+    return float(np.polyfit(np.log(numbers), np.log(costs), 1)[0]) if len(numbers) > 1 else float("nan")
+
+
+def main() -> None:
+    parser = _shared.parser(__doc__, presets=False)
+    parser.add_argument("--pairs", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=2, help="of tokenising, for at most a million pairs; else 1")
+    parser.add_argument("--batches", type=int, default=500, help="drawn in a round; ten times as many for the memory")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--folder", help="for the files; default: a new folder of the system's, which is removed")
+    options = parser.parse_args()
+    from hf_freeze.data import builtin_corpus, train_tokenizer
+
+    root = Path(options.folder or tempfile.mkdtemp())
+    root.mkdir(parents=True, exist_ok=True)
+    pool = builtin_corpus(train=LINES, dev=1, test=1)["train"]
+    train_tokenizer([*pool["source"][:20_000], *pool["target"][:20_000]], 4000).save_pretrained(root / "tokenizer")
+    lines, costs = [], []
+    for number in options.pairs:
+        paths, cache = write_pairs(root, number, pool), root / f"cache-{number}"
+        fixed = (paths, root / "tokenizer", cache)
+        turns = options.turns if number <= 1_000_000 else 1
+        cost = _shared.in_new_process(first_start, *fixed, options.processes, turns)
+        began = time.perf_counter()
+        cost |= _shared.in_new_process(second_start, *fixed, 2048)
+        cost["second start"] = time.perf_counter() - began
+        cost |= _shared.in_new_process(training, *fixed, 10 * options.batches)
+        rate = _shared.in_new_process(batch_rates, *fixed, options.batches, options.rounds)
+        costs.append(cost)
+        lines.append([
+            f"{number:,}", f"{cost['read']:.1f}", f"{cost['tokenised']:.1f}", f"{cost['map']:.1f}",
+            f"{cost['map'] / cost['tokenised']:.2f}", f"{cost['second start']:.1f}", f"{cost['first batch']:.2f}",
+            f"{cost['planned']:.2f}", f"{cost['RssAnon'] / 1e9:.2f}", f"{cost['VmRSS'] / 1e9:.2f}",
+            f"{cost['VmHWM'] / 1e9:.2f}", str(rate),
+        ])  # fmt: skip
+        print(lines[-1], flush=True)
+    header = ["pairs", "read, s", "tokenised, s", "map, s", "speed / map", "second start, s", "after imports, s",
+              "epoch planned, s", "own memory, GB", "resident, GB", "peak, GB", "batches / in memory"]  # fmt: skip
+    grown = ("read", "tokenised", "second start", "first batch", "planned", "RssAnon", "VmRSS")
+    slopes = {name: slope(options.pairs, [cost[name] for cost in costs]) for name in grown}
+    summary = "slopes: " + ", ".join(f"{name} {value:.2f}" for name, value in slopes.items())
+    summary += "; slopes at most 1.05: " + _shared.verdict([(v, n) for n, v in slopes.items()], lambda v: v <= 1.05)
+    _shared.report(options, _shared.markdown(header, lines), summary + f"; {options.processes} processes")
+    if options.folder is None:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
