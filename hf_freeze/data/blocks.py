@@ -12,10 +12,10 @@ import pyarrow as pa
 from hf_freeze.data.cache import cached_folder, open_tables, write_tables
 from hf_freeze.data.tokens import (
     IDS,
+    Encoder,
     Progress,
     Rows,
     TokenDataset,
-    encoder,
     is_in_memory,
     map_rows,
     tokenizer_key,
@@ -57,15 +57,13 @@ def cached_blocks(
     if is_in_memory(split):
         return (masked_blocks if masked else text_blocks)(split["text"], tokenizer, block_size)
     cut = (_masked_cut if masked else _causal_cut)(tokenizer, block_size)
-
-    def ids(texts: list[str]) -> list[list[int]]:
-        encoded = encode(texts)
-        return _separated(encoded, tokenizer) if masked else encoded
+    encode: Any = Encoder(tokenizer, split, "text", add_special_tokens=not masked)
+    encode = _Separated(encode, tokenizer) if masked else encode
 
     def write(folder: Path) -> None:
         texts = folder / "texts"
         texts.mkdir()
-        map_rows(split, Rows({"ids": "text"}, ids), texts, None, progress)
+        map_rows(split, Rows({"ids": "text"}, encode), texts, None, progress)
         files = sorted(texts.glob("rows*.arrow"))
         pieces = (chunk.flatten().to_numpy() for chunk in open_tables(files).data.column("ids").chunks)
         write_tables(folder / "rows.arrow", _SCHEMA, cut(pieces))
@@ -74,7 +72,6 @@ def cached_blocks(
         texts.rmdir()
         write_facts(folder)
 
-    encode = encoder(tokenizer, split, "text", add_special_tokens=not masked)
     key = [split._fingerprint, tokenizer_key(tokenizer), block_size, masked]
     return TokenDataset(cached_folder("blocks", key, write))
 
@@ -89,6 +86,14 @@ def _flat(sentences: Iterable[Iterable[int]]) -> np.ndarray:
 
 def _separated(sentences: list[list[int]], tokenizer: Any) -> list[list[int]]:
     return [[*ids, tokenizer.sep_token_id] if ids else [] for ids in sentences]
+
+
+class _Separated:
+    def __init__(self, encode: Encoder, tokenizer: Any) -> None:
+        self.encode, self.tokenizer = encode, tokenizer
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        return _separated(self.encode(texts), self.tokenizer)
 
 
 def _causal_cut(tokenizer: Any, block_size: int) -> Cut:

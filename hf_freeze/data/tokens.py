@@ -3,10 +3,12 @@
 import contextlib
 import hashlib
 import json
+import multiprocessing.connection
 import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import tokenizers
 import torch.utils.data
+from datasets.utils import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from hf_freeze.data.cache import cached_folder, open_tables
@@ -74,8 +77,7 @@ def tokenise(
     The cache names the data, the tokenizer and the settings; another start opens it at once. `processes`: the default is a
     process for each core.
     """
-    encode = encoder(tokenizer, split, next(iter(columns.values())), truncation=True)
-    function = Rows(columns, encode)
+    function = Rows(columns, Encoder(tokenizer, split, next(iter(columns.values())), truncation=True))
     if is_in_memory(split):
         return (
             split.with_format("arrow")
@@ -91,17 +93,37 @@ def tokenise(
     return TokenDataset(cached_folder("tokens", key, write))
 
 
+class Encoder:
+    """texts -> ids, the same as `tokenizer(texts, **options)["input_ids"]`.
+
+    The Rust tokenizer below, asked for ids alone, takes half the time. It is used if it gives the same for the first texts.
+    """
+
+    def __init__(self, tokenizer: Any, split: datasets.Dataset, column: str, **options: Any) -> None:
+        self.tokenizer, self.options = tokenizer, options
+        self.is_fast = hasattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast")
+        first = split[: min(len(split), 100)][column]
+        self.is_fast = self.is_fast and self._plain(first) == self(first)  # `_plain` sets the truncation of both
+
+    def _plain(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, **self.options)["input_ids"]
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        if not self.is_fast:
+            return self._plain(texts)
+        special = self.options.get("add_special_tokens", True)
+        encodings = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=special)
+        return [encoding.ids for encoding in encodings]
+
+
 class Rows:
     """The function that `datasets` maps: from tables of text to tables of ids."""
 
     def __init__(self, columns: dict[str, str], encode: Callable[[list[str]], list[list[int]]]) -> None:
         self.columns, self.encode = columns, encode
-        self.parent = os.getpid()
         self.counter: str | None = None  # a file that grows by one byte for each table
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        if os.getpid() != self.parent and os.getppid() != self.parent:
-            os._exit(1)  # who asked for it was killed
         ids = {name: pa.array(self.encode(table[text].to_pylist()), IDS) for name, text in self.columns.items()}
         if self.counter is not None:
             with open(self.counter, "ab", buffering=0) as file:
@@ -109,70 +131,79 @@ class Rows:
         return pa.table(ids)
 
 
-def encoder(
-    tokenizer: Any, split: datasets.Dataset, column: str, **options: Any
-) -> Callable[[list[str]], list[list[int]]]:
-    """texts -> ids, the same as `tokenizer(texts, **options)["input_ids"]`.
-
-    The Rust tokenizer below, asked for ids alone, takes half the time. It is used if it gives the same for the first texts.
-    """
-
-    def plain(texts: list[str]) -> list[list[int]]:
-        return tokenizer(texts, **options)["input_ids"]
-
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if not hasattr(backend, "encode_batch_fast"):
-        return plain
-    special = options.get("add_special_tokens", True)
-
-    def fast(texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)]
-
-    first = split[: min(len(split), 100)][column]
-    return fast if plain(first) == fast(first) else plain  # `plain` also sets the truncation of the backend
-
-
 def map_rows(
     split: datasets.Dataset, function: Rows, folder: Path, processes: int | None, progress: Progress | None
 ) -> None:
-    """Write `function` of all rows into files `rows*.arrow`."""
+    """Write `function` of all rows into files `rows*.arrow`.
+
+    `datasets` could start the processes too, but one of them, which manages the others, would outlive a killed parent.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(processes or cores, -(-len(split) // _ROWS_PER_PROCESS))
-    with contextlib.ExitStack() as stack:
-        if progress is not None:
-            function.counter = stack.enter_context(_reported(progress, len(split)))
-        split.with_format("arrow").map(
-            function,
-            batched=True,
-            batch_size=_ROWS,
-            remove_columns=split.column_names,
-            num_proc=processes if processes > 1 else None,
-            cache_file_name=str(folder / "rows.arrow"),
-            load_from_cache_file=False,
-            new_fingerprint=folder.name,  # else `datasets` pickles the tokenizer to compute one
-            desc="Tokenising",
-        )
+    with _reported(progress, len(split), has_bar=processes > 1) as function.counter:
+        if processes <= 1:
+            _map(split, function, folder / "rows.arrow")
+            return
+        fork = "fork" in multiprocessing.get_all_start_methods()  # others import everything anew
+        context = multiprocessing.get_context("fork" if fork else "spawn")
+        with ProcessPoolExecutor(processes, context, initializer=_begin) as pool:
+            shards = (split.shard(processes, i, contiguous=True) for i in range(processes))
+            files = (folder / f"rows-{i:05d}.arrow" for i in range(processes))
+            for _ in pool.map(_map, shards, [function] * processes, files):
+                pass
+
+
+def _map(split: datasets.Dataset, function: Rows, path: Path) -> None:
+    split.with_format("arrow").map(
+        function,
+        batched=True,
+        batch_size=_ROWS,
+        remove_columns=split.column_names,
+        cache_file_name=str(path),
+        load_from_cache_file=False,
+        new_fingerprint=path.parent.name,  # else `datasets` pickles the tokenizer to compute one
+        desc="Tokenising",
+    )
+
+
+def _begin() -> None:
+    """In a process of its own, which ends with its parent."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    datasets.disable_progress_bars()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
 
 
 @contextlib.contextmanager
-def _reported(progress: Progress, rows: int) -> Iterator[str]:
+def _reported(progress: Progress | None, rows: int, *, has_bar: bool) -> Iterator[str]:
     """The file that processes count in, watched by a thread."""
-    with tempfile.NamedTemporaryFile() as counter:
-        done = threading.Event()
+    with tempfile.NamedTemporaryFile() as counter, tqdm(total=rows, desc="Tokenising", disable=not has_bar) as bar:
+        ended = threading.Event()
+
+        def say(done: int) -> None:
+            bar.update(done - bar.n)
+            if progress is not None:
+                progress(done, rows)
 
         def watch() -> None:
-            while not done.wait(0.5):
-                progress(min(rows, _ROWS * os.path.getsize(counter.name)), rows)
+            while not ended.wait(0.5):
+                say(min(rows, _ROWS * os.path.getsize(counter.name)))
 
-        progress(0, rows)
+        say(0)
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
         try:
             yield counter.name
         finally:
-            done.set()
+            ended.set()
             thread.join()
-        progress(rows, rows)
+        say(rows)
 
 
 def write_facts(folder: Path) -> None:
@@ -189,7 +220,7 @@ def write_facts(folder: Path) -> None:
             largest = max(largest, int(ids.max(initial=-1)))
             sha.update(ids)
         lengths.flush()
-        sha.update(lengths)
+        sha.update(np.asarray(lengths).tobytes())
     (folder / "facts.json").write_text(json.dumps({"largest": largest, "digest": sha.hexdigest()}))
 
 

@@ -154,6 +154,39 @@ def test_what_is_killed_is_not_taken_for_whole(corpus, tmp_path, own_cache):
     assert [path.suffix for path in own_cache.iterdir() if path.is_dir()] == [""]
 
 
+TOKENISING = """
+import os, pathlib, sys, time
+import datasets
+datasets.config.HF_DATASETS_CACHE = pathlib.Path(sys.argv[1])
+from hf_freeze.data import read_parallel, tokenise, tokens, train_tokenizer
+tokens._ROWS_PER_PROCESS = 1000
+tokenizer = train_tokenizer(["abc"] * 10, 20)
+class Slow:
+    def __init__(self, *args, **options): pass
+    def __call__(self, texts):
+        os.write(1, b"writing\\n")
+        time.sleep(100)
+tokens.Encoder = Slow
+tokenise(read_parallel(sys.argv[2], sys.argv[3]), tokenizer, {"input_ids": "source", "labels": "target"}, processes=2)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_the_processes_end_with_who_asked_for_them(parallel, tmp_path, own_cache):
+    command = [sys.executable, "-c", TOKENISING, own_cache.parent, tmp_path / "source", tmp_path / "target"]
+    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "writing\n"
+    process.kill()
+    assert set(process.communicate(timeout=30)[0].split()) <= {"writing"}, "the pipe closes when the last process ends"
+    assert [path.suffix for path in own_cache.glob("tokens-*") if path.is_dir()] == [".part"]
+
+
+def test_an_error_in_a_process_is_raised(parallel, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokens, "_ROWS_PER_PROCESS", 1000)
+    with pytest.raises(TypeError):
+        tokens.map_rows(parallel, tokens.Rows({"a": "source"}, len), tokens.Path("/nowhere"), 2, None)
+
+
 def test_an_error_leaves_nothing(parallel, tokenizer, own_cache, monkeypatch):
     monkeypatch.setattr(tokens, "write_facts", lambda folder: 1 / 0)
     before = {path for path in own_cache.iterdir() if path.is_dir()}
@@ -191,8 +224,8 @@ def test_progress(parallel, tokenizer, monkeypatch):
             time.sleep(0.4)
             return self.inner(texts)
 
-    real = tokens.encoder
-    monkeypatch.setattr(tokens, "encoder", lambda *args, **kwargs: Slow(real(*args, **kwargs)))
+    real = tokens.Encoder
+    monkeypatch.setattr(tokens, "Encoder", lambda *args, **kwargs: Slow(real(*args, **kwargs)))
     tokenise(parallel, tokenizer, SIDES, processes=1, progress=lambda done, rows: said.append((done, rows)))
     assert said[0] == (0, 2500)
     assert said[-1] == (2500, 2500)
@@ -214,7 +247,7 @@ def test_a_tokenizer_whose_fast_path_differs_goes_the_slow_one(corpus, tokenizer
         def __call__(self, texts, **options):
             return {"input_ids": [[7, *ids] for ids in tokenizer(texts, **options)["input_ids"]]}
 
-    assert all(ids[0] == 7 for ids in tokens.encoder(Odd(), corpus, "source", truncation=True)(["a", "b"]))
+    assert all(ids[0] == 7 for ids in tokens.Encoder(Odd(), corpus, "source", truncation=True)(["a", "b"]))
 
 
 # -- blocks ----------------------------------------------------------------------------------------------------------------------
