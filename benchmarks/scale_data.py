@@ -34,6 +34,15 @@ import numpy as np
 
 SIDES = {"input_ids": "source", "labels": "target"}
 LINES = 100_000  # of the pool, and written at a time
+LARGE = 1_000_000  # pairs; of more, `map` is not measured, which would take longest
+
+
+def pool_of(words: int) -> Any:
+    """Generated pairs whose source has at most so many words."""
+    from hf_freeze.data import builtin_corpus
+
+    pairs = builtin_corpus(train=LINES, dev=1, test=1)["train"]
+    return pairs.filter(lambda pair: pair["source"].count(" ") < words)
 
 
 def write_pairs(folder: Path, number: int, pool: Any) -> list[Path]:
@@ -65,7 +74,9 @@ def tokenizer_of(folder: Path) -> Any:
     return tokenizer
 
 
-def first_start(paths: list[Path], folder: Path, cache: Path, processes: int, turns: int) -> dict[str, float]:
+def first_start(
+    paths: list[Path], folder: Path, cache: Path, processes: int, turns: int, has_map: bool
+) -> dict[str, float]:
     """Seconds of reading, of our tokenising and of `datasets.map` alone."""
     from hf_freeze import data
 
@@ -90,10 +101,10 @@ def first_start(paths: list[Path], folder: Path, cache: Path, processes: int, tu
             for file in cache.glob("map*.arrow"):
                 file.unlink()
 
-        both = [("tokenised", ours), ("map", theirs)]
+        both = [("tokenised", ours), ("map", theirs)] if has_map else [("tokenised", ours)]
         for name, work in both if turn % 2 == 0 else both[::-1]:
             seconds[name].append(_shared.seconds(work))
-    return {name: min(times) for name, times in seconds.items()}
+    return {name: min(times, default=float("nan")) for name, times in seconds.items()}
 
 
 def second_start(paths: list[Path], folder: Path, cache: Path, max_tokens: int) -> dict[str, float]:
@@ -187,24 +198,26 @@ def slope(numbers: list[int], costs: list[float]) -> float:
 def main() -> None:
     parser = _shared.parser(__doc__, presets=False)
     parser.add_argument("--pairs", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--words", type=int, default=20, help="of the longest source sentence; 20 is all of the corpus")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=2, help="of tokenising, for at most a million pairs; else 1")
+    parser.add_argument("--turns", type=int, default=2, help="of tokenising; one for more than a million pairs")
     parser.add_argument("--batches", type=int, default=500, help="drawn in a round; ten times as many for the memory")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--folder", help="for the files; default: a new folder of the system's, which is removed")
     options = parser.parse_args()
-    from hf_freeze.data import builtin_corpus, train_tokenizer
+    from hf_freeze.data import train_tokenizer
 
     root = Path(options.folder or tempfile.mkdtemp())
     root.mkdir(parents=True, exist_ok=True)
-    pool = builtin_corpus(train=LINES, dev=1, test=1)["train"]
+    pool = pool_of(options.words)
     train_tokenizer([*pool["source"][:20_000], *pool["target"][:20_000]], 4000).save_pretrained(root / "tokenizer")
     lines, costs = [], []
     for number in options.pairs:
         paths, cache = write_pairs(root, number, pool), root / f"cache-{number}"
         fixed = (paths, root / "tokenizer", cache)
-        turns = options.turns if number <= 1_000_000 else 1
-        cost = _shared.in_new_process(first_start, *fixed, options.processes, turns)
+        is_large = number > LARGE
+        turns = 1 if is_large else options.turns
+        cost = _shared.in_new_process(first_start, *fixed, options.processes, turns, not is_large)
         began = time.perf_counter()
         cost |= _shared.in_new_process(second_start, *fixed, 2048)
         cost["second start"] = time.perf_counter() - began

@@ -41,6 +41,11 @@ class TokenDataset(torch.utils.data.Dataset):
         self.largest: int = facts["largest"]
         self.digest: str = facts["digest"]
 
+        self._columns = {column: _Column(self.rows.data.column(column)) for column in self.rows.column_names}
+
+    def __reduce__(self) -> Any:  # for the workers of a DataLoader: they map the files themselves
+        return TokenDataset, (self.folder,)
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -49,13 +54,31 @@ class TokenDataset(torch.utils.data.Dataset):
         return self.rows[index]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        return self.rows.__getitems__(indices)
+        """As `datasets` gives them, without making a table of them first: a fifth of the time."""
+        columns = {name: column.take(indices) for name, column in self._columns.items()}
+        return [dict(zip(columns, ids, strict=True)) for ids in zip(*columns.values(), strict=True)]
 
     def check_ids(self, vocab_size: int) -> None:
         """As `hf_freeze.data.tokenization.check_ids`, of all columns; ids are read only where there is an error to name."""
         if self.largest >= vocab_size:
             for column in self.rows.column_names:
                 check_ids(self.rows[column], vocab_size)
+
+
+class _Column:
+    """The lists of a column, by number."""
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        self.chunks = [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in column.chunks]
+        self.starts = np.cumsum([0, *(len(chunk) for chunk in column.chunks)])
+
+    def take(self, indices: list[int]) -> list[list[int]]:
+        which = np.searchsorted(self.starts, indices, side="right") - 1
+        lists = []
+        for chunk, row in zip(which.tolist(), (indices - self.starts[which]).tolist(), strict=True):
+            offsets, values = self.chunks[chunk]
+            lists.append(values[offsets[row] : offsets[row + 1]].tolist())
+        return lists
 
 
 def is_in_memory(split: datasets.Dataset) -> bool:
