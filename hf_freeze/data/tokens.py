@@ -54,7 +54,7 @@ class TokenDataset(torch.utils.data.Dataset):
         return self.rows[index]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        """As `datasets` gives them, without making a table of them first: a fifth of the time."""
+        """As `datasets` gives them, without making a table of them first: a quarter less time."""
         columns = {name: column.take(indices) for name, column in self._columns.items()}
         return [dict(zip(columns, ids, strict=True)) for ids in zip(*columns.values(), strict=True)]
 
@@ -163,6 +163,8 @@ def map_rows(
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(processes or cores, -(-len(split) // _ROWS_PER_PROCESS))
+    if multiprocessing.current_process().daemon:  # it may have no processes of its own
+        processes = 1
     with _reported(progress, len(split), has_bar=processes > 1) as function.counter:
         if processes <= 1:
             _map(split, function, folder / "rows.arrow")
