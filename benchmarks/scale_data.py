@@ -17,8 +17,8 @@ Pairs are drawn from a pool of the built-in corpus and written to two text files
 - "batches": a second from the memory-mapped files, relative to the same rows in memory (`keep_in_memory`, as in 0.1.0): the
   median of the ratios of rounds of turns, with quartiles.
 
-Claims: tokenised at no less than 0.9 of the speed of `map`; at most 1.5 GB resident; the first batch of a second start within 5 s,
-without the imports; at least 0.95 of the batches a second; no cost that grows faster than (pairs)^1.05.
+Claims: tokenised at no less than 0.9 of the speed of `map`; at most 1.5 GB resident; the first batch of a second start within
+5 s, without the imports; at least 0.95 of the batches a second; no cost that grows faster than (pairs)^1.05.
 """
 
 import argparse
