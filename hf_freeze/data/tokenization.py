@@ -23,9 +23,13 @@ def check_ids(sentences: Iterable[Iterable[int]], vocab_size: int) -> None:
     for number, ids in enumerate(sentences):
         for i in ids:
             if not (0 <= i < vocab_size or i == -100):
-                raise ValueError(
-                    f"sentence {number} holds token id {i}, outside the model's vocabulary 0..{vocab_size - 1}"
-                )
+                raise id_outside(number, i, vocab_size)
+
+
+def id_outside(number: int, token_id: int, vocab_size: int) -> ValueError:
+    return ValueError(
+        f"sentence {number} holds token id {token_id}, outside the model's vocabulary 0..{vocab_size - 1}"
+    )
 
 
 def train_tokenizer(

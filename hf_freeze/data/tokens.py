@@ -21,7 +21,7 @@ from datasets.utils import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from hf_freeze.data.cache import cached_folder, open_tables
-from hf_freeze.data.tokenization import check_ids, train_tokenizer
+from hf_freeze.data.tokenization import check_ids, id_outside, train_tokenizer
 
 Progress = Callable[[int, int], None]  # receives the number of rows that are done, and of all rows
 IDS = pa.list_(pa.int32())
@@ -40,7 +40,6 @@ class TokenDataset(torch.utils.data.Dataset):
         facts = json.loads((folder / "facts.json").read_text())
         self.largest: int = facts["largest"]
         self.digest: str = facts["digest"]
-
         self._columns = {column: _Column(self.rows.data.column(column)) for column in self.rows.column_names}
 
     def __reduce__(self) -> Any:  # for the workers of a DataLoader: they map the files themselves
@@ -59,10 +58,13 @@ class TokenDataset(torch.utils.data.Dataset):
         return [dict(zip(columns, ids, strict=True)) for ids in zip(*columns.values(), strict=True)]
 
     def check_ids(self, vocab_size: int) -> None:
-        """As `hf_freeze.data.tokenization.check_ids`, of all columns; ids are read only where there is an error to name."""
+        """Raise ValueError for a token id outside the vocabulary; ids are read only where there is one."""
         if self.largest >= vocab_size:
-            for column in self.rows.column_names:
-                check_ids(self.rows[column], vocab_size)
+            for column in self._columns.values():
+                for start, (offsets, values) in zip(column.starts, column.chunks, strict=False):
+                    if (outside := np.flatnonzero(values >= vocab_size)).size:
+                        row = start + np.searchsorted(offsets, outside[0], side="right") - 1
+                        raise id_outside(int(row), int(values[outside[0]]), vocab_size)
 
 
 class _Column:

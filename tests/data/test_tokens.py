@@ -1,6 +1,7 @@
 """Tokens on the disk: the same batches as tokens in memory, computed once, never half."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from support.recipes import LM, MASKED, TINY, changed
+from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainingArguments
 
 from hf_freeze import make_variant
@@ -233,11 +235,17 @@ def test_progress(parallel, tokenizer, monkeypatch):
     assert any(0 < done < 2500 for done, _ in said)
 
 
-def test_ids_outside_the_vocabulary(parallel, tokenizer):
+def test_ids_outside_the_vocabulary(parallel, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokens, "_ROWS", 300)
     stored = tokenise(parallel, tokenizer, SIDES)
     stored.check_ids(stored.largest + 1)
-    with pytest.raises(ValueError, match=rf"sentence \d+ holds token id \d+, .* 0\.\.{stored.largest - 1}"):
-        stored.check_ids(stored.largest)
+    for vocab_size in (stored.largest, 100):
+        number, i = next(
+            (number, i) for column in SIDES for number, ids in enumerate(stored[column]) for i in ids if i >= vocab_size
+        )
+        message = rf"^sentence {number} holds token id {i}, outside the model's vocabulary 0\.\.{vocab_size - 1}$"
+        with pytest.raises(ValueError, match=message):
+            stored.check_ids(vocab_size)
 
 
 def test_a_tokenizer_whose_fast_path_differs_goes_the_slow_one(corpus, tokenizer):
@@ -362,3 +370,18 @@ def test_the_sampler_takes_lengths_on_the_disk(tmp_path):
     mapped = [np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in "ab"]
     plain = TokenBatchSampler(lengths[0].tolist(), lengths[1].tolist(), 100, seed=2)
     assert list(TokenBatchSampler(*mapped, 100, seed=2)) == list(plain)
+
+
+def test_other_loaders_take_tokens_on_the_disk(tmp_path):
+    """The Trainer's own for evaluation, which measures attention heads, and one with workers."""
+    for name, split in builtin_corpus(train=40, dev=5, test=5).items():
+        for side in ("source", "target"):
+            (tmp_path / f"{name}.{side}").write_text("\n".join(split[side]))
+    data = {"root": str(tmp_path)} | {name: [f"{name}.source", f"{name}.target"] for name in ("train", "dev", "test")}
+    trainer = trainer_of(tmp_path / "out", data)
+    stored = trainer.train_dataset
+    assert isinstance(stored, TokenDataset)
+    assert sum(len(batch["labels"]) for batch in trainer.get_eval_dataloader(stored)) == 40
+    context = multiprocessing.get_context("spawn")
+    workers = DataLoader(stored, batch_size=7, collate_fn=list, num_workers=1, multiprocessing_context=context)
+    assert [row for batch in workers for row in batch] == rows(stored)
