@@ -52,6 +52,13 @@ class TokenBatchSampler(Sampler[list[int]]):
         return -(-batches // self.multiple_of) * self.multiple_of
 
     def __iter__(self) -> Iterator[list[int]]:
+        order, batches = self._plan()
+        for position in range(len(self)):
+            batch = batches[position % len(batches)]
+            yield order[self.bounds[batch] : self.bounds[batch + 1]].tolist()
+
+    def _plan(self) -> tuple[np.ndarray, np.ndarray]:
+        """The sentences in the order of their lengths, and the order of the batches."""
         rng = np.random.default_rng((self.seed, self.epoch))
         ties = rng.random(len(self.targets)) if self.shuffle else None
         # A random shift of the source-length buckets puts neighbouring sentences into different batches in different epochs.
@@ -59,9 +66,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         order = _ordered(bucket, self.targets, ties)
         count = len(self.bounds) - 1
         batches = rng.permutation(count) if self.shuffle else np.arange(count)
-        for position in range(len(self)):
-            batch = batches[position % count]
-            yield order[self.bounds[batch] : self.bounds[batch + 1]].tolist()
+        return order.astype(np.min_scalar_type(len(order))), batches
 
 
 def _bounds(counts: np.ndarray, max_tokens: int) -> list[int]:
@@ -91,7 +96,8 @@ def _ordered(bucket: np.ndarray, targets: np.ndarray, ties: np.ndarray | None) -
     order = np.lexsort((_short(bucket), _short(targets)))
     if ties is None:
         return order
-    changes = (np.diff(bucket[order]) != 0) | (np.diff(targets[order]) != 0)
+    changes = np.diff(bucket[order]) != 0
+    changes |= np.diff(targets[order]) != 0
     starts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(order)]
     for start, end in pairwise(starts):
         equal = order[start:end]

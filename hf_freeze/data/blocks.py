@@ -63,9 +63,9 @@ def cached_blocks(
     def write(folder: Path) -> None:
         texts = folder / "texts"
         texts.mkdir()
-        map_rows(split, Rows({"ids": "text"}, encode), texts, None, progress)
+        map_rows(split, Rows({"ids": "text"}, encode, len(tokenizer)), texts, None, progress)
         files = sorted(texts.glob("rows*.arrow"))
-        pieces = (chunk.flatten().to_numpy() for chunk in open_tables(files).data.column("ids").chunks)
+        pieces = (chunk.flatten().to_numpy().astype(np.int32) for chunk in open_tables(files).data.column("ids").chunks)
         write_tables(folder / "rows.arrow", _SCHEMA, cut(pieces))
         for file in files:
             file.unlink()

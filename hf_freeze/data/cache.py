@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from hf_freeze.io import sync
 
-_FORMAT = 1  # to be raised where the files in the folders change
+_FORMAT = 2  # to be raised where the files in the folders change
 
 
 def cached_folder(kind: str, key: Any, write: Callable[[Path], object]) -> Path:

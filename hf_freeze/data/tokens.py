@@ -1,8 +1,10 @@
 """Token ids of a data set: computed once in parallel, and kept in memory-mapped Arrow files of the cache beside their lengths."""
 
 import contextlib
+import functools
 import hashlib
 import json
+import mmap
 import multiprocessing.connection
 import os
 import tempfile
@@ -26,6 +28,8 @@ from hf_freeze.data.tokenization import check_ids, id_outside, train_tokenizer
 Progress = Callable[[int, int], None]  # receives the number of rows that are done, and of all rows
 IDS = pa.list_(pa.int32())
 _ROWS = 1000  # tokenised at a time
+_RESIDENT = 1 << 29  # bytes of mapped files that count as memory of the process, before their pages are given back
+_AROUND = 1 << 16  # bytes that Linux maps around every row
 _ROWS_PER_PROCESS = 10_000  # for fewer, starting a process takes longer
 
 
@@ -35,18 +39,25 @@ class TokenDataset(torch.utils.data.Dataset):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.rows = open_tables(sorted(folder.glob("rows*.arrow")))
-        self.lengths = {column: np.load(folder / f"{column}.npy", mmap_mode="r") for column in self.rows.column_names}
         facts = json.loads((folder / "facts.json").read_text())
+        self.lengths = {column: np.load(folder / f"{column}.npy", mmap_mode="r") for column in facts["columns"]}
         self.largest: int = facts["largest"]
         self.digest: str = facts["digest"]
-        self._columns = {column: _Column(self.rows.data.column(column)) for column in self.rows.column_names}
+        self._maps = [_mapped(path) for path in sorted(folder.glob("rows*.arrow"))]
+        table = pa.Table.from_batches([batch for mapped in self._maps for batch in _batches(mapped)])
+        self._columns = {column: _Column(table.column(column)) for column in table.column_names}
+        self._releases = sum(map(len, self._maps)) > _RESIDENT and hasattr(mmap, "MADV_DONTNEED")
+        self._taken = 0
+
+    @functools.cached_property
+    def rows(self) -> datasets.Dataset:
+        return open_tables(sorted(self.folder.glob("rows*.arrow")))
 
     def __reduce__(self) -> Any:  # for the workers of a DataLoader: they map the files themselves
         return TokenDataset, (self.folder,)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(next(iter(self.lengths.values())))
 
     def __getitem__(self, index: Any) -> Any:
         """One example, some, or a column."""
@@ -55,6 +66,11 @@ class TokenDataset(torch.utils.data.Dataset):
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
         """As `datasets` gives them, without making a table of them first: a quarter less time."""
         columns = {name: column.take(indices) for name, column in self._columns.items()}
+        self._taken += len(indices)
+        if self._releases and self._taken >= _RESIDENT // _AROUND:
+            self._taken = 0
+            for mapped in self._maps:
+                mapped.madvise(mmap.MADV_DONTNEED)
         return [dict(zip(columns, ids, strict=True)) for ids in zip(*columns.values(), strict=True)]
 
     def check_ids(self, vocab_size: int) -> None:
@@ -65,6 +81,18 @@ class TokenDataset(torch.utils.data.Dataset):
                     if (outside := np.flatnonzero(values >= vocab_size)).size:
                         row = start + np.searchsorted(offsets, outside[0], side="right") - 1
                         raise id_outside(int(row), int(values[outside[0]]), vocab_size)
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _batches(mapped: mmap.mmap) -> Iterator[pa.RecordBatch]:
+    for number, batch in enumerate(pa.ipc.open_stream(pa.py_buffer(mapped))):
+        if number % 1000 == 999 and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)  # the header of a batch makes Linux map most of it
+        yield batch
 
 
 class _Column:
@@ -102,7 +130,7 @@ def tokenise(
     The cache names the data, the tokenizer and the settings; another start opens it at once. `processes`: the default is a
     process for each core.
     """
-    function = Rows(columns, Encoder(tokenizer, split, next(iter(columns.values())), truncation=True))
+    function = Rows(columns, Encoder(tokenizer, split, next(iter(columns.values())), truncation=True), len(tokenizer))
     if is_in_memory(split):
         return (
             split.with_format("arrow")
@@ -142,14 +170,17 @@ class Encoder:
 
 
 class Rows:
-    """The function that `datasets` maps: from tables of text to tables of ids."""
+    """The function that `datasets` maps: from tables of text to tables of ids, of 16 bits if `vocabulary` fits in."""
 
-    def __init__(self, columns: dict[str, str], encode: Callable[[list[str]], list[list[int]]]) -> None:
+    def __init__(
+        self, columns: dict[str, str], encode: Callable[[list[str]], list[list[int]]], vocabulary: int
+    ) -> None:
         self.columns, self.encode = columns, encode
+        self.type = pa.list_(pa.uint16()) if vocabulary <= 1 << 16 else IDS
         self.counter: str | None = None  # a file that grows by one byte for each table
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        ids = {name: pa.array(self.encode(table[text].to_pylist()), IDS) for name, text in self.columns.items()}
+        ids = {name: pa.array(self.encode(table[text].to_pylist()), self.type) for name, text in self.columns.items()}
         if self.counter is not None:
             with open(self.counter, "ab", buffering=0) as file:
                 file.write(b".")
@@ -236,7 +267,7 @@ def _reported(progress: Progress | None, rows: int, *, has_bar: bool) -> Iterato
 def write_facts(folder: Path) -> None:
     """The lengths, the largest id and a digest of the rows in `folder`, which are not read again in another start."""
     rows = open_tables(sorted(folder.glob("rows*.arrow")))
-    largest, sha = -1, hashlib.sha256()
+    largest, sha = 0, hashlib.sha256()
     for column in rows.column_names:
         lengths = np.lib.format.open_memmap(folder / f"{column}.npy", "w+", np.int32, (len(rows),))
         start = 0
@@ -244,11 +275,13 @@ def write_facts(folder: Path) -> None:
             ids = chunk.flatten().to_numpy()
             lengths[start : start + len(chunk)] = np.diff(chunk.offsets.to_numpy())
             start += len(chunk)
-            largest = max(largest, int(ids.max(initial=-1)))
-            sha.update(ids)
+            largest = max(largest, int(ids.max(initial=0)))
+            sha.update(ids.tobytes())
         lengths.flush()
         sha.update(np.asarray(lengths).tobytes())
-    (folder / "facts.json").write_text(json.dumps({"largest": largest, "digest": sha.hexdigest()}))
+    (folder / "facts.json").write_text(
+        json.dumps({"columns": rows.column_names, "largest": largest, "digest": sha.hexdigest()})
+    )
 
 
 def tokenizer_key(tokenizer: Any) -> list[Any]:

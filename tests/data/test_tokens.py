@@ -86,6 +86,21 @@ def test_tokens_on_the_disk_are_those_in_memory(parallel, corpus, tokenizer, pro
     assert max(map(len, expected["labels"])) == 24, "some are truncated"
 
 
+def test_large_vocabularies_and_pages_that_are_given_back(parallel, corpus, tokenizer, monkeypatch):
+    small = tokenise(parallel, tokenizer, SIDES)
+    monkeypatch.setattr(tokens, "_RESIDENT", 100)
+    monkeypatch.setattr(type(tokenizer), "__len__", lambda self: 1 << 17)
+    monkeypatch.setattr(tokens, "tokenizer_key", lambda tokenizer: "large")
+    large = tokenise(parallel, tokenizer, SIDES)
+    assert large._releases
+    assert not small._releases
+    types = [str(data.rows.features["labels"].feature.dtype) for data in (small, large)]
+    assert types == ["uint16", "int32"]
+    everything = list(range(len(corpus)))
+    for _ in range(2):
+        assert small.__getitems__(everything) == large.__getitems__(everything)
+
+
 def test_the_second_start_computes_nothing(parallel, tokenizer, tmp_path, monkeypatch):
     first = tokenise(parallel, tokenizer, SIDES)
     monkeypatch.setattr(tokens, "map_rows", None)
@@ -186,7 +201,7 @@ def test_the_processes_end_with_who_asked_for_them(parallel, tmp_path, own_cache
 def test_an_error_in_a_process_is_raised(parallel, tokenizer, monkeypatch):
     monkeypatch.setattr(tokens, "_ROWS_PER_PROCESS", 1000)
     with pytest.raises(TypeError):
-        tokens.map_rows(parallel, tokens.Rows({"a": "source"}, len), tokens.Path("/nowhere"), 2, None)
+        tokens.map_rows(parallel, tokens.Rows({"a": "source"}, len, 100), tokens.Path("/nowhere"), 2, None)
 
 
 def test_an_error_leaves_nothing(parallel, tokenizer, own_cache, monkeypatch):
