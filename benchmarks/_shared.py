@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,12 @@ def resident(field: str) -> int:
 
 def in_new_process(work: Callable[..., Any], *arguments: Any, **variables: str) -> Any:
     """The result of `work(*arguments)` in a new process with these environment variables."""
-    with patch.dict(os.environ, variables), multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(work, arguments)
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        patch.dict(os.environ, variables),
+        ProcessPoolExecutor(1, spawn) as pool,
+    ):  # one that may have processes of its own
+        return pool.submit(work, *arguments).result()
 
 
 def copy_rate(size: int = 1 << 28) -> float:

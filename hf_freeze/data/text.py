@@ -1,61 +1,117 @@
-"""Readers for text, parallel text and labelled examples from files, plain or gzipped, and from data sets of the Hub."""
+"""Readers for text, parallel text and labelled examples from files, plain or compressed, and from data sets of the Hub.
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+Text and parallel text are copied once into an Arrow file of the cache and memory-mapped from there; they are never in memory.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+from datasets.exceptions import DatasetGenerationError
 
-from hf_freeze.data.files import read_bytes
+from hf_freeze.data.cache import cached_rows, stamp
+from hf_freeze.data.columns import has_columns, iterate_columns, kind_of, parse_example
+from hf_freeze.data.lines import full_lines, iterate_documents, read_lines
+
+UNITS: dict[str, Callable[[str | Path], Iterator[list[str]]]] = {"lines": full_lines, "documents": iterate_documents}
+_ROWS = 10_000  # of parallel text, written at a time
 
 
-def read_lines(path: str | Path) -> list[str]:
-    """The lines of a UTF-8 text file, plain or gzipped (detected by content), without surrounding white space.
+def read_text(paths: Sequence[str | Path], *, unit: str = "lines", column: str = "text") -> datasets.Dataset:
+    """Column `text` from files, memory-mapped.
 
-    Raises FileNotFoundError; ValueError with file and line for an empty line, a NUL byte (binary data) or bytes that are not
-    UTF-8; ValueError for an empty file or a damaged gzip file.
+    Of JSONL (`.jsonl`, `.ndjson`, `.json`) and Parquet files the column `column` is read, without surrounding white space and
+    empty texts; any other file is plain text, a text for each of its lines or `documents`. All but Parquet may be compressed:
+    gzip, bzip2, xz, zstd, lz4.
+
+    Raises the errors of `read_lines`, and ValueError with file and line for JSON that is not as it should be.
     """
-    lines = []
-    for number, text in _numbered_lines(path):
-        if not text:
-            raise ValueError(f"{path}, line {number}: empty line")
-        lines.append(text)
-    return lines
+
+    def tables() -> Iterator[pa.Table]:
+        for path in paths:
+            if kind_of(path) == "lines":
+                yield from (pa.table({"text": texts}, _TEXT) for texts in UNITS[unit](path))
+            else:
+                for table in iterate_columns(path, [column]):
+                    yield pa.table({"text": _stripped(table[column].to_pylist())}, _TEXT)
+
+    key = [[stamp(path) for path in paths], unit, column]
+    return _not_empty(cached_rows(key, ["text"], tables), ", ".join(map(str, paths)))
 
 
-def read_documents(path: str | Path) -> list[str]:
-    """The documents of a text file, separated by empty lines; the lines of a document are joined by newlines.
+_TEXT = pa.schema([("text", pa.string())])
+_PAIRS = pa.schema([("source", pa.string()), ("target", pa.string())])
 
-    Raises the errors of `read_lines` except for empty lines, and ValueError if all lines are empty.
+
+def read_pairs(paths: Sequence[str | Path], *, source: str = "source", target: str = "target") -> datasets.Dataset:
+    """Columns `source` and `target`, memory-mapped: from two line-aligned files of plain text, or from any number of JSONL and
+    Parquet files with the columns that `source` and `target` name.
+
+    Raises ValueError for other files, and the errors of `read_text`.
     """
-    documents: list[list[str]] = [[]]
-    for _, text in _numbered_lines(path):
-        if text:
-            documents[-1].append(text)
-        elif documents[-1]:
-            documents.append([])
-    texts = ["\n".join(lines) for lines in documents if lines]
-    if not texts:
-        raise ValueError(f"{path}: all lines are empty")
-    return texts
+    kinds = {kind_of(path) for path in paths}
+    if kinds == {"lines"} and len(paths) == 2:
+        return read_parallel(*paths)
+    if "lines" in kinds:
+        named = ", ".join(map(str, paths))
+        raise ValueError(f"parallel text is two files of lines, or files that end in .jsonl or .parquet, not {named}")
+
+    def tables() -> Iterator[pa.Table]:
+        for path in paths:
+            for table in iterate_columns(path, [source, target]):
+                yield table.rename_columns(_PAIRS.names)
+
+    key = [[stamp(path) for path in paths], source, target]
+    return _not_empty(cached_rows(key, _PAIRS.names, tables), ", ".join(map(str, paths)))
 
 
-def _numbered_lines(path: str | Path) -> Iterator[tuple[int, str]]:
-    data = read_bytes(path)
-    if not data:
-        raise ValueError(f"{path}: the file is empty")
-    for number, line in enumerate(data.removesuffix(b"\n").split(b"\n"), 1):
-        if b"\x00" in line:
-            raise ValueError(f"{path}, line {number}: binary data (a NUL byte), not text")
-        try:
-            yield number, line.decode("utf-8").removeprefix("\ufeff").strip()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from error
+def read_parallel(source: str | Path, target: str | Path) -> datasets.Dataset:
+    """Columns `source` and `target` from two line-aligned files, memory-mapped.
+
+    Raises the errors of `read_lines`, and ValueError with both counts if the files differ in length.
+    """
+
+    def tables() -> Iterator[pa.Table]:
+        counts = [0, 0]
+        for sources, targets in zip_longest(_in_rows(source), _in_rows(target), fillvalue=[]):
+            counts = [counts[0] + len(sources), counts[1] + len(targets)]
+            if len(sources) == len(targets):
+                yield pa.table({"source": sources, "target": targets}, _PAIRS)
+        if counts[0] != counts[1]:
+            raise ValueError(
+                f"parallel files differ in length: {source} has {counts[0]} lines, {target} has {counts[1]}"
+            )
+
+    return cached_rows([stamp(source), stamp(target)], _PAIRS.names, tables)
+
+
+def _in_rows(path: str | Path) -> Iterator[list[str]]:
+    """The lines of a file, as many at a time of every file."""
+    rest: list[str] = []
+    for lines in full_lines(path):
+        rest += lines
+        while len(rest) >= _ROWS:
+            yield rest[:_ROWS]
+            rest = rest[_ROWS:]
+    if rest:
+        yield rest
+
+
+def _stripped(texts: Iterable[str]) -> list[str]:
+    return [text for text in map(str.strip, texts) if text]
+
+
+def _not_empty(data: datasets.Dataset, where: str) -> datasets.Dataset:
+    if not len(data):
+        raise ValueError(f"{where}: no text")
+    return data
 
 
 def read_jsonl(path: str | Path, text: Sequence[str] = ("sentence",), label: str = "label") -> datasets.Dataset:
-    """Classification examples from a file with one JSON object per line, plain or gzipped.
+    """Classification examples from a file with one JSON object per line, plain or compressed.
 
     Columns: those named in `text` (strings; two columns form a pair) and `label` (integers from 0, or strings). Other fields are
     ignored. Raises the errors of `read_lines`, and ValueError with file and line for a missing field or a wrong value.
@@ -63,12 +119,7 @@ def read_jsonl(path: str | Path, text: Sequence[str] = ("sentence",), label: str
     columns: dict[str, list[Any]] = {name: [] for name in (*text, label)}
     for number, line in enumerate(read_lines(path), 1):
         where = f"{path}, line {number}"
-        try:
-            example = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON ({error})") from error
-        if not isinstance(example, dict):
-            raise ValueError(f"{where}: an example is a JSON object, not {line[:40]!r}")
+        example = parse_example(where, line, ())
         for name, values in columns.items():
             if name not in example:
                 raise ValueError(f"{where}: no field {name!r}; choose from {sorted(example)}")
@@ -83,28 +134,24 @@ def read_jsonl(path: str | Path, text: Sequence[str] = ("sentence",), label: str
     return datasets.Dataset.from_dict(columns)
 
 
-def read_parallel(source: str | Path, target: str | Path) -> datasets.Dataset:
-    """Columns `source` and `target` from two line-aligned files.
-
-    Raises the errors of `read_lines`, and ValueError with both counts if the files differ in length.
-    """
-    sources, targets = read_lines(source), read_lines(target)
-    if len(sources) != len(targets):
-        raise ValueError(
-            f"parallel files differ in length: {source} has {len(sources)} lines, {target} has {len(targets)}"
-        )
-    return datasets.Dataset.from_dict({"source": sources, "target": targets})
-
-
 def load_hub_text(repo_id: str, split: str, column: str = "text", name: str | None = None) -> datasets.Dataset:
-    """Column `text` from a data set of the Hub (or a local directory or file that `datasets` supports), without empty texts.
+    """Column `text` from a data set of the Hub (or a local directory or file that `datasets` supports), without empty texts,
+    memory-mapped.
 
-    Raises ValueError for an unknown column, with the choices.
+    Raises ValueError for an unknown column, with the choices, and for data that cannot be read.
     """
-    data: Any = datasets.load_dataset(repo_id, name, split=split)
+    if files := _own_files(repo_id, split, name, [column]):
+        return read_text(files, column=column)
+    data = _load(repo_id, split, name)
     _check_columns(data, [column], repo_id, split)
-    texts = [text.strip() for text in data[column]]
-    return datasets.Dataset.from_dict({"text": [text for text in texts if text]})
+    _check_text(data, [column], repo_id, split)
+    data = data.select_columns([column]).with_format("arrow")
+
+    def tables() -> Iterator[pa.Table]:
+        for table in data.iter(_ROWS):
+            yield pa.table({"text": _stripped(text or "" for text in table[column].to_pylist())}, _TEXT)
+
+    return _not_empty(cached_rows(["hub", data._fingerprint], ["text"], tables), f"{repo_id} ({split})")
 
 
 def load_hub_labelled(
@@ -115,26 +162,58 @@ def load_hub_labelled(
 
     Raises ValueError for an unknown column, with the choices.
     """
-    data: Any = datasets.load_dataset(repo_id, name, split=split)
+    data = _load(repo_id, split, name)
     _check_columns(data, (*text, label), repo_id, split)
     return data.select_columns([*text, label])
 
 
 def load_hub_parallel(repo_id: str, split: str, source: str, target: str, name: str | None = None) -> datasets.Dataset:
-    """Columns `source` and `target` from a data set of the Hub (or a local directory or file that `datasets` supports).
+    """Columns `source` and `target` from a data set of the Hub (or a local directory or file that `datasets` supports),
+    memory-mapped.
 
     `source` and `target` name columns, or languages inside a `translation` column.
-    Raises ValueError for an unknown column, with the choices.
+    Raises ValueError for an unknown column, with the choices, and for data that cannot be read.
     """
-    data: Any = datasets.load_dataset(repo_id, name, split=split)
+    if files := _own_files(repo_id, split, name, [source, target]):
+        return read_pairs(files, source=source, target=target)
+    data = _load(repo_id, split, name)
     if "translation" in data.column_names and source not in data.column_names:
         data = data.flatten()
         data = data.rename_columns({c: c.removeprefix("translation.") for c in data.column_names if "." in c})
     _check_columns(data, (source, target), repo_id, split)
+    _check_text(data, (source, target), repo_id, split)
     return data.select_columns([source, target]).rename_columns({source: "source", target: "target"})
+
+
+def _own_files(repo_id: str, split: str, name: str | None, columns: Sequence[str]) -> list[str]:
+    """The files of a split in a local directory, where all are JSONL or Parquet and the first has these columns: our readers say
+    which line is wrong. Empty for any other data."""
+    if not Path(repo_id).is_dir():
+        return []
+    data_files = datasets.load_dataset_builder(repo_id, name).config.data_files or {}
+    files = [str(file) for file in data_files.get(split, ())]
+    are_ours = all(Path(file).is_file() and kind_of(file) != "lines" for file in files)
+    return files if files and are_ours and has_columns(files[0], columns) else []
+
+
+def _load(repo_id: str, split: str, name: str | None) -> Any:
+    try:
+        return datasets.load_dataset(repo_id, name, split=split)
+    except DatasetGenerationError as error:  # it says only that there was one
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = " ".join(f"{cause}".split())
+        raise ValueError(f"{repo_id} ({split}) cannot be read: {type(cause).__name__}: {reason}") from error
 
 
 def _check_columns(data: Any, columns: Iterable[str], repo_id: str, split: str) -> None:
     for column in columns:
         if column not in data.column_names:
             raise ValueError(f"{repo_id} ({split}) has no column {column!r}; choose from {data.column_names}")
+
+
+def _check_text(data: Any, columns: Iterable[str], repo_id: str, split: str) -> None:
+    for column in columns:
+        if getattr(data.features[column], "dtype", None) not in ("string", "large_string"):
+            raise ValueError(f"{repo_id} ({split}): column {column!r} holds {data.features[column]}, not text")

@@ -1,6 +1,6 @@
 """Trains a joint subword tokenizer that `AutoTokenizer` loads for any backbone."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -23,9 +23,13 @@ def check_ids(sentences: Iterable[Iterable[int]], vocab_size: int) -> None:
     for number, ids in enumerate(sentences):
         for i in ids:
             if not (0 <= i < vocab_size or i == -100):
-                raise ValueError(
-                    f"sentence {number} holds token id {i}, outside the model's vocabulary 0..{vocab_size - 1}"
-                )
+                raise id_outside(number, i, vocab_size)
+
+
+def id_outside(number: int, token_id: int, vocab_size: int) -> ValueError:
+    return ValueError(
+        f"sentence {number} holds token id {token_id}, outside the model's vocabulary 0..{vocab_size - 1}"
+    )
 
 
 def train_tokenizer(
@@ -60,11 +64,11 @@ def train_tokenizer(
     # Without the punctuation split, `street.` at the end of a sentence would become a piece unrelated to `street`.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation()])
     tokenizer.decoder = decoders.Metaspace()
-    texts = list(texts)
-    smallest = len(specials) + len(set("".join(texts)))
+    texts = _again(texts)
+    smallest = len(specials) + len(_characters(texts))
     if vocab_size < smallest:
         raise ValueError(f"vocab_size={vocab_size} is too small: {smallest} special tokens and characters must fit")
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(iter(texts), trainer)
     single, pair = _TEMPLATES[eos]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=single, pair=pair, special_tokens=[("</s>", tokenizer.token_to_id("</s>"))]
@@ -72,18 +76,30 @@ def train_tokenizer(
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
+def _again(texts: Iterable[str]) -> Iterable[str]:
+    """Texts that can be read twice."""
+    return list(texts) if isinstance(texts, Iterator) else texts
+
+
+def _characters(texts: Iterable[str]) -> set[str]:
+    characters: set[str] = set()
+    for text in texts:
+        characters.update(text)
+    return characters
+
+
 def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    texts, specials = list(texts), list(BERT_TOKENS.values())
+    texts, specials = _again(texts), list(BERT_TOKENS.values())
     tokenizer = _bert_tokenizer({})
     normalize, split = tokenizer.normalizer.normalize_str, tokenizer.pre_tokenizer.pre_tokenize_str
-    characters = sorted({character for text in texts for character in set(normalize(text))})
+    characters = sorted(_characters(map(normalize, texts)))
     # The trainer numbers these pieces in an order that differs between processes, and breaks ties by number. Passing them as
     # special tokens fixes the order; the returned tokenizer does not treat them as special.
     continuations = [f"##{c}" for c in characters if len(split(normalize(f"a{c}"))) == 1 and not c.isspace()]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, special_tokens=specials + continuations, show_progress=False
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(iter(texts), trainer)
     smallest = tokenizer.get_vocab_size()
     if smallest > vocab_size:  # a character takes two pieces: at the start of a word and inside it
         raise ValueError(f"vocab_size={vocab_size} is too small: {smallest} special tokens and characters must fit")

@@ -12,17 +12,18 @@ from transformers import Seq2SeqTrainer
 
 from hf_freeze.compat.transformers import on_device
 from hf_freeze.data.batching import TokenBatchSampler
-from hf_freeze.data.tokenization import check_ids
+from hf_freeze.data.tokens import lengths_of
 from hf_freeze.training.loss import aligned
 
 
 class TokenBatchTrainer(Seq2SeqTrainer):
     """`max_tokens`: the largest number of padded target tokens in a batch, for each process.
 
-    Data sets have the columns `input_ids` and `labels`. Pass `accelerator_config={"even_batches": False}` in the training
-    arguments, because the sampler itself gives every process the same number of batches. `evaluate` returns the mean negative
-    log-likelihood of a target token in nats, and its exponential. Every token counts once, and labels are not smoothed; the
-    Trainer's own evaluation averages the means of batches and smooths labels.
+    Data sets have the columns `input_ids` and `labels`; of a `TokenDataset`, only the present batch is in memory. Pass
+    `accelerator_config={"even_batches": False}` in the training arguments, because the sampler itself gives every process the
+    same number of batches. `evaluate` returns the mean negative log-likelihood of a target token in nats, and its exponential.
+    Every token counts once, and labels are not smoothed; the Trainer's own evaluation averages the means of batches and smooths
+    labels.
     """
 
     length_columns: tuple[str, str] = (
@@ -44,10 +45,8 @@ class TokenBatchTrainer(Seq2SeqTrainer):
         return self.accelerator.prepare(loader)
 
     def _token_loader(self, dataset: Any, **kwargs: Any) -> DataLoader:
-        columns = [dataset[column] for column in self.length_columns]
-        for sentences in columns:
-            check_ids(sentences, self.accelerator.unwrap_model(self.model).config.vocab_size)
-        sources, targets = ([len(ids) for ids in sentences] for sentences in columns)
+        vocab_size = self.accelerator.unwrap_model(self.model).config.vocab_size
+        sources, targets = lengths_of(dataset, self.length_columns, vocab_size)
         sampler = TokenBatchSampler(sources, targets, self.max_tokens, **kwargs)
         return DataLoader(
             dataset,

@@ -52,6 +52,20 @@ def test_derive(run):
     assert re.search(r"claims: roberta: (passed|missed)", printed)
 
 
+def test_scale_data(run, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(FOLDER)
+    benchmark = importlib.import_module("scale_data")
+    monkeypatch.setattr(benchmark, "use_cache", lambda cache: cache.mkdir(exist_ok=True))  # that of the tests
+    monkeypatch.setattr(benchmark, "LINES", 3000)
+    shared = importlib.import_module("_shared")
+    monkeypatch.setattr(shared, "in_new_process", lambda work, *arguments: work(*arguments))
+    arguments = ["--pairs", "300", "900", "--turns", "1", "--batches", "4", "--rounds", "1", "--processes", "1"]
+    printed = run("scale_data", *arguments, "--folder", str(tmp_path / "files"))
+    assert len((tmp_path / "files" / "900.source").read_text().splitlines()) == 900
+    assert re.search(r"slopes: read [-\d.]+, tokenised", printed)
+    assert re.search(r"resident, GB: (passed|missed)", printed)
+
+
 def test_precision(run):
     printed = run("precision", "--preset", "demo", "--batches", "1", "--rounds", "1")
     assert re.search(r"bf16 takes [\d.]+ times as long as fp32; claim: (passed|missed)", printed)

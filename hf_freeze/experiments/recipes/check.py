@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from hf_freeze.architectures.base import TRAINED
+from hf_freeze.data.columns import kind_of
 from hf_freeze.experiments.recipes.fields import DATA_FIELDS, FIELDS, SECTIONS, TAKES, TASK_FIELDS
 from hf_freeze.experiments.recipes.merge import merge
 from hf_freeze.experiments.recipes.rows import (
@@ -184,9 +185,12 @@ def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
         raise ValueError(f"{path}: data.root says where files are, but the data is of the form {form!r}")
     for split in splits if form == "files" else ():
         named = data[split]
-        if not isinstance(named, list) or not named or (files is not None and len(named) != 2):
+        is_list = isinstance(named, list) and bool(named) and all(isinstance(file, str) for file in named)
+        are_tables = is_list and TASK_FIELDS[task].tables and all(kind_of(file) != "lines" for file in named)
+        if not is_list or not (files is None or len(named) == 2 or are_tables):
             wanted = "a list of files" if files is None else f"two files, {files}"
-            raise ValueError(f"{path}: data.{split} must be {wanted}, not {named!r}")
+            others = "; JSONL and Parquet files hold both" if TASK_FIELDS[task].tables else ""
+            raise ValueError(f"{path}: data.{split} must be {wanted}, not {named!r}{others}")
     if "holdout" in data and (type(data["holdout"]) is not int or data["holdout"] < 1 or "dev" in data):
         raise ValueError(
             f"{path}: data.holdout={data['holdout']!r} must be a number of training items, and takes the place of data.dev"

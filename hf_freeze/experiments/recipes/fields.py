@@ -122,14 +122,16 @@ class TaskFields:
     """The fields that the recipes of a task have.
 
     `sections`: the names in each section. `training`: how each setting of that section is read. `needed`: the required ones.
-    `files`: what the two files of a split are; None where a split is a list of any number of files. `tokenizers`: the kinds
-    that fit. `is_per_token`: the score is per token, so rows with different tokenizers cannot be compared.
+    `files`: what the two files of a split are; None where a split is a list of any number of files. `tables`: it may also be a
+    list of JSONL and Parquet files. `tokenizers`: the kinds that fit. `is_per_token`: the score is per token, so rows with
+    different tokenizers cannot be compared.
     """
 
     sections: dict[str, set[str]]
     training: dict[str, Callable[[Any], Any]]
     needed: tuple[str, ...]
     files: str | None
+    tables: bool = False
     tokenizers: tuple[str, ...] = ("bpe", "unigram")
     is_per_token: bool = False
 
@@ -138,7 +140,7 @@ _NEEDED_IN_TRAINING = ("epochs", "max_tokens", "learning_rate", "warmup_steps")
 _ENCODER_SECTIONS = {name: names for name, names in SECTIONS.items() if name != "decoding"}
 
 TASK_FIELDS = {
-    "translation": TaskFields(SECTIONS, _TRAINING, _NEEDED_IN_TRAINING, files="[source, target]"),
+    "translation": TaskFields(SECTIONS, _TRAINING, _NEEDED_IN_TRAINING, files="[source, target]", tables=True),
     "language-modelling": TaskFields(SECTIONS, _TRAINING, _NEEDED_IN_TRAINING, files=None, is_per_token=True),
     "masked-lm": TaskFields(
         _ENCODER_SECTIONS, _TRAINING, _NEEDED_IN_TRAINING, files=None, tokenizers=("wordpiece",), is_per_token=True
@@ -163,7 +165,7 @@ _TEXT_TASKS = {"language-modelling", "masked-lm"}
 # of the Hub is replaced by the user's files.)
 DATA_FIELDS: dict[str, tuple[set[str], set[str]]] = {
     "name": (set(TASK_FIELDS), {"hub"}),
-    "column": (_TEXT_TASKS, {"hub"}),
+    "column": (_TEXT_TASKS, {"hub", "files"}),
     "unit": (_TEXT_TASKS, {"files"}),
     "columns": ({"sequence-classification"}, {"hub", "files"}),
     "label": ({"sequence-classification"}, {"hub", "files"}),

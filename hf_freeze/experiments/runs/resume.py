@@ -10,6 +10,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
+from hf_freeze.data import TokenDataset
 from hf_freeze.experiments.runs.environment import environment
 from hf_freeze.experiments.runs.launcher import is_first_process, is_launched
 from hf_freeze.experiments.runs.precision import note_precision, precision_of
@@ -58,4 +59,19 @@ def check_origin(folder: Path, checkpoint: str | None, precision: str, **origins
                 f"Run it as it was, remove {folder}, or add --resume-anyway"
             )
     if is_first_process():
+        write_whole(path, json.dumps(now, indent=1) + "\n")
+
+
+def check_data(folder: Path, checkpoint: str | None, encoded: dict[str, Any]) -> None:
+    """Raise ValueError where the tokens on the disk are not those that the checkpoint was trained on; else note their digests."""
+    path = folder / "data.json"
+    now = {name: data.digest for name, data in encoded.items() if isinstance(data, TokenDataset)}
+    if checkpoint is not None and path.exists():
+        then = json.loads(path.read_text(encoding="utf-8"))
+        for name in now:
+            if then.get(name, now[name]) != now[name]:
+                raise ValueError(
+                    f"{checkpoint} was made with other data: the {name} split has changed since. Put it back, or remove {folder}"
+                )
+    if now and is_first_process():
         write_whole(path, json.dumps(now, indent=1) + "\n")

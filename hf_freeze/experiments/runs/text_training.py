@@ -14,6 +14,7 @@ from hf_freeze import make_variant
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.experiments.recipes.rows import method_of
 from hf_freeze.experiments.runs import measured_heads
+from hf_freeze.experiments.runs.resume import check_data
 from hf_freeze.experiments.tasks import translation
 from hf_freeze.experiments.tasks.base import ProgressCallback, Task, Trained
 from hf_freeze.run_folder import teacher_folder
@@ -57,7 +58,7 @@ def execute_text(
         model = make_variant(model, methods)
     else:
         vocabulary, kind = run["tokenizer"]["vocab_size"], run["tokenizer"].get("kind", task.tokenizer)
-        tokenizer = hf_data.train_tokenizer(task.texts(splits["train"]), vocabulary, kind, eos=task.eos)
+        tokenizer = hf_data.tokenizer_for(task.texts(splits["train"]), vocabulary, kind, eos=task.eos)
         config = backbone_config(run["backbone"], tokenizer, **fields)
         tokenizer.model_max_length = config.max_position_embeddings
         init = run["backbone"].get("init", "backbone")
@@ -72,7 +73,8 @@ def execute_text(
     choose_attention(model)
     trains = run["training"]["epochs"] > 0
     used = [name for name in splits if name != "train" or trains or "head_scores" in run]
-    encoded = {name: task.encode(splits[name], tokenizer, run) for name in used}
+    encoded = {name: task.encode(splits[name], tokenizer, run, _tokenising(report, name)) for name in used}
+    check_data(folder, checkpoint, encoded)
     progress = _ReportProgress(report)
     callbacks = [progress, VariantCallback()]
     if not model.finalizable:
@@ -126,6 +128,10 @@ def execute_text(
         test_seconds=test_seconds,
         resumed=progress.resumed,
     )
+
+
+def _tokenising(report: ProgressCallback, name: str) -> hf_data.Progress:
+    return lambda done, rows: report({"stage": f"tokenising {name}: {done:,} of {rows:,}"})
 
 
 def _load_pretrained(weights: str | Path, task: Task, fields: dict[str, Any], seed: int) -> Any:

@@ -8,6 +8,7 @@ import datasets
 import numpy as np
 from transformers import DataCollatorForSeq2Seq
 
+from hf_freeze.data import Texts, TokenDataset
 from hf_freeze.training import TokenBatchTrainer
 
 
@@ -26,15 +27,15 @@ class Task:
 
     `head`: the task of `make_variant`. `tokenizer`: its kind, where the recipe names none, and `eos`, where `</s>` stands
     (`train_tokenizer`). `load(data)` gives the splits as the recipe's section says, `texts(split)` what the tokenizer is trained
-    on, `config(training split)` fields of the backbone's config that the data decide, `encode(split, tokenizer, run)` the
-    columns `input_ids` and `labels`, `collator(tokenizer, model)` what makes batches of them for the `trainer`, which takes
+    on, `config(training split)` fields of the backbone's config that the data decide, `encode(split, tokenizer, run, progress)`
+    the columns `input_ids` and `labels`, `collator(tokenizer, model)` what makes batches of them for the `trainer`, which takes
     `arguments(training section)` besides, `test(run, folder, trainer, tokenizer, split, encoded split)` the outcome.
     """
 
     head: str
     load: Callable[[dict[str, Any]], dict[str, datasets.Dataset]]
-    texts: Callable[[datasets.Dataset], list[str]]
-    encode: Callable[..., datasets.Dataset]
+    texts: Callable[[datasets.Dataset], Texts]
+    encode: Callable[..., datasets.Dataset | TokenDataset]
     test: Callable[..., Outcome]
     tokenizer: str = "bpe"
     eos: str = "after"
@@ -74,7 +75,7 @@ class OwnTask:
     execute: Callable[..., Trained]
 
 
-def scored(trainer: TokenBatchTrainer, encoded: datasets.Dataset) -> tuple[np.ndarray, dict[str, float]]:
+def scored(trainer: TokenBatchTrainer, encoded: Any) -> tuple[np.ndarray, dict[str, float]]:
     """What `trainer.score` gives, and the metrics of it, whose names begin with "test_"."""
     items = trainer.score(encoded).cpu().numpy()
     return items, {f"test_{name}": value for name, value in trainer.metrics(items.sum(0).tolist()).items()}

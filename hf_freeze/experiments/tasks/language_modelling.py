@@ -6,12 +6,10 @@ from typing import Any
 import datasets
 
 from hf_freeze import data as hf_data
-from hf_freeze.data import text_blocks
+from hf_freeze.data import Progress
 from hf_freeze.experiments.tasks.base import Outcome, Task, scored
 from hf_freeze.experiments.tasks.data_forms import data_form
 from hf_freeze.experiments.tasks.splits import read_splits, take
-
-_READERS = {"lines": hf_data.read_lines, "documents": hf_data.read_documents}
 
 
 def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
@@ -24,12 +22,17 @@ def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
     if form == "hub":
         column = {"column": settings.get("column", "text"), "name": settings.get("name")}
         return read_splits(settings, lambda split: hf_data.load_hub_text(settings["hub"], split, **column))
-    root, read = Path(settings.get("root", ".")), _READERS[settings.get("unit", "lines")]
-    return read_splits(settings, lambda files: _texts(text for file in files for text in read(root / file)))
+    root = Path(settings.get("root", "."))
+    options = {"unit": settings.get("unit", "lines"), "column": settings.get("column", "text")}
+    return read_splits(settings, lambda files: hf_data.read_text([root / file for file in files], **options))
 
 
 def _texts(texts: Any) -> datasets.Dataset:
     return datasets.Dataset.from_dict({"text": list(texts)})
+
+
+def _encode(split: datasets.Dataset, tokenizer: Any, run: dict[str, Any], progress: Progress | None = None) -> Any:
+    return hf_data.cached_blocks(split, tokenizer, run["training"]["block_size"], progress=progress)
 
 
 def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
@@ -41,7 +44,7 @@ TASK = Task(
     head="causal-lm",
     eos="before",
     load=load_data,
-    texts=lambda split: list(split["text"]),
-    encode=lambda split, tokenizer, run: text_blocks(split["text"], tokenizer, run["training"]["block_size"]),
+    texts=lambda split: hf_data.Texts(split, ["text"]),
+    encode=_encode,
     test=_test,
 )

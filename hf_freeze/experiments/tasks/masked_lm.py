@@ -5,13 +5,13 @@ from typing import Any
 
 import datasets
 
-from hf_freeze.data import masked_blocks
+from hf_freeze.data import Progress, Texts, cached_blocks
 from hf_freeze.experiments.tasks.base import Outcome, Task, scored
 from hf_freeze.experiments.tasks.language_modelling import load_data
 from hf_freeze.training import MaskedTokenTrainer
 
 
-def encode(split: datasets.Dataset, tokenizer: Any, run: dict[str, Any]) -> datasets.Dataset:
+def encode(split: datasets.Dataset, tokenizer: Any, run: dict[str, Any], progress: Progress | None = None) -> Any:
     """Blocks of `training.block_size` tokens. Raises ValueError where the backbone has fewer positions."""
     size = run["training"]["block_size"]
     if size > tokenizer.model_max_length:
@@ -19,7 +19,7 @@ def encode(split: datasets.Dataset, tokenizer: Any, run: dict[str, Any]) -> data
             f"training.block_size={size}: the backbone has {tokenizer.model_max_length} positions "
             "(backbone.config.max_position_embeddings)"
         )
-    return masked_blocks(split["text"], tokenizer, size)
+    return cached_blocks(split, tokenizer, size, masked=True, progress=progress)
 
 
 def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
@@ -31,7 +31,7 @@ TASK = Task(
     head="masked-lm",
     tokenizer="wordpiece",
     load=load_data,
-    texts=lambda split: list(split["text"]),
+    texts=lambda split: Texts(split, ["text"]),
     encode=encode,
     test=_test,
     trainer=MaskedTokenTrainer,

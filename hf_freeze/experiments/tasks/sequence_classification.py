@@ -8,6 +8,7 @@ import numpy as np
 from transformers import DataCollatorWithPadding
 
 from hf_freeze import data as hf_data
+from hf_freeze.data import Progress
 from hf_freeze.experiments.tasks.base import Outcome, Task, scored
 from hf_freeze.experiments.tasks.data_forms import data_form
 from hf_freeze.experiments.tasks.splits import read_splits, take
@@ -56,9 +57,15 @@ def _labels(split: datasets.Dataset) -> dict[str, Any]:
     return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
 
 
-def encode(split: datasets.Dataset, tokenizer: Any, run: dict[str, Any] | None = None) -> datasets.Dataset:
+def _columns(split: datasets.Dataset) -> list[str]:
+    return [column for column in ("sentence", "second") if column in split.column_names]
+
+
+def encode(
+    split: datasets.Dataset, tokenizer: Any, run: dict[str, Any] | None = None, progress: Progress | None = None
+) -> datasets.Dataset:
     """The tokenizer's columns, and `labels`. A pair is one sequence of two segments."""
-    columns = [column for column in ("sentence", "second") if column in split.column_names]
+    columns = _columns(split)
 
     def ids(batch: dict[str, Any]) -> dict[str, Any]:
         return {**tokenizer(*(batch[column] for column in columns), truncation=True), "labels": batch["label"]}
@@ -76,9 +83,7 @@ TASK = Task(
     head="sequence-classification",
     tokenizer="wordpiece",
     load=load_data,
-    texts=lambda split: [
-        text for column in ("sentence", "second") if column in split.column_names for text in split[column]
-    ],
+    texts=lambda split: hf_data.Texts(split, _columns(split)),
     encode=encode,
     test=_test,
     trainer=ClassificationTrainer,

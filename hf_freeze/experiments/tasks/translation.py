@@ -6,6 +6,7 @@ from typing import Any
 import datasets
 
 from hf_freeze import data as hf_data
+from hf_freeze.data import Progress
 from hf_freeze.experiments.tasks.base import Outcome, Task
 from hf_freeze.experiments.tasks.data_forms import data_form
 from hf_freeze.experiments.tasks.items import bleu_items
@@ -26,19 +27,15 @@ def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
         columns = {"source": settings["source"], "target": settings["target"], "name": settings.get("name")}
         return read_splits(settings, lambda split: hf_data.load_hub_parallel(settings["hub"], split, **columns))
     root = Path(settings.get("root", "."))
-    return read_splits(settings, lambda files: hf_data.read_parallel(*(root / file for file in files)))
+    columns = {side: settings[side] for side in ("source", "target") if side in settings}
+    return read_splits(settings, lambda files: hf_data.read_pairs([root / file for file in files], **columns))
 
 
-def encode(split: datasets.Dataset, tokenizer: Any, run: dict[str, Any] | None = None) -> datasets.Dataset:
+def encode(
+    split: datasets.Dataset, tokenizer: Any, run: dict[str, Any] | None = None, progress: Progress | None = None
+) -> Any:
     """Columns `input_ids` and `labels` from `source` and `target`."""
-
-    def ids(batch: dict[str, list[str]]) -> dict[str, Any]:
-        return {
-            "input_ids": tokenizer(batch["source"], truncation=True)["input_ids"],
-            "labels": tokenizer(batch["target"], truncation=True)["input_ids"],
-        }
-
-    return split.map(ids, batched=True, remove_columns=split.column_names, keep_in_memory=True)
+    return hf_data.tokenise(split, tokenizer, {"input_ids": "source", "labels": "target"}, progress=progress)
 
 
 def taught(split: datasets.Dataset, teacher: Path, run: dict[str, Any]) -> datasets.Dataset:
@@ -75,7 +72,7 @@ TASK = Task(
     head="seq2seq-lm",
     eos="after",
     load=load_data,
-    texts=lambda split: [*split["source"], *split["target"]],
+    texts=lambda split: hf_data.Texts(split, ["source", "target"]),
     encode=encode,
     test=_test,
 )

@@ -1,0 +1,72 @@
+"""Folders of what takes long to compute, below the cache of `datasets` (`HF_DATASETS_CACHE`), named by a digest of what it was
+computed from. A folder appears in one move, when it is whole."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets.config
+import pyarrow as pa
+from filelock import FileLock
+
+from hf_freeze.io import sync
+
+_FORMAT = 2  # to be raised where the files in the folders change
+
+
+def cached_folder(kind: str, key: Any, write: Callable[[Path], object]) -> Path:
+    """The folder of `kind` and `key` (plain data). Where it is not there, `write` fills it, in one process at a time; the others
+    wait. What a killed process has left is removed."""
+    root = Path(datasets.config.HF_DATASETS_CACHE) / "hf_freeze"
+    folder = root / f"{kind}-{digest([_FORMAT, kind, key])}"
+    if folder.exists():
+        return folder
+    root.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            part = folder.with_name(f"{folder.name}.part")
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            try:
+                write(part)
+                for file in part.iterdir():
+                    sync(file)
+                os.rename(part, folder)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def digest(key: Any) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def stamp(path: str | Path) -> list[Any]:
+    """What changes where somebody writes another file of this name."""
+    path = Path(path).resolve()
+    status = path.stat()
+    return [str(path), status.st_size, status.st_mtime_ns]
+
+
+def write_tables(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for table in tables:
+            writer.write_table(table)
+
+
+def open_tables(paths: Sequence[Path], fingerprint: str | None = None) -> datasets.Dataset:
+    """The memory-mapped rows of Arrow files, one after the other."""
+    data = datasets.concatenate_datasets([datasets.Dataset.from_file(str(path)) for path in paths])
+    # The fingerprint that `datasets` would give depends on when the file was written.
+    return datasets.Dataset(data.data, info=data.info, fingerprint=fingerprint) if fingerprint else data
+
+
+def cached_rows(key: Any, columns: Sequence[str], tables: Callable[[], Iterator[pa.Table]]) -> datasets.Dataset:
+    """A data set with these columns of text, memory-mapped; `tables` is called where the cache does not hold it."""
+    schema = pa.schema([(name, pa.string()) for name in columns])
+    folder = cached_folder("text", key, lambda part: write_tables(part / "rows.arrow", schema, tables()))
+    return open_tables([folder / "rows.arrow"], folder.name)

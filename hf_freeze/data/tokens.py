@@ -1,0 +1,337 @@
+"""Token ids of a data set: computed once in parallel, and kept in memory-mapped Arrow files of the cache beside their lengths."""
+
+import contextlib
+import functools
+import hashlib
+import json
+import mmap
+import multiprocessing.connection
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import tokenizers
+import torch.utils.data
+from datasets.utils import tqdm
+from transformers import PreTrainedTokenizerFast
+
+from hf_freeze.data.cache import cached_folder, open_tables
+from hf_freeze.data.tokenization import check_ids, id_outside, train_tokenizer
+
+Progress = Callable[[int, int], None]  # receives the number of rows that are done, and of all rows
+IDS = pa.list_(pa.int32())
+_ROWS = 1000  # tokenised at a time
+_RESIDENT = 1 << 29  # bytes of mapped files that count as memory of the process, before their pages are given back
+_AROUND = 1 << 16  # bytes that Linux maps around every row
+_ROWS_PER_PROCESS = 10_000  # for fewer, starting a process takes longer
+
+
+class TokenDataset(torch.utils.data.Dataset):
+    """Examples in memory-mapped Arrow files. `lengths`: of each column of ids, int32 (N,), memory-mapped too, so that batches
+    are planned without reading the ids. `largest`: the largest id. `digest`: of all ids, wherever they come from."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        facts = json.loads((folder / "facts.json").read_text())
+        self.lengths = {column: np.load(folder / f"{column}.npy", mmap_mode="r") for column in facts["columns"]}
+        self.largest: int = facts["largest"]
+        self.digest: str = facts["digest"]
+        self._maps = [_mapped(path) for path in sorted(folder.glob("rows*.arrow"))]
+        table = pa.Table.from_batches([batch for mapped in self._maps for batch in _batches(mapped)])
+        self._columns = {column: _Column(table.column(column)) for column in table.column_names}
+        self._releases = sum(map(len, self._maps)) > _RESIDENT and hasattr(mmap, "MADV_DONTNEED")
+        self._taken = 0
+
+    @functools.cached_property
+    def rows(self) -> datasets.Dataset:
+        return open_tables(sorted(self.folder.glob("rows*.arrow")))
+
+    def __reduce__(self) -> Any:  # for the workers of a DataLoader: they map the files themselves
+        return TokenDataset, (self.folder,)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.lengths.values())))
+
+    def __getitem__(self, index: Any) -> Any:
+        """One example, some, or a column."""
+        return self.rows[index]
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        """As `datasets` gives them, without making a table of them first: a quarter less time."""
+        columns = {name: column.take(indices) for name, column in self._columns.items()}
+        self._taken += len(indices)
+        if self._releases and self._taken >= _RESIDENT // _AROUND:
+            self._taken = 0
+            for mapped in self._maps:
+                mapped.madvise(mmap.MADV_DONTNEED)
+        return [dict(zip(columns, ids, strict=True)) for ids in zip(*columns.values(), strict=True)]
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise ValueError for a token id outside the vocabulary; ids are read only where there is one."""
+        if self.largest >= vocab_size:
+            for column in self._columns.values():
+                for start, (offsets, values) in zip(column.starts, column.chunks, strict=False):
+                    if (outside := np.flatnonzero(values >= vocab_size)).size:
+                        row = start + np.searchsorted(offsets, outside[0], side="right") - 1
+                        raise id_outside(int(row), int(values[outside[0]]), vocab_size)
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _batches(mapped: mmap.mmap) -> Iterator[pa.RecordBatch]:
+    for number, batch in enumerate(pa.ipc.open_stream(pa.py_buffer(mapped))):
+        if number % 1000 == 999 and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)  # the header of a batch makes Linux map most of it
+        yield batch
+
+
+class _Column:
+    """The lists of a column, by number."""
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        self.chunks = [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in column.chunks]
+        self.starts = np.cumsum([0, *(len(chunk) for chunk in column.chunks)])
+
+    def take(self, indices: list[int]) -> list[list[int]]:
+        which = np.searchsorted(self.starts, indices, side="right") - 1
+        lists = []
+        for chunk, row in zip(which.tolist(), (indices - self.starts[which]).tolist(), strict=True):
+            offsets, values = self.chunks[chunk]
+            lists.append(values[offsets[row] : offsets[row + 1]].tolist())
+        return lists
+
+
+def is_in_memory(split: datasets.Dataset) -> bool:
+    """Small data, such as the built-in corpus, need no cache."""
+    return not split.cache_files
+
+
+def tokenise(
+    split: datasets.Dataset,
+    tokenizer: Any,
+    columns: dict[str, str],
+    *,
+    processes: int | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """The token ids of some columns of text, `columns` = {"input_ids": "source", "labels": "target"}, truncated to the
+    tokenizer's length: a TokenDataset, or a data set in memory if `split` is there.
+
+    The cache names the data, the tokenizer and the settings; another start opens it at once. `processes`: the default is a
+    process for each core.
+    """
+    function = Rows(columns, Encoder(tokenizer, split, next(iter(columns.values())), truncation=True), len(tokenizer))
+    if is_in_memory(split):
+        return (
+            split.with_format("arrow")
+            .map(function, batched=True, remove_columns=split.column_names, keep_in_memory=True)
+            .with_format(None)
+        )
+
+    def write(folder: Path) -> None:
+        map_rows(split, function, folder, processes, progress)
+        write_facts(folder)
+
+    key = [split._fingerprint, tokenizer_key(tokenizer), columns, "truncated"]
+    return TokenDataset(cached_folder("tokens", key, write))
+
+
+class Encoder:
+    """texts -> ids, the same as `tokenizer(texts, **options)["input_ids"]`.
+
+    The Rust tokenizer below, asked for ids alone, takes half the time. It is used if it gives the same for the first texts.
+    """
+
+    def __init__(self, tokenizer: Any, split: datasets.Dataset, column: str, **options: Any) -> None:
+        self.tokenizer, self.options = tokenizer, options
+        self.is_fast = hasattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast")
+        first = split[: min(len(split), 100)][column]
+        self.is_fast = self.is_fast and self._plain(first) == self(first)  # `_plain` sets the truncation of both
+
+    def _plain(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, **self.options)["input_ids"]
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        if not self.is_fast:
+            return self._plain(texts)
+        special = self.options.get("add_special_tokens", True)
+        encodings = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=special)
+        return [encoding.ids for encoding in encodings]
+
+
+class Rows:
+    """The function that `datasets` maps: from tables of text to tables of ids, of 16 bits if `vocabulary` fits in."""
+
+    def __init__(
+        self, columns: dict[str, str], encode: Callable[[list[str]], list[list[int]]], vocabulary: int
+    ) -> None:
+        self.columns, self.encode = columns, encode
+        self.type = pa.list_(pa.uint16()) if vocabulary <= 1 << 16 else IDS
+        self.counter: str | None = None  # a file that grows by one byte for each table
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        ids = {name: pa.array(self.encode(table[text].to_pylist()), self.type) for name, text in self.columns.items()}
+        if self.counter is not None:
+            with open(self.counter, "ab", buffering=0) as file:
+                file.write(b".")
+        return pa.table(ids)
+
+
+def map_rows(
+    split: datasets.Dataset, function: Rows, folder: Path, processes: int | None, progress: Progress | None
+) -> None:
+    """Write `function` of all rows into files `rows*.arrow`.
+
+    `datasets` could start the processes too, but one of them, which manages the others, would outlive a killed parent.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = min(processes or cores, -(-len(split) // _ROWS_PER_PROCESS))
+    if multiprocessing.current_process().daemon:  # it may have no processes of its own
+        processes = 1
+    with _reported(progress, len(split), has_bar=processes > 1) as function.counter:
+        if processes <= 1:
+            _map(split, function, folder / "rows.arrow")
+            return
+        fork = "fork" in multiprocessing.get_all_start_methods()  # others import everything anew
+        context = multiprocessing.get_context("fork" if fork else "spawn")
+        with ProcessPoolExecutor(processes, context, initializer=_begin) as pool:
+            shards = (split.shard(processes, i, contiguous=True) for i in range(processes))
+            files = (folder / f"rows-{i:05d}.arrow" for i in range(processes))
+            for _ in pool.map(_map, shards, [function] * processes, files):
+                pass
+
+
+def _map(split: datasets.Dataset, function: Rows, path: Path) -> None:
+    split.with_format("arrow").map(
+        function,
+        batched=True,
+        batch_size=_ROWS,
+        remove_columns=split.column_names,
+        cache_file_name=str(path),
+        load_from_cache_file=False,
+        new_fingerprint=path.parent.name,  # else `datasets` pickles the tokenizer to compute one
+        desc="Tokenising",
+    )
+
+
+def _begin() -> None:
+    """In a process of its own, which ends with its parent."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    datasets.disable_progress_bars()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def _reported(progress: Progress | None, rows: int, *, has_bar: bool) -> Iterator[str]:
+    """The file that processes count in, watched by a thread."""
+    with tempfile.NamedTemporaryFile() as counter, tqdm(total=rows, desc="Tokenising", disable=not has_bar) as bar:
+        ended = threading.Event()
+
+        def say(done: int) -> None:
+            bar.update(done - bar.n)
+            if progress is not None:
+                progress(done, rows)
+
+        def watch() -> None:
+            while not ended.wait(0.5):
+                say(min(rows, _ROWS * os.path.getsize(counter.name)))
+
+        say(0)
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield counter.name
+        finally:
+            ended.set()
+            thread.join()
+        say(rows)
+
+
+def write_facts(folder: Path) -> None:
+    """The lengths, the largest id and a digest of the rows in `folder`, which are not read again in another start."""
+    rows = open_tables(sorted(folder.glob("rows*.arrow")))
+    largest, sha = 0, hashlib.sha256()
+    for column in rows.column_names:
+        lengths = np.lib.format.open_memmap(folder / f"{column}.npy", "w+", np.int32, (len(rows),))
+        start = 0
+        for chunk in rows.data.column(column).chunks:
+            ids = chunk.flatten().to_numpy()
+            lengths[start : start + len(chunk)] = np.diff(chunk.offsets.to_numpy())
+            start += len(chunk)
+            largest = max(largest, int(ids.max(initial=0)))
+            sha.update(ids.tobytes())
+        lengths.flush()
+        sha.update(np.asarray(lengths).tobytes())
+    (folder / "facts.json").write_text(
+        json.dumps({"columns": rows.column_names, "largest": largest, "digest": sha.hexdigest()})
+    )
+
+
+def tokenizer_key(tokenizer: Any) -> list[Any]:
+    """What decides the ids of a text: the tokenizer's files without its present truncation and padding, and the versions."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        content = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
+        sha = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+    else:
+        sha = hashlib.sha256()
+        with tempfile.TemporaryDirectory() as folder:
+            for path in sorted(tokenizer.save_pretrained(folder)):
+                if not path.endswith("config.json"):
+                    sha.update(Path(path).read_bytes())
+    sides = [tokenizer.truncation_side, tokenizer.model_max_length]
+    return [type(tokenizer).__name__, sha.hexdigest(), *sides, tokenizers.__version__]
+
+
+class Texts:
+    """The texts of some columns, one column after the other, read from the disk in every pass."""
+
+    def __init__(self, split: datasets.Dataset, columns: Sequence[str]) -> None:
+        self.split, self.columns = split, columns
+
+    def __iter__(self) -> Iterator[str]:
+        for column in self.columns:
+            tables: Any = self.split.select_columns([column]).with_format("arrow").iter(_ROWS)
+            for table in tables:
+                yield from table[column].to_pylist()
+
+
+def tokenizer_for(texts: Texts, vocab_size: int, kind: str, *, eos: str) -> Any:
+    """As `train_tokenizer`; one for data on the disk is kept in the cache."""
+    if is_in_memory(texts.split):
+        return train_tokenizer(texts, vocab_size, kind, eos=eos)
+    key = [texts.split._fingerprint, list(texts.columns), vocab_size, kind, eos, tokenizers.__version__]
+    folder = cached_folder(
+        "tokenizer", key, lambda part: train_tokenizer(texts, vocab_size, kind, eos=eos).save_pretrained(part)
+    )
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def lengths_of(dataset: Any, columns: Sequence[str], vocab_size: int) -> list[Any]:
+    """The numbers of ids of every example in each of `columns`. Raises ValueError for an id outside the vocabulary."""
+    if isinstance(dataset, TokenDataset):
+        dataset.check_ids(vocab_size)
+        return [dataset.lengths[column] for column in columns]
+    lengths = []
+    for column in columns:
+        sentences = dataset[column]
+        check_ids(sentences, vocab_size)
+        lengths.append([len(ids) for ids in sentences])
+    return lengths
