@@ -26,7 +26,7 @@ def load_sharded(folder: str | os.PathLike[str], mesh: DeviceMesh, **options: An
 
     Each process reads its rows of what is stored and generates its rows of what is seeded. The digests of seeded tensors are
     checked in turns: each process generates some of them as a whole, one after another. `options` go to `fully_shard`, which is
-    called for each layer that shares nothing with others and for the whole. The gradients of a step are for the mean over the processes.
+    called for the whole and for each layer that shares nothing with others. The gradients are those of the mean over the processes.
 
     Raises ValueError for an architecture that is not registered and for a digest that does not match, FileNotFoundError for a
     missing directory.
