@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,7 +27,7 @@ def load_sharded(folder: str | os.PathLike[str], mesh: DeviceMesh, **options: An
 
     Each process reads its rows of what is stored and generates its rows of what is seeded. The digests of seeded tensors are
     checked in turns: each process generates some of them as a whole, one after another. `options` go to `fully_shard`, which is
-    called for the whole and for each layer that shares nothing with others. The gradients are those of the mean over the processes.
+    called for the whole and for each layer that shares nothing with others. Gradients are those of the mean over the processes.
 
     Raises ValueError for an architecture that is not registered and for a digest that does not match, FileNotFoundError for a
     missing directory.
@@ -44,11 +45,9 @@ def load_sharded(folder: str | os.PathLike[str], mesh: DeviceMesh, **options: An
             fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     model.to_empty(device=mesh.device_type)
-    reader = checkpoint.HuggingFaceStorageReader(os.fspath(folder))
+    reader = HuggingFaceStorageReader(os.fspath(folder))
     in_files = reader.read_metadata().state_dict_metadata.keys()
-    checkpoint.load(
-        {name: value for name, value in model.state_dict().items() if name in in_files}, storage_reader=reader
-    )
+    load({name: value for name, value in model.state_dict().items() if name in in_files}, storage_reader=reader)
     seeded = getattr(model, "seeded_tensors", {})
     for name, definition in seeded.items():
         shard, start = _shard(model.get_parameter(name), mesh)
@@ -83,4 +82,5 @@ def _compute_the_rest(model: Any, mesh: DeviceMesh, filled: set[str]) -> None:
     for name in names:
         shard, start = _shard(tensors[name], mesh)
         owner, _, attribute = name.rpartition(".")
-        shard.copy_(getattr(other.get_submodule(owner), attribute)[start : start + len(shard)] if shard.ndim else 0)
+        value = getattr(other.get_submodule(owner), attribute)
+        shard.copy_(value[start : start + len(shard)] if shard.ndim else value)
