@@ -51,19 +51,20 @@ def test_the_file_holds_what_is_counted_and_nothing_seeded(case: Case, saved):
     assert tensors == stored_bytes(model)
     assert header <= 64 * 1024
     written = load_file(folder / "model.safetensors")
-    assert not written.keys() & seeded_names(model)
+    seeded = seeded_names(model)
+    assert not written.keys() & seeded
     state = model.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in written.items())
     # Everything else is there, under one of its names.
     stored = {state[name].data_ptr() for name in written}
     constants = {name for name in state if case.architecture.component(base_name(model, name)) == "constant"}
-    assert all(state[name].data_ptr() in stored for name in state.keys() - seeded_names(model) - constants)
+    assert all(state[name].data_ptr() in stored for name in state.keys() - seeded - constants)
     parameters = dict(canonical_parameters(model))
     counts = count_parameters(model)
     # Quantised weights are buffers, of fewer numbers than they stand for.
     packed = {id(module.packed): module.weight_count for module in model.modules() if hasattr(module, "weight_count")}
     assert counts.stored == sum(packed.values()) + sum(
-        p.numel() for name, p in parameters.items() if name not in seeded_names(model) | constants
+        p.numel() for name, p in parameters.items() if name not in seeded | constants
     )
     assert counts.trainable == sum(p.numel() for p in parameters.values() if p.requires_grad)
     config = json.loads((folder / "config.json").read_text())
@@ -96,9 +97,10 @@ def test_meta_builds_the_same_structure(case: Case):
 
 @over(covering(lambda case: case.from_model and not case.methods and not case.finalized))
 def test_a_baseline_has_the_keys_of_its_backbone(case: Case, saved, tmp_path):
-    native(case).save_pretrained(tmp_path)
+    model = native(case)
+    model.save_pretrained(tmp_path)
     variant, backbone = (load_file(folder / "model.safetensors") for folder in (saved(case).folder, tmp_path))
-    constants = {n for n in backbone if case.architecture.component(base_name(native(case), n)) == "constant"}
+    constants = {n for n in backbone if case.architecture.component(base_name(model, n)) == "constant"}
     assert variant.keys() == backbone.keys() - constants
 
 

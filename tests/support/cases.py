@@ -134,13 +134,8 @@ class Case:
 
     def batch(self) -> dict[str, torch.Tensor]:
         """The architecture's tiny batch; a decoder with cross-attention gets the states of an encoder too."""
-        batch = self.architecture.tiny_inputs(self.task)
-        config = native_config(self.architecture, self.config)
-        if getattr(config, "add_cross_attention", False):
-            generator = torch.Generator().manual_seed(7)
-            batch["encoder_hidden_states"] = torch.randn(2, 3, config.hidden_size, generator=generator)
-            batch["encoder_attention_mask"] = torch.tensor([[1, 1, 1], [1, 1, 0]])
-        return batch
+        batch = _batch(self.architecture.model_type, self.config, self.task)
+        return {name: value.clone() for name, value in batch.items()}
 
 
 def native_config(architecture: Architecture, config: str = BASE) -> Any:
@@ -175,6 +170,17 @@ def plain(architecture: Architecture, *methods: Method, **changes: Any) -> Case:
 @functools.cache
 def _is_decoder(model_type: str, config: str) -> bool:
     return getattr(native_config(ARCHITECTURES[model_type], config), "is_decoder", False)
+
+
+@functools.cache
+def _batch(model_type: str, config: str, task: str) -> dict[str, torch.Tensor]:
+    architecture = ARCHITECTURES[model_type]
+    batch, native = architecture.tiny_inputs(task), native_config(architecture, config)
+    if getattr(native, "add_cross_attention", False):
+        generator = torch.Generator().manual_seed(7)
+        batch["encoder_hidden_states"] = torch.randn(2, 3, native.hidden_size, generator=generator)
+        batch["encoder_attention_mask"] = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    return batch
 
 
 @functools.cache

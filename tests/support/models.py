@@ -1,6 +1,8 @@
 """Build, save and reload the models of the cases, and compare what they compute."""
 
+import copyreg
 import functools
+import io
 import json
 import pickle
 from collections import OrderedDict
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_freeze import make_variant
 from hf_freeze.architectures.base import Architecture, base_name, canonical_parameters
@@ -41,8 +44,31 @@ def native(case: Case) -> Any:
 
 @functools.cache
 def _pickled_native(model_type: str, config: str, task: str) -> bytes:
-    """A third of the time of a deep copy."""
-    return pickle.dumps(_native(model_type, config, task))
+    return _pickled(_native(model_type, config, task))
+
+
+def _pickled(model: Any) -> bytes:
+    """For copies: `pickle.loads` of it takes a fifth of the time of a deep copy."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=5).dump(model)
+    return file.getvalue()
+
+
+def _reduce(parameter: nn.Parameter) -> Any:
+    """Plain values where nothing else is to be kept: torch's own way writes a file for each."""
+    values = parameter.detach()
+    whole = values.is_contiguous() and values.untyped_storage().nbytes() == values.nbytes > 0
+    if not whole or values.device.type != "cpu" or values.dtype == torch.bfloat16 or vars(parameter):
+        return parameter.__reduce_ex__(5)
+    return _parameter, (bytearray(values.numpy()), values.dtype, values.shape, parameter.requires_grad)
+
+
+def _parameter(data: bytearray, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> nn.Parameter:
+    return nn.Parameter(torch.frombuffer(data, dtype=dtype).clone().view(shape), requires_grad)
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = copyreg.dispatch_table | {nn.Parameter: _reduce}
 
 
 def _native_of(case: Case) -> Any:
@@ -72,7 +98,7 @@ def build(case: Case) -> Any:
     """The variant of a case, in eval mode, with non-degenerate weights whatever its source; built once, then copied."""
     key = f"{case.id} {json.dumps([method_to_dict(method) for method in case.methods])}"
     if key not in _BUILT:
-        _BUILT[key] = pickle.dumps(_build(case))
+        _BUILT[key] = _pickled(_build(case))
     _BUILT.move_to_end(key)
     if len(_BUILT) > _KEPT:
         _BUILT.popitem(last=False)
