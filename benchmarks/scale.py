@@ -36,7 +36,7 @@ METHODS: dict[str, Callable[[Any], list[Any]]] = {
     "freeze random": lambda config: [Freeze(ffn="random")],
     "half FFN": lambda config: [FFNPruning(width=config.intermediate_size // 2)],
     "half heads": lambda config: [HeadPruning(share=0.5)],
-    "half layers + low rank": lambda config: [LayerSelection(share=0.5), LowRank(rank=64, components=["attention"])],
+    "half layers + low rank": lambda config: [LayerSelection(share=0.5), LowRank(rank=64, solver="randomized")],
     "int8": lambda config: [Quantize(scheme="int8")],
 }
 TIMED_APART = ("freeze random", "half layers + low rank")  # draws; a singular value decomposition of each linear
