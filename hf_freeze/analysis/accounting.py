@@ -266,9 +266,8 @@ def _named_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 def _new_twin(model: Any, device: str) -> Any:
     config = copy.deepcopy(model.config)
-    set_attention_implementation(
-        config, "eager"
-    )  # plain matrix products: the counter sees each of them on every device
+    # Plain matrix products: the counter sees each of them on every device.
+    set_attention_implementation(config, "eager")
     with torch.device(device):
         return type(model)(config)
 
@@ -289,9 +288,8 @@ def _prepared(twin: Any, model: Any) -> Any:
     for module in twin.modules():
         if isinstance(module, ExpandedEmbedding):
             module.once_per_id = False
-        if type(module).__module__.startswith(
-            "transformers."
-        ):  # in training these drop layers or mask inputs at random
+        # In training, those of transformers drop layers or mask inputs at random.
+        if type(module).__module__.startswith("transformers."):
             module.training = False
     return twin
 

@@ -34,10 +34,8 @@ def test_shards_device_map_and_dtype(case, tmp_path):
     assert {p.dtype for p in low.parameters()} == {torch.bfloat16}
     cast = loaded.bfloat16().state_dict()
     assert all(torch.equal(value, cast[name]) for name, value in low.state_dict().items())
-    for (
-        name,
-        buffer,
-    ) in low.named_buffers():  # rotary frequencies, which are not stored, stay in fp32 when a model is loaded
+    # Rotary frequencies, which are not stored, stay in fp32 when a model is loaded.
+    for name, buffer in low.named_buffers():
         owner, _, attribute = name.rpartition(".")
         setattr(loaded.get_submodule(owner), attribute, buffer)
     batch = {name: value.bfloat16() if value.is_floating_point() else value for name, value in batch.items()}
