@@ -52,10 +52,12 @@ class PrivateHooks:
         return cls.native_class._can_set_experts_implementation()
 
     @staticmethod
-    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any) -> Any:
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **kwargs: Any
+    ) -> Any:
         # `from_pretrained` calls this to load the weights, before it leaves those that go to the disk to accelerate.
         native: Any = PreTrainedModel._load_pretrained_model
-        info, on_disk = native(model, state_dict, checkpoint_files, load_config, *args)
+        info, on_disk = native(model, state_dict, checkpoint_files, load_config, **kwargs)
         if on_disk is not None:
             places = expand_device_map(load_config.device_map, model.state_dict().keys())
             for name, value in model.generate_for_disk({name for name, place in places.items() if place == "disk"}):

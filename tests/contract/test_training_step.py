@@ -64,7 +64,12 @@ def test_further_steps_train_what_one_has_left_out(case: Case, saved):
         assert torch.equal(parameter, before[name]) == left_out, name
 
 
-@once_on_each
+# Of what declares nothing random, each method once.
+@over(
+    once_on_each_architecture(lambda case: case.stochastic or not case.methods)
+    + once(lambda case: not case.stochastic)
+    + once(finalized=True)
+)
 def test_training_is_random_iff_declared(case: Case):
     model = build(case)
 

@@ -34,7 +34,8 @@ def cluster():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in on_ray._QUIET.items():
             patch.setenv(name, value)
-        quick = {"health_check_period_ms": 300}  # how often Ray looks whether a node is there: 3 s, without
+        # How often Ray looks whether a node is there: 3 s, without. And no workers that no run takes.
+        quick = {"health_check_period_ms": 300, "prestart_worker_first_driver": False}
         made = Cluster(
             initialize_head=True, head_node_args={"include_dashboard": False, "_system_config": quick, **NODE}
         )
@@ -55,7 +56,7 @@ def wait_for(condition):
 
 def test_a_grid_that_loses_a_node_is_the_local_grid(cluster, tmp_path):
     size = {
-        "data": {"builtin": {"seed": 0, "train": 100, "dev": 10, "test": 8}},
+        "data": {"builtin": {"seed": 0, "train": 60, "dev": 10, "test": 8}},
         "presets/small/training/max_tokens": 60,
     }
     recipe = write_recipe(tmp_path / "r.yaml", **LONGER, **size)

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from support.cases import Case, pairs
+from support.cases import ALL, Case, pairs
 from support.generation import generation_problems
 from support.models import (
     build,
@@ -25,6 +25,7 @@ from support.training import training_step
 
 from hf_freeze import make_variant
 from hf_freeze.analysis.accounting import stored_bytes
+from hf_freeze.methods.registry import METHODS
 
 
 def names_of(case: Case) -> tuple[str, ...]:
@@ -32,6 +33,7 @@ def names_of(case: Case) -> tuple[str, ...]:
 
 
 DRAWN = list(pairs())
+ORDER = [method.example.name for method in METHODS.values()]
 # A pair that was drawn where nothing is generated generates where something is.
 GENERATING = {names_of(pair): pair for pair in pairs(lambda case: case.generates)}
 
@@ -60,12 +62,16 @@ def test_a_pair_works_or_is_refused(case: Case, tmp_path):
     assert model.finalizable == finalizable
     if any(trainability(model).values()):
         training_step(model, batch)
-    reloaded = check_opened(model, case, tmp_path / "trained", batch)
+    # One save a pair: of two that come in both orders, in training in the one and after it in the other.
+    after = finalizable and ORDER.index(first.name) < ORDER.index(second.name)
+    if ALL or not after:
+        reloaded = check_opened(model, case, tmp_path / "trained", batch)
     if finalizable:
         finished(model)
         if any(trainability(model).values()):
             training_step(model, batch)
-        reloaded = check_opened(model, case, tmp_path / "finalized", batch)
+        if ALL or after:
+            reloaded = check_opened(model, case, tmp_path / "finalized", batch)
     if case.generates:
         assert generation_problems(reloaded.eval(), batch, widths=(1,), tokens=3) == []
 

@@ -83,6 +83,14 @@ def left_processes() -> list[str]:
     return [f"after the end there is a thread {name}" for name in names if "gloo" in name]
 
 
+def start_child(name: str, *arguments: Any, log: Path, **environment: str) -> Any:
+    """`python -m support.children.NAME ...` as a fork of the server that grids start their runs from; its Process."""
+    words = [name, *map(str, arguments)]
+    child = Processes(jobs=2, resume_anyway=False).context.Process(target=_child, args=(words, environment, log))
+    child.start()
+    return child
+
+
 def two_processes(name: str, folder: Path, count: int = 2) -> list[Any]:
     """Run `support.children.NAME RESULT RANK` as a group of `count` processes on the CPU; the JSON that each wrote to RESULT.
 
@@ -97,13 +105,10 @@ def two_processes(name: str, folder: Path, count: int = 2) -> list[Any]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    context = Processes(jobs=count, resume_anyway=False).context
     children, logs = [], [folder / f"log-{rank}" for rank in range(count)]
     for rank, log in enumerate(logs):
         environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
-        arguments = [name, str(folder / f"result-{rank}"), str(rank)]
-        children.append(context.Process(target=_child, args=(arguments, environment, log)))
-        children[-1].start()
+        children.append(start_child(name, folder / f"result-{rank}", rank, log=log, **environment))
     deadline = time.monotonic() + 300
     while any(child.is_alive() for child in children) and time.monotonic() < deadline:
         if any(child.exitcode for child in children):

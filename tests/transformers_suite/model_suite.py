@@ -166,13 +166,17 @@ def names_of(suite: Any) -> list[str]:
     return unittest.TestLoader().getTestCaseNames(suite.ModelTesterMixin)
 
 
-def in_turn(names: Iterable[str], slow: Iterable[str], number: int, count: int) -> list[str]:
-    """The tests of cell `number` of `count`: each expansion of a parameterized test, and each slow test, goes to one cell."""
+def in_turn(names: Iterable[str], slow: Iterable[str], number: int, count: int, share: int = 1) -> list[str]:
+    """The tests of cell `number` of `count`: each expansion of a parameterized test, and each slow test, goes to one cell.
+
+    Of the others, one in `share`: those that the cells before and after it leave out.
+    """
     chosen = []
     for place, name in enumerate(names):
         expansion = _EXPANDED.fullmatch(name)
         turn = int(expansion[2]) if expansion else place
-        if (expansion is None and name not in slow) or turn % count == number:
+        everywhere = expansion is None and name not in slow
+        if turn % count == number or (everywhere and place % share == number % share):
             chosen.append(name)
     return chosen
 
