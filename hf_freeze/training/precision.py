@@ -1,4 +1,4 @@
-"""Decides whether to train in bf16: products take half the time of fp32 with hardware support, and ten times as long without."""
+"""Decides whether to train in bf16: its products take from half the time of fp32 to ten times as long, depending on the CPU."""
 
 import functools
 import time
