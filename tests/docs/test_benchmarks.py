@@ -33,6 +33,14 @@ def run(monkeypatch, capsys):
     return call
 
 
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """What benchmarks do in new processes, for the sake of memory and time, which are not judged here."""
+    monkeypatch.syspath_prepend(FOLDER)
+    shared = importlib.import_module("_shared")
+    monkeypatch.setattr(shared, "in_new_process", lambda work, *arguments, **variables: work(*arguments))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_help_states_the_claim_and_the_command(name, run, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -52,13 +60,10 @@ def test_derive(run):
     assert re.search(r"claims: roberta: (passed|missed)", printed)
 
 
-def test_scale_data(run, monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(FOLDER)
+def test_scale_data(run, in_this_process, monkeypatch, tmp_path):
     benchmark = importlib.import_module("scale_data")
     monkeypatch.setattr(benchmark, "use_cache", lambda cache: cache.mkdir(exist_ok=True))  # that of the tests
     monkeypatch.setattr(benchmark, "LINES", 3000)
-    shared = importlib.import_module("_shared")
-    monkeypatch.setattr(shared, "in_new_process", lambda work, *arguments: work(*arguments))
     arguments = ["--pairs", "300", "900", "--turns", "1", "--batches", "4", "--rounds", "1", "--processes", "1"]
     printed = run("scale_data", *arguments, "--folder", str(tmp_path / "files"))
     assert len((tmp_path / "files" / "900.source").read_text().splitlines()) == 900
@@ -72,13 +77,7 @@ def test_precision(run):
     assert printed.count("| chosen |") == 1
 
 
-def test_freeze_step(run, monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(FOLDER)
-
-    def in_this_process(work, *arguments, **variables):  # the peak, which needs a new one, is not looked at
-        return work(*arguments)
-
-    monkeypatch.setattr(importlib.import_module("_shared"), "in_new_process", in_this_process)
+def test_freeze_step(run, in_this_process, tmp_path):
     out = tmp_path / "table.md"
     arguments = ["--preset", "demo", "--vocab", "96", "--tokens", "64", "--rows", "0", "5", "--rounds", "1"]
     printed = run("freeze_step", *arguments, "--out", str(out))
@@ -354,7 +353,8 @@ def test_low_rank_solvers(run):
     assert "error at most 1.02 times the least: passed in all 2" in printed
 
 
-def test_scale(run):
+def test_scale(run, in_this_process, monkeypatch):
+    monkeypatch.setitem(importlib.import_module("scale").SIZES, "0.1", (64, 176, 2, 4))
     printed = run("scale", "--sizes", "0.1", "--methods", "half heads")
     assert re.search(r"\| 0\.1 \| half heads \|.*\| yes \|", printed)
     assert "reloaded unequal: none" in printed
