@@ -55,7 +55,7 @@ def test_rng_speed(run):
     assert re.search(r"ratio [\d.]+ \(claim: at least 0.5\)", run("rng_speed", "--rounds", "1"))
 
 
-def test_derive(run):
+def test_derive(run, in_this_process):
     printed = run("derive", "--types", "roberta", "--layers", "2", "--hidden", "32", "--rounds", "2")
     assert re.search(r"claims: roberta: (passed|missed)", printed)
 
