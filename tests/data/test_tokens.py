@@ -34,6 +34,7 @@ from hf_freeze.experiments.runs.text_training import backbone_config
 from hf_freeze.experiments.tasks.registry import task_of
 
 SIDES = {"input_ids": "source", "labels": "target"}
+FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else multiprocessing.get_context()
 
 
 @pytest.fixture(autouse=True)
@@ -142,29 +143,21 @@ def test_files_that_change_are_read_anew(parallel, corpus, tokenizer, tmp_path):
     assert second[0]["input_ids"] == tokenizer(corpus[-1]["source"][::-1], truncation=True)["input_ids"]
 
 
-KILLED = """
-import os, sys, time
-import datasets, pathlib
-datasets.config.HF_DATASETS_CACHE = pathlib.Path(sys.argv[1])
-from hf_freeze.data import cache, read_parallel
-kept = cache.sync
-def slow(path):
-    print("writing", flush=True)
-    time.sleep(100)
-cache.sync = slow
-read_parallel(sys.argv[2], sys.argv[3])
-"""
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_what_is_killed_is_not_taken_for_whole(corpus, tmp_path, own_cache):
     for side in ("source", "target"):
         (tmp_path / side).write_text("\n".join(corpus[side]) + "\n", encoding="utf-8")
-    command = [sys.executable, "-c", KILLED, own_cache.parent, tmp_path / "source", tmp_path / "target"]
-    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "writing\n"
+    writing = FORK.Event()
+
+    def write_slowly():
+        cache.sync = lambda path: (writing.set(), time.sleep(100))
+        read_parallel(tmp_path / "source", tmp_path / "target")
+
+    process = FORK.Process(target=write_slowly)
+    process.start()
+    assert writing.wait(60)
     process.kill()
-    process.wait()
+    process.join()
     assert [path.suffix for path in own_cache.iterdir() if path.is_dir()] == [".part"]
     data = read_parallel(tmp_path / "source", tmp_path / "target")
     assert data.to_dict() == corpus.to_dict()
@@ -212,20 +205,23 @@ def test_an_error_leaves_nothing(parallel, tokenizer, own_cache, monkeypatch):
     assert {path for path in own_cache.iterdir() if path.is_dir()} == before
 
 
-def test_one_process_computes_and_the_others_wait(tmp_path, own_cache):
-    script = (
-        "import datasets, pathlib, sys, time\n"
-        f"datasets.config.HF_DATASETS_CACHE = pathlib.Path({str(own_cache.parent)!r})\n"
-        "from hf_freeze.data.cache import cached_folder\n"
-        "def write(part):\n"
-        f"    open({str(tmp_path / 'calls')!r}, 'a').write('x')\n"
-        "    time.sleep(0.5)\n"
-        "    (part / 'a').write_text('b')\n"
-        "print((cached_folder('test', 1, write) / 'a').read_text())\n"
-    )
-    command = [sys.executable, "-c", script]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    assert [process.communicate()[0] for process in processes] == ["b\n"] * 3
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_one_process_computes_and_the_others_wait(tmp_path):
+    def write(part):
+        with (tmp_path / "calls").open("a") as calls:
+            calls.write("x")
+        time.sleep(0.5)
+        (part / "a").write_text("b")
+
+    def read(number):
+        (tmp_path / f"read-{number}").write_text((cache.cached_folder("test", 1, write) / "a").read_text())
+
+    processes = [FORK.Process(target=read, args=(number,)) for number in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [(tmp_path / f"read-{number}").read_text() for number in range(3)] == ["b"] * 3
     assert (tmp_path / "calls").read_text() == "x"
 
 
@@ -353,7 +349,8 @@ def test_training_resumes_at_the_exact_batch(tmp_path):
     data = {"root": str(tmp_path)} | {name: [f"{name}.source", f"{name}.target"] for name in ("train", "dev", "test")}
 
     def run(folder, steps, checkpoint=None):
-        trainer = trainer_of(folder, data, num_train_epochs=3, max_steps=-1, save_steps=1, save_strategy="steps")
+        saving = {"save_steps": steps, "save_strategy": "steps"} if steps else {"save_strategy": "no"}
+        trainer = trainer_of(folder, data, num_train_epochs=3, max_steps=-1, **saving)
         batches = []
         real = trainer.training_step
 

@@ -1,7 +1,7 @@
-"""Some 2,100 small damages to what saved variants hold: each loads what is there or is refused in one line, quickly.
+"""Some 1,100 small damages to what saved variants hold: each loads what is there or is refused in one line, quickly.
 
 The damages are drawn from fixed seeds, so that a failure comes again; its id and the damage are in the message.
-HF_FREEZE_FUZZ=10 draws ten times as many, of which the first are the same.
+HF_FREEZE_FUZZ=20 draws twenty times as many, of which the first are the same.
 """
 
 import copy
@@ -59,7 +59,7 @@ ODD = [
 ]
 CASES = once(lambda case: bool(case.methods)) + once(finalized=True)
 TIMES = int(os.environ.get("HF_FREEZE_FUZZ", "1"))
-CONFIGS, HEADERS = 60 * TIMES, 24 * TIMES  # damages of each saved variant
+CONFIGS, HEADERS = 30 * TIMES, 12 * TIMES  # damages of each saved variant
 REFUSALS = (ValueError, OSError, StrictDataclassError)
 SECONDS = 20  # of a load that takes some hundredths: the machine may be busy
 
