@@ -5,6 +5,7 @@ A variant is its backbone class: `VariantMarianMTModel` is a `MarianMTModel` who
 converts trained weights.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from hf_freeze.model.merging import merged
 from hf_freeze.model.resizing import ResizingMixin
 from hf_freeze.model.saving import SavingMixin
 from hf_freeze.model.training import TrainingMixin
-from hf_freeze.model.weights import balance_factors, draw_like_marian, promote_output_bias, regenerate
+from hf_freeze.model.weights import balance_factors, draw_like_marian, no_draws, promote_output_bias, regenerate
 from hf_freeze.seeded import Origin, SeededTensor
 
 
@@ -51,8 +52,13 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         self.on_disk: set[str] = set()  # seeded tensors that `from_pretrained` leaves to accelerate
         # 1. The backbone, as its native class builds it from the sizes that it had before any method. `self.config` is a copy:
         #    the caller's config stays as it is.
-        with native_base_model(type(config), self.native_class.config_class):
+        #    On meta there is nothing to draw, and torch takes longer to find that out than for all the rest.
+        on_meta = torch.get_default_device().type == "meta"
+        undrawn = no_draws() if on_meta else contextlib.nullcontext()
+        with native_base_model(type(config), self.native_class.config_class), undrawn:
             super().__init__(config.before_methods(), *args, **kwargs)
+        if on_meta:
+            self.tie_weights(recompute_mapping=False)  # which comes with the draws
         self.architecture = config.native_architecture
         if config.description is not None:
             self.architecture.check_fits(self)
