@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hf_freeze._version import __version__
-from hf_freeze.cli import architectures, card, describe, diff, export, inspect, methods, push, report, run
+from hf_freeze.cli import architectures, card, convert, describe, diff, export, inspect, methods, push, report, run
 
 app = typer.Typer(
     help="Freeze, randomise, factorise, prune, share or replace parts of a Hugging Face transformer.",
@@ -42,6 +42,7 @@ for _command in (
     card.card,
     push.push,
     export.export,
+    convert.convert,
     methods.methods,
     architectures.architectures,
 ):

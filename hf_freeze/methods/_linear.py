@@ -100,7 +100,8 @@ class FactorizedMethod(LinearMethod):
 
     def convert(self, old: Any, new: Model) -> None:
         for name, module in self.modules(new, new.architecture):
-            module.fill(surgery.effective_weight(old.base_model.get_submodule(name)))
+            if not surgery.restored(old, name):
+                module.fill(surgery.effective_weight(old.base_model.get_submodule(name)))
             surgery.release(old, [name])
 
     @property

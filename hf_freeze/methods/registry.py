@@ -3,7 +3,10 @@
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
+
+import yaml
 
 from hf_freeze.methods.base import Method
 
@@ -64,3 +67,19 @@ def method_from_dict(data: Any) -> Method:
         return METHODS[name](**arguments)
     except TypeError as error:  # a required field is missing
         raise ValueError(f"method {name!r}: {error}") from error
+
+
+def methods_from_file(path: Path) -> list[Method]:
+    """The methods of a YAML or JSON file with a list of them, each with its name under `method`, as in a recipe.
+
+    Raises FileNotFoundError if there is no such file, ValueError for what is no list of methods.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is no file with methods")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if not isinstance(data, list) or not data:
+        raise ValueError(f"{path} must hold a list of methods, such as `- {{method: low_rank, rank: 64}}`")
+    return [method_from_dict(item) for item in data]

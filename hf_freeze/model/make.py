@@ -25,6 +25,7 @@ from hf_freeze.compat.transformers import copy_attention_implementation
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.parts import SeededValues, Selection
 from hf_freeze.methods.registry import method_to_dict
+from hf_freeze.model import paging
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.classes import variant_class_of
 from hf_freeze.model.config import INITS, native_config_class
@@ -145,13 +146,15 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool) 
             new.tie_weights(recompute_mapping=False)
             new.draw_fresh()  # what neither the model before nor `convert` fills
             if number in structural:
-                with no_draws(), releasing(current, used_up=current is not model or not copy):
+                with no_draws(), releasing(current, new, used_up=current is not model or not copy):
                     added[number - 1].convert(current, new)
                 new.tie_weights(recompute_mapping=False)  # `convert` may have put new modules in
                 _prepare(added[number - 1], new)
             new.apply_freeze()  # `convert` may have put modules in, which are trainable
             new.config.digests = {}
             regenerate(new)
+            if (paged := paging.active()) is not None:
+                paged.move(new)
         current = new
     copy_runtime(model, current)
     if copy:

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_freeze import surgery
 from hf_freeze.compat.transformers import mark_initialized
+from hf_freeze.model import paging
 
 
 @torch.no_grad()
@@ -42,13 +43,16 @@ def share_tensors(old: Any, new: Any) -> None:
 
 
 @contextlib.contextmanager
-def releasing(model: Any, *, used_up: bool) -> Iterator[None]:
-    """Inside, methods free the tensors of `model` that they have converted (`surgery.release`) if it is used up. It is then used
-    up after an error, too."""
+def releasing(model: Any, new: Any, *, used_up: bool) -> Iterator[None]:
+    """Inside, methods free the tensors of `model` that they have converted (`surgery.release`) if it is used up, and what they
+    have filled in `new` goes to files (`paging`). A model is used up after an error, too."""
     if not used_up:
         yield
         return
-    surgery.make_releasable(model)
+    paged = paging.active()
+    if paged is not None:
+        paged.next_step()
+    surgery.make_releasable(model, new, paged)
     try:
         yield
     except Exception:

@@ -12,6 +12,7 @@ from transformers import initialization
 from hf_freeze.architectures.base import base_name
 from hf_freeze.compat.transformers import mark_initialized
 from hf_freeze.layers.factorized_embedding import Factors
+from hf_freeze.model import paging
 from hf_freeze.seeded import digest
 
 
@@ -78,6 +79,8 @@ def regenerate(model: Any) -> None:
         if not parameter.is_meta and name not in model.on_disk:
             parameter.copy_(generated(model, name, parameter.device))
             mark_initialized([parameter])
+            if (paged := paging.active()) is not None:
+                paged.move(model.get_submodule(name.rpartition(".")[0]))
 
 
 def generated(model: Any, name: str, device: torch.device | str) -> torch.Tensor:

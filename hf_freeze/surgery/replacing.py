@@ -54,32 +54,41 @@ def set_values(parameter: Any, values: torch.Tensor) -> None:
     parameter.data = values.to(parameter, copy=True).contiguous()
 
 
-_RELEASED = (
-    "_hf_freeze_released"  # bytes since freed memory was given back; only models that `release` may empty have it
-)
+_FREED = "_hf_freeze_freed"  # bytes since freed memory was given back; only models that `release` may empty have it
+_KEPT = "_hf_freeze_kept"  # (the new model, where finished modules of it are kept or None)
 _AT_ONCE = 2**25
 
 
-def make_releasable(model: Any) -> None:
-    """Let `release` free tensors of `model`."""
-    setattr(model, _RELEASED, 0)
+def make_releasable(model: Any, new: Any, kept: Any = None) -> None:
+    """Let `release` free tensors of `model`, which is being converted to `new`. `kept`: has `keep(name, module)` for the modules
+    that are finished, and `restore(name, module)`, whether it had one of them before."""
+    setattr(model, _FREED, 0)
+    setattr(model, _KEPT, (new, kept))
+
+
+def restored(model: Any, name: str) -> bool:
+    """Whether the new module `name` (below the base model) was found finished, so that it need not be converted."""
+    new, kept = getattr(model, _KEPT, (None, None))
+    return kept is not None and kept.restore(name, new.base_model.get_submodule(name))
 
 
 def release(model: Any, names: Iterable[str]) -> None:
     """Free the tensors of the modules `names` (below the base model) of a model that is being converted, if nobody needs it
     afterwards. So the old tensors and the new ones never fill the memory together."""
-    if not hasattr(model, _RELEASED):
+    if not hasattr(model, _FREED):
         return
-    released = getattr(model, _RELEASED)
-    for _, module in modules(model, names):
+    freed, (new, kept) = getattr(model, _FREED), getattr(model, _KEPT)
+    for module_name, module in modules(model, names):
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                released += parameter.nbytes
+                freed += parameter.nbytes
                 module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), False)
-    if released > _AT_ONCE:
+        if kept is not None:
+            kept.keep(module_name, new.base_model.get_submodule(module_name))
+    if freed > _AT_ONCE:
         return_freed_memory()
-        released = 0
-    setattr(model, _RELEASED, released)
+        freed = 0
+    setattr(model, _FREED, freed)
 
 
 def return_freed_memory() -> None:

@@ -1,0 +1,183 @@
+"""Models that are larger than the memory: their tensors lie in files, of which the system keeps in memory what is in use.
+
+Tensors that are loaded lie in the files of their checkpoint already. Inside `paging`, those that are made go to files of a
+folder, one after another, and a thread has the system write out and forget the pages of all these files when they take too much
+memory.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hf_freeze.io import sync, whole_lines
+
+_PAGED: ContextVar["Paged | None"] = ContextVar("paged", default=None)
+_SMALL = 2**16  # bytes; smaller tensors stay in memory
+_MADV_PAGEOUT = 21  # Linux 5.4: no change is lost, whether the pages are written yet or not
+_MAPPED = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) +(/.*\S)")
+
+
+class Paged:
+    """The files of one folder.
+
+    `limit`: bytes of resident memory, above those at the start, from which on pages are given back. Modules that `keep` is called
+    for stay in the folder, where `restore` finds them after the process was killed.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self._folder, self._limit = folder, limit
+        self._journal = folder / "finished"
+        self._kept = set(whole_lines(self._journal)) if self._journal.exists() else set()
+        self._files, self._steps = 0, 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    @torch.no_grad()
+    def move(self, module: nn.Module) -> None:
+        """Move the tensors of a module, and of those in it, that lie in memory of this process to files."""
+        in_files = _file_ranges()
+        moved: dict[tuple[int, torch.Size], torch.Tensor] = {}
+        for name, tensor in _tensors(module):
+            address = tensor.untyped_storage().data_ptr()
+            if tensor.nbytes < _SMALL or any(start <= address < end for start, end in in_files):
+                continue
+            key = (tensor.data_ptr(), tensor.shape)
+            if key not in moved:
+                path = self._folder / f"{self._files}.tensor"
+                self._files += 1
+                moved[key] = _in_file(path, tensor, new=True).copy_(tensor)
+                path.unlink()  # it is there until nobody uses it any more
+            _set(module, name, moved[key])
+
+    def next_step(self) -> None:
+        """Modules of the same name are others from now on."""
+        self._steps += 1
+
+    @torch.no_grad()
+    def keep(self, name: str, module: nn.Module) -> None:
+        """Move all tensors of a finished module to files that stay, so that `restore` finds them."""
+        key = f"{self._steps} {name}"
+        if key in self._kept:  # restored, or converted again by a method that does not ask
+            self.move(module)
+            return
+        for tensor_name, tensor in list(_tensors(module)):
+            path = self._path(name, tensor_name)
+            path.unlink(missing_ok=True)  # of a process that was killed while it wrote
+            _set(module, tensor_name, _in_file(path, tensor, new=True).copy_(tensor))
+            sync(path)
+        sync(self._folder)
+        self._kept.add(key)
+        with self._journal.open("a", encoding="utf-8") as journal:
+            journal.write(f"{key}\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+
+    def restore(self, name: str, module: nn.Module) -> bool:
+        """Fill a module with what `keep` has kept of it; False if it has not."""
+        if f"{self._steps} {name}" not in self._kept:
+            return False
+        for tensor_name, tensor in list(_tensors(module)):
+            _set(module, tensor_name, _in_file(self._path(name, tensor_name), tensor, new=False))
+        return True
+
+    def _path(self, module_name: str, tensor_name: str) -> Path:
+        return self._folder / f"{self._steps} {module_name} {tensor_name}.tensor"
+
+    def _watch(self) -> None:
+        before = resident()
+        while not self._end.wait(0.02):
+            if resident() > before + self._limit:
+                page_out()
+
+    def __enter__(self) -> "Paged":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+@contextlib.contextmanager
+def paging(folder: Path, limit: int) -> Iterator[Paged]:
+    """Inside, `make_variant` keeps what it makes in files of `folder`, which is removed by the caller.
+
+    `limit`: bytes of resident memory that tensors in files may take. Only Linux keeps to it.
+    """
+    with Paged(folder, limit) as paged:
+        token = _PAGED.set(paged)
+        try:
+            yield paged
+        finally:
+            _PAGED.reset(token)
+
+
+def active() -> Paged | None:
+    """That of the innermost `paging`, if there is one."""
+    return _PAGED.get()
+
+
+def resident() -> int:
+    """Bytes of resident memory of this process; 0 where that is not known."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of all parameters and buffers on the CPU, those of more than one name under each."""
+    for owner_name, owner in module.named_modules(remove_duplicate=False):
+        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+            if tensor is not None and tensor.device.type == "cpu":
+                yield f"{owner_name}.{name}" if owner_name else name, tensor
+
+
+def _set(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    owner_name, _, name = name.rpartition(".")
+    owner = module.get_submodule(owner_name)
+    parameter = owner._parameters.get(name)
+    if parameter is None:
+        owner._buffers[name] = value
+    else:
+        parameter.data = value
+
+
+def _in_file(path: Path, like: torch.Tensor, *, new: bool) -> torch.Tensor:
+    """A tensor like this one in the memory of a file, which has room for it if it is new."""
+    if new:
+        # A file with holes in it would end the process where a page finds the disk full.
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(like.nbytes, 1))
+    if like.nbytes == 0:
+        return torch.empty_like(like)
+    storage = torch.UntypedStorage.from_file(str(path), True, like.nbytes)
+    return torch.empty(0, dtype=like.dtype).set_(storage).view(like.shape)  # pyright: ignore[reportCallIssue]
+
+
+def page_out() -> None:
+    """Have the system write out and forget the pages of all files that lie in the memory of this process, except its code."""
+    if sys.platform == "linux":
+        madvise = ctypes.CDLL(None).madvise
+        for start, end in _file_ranges():
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_PAGEOUT)
+
+
+def _file_ranges() -> list[tuple[int, int]]:
+    """(first address, address after the last) of each file with tensors in memory."""
+    ranges = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            match = _MAPPED.match(line)
+            if match and match[4].removesuffix(" (deleted)").endswith((".safetensors", ".tensor")):
+                ranges.append((int(match[1], 16), int(match[2], 16)))
+    return ranges
