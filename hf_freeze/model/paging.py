@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hf_freeze import surgery
 from hf_freeze.io import sync, whole_lines
 
 _PAGED: ContextVar["Paged | None"] = ContextVar("paged", default=None)
@@ -97,6 +98,7 @@ class Paged:
         while not self._end.wait(0.02):
             if resident() > before + self._limit:
                 page_out()
+                surgery.return_freed_memory()
 
     def __enter__(self) -> "Paged":
         self._thread.start()

@@ -37,6 +37,7 @@ from hf_freeze.surgery.replacing import replace as replace
 from hf_freeze.surgery.replacing import replace_by_full_name as replace_by_full_name
 from hf_freeze.surgery.replacing import resize_ffns as resize_ffns
 from hf_freeze.surgery.replacing import restored as restored
+from hf_freeze.surgery.replacing import return_freed_memory as return_freed_memory
 from hf_freeze.surgery.replacing import select_features as select_features
 from hf_freeze.surgery.replacing import set_values as set_values
 from hf_freeze.surgery.replacing import spread_features as spread_features
