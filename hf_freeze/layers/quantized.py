@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -66,11 +67,11 @@ class Quantized(NeverDrawn, Computed):
         shape: Sequence[int] = self.shape if as_int8 else (-(-size // 2),)
         scales = rows if as_int8 else -(-size // BLOCK)
         device = new["device"]
-        self.register_buffer("packed", torch.zeros(shape, dtype=torch.int8 if as_int8 else torch.uint8, device=device))
-        self.register_buffer("scales", torch.zeros(4 * scales, dtype=torch.uint8, device=device))
+        self.register_buffer("packed", _zeros(shape, torch.int8 if as_int8 else torch.uint8, device))
+        self.register_buffer("scales", _zeros((4 * scales,), torch.uint8, device))
         self.register_buffer("like", torch.zeros(0, **new), persistent=False)
         if not self.packed.is_meta:
-            weight = torch.zeros(self.shape)
+            weight = _zeros(self.shape, torch.float32, torch.device("cpu"))
             # Glorot's standard deviation. If values follow, from a checkpoint or `make_variant`, this draw is disabled.
             nn.init.normal_(weight, std=(2 / sum(self.shape)) ** 0.5)
             if weight.any():
@@ -87,21 +88,24 @@ class Quantized(NeverDrawn, Computed):
 
         Raises ValueError for values that are not finite.
         """
-        weight = weight.detach().to("cpu", torch.float32).contiguous()
         if not weight.isfinite().all():
             raise ValueError(
                 f"cannot quantise a weight of shape {tuple(weight.shape)}: it has values that are not finite"
             )
-        if weight.numel() == 0:
-            return
-        if self.scheme == "int8":
-            packed, scales, _ = _functions().int8_vectorwise_quant(weight)
-            packed[scales == 0] = 0  # bitsandbytes divides a row of zeros by zero
-        else:
-            packed, state = _functions().quantize_4bit(weight, blocksize=BLOCK, quant_type=self.scheme)
-            packed, scales = packed.flatten(), state.absmax
-        self.packed.copy_(packed)
-        self.scales.copy_(scales.view(torch.uint8))
+        scales = self.scales.view(torch.float32)
+        for start in range(0, len(weight) if weight.numel() else 0, _rows_at_once(weight.shape[1])):
+            rows = slice(start, start + _rows_at_once(weight.shape[1]))
+            part = weight[rows].detach().to("cpu", torch.float32).contiguous()
+            if self.scheme == "int8":
+                packed, steps, _ = _functions().int8_vectorwise_quant(part)
+                packed[steps == 0] = 0  # bitsandbytes divides a row of zeros by zero
+                self.packed[rows].copy_(packed)
+                scales[rows].copy_(steps)
+            else:
+                packed, state = _functions().quantize_4bit(part, blocksize=BLOCK, quant_type=self.scheme)
+                first = start * weight.shape[1]
+                self.packed[first // 2 :][: packed.numel()].copy_(packed.flatten())
+                scales[first // BLOCK :][: state.absmax.numel()].copy_(state.absmax)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """(O, I)"""
@@ -149,6 +153,19 @@ class Quantized(NeverDrawn, Computed):
             stacklevel=4,
         )
         self.fill(weight)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take no memory on a CPU before they are written; those of torch are written at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    with torch.device("cpu"):
+        return torch.from_numpy(np.zeros(shape, torch.empty(0, dtype=dtype).numpy().dtype))
+
+
+def _rows_at_once(columns: int) -> int:
+    """So many rows that their weights are whole blocks, and that copies of them in fp32 take some megabytes."""
+    return BLOCK * max(1, 2**21 // (BLOCK * columns))
 
 
 class QuantizedLinear(Quantized, DerivedLinear):

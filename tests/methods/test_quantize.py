@@ -73,6 +73,16 @@ def test_the_weight_is_the_nearest_that_the_scheme_holds(shape, scheme):
 
 
 @every_scheme
+def test_weights_are_quantised_some_rows_at_a_time(scheme, monkeypatch):
+    weight = torch.randn(150, 37)
+    whole, parts = (QuantizedLinear(nn.Linear(37, 150), scheme) for _ in range(2))
+    whole.fill(weight)
+    monkeypatch.setattr(quantized_file, "_rows_at_once", lambda columns: 64)
+    parts.fill(weight)
+    assert all(torch.equal(getattr(whole, name), getattr(parts, name)) for name in quantized_file.STORED)
+
+
+@every_scheme
 def test_an_output_is_off_by_the_steps_at_most(scheme):
     linear, x = nn.Linear(100, 7), torch.randn(9, 100)
     layer = quantised(linear, scheme)
