@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -67,15 +66,17 @@ class Quantized(NeverDrawn, Computed):
         shape: Sequence[int] = self.shape if as_int8 else (-(-size // 2),)
         scales = rows if as_int8 else -(-size // BLOCK)
         device = new["device"]
-        self.register_buffer("packed", _zeros(shape, torch.int8 if as_int8 else torch.uint8, device))
-        self.register_buffer("scales", _zeros((4 * scales,), torch.uint8, device))
+        # Where values follow, from a checkpoint or `make_variant`, this draw is disabled, and returns nothing. Memory that is not
+        # written before then is none.
+        is_drawn = nn.init.normal_(torch.empty(0)) is not None
+        new_buffer = torch.zeros if is_drawn else torch.empty
+        self.register_buffer("packed", new_buffer(shape, dtype=torch.int8 if as_int8 else torch.uint8, device=device))
+        self.register_buffer("scales", new_buffer(4 * scales, dtype=torch.uint8, device=device))
         self.register_buffer("like", torch.zeros(0, **new), persistent=False)
-        if not self.packed.is_meta:
-            weight = _zeros(self.shape, torch.float32, torch.device("cpu"))
-            # Glorot's standard deviation. If values follow, from a checkpoint or `make_variant`, this draw is disabled.
-            nn.init.normal_(weight, std=(2 / sum(self.shape)) ** 0.5)
-            if weight.any():
-                self.fill(weight)
+        if is_drawn and not self.packed.is_meta:
+            weight = torch.zeros(self.shape)
+            nn.init.normal_(weight, std=(2 / sum(self.shape)) ** 0.5)  # Glorot's standard deviation
+            self.fill(weight)
 
     @property
     def weight_count(self) -> int:
@@ -153,14 +154,6 @@ class Quantized(NeverDrawn, Computed):
             stacklevel=4,
         )
         self.fill(weight)
-
-
-def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that take no memory on a CPU before they are written; those of torch are written at once."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    with torch.device("cpu"):
-        return torch.from_numpy(np.zeros(shape, torch.empty(0, dtype=dtype).numpy().dtype))
 
 
 def _rows_at_once(columns: int) -> int:
