@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -162,8 +163,8 @@ def _in_file(path: Path, like: torch.Tensor, *, new: bool) -> torch.Tensor:
             os.posix_fallocate(file.fileno(), 0, max(like.nbytes, 1))
     if like.nbytes == 0:
         return torch.empty_like(like)
-    storage = torch.UntypedStorage.from_file(str(path), True, like.nbytes)
-    return torch.empty(0, dtype=like.dtype).set_(storage).view(like.shape)  # pyright: ignore[reportCallIssue]
+    storage: Any = torch.UntypedStorage.from_file(str(path), True, like.nbytes)
+    return torch.empty(0, dtype=like.dtype).set_(storage).view(like.shape)
 
 
 def page_out() -> None:

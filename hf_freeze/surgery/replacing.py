@@ -68,7 +68,9 @@ def make_releasable(model: Any, new: Any, kept: Any = None) -> None:
 
 def restored(model: Any, name: str) -> bool:
     """Whether the new module `name` (below the base model) was found finished, so that it need not be converted."""
-    new, kept = getattr(model, _KEPT, (None, None))
+    if not hasattr(model, _KEPT):
+        return False
+    new, kept = getattr(model, _KEPT)
     return kept is not None and kept.restore(name, new.base_model.get_submodule(name))
 
 
