@@ -40,7 +40,8 @@ def convert(
     `source`: a folder with a native model or a variant in safetensors, in one file or in shards. No more than about
     `max_shard_size` of its tensors is in memory at a time, and of what is made, besides what a method needs to convert one layer
     (on Linux; elsewhere the system decides). The rest lies in a folder beside `out`, `.OUT.convert`, which takes as much room
-    as `out`. After a kill or an error, the same call goes on: linears that a factorisation has finished are read from there.
+    as `out`. Tensors that transformers itself makes of those in the files, such as one of all experts, are loaded as a whole.
+    After a kill or an error, the same call goes on: linears that a factorisation has finished are read from there.
     `say` is called with a message before each step.
 
     Raises FileNotFoundError for a source or a shard that is missing; ValueError for a shard that is truncated or holds other
@@ -54,7 +55,7 @@ def convert(
     say(f"checking {source}")
     files = check_shards(source)
     structure = empty_model(source)
-    check_tensors(structure, files, source)
+    check_shapes(structure, files, source)
     with torch.device("meta"):
         target = make_variant(structure, list(methods))  # what cannot be is refused here
     _check_room(out, 2 * sum(p.nbytes for name, p in target.named_parameters() if name not in target.seeded_tensors))
@@ -62,7 +63,12 @@ def convert(
     _claim(folder, source, files, methods)
     with paging(folder, shard_bytes):
         say(f"converting {source}: {', '.join(method.name for method in methods) or 'no methods'}")
-        variant = make_variant(load_model(source), list(methods), copy=False)
+        model, info = load_model(source, output_loading_info=True)
+        if info["missing_keys"]:  # a variant is refused by itself
+            shutil.rmtree(folder)
+            lacking = sorted(info["missing_keys"])
+            raise ValueError(f"{source} lacks {len(lacking)} tensors of its config, such as {lacking[0]!r}")
+        variant = make_variant(model, list(methods), copy=False)
         say(f"writing {out}")
         written = folder / "written"
         shutil.rmtree(written, ignore_errors=True)
@@ -107,24 +113,18 @@ def check_shards(source: Path) -> dict[str, tuple[str, list[int]]]:
     return {name: headers[shard][name] for name, shard in places.items()}
 
 
-def check_tensors(structure: Any, files: dict[str, tuple[str, list[int]]], source: Path) -> None:
-    """Raise ValueError if a tensor of the files has another shape than in the model of the config, or the files lack one."""
+def check_shapes(structure: Any, files: dict[str, tuple[str, list[int]]], source: Path) -> None:
+    """Raise ValueError if a tensor of the files has another shape than in the model of the config."""
     prefix = f"{structure.base_model_prefix}."
-    state = structure.state_dict()
-    shapes = {name.removeprefix(prefix): list(value.shape) for name, value in state.items()}
-    held = set()
+    shapes = {name.removeprefix(prefix): list(value.shape) for name, value in structure.state_dict().items()}
     for name, (_, shape) in files.items():
-        expected = shapes.get(name.removeprefix(prefix))
-        held.add(name.removeprefix(prefix))
-        if expected is not None and expected != shape:
+        expected = shapes.get(
+            name.removeprefix(prefix), shape
+        )  # transformers gives some tensors of older files other names
+        if expected != shape:
             raise ValueError(
                 f"{source}: {name!r} has the shape {shape}, but the config says {expected}: another model's shard"
             )
-    unsaved = {*getattr(structure, "seeded_tensors", {}), *(structure.all_tied_weights_keys or {})}
-    unsaved |= {*(getattr(structure, "_keys_to_ignore_on_save", None) or ())}
-    lacking = {name for name in dict(structure.named_parameters()) if name.removeprefix(prefix) not in held} - unsaved
-    if lacking:
-        raise ValueError(f"{source} lacks {len(lacking)} tensors of its config, such as {min(lacking)!r}")
 
 
 def _header(file: Path) -> dict[str, tuple[str, list[int]]]:

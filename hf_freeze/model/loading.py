@@ -58,8 +58,8 @@ def config_of_type_or_model(name: str) -> Any:
     return AutoConfig.from_pretrained(name)
 
 
-def load_model(name: str | os.PathLike[str]) -> Any:
-    """The model of a directory or Hub id, of the class that it was saved from.
+def load_model(name: str | os.PathLike[str], **options: Any) -> Any:
+    """The model of a directory or Hub id, of the class that it was saved from. `options` go to its `from_pretrained`.
 
     Raises ValueError if that class is not supported, FileNotFoundError for a missing directory.
     """
@@ -68,7 +68,7 @@ def load_model(name: str | os.PathLike[str]) -> Any:
         raise ValueError(
             f"{name} holds {config.architectures or 'no class of model'}; choose from {list(_classes(config))}"
         )
-    return model_class.from_pretrained(name)
+    return model_class.from_pretrained(name, **options)
 
 
 def _saved_class(name: str | os.PathLike[str]) -> tuple[Any, Any]:

@@ -6,12 +6,13 @@ import shutil
 
 import pytest
 import torch
+from families.contract import tiny_config
 from safetensors.torch import load_file, save_file
 from support.cases import BASELINES, once, plain
 from support.models import native
 from support.parametrize import over
 from support.recipes import cli, one_line_error
-from transformers import modeling_utils
+from transformers import AutoModelForCausalLM, modeling_utils
 
 from hf_freeze import make_variant
 from hf_freeze.architectures.registry import ARCHITECTURES
@@ -72,6 +73,15 @@ def test_a_variant_is_converted_on(source, tmp_path):
     first = convert(source, tmp_path / "first", METHODS[:2], max_shard_size="6KB")
     out = convert(first, tmp_path / "out", METHODS[2:], max_shard_size="6KB")
     assert_same(out, expected(tmp_path / "first", METHODS[2:], tmp_path / "expected"))
+
+
+def test_a_family_whose_files_have_other_names_than_its_model(tmp_path):
+    """transformers makes one tensor of all experts when it loads a Mixtral."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_config("mixtral")).save_pretrained(tmp_path / "source", max_shard_size="20KB")
+    methods = [LowRank(rank=2, components=["attention"])]
+    out = convert(tmp_path / "source", tmp_path / "out", methods, max_shard_size="6KB")
+    assert_same(out, expected(tmp_path / "source", methods, tmp_path / "expected"))
 
 
 def test_what_is_made_lies_in_files(source, tmp_path, monkeypatch):
