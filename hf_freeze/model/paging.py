@@ -160,7 +160,10 @@ def _in_file(path: Path, like: torch.Tensor, *, new: bool) -> torch.Tensor:
     if new:
         # A file with holes in it would end the process where a page finds the disk full.
         with path.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(like.nbytes, 1))
+            if hasattr(os, "posix_fallocate"):  # macOS has none
+                os.posix_fallocate(file.fileno(), 0, max(like.nbytes, 1))
+            else:
+                file.truncate(like.nbytes)
     if like.nbytes == 0:
         return torch.empty_like(like)
     storage: Any = torch.UntypedStorage.from_file(str(path), True, like.nbytes)

@@ -7,6 +7,7 @@ from pathlib import Path
 import ctranslate2
 import pytest
 import torch
+from families.contract import tiny_config
 from support.cases import MODEL, PLAIN, Case
 from support.models import build, merge_or_none, native
 from support.text import SOURCE, fast_tokenizer, marian_tokenizer
@@ -19,6 +20,9 @@ from transformers import (
     MarianConfig,
     MarianMTModel,
     PreTrainedTokenizerFast,
+    Qwen3ForCausalLM,
+    RobertaForMaskedLM,
+    T5ForConditionalGeneration,
     pipeline,
 )
 from typer.testing import CliRunner
@@ -219,6 +223,21 @@ def test_settings_that_are_not_followed_are_named(trained, tmp_path, caplog):
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["roberta", "t5", "qwen3"])
+@torch.no_grad()
+def test_dense_takes_families_that_are_derived(model_type, tmp_path):
+    torch.manual_seed(0)
+    native = {"roberta": RobertaForMaskedLM, "t5": T5ForConditionalGeneration, "qwen3": Qwen3ForCausalLM}[model_type]
+    model = make_variant(native(tiny_config(model_type)), [methods.LowRank(rank=3), methods.Freeze(attention="random")])
+    model.eval().save_pretrained(tmp_path / "model")
+    folder = export_model(tmp_path / "model", "dense")
+    ids = torch.tensor([[3, 4, 5, 6]])
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    torch.testing.assert_close(
+        native.from_pretrained(folder).eval()(**inputs).logits, model(**inputs).logits, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_dense_names_no_hf_freeze(trained, tmp_path):

@@ -55,9 +55,9 @@ def export_model(
     _check_replaceable(folder, source, force)
     say(f"reading {source}")
     model, task = _open(source)
-    tasks = writer.SUPPORTED_TASKS.get(architecture_of(model.config).model_type, ())
-    if task not in tasks:
-        choices = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in writer.SUPPORTED_TASKS.items())
+    supported = writer.SUPPORTED_TASKS
+    if supported is not None and task not in supported.get(architecture_of(model.config).model_type, ()):
+        choices = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in supported.items())
         raise ValueError(f"{format} does not support {type(model).__name__} ({task}); choose from {choices}")
     tokenizer = _tokenizer(source)
     if tokenizer is None and writer.NEEDS_TOKENIZER:

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import torch
 
-from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.publish.export.folders import Export
 
 PACKAGES: tuple[str, ...] = ()
 QUANTIZATIONS = ("float16", "bfloat16", "float32")
-SUPPORTED_TASKS = {name: architecture.tasks for name, architecture in ARCHITECTURES.items()}
+SUPPORTED_TASKS = None  # those of every family
 NEEDS_TOKENIZER = False
 HOLDS_VARIANTS: tuple[str, ...] = ()
 
