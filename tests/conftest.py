@@ -1,24 +1,49 @@
 """For every test: one thread (two beside another job made a step 20 times slower), no progress bars, a fixed global seed."""
 
 import atexit
+import contextlib
 import gc
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import shutil
+import sys
 import tempfile
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; children inherit it
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="hf_freeze-tests-")  # text and tokens are cached there
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # transformers' bars too
 
 import pytest
-import torch
 
-torch.set_num_threads(1)
+# The process that hands tests to workers runs none.
+RUNS_TESTS = "PYTEST_XDIST_WORKER" in os.environ or not {"-n", "--numprocesses"} & set(sys.argv)
+HAS_FORK = hasattr(os, "fork")
 
-# For a kind of device that is absent, torch keeps each seed all the same, with the stack of who set it: a millisecond a test.
-for _kind in (torch.cuda, torch.xpu, torch.mtia):
-    if not _kind.is_available():
-        _kind.manual_seed_all = lambda seed: None
+if RUNS_TESTS:
+    import accelerate.utils.memory
+    import torch
+    from support import fork_server
+
+    torch.set_num_threads(1)
+    if HAS_FORK:
+        fork_server.start()
+
+    # For a kind of device that is absent, torch keeps each seed all the same, with the stack of who set it: a millisecond a test.
+    for _kind in (torch.cuda, torch.xpu, torch.mtia):
+        if not _kind.is_available():
+            _kind.manual_seed_all = lambda seed: None
+
+    # The Trainer collects garbage at every end of training, which takes as long as the training of a tiny model.
+    accelerate.utils.memory.gc = SimpleNamespace(collect=lambda: 0)
+
+    @pytest.fixture(autouse=True)
+    def _same_random_state():
+        torch.manual_seed(0)
 
 
 @atexit.register
@@ -27,12 +52,31 @@ def _remove_cache(cache=os.environ["HF_DATASETS_CACHE"], owner=os.getpid()):  # 
         shutil.rmtree(cache, ignore_errors=True)
 
 
-@pytest.fixture(autouse=True)
-def _same_random_state():
-    torch.manual_seed(0)
-
-
 def pytest_collection_finish() -> None:
-    """What is imported by now stays. Trainer collects garbage at every end of training: .5 s among a million objects."""
+    """What is imported by now stays, so garbage need not be looked for in it, and the server that grids fork their runs from need
+    not import it again."""
+    if not RUNS_TESTS:
+        return
     gc.collect()
     gc.freeze()
+    if HAS_FORK and "hf_freeze.experiments.runs.execute" in sys.modules:
+        multiprocessing.resource_tracker.ensure_running()
+        with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork):
+            multiprocessing.forkserver.ensure_running()
+
+
+def _fork(path: Any, arguments: list[Any], passed: list[int]) -> int:
+    """A fork of this process, in place of `python -c COMMAND`."""
+    pid = os.fork()
+    if pid == 0:
+        # Of the pipe whose end tells that this process has ended, the fork must not hold the end that this process keeps open.
+        pipes = {os.fstat(number).st_ino for number in passed}
+        for number in map(int, os.listdir("/dev/fd")):
+            with contextlib.suppress(OSError):
+                if number not in passed and os.fstat(number).st_ino in pipes:
+                    os.close(number)
+        multiprocessing.forkserver._forkserver.__init__()  # as in a new process; it was forked with its lock held
+        fork_server.forget_pytest()
+        exec(arguments[-1], {"__name__": "__main__"})
+        os._exit(0)
+    return pid

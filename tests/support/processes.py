@@ -1,11 +1,11 @@
 """Children of the tests: one new process, or a group of two that train together."""
 
-import functools
 import gc
 import json
 import os
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -20,14 +20,7 @@ import torch.distributed as dist
 from hf_freeze.experiments.runs.launcher import leave_processes
 from hf_freeze.experiments.runs.processes import Processes
 from hf_freeze.seeded.tensor import digest
-from support import TESTS
-
-
-@functools.cache
-def _fork_server() -> subprocess.Popen[str]:
-    """One for all tests of this process. It ends with this process, which closes the pipe that it reads."""
-    command = [sys.executable, "-W", "ignore", "-m", "support.fork_server"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=TESTS)
+from support import TESTS, fork_server
 
 
 def new_process(
@@ -38,21 +31,17 @@ def new_process(
     Importing those two takes seconds. They have read their environment variables by then, so HF_ENDPOINT, for example, has no
     effect in `environment`.
     """
-    server = _fork_server()
-    assert server.stdin is not None
-    assert server.stdout is not None
+    server = fork_server.started()
     with tempfile.TemporaryDirectory() as streams:
         files = {name: Path(streams) / name for name in ("stdout", "stderr")}
         request = {"code": code, "module": module, "arguments": list(map(str, arguments)), "environment": environment}
         request |= {name: str(path) for name, path in files.items()} | {"folder": str(folder)}
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        ready, _, _ = select.select([server.stdout], [], [], 600)
+        print(json.dumps(request), file=server.requests, flush=True)
+        ready, _, _ = select.select([server.answers], [], [], 600)
         if not ready:
-            server.kill()
-            _fork_server.cache_clear()
+            os.kill(server.pid, signal.SIGKILL)
             raise TimeoutError(f"{module or code} did not end within 600 s")
-        exit_code = int(server.stdout.readline())
+        exit_code = int(server.answers.readline())
         printed = {name: path.read_text() if path.exists() else "" for name, path in files.items()}
     return subprocess.CompletedProcess([module or code, *arguments], exit_code, **printed)
 
