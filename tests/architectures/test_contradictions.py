@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.cases import ALL
 from support.small import small_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -77,6 +78,8 @@ def test_heads_that_cannot_share_keys_and_values_evenly_are_refused(model_type):
         make_variant(config, [HeadPruning(share=0.5)], task="causal-lm")
 
 
-@pytest.mark.parametrize("model_type", ["roberta", "qwen3", "falcon", "deepseek_v3", "jetmoe", "seamless_m4t", "clip"])
+@pytest.mark.parametrize(
+    "model_type", ["roberta", "qwen3", "falcon", "deepseek_v3", "jetmoe", "clip", *["seamless_m4t"] * ALL]
+)
 def test_a_config_as_published_is_not_refused(model_type):
     derive(shrink(default_config(model_type)))

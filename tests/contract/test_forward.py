@@ -107,7 +107,7 @@ def has_a_causal_output(case: Case) -> bool:
     return case.causal and case.task != "sequence-classification"  # which has one output for a sentence
 
 
-@over(covering(has_a_causal_output))
+@over(once_on_each_architecture(has_a_causal_output))
 def test_a_decoder_does_not_see_the_future(case: Case):
     _check_the_future(case, "sdpa")
 

@@ -137,7 +137,7 @@ def test_opening_in_bf16_rounds_the_same_values(case: Case, saved, tmp_path):
             assert torch.equal(other.get_parameter(name), parameter.bfloat16()), name
 
 
-@over(once_on_each_architecture(lambda case: not case.from_model))
+@over(once(lambda case: not case.from_model))
 def test_fresh_weights_are_a_function_of_the_seed(case: Case):
     def fresh(seed):
         torch.manual_seed(seed + 100)

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from support import ROOT
+from support.cases import ALL
 from transformers import MarianConfig
 
 from hf_freeze import data, make_variant, methods, stored_bytes
@@ -18,6 +19,7 @@ from hf_freeze.experiments.runs.text_training import backbone_config
 FOLDER = ROOT / "benchmarks"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if not file.name.startswith("_"))
 assert NAMES
+slow = pytest.mark.skipif(not ALL, reason="a benchmark that takes seconds: run by make test-all")
 
 
 @pytest.fixture
@@ -60,6 +62,7 @@ def test_derive(run, in_this_process):
     assert re.search(r"claims: roberta: (passed|missed)", printed)
 
 
+@slow
 def test_scale_data(run, in_this_process, monkeypatch, tmp_path):
     benchmark = importlib.import_module("scale_data")
     monkeypatch.setattr(benchmark, "use_cache", lambda cache: cache.mkdir(exist_ok=True))  # that of the tests
@@ -106,6 +109,7 @@ def test_checkpoint_size(run):
     assert re.search(r"save ratio [\d.]+ \(.*load ratio [\d.]+ \(", printed)
 
 
+@slow
 def test_training_throughput(run):
     printed = run("training_throughput", "--preset", "demo", "--steps", "2", "--rounds", "1")
     assert re.search(r"ours to the plain loop: ratio [\d.]+ \(claim", printed)
@@ -180,6 +184,7 @@ def test_heads_against_a_peer(run):
     )
 
 
+@slow
 def test_embeddings(run, tmp_path):
     out = tmp_path / "table.md"
     printed = run("embeddings", "--quick", "--out", str(out))
@@ -248,6 +253,7 @@ def test_export(run, translators):
     assert "fp32 as PyTorch: passed in all 2" in printed
 
 
+@slow
 def test_ship(run, translators, monkeypatch):
     folder, arguments = translators
     monkeypatch.syspath_prepend(FOLDER)
@@ -269,6 +275,7 @@ def test_ship(run, translators, monkeypatch):
     )
 
 
+@slow
 def test_run_latency(run, tmp_path):
     text = data.builtin_corpus(train=40, dev=4, test=4)
     tokenizers = [
@@ -329,6 +336,7 @@ def test_progressive(run):
     assert re.search(r"Theseus at most 1.1 of the expected: (passed|missed) in", printed)
 
 
+@slow
 def test_light_blocks(run, monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     module = importlib.import_module("light_blocks")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import ROOT
+from support.cases import ALL
 from transformers import AutoConfig
 
 from hf_freeze import count_parameters, make_variant, multiply_adds
@@ -33,7 +34,9 @@ def test_rows_of_translators_have_the_size_of_the_plain_one(preset):
     assert 0.45 < sizes["half"] / sizes["0"] < 0.55
     for row, size in sizes.items():
         assert abs(size / sizes["half" if row.startswith("half") else "0"] - 1) < 0.12, row
-        if preset != "base":  # as many multiply-adds; where a table is small, the tokens' positions in the scores show
+        if preset == "demo" or (
+            ALL and preset == "tiny"
+        ):  # as many multiply-adds; where a table is small, the tokens' positions in the scores show
             assert 1 < multiply_adds(models[row], length=32).forward / size < 1.1, row
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from support.cases import ALL
 from support.recipes import LONGER, TINY, cli, figures, one_line_error, write_recipe
 
 from hf_freeze.experiments.recipes.expand import expand
@@ -54,6 +55,7 @@ def wait_for(condition):
 # -- a node that is lost -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not ALL, reason="takes a minute: only in make test-all")
 def test_a_grid_that_loses_a_node_is_the_local_grid(cluster, tmp_path):
     size = {
         "data": {"builtin": {"seed": 0, "train": 60, "dev": 10, "test": 8}},
@@ -109,6 +111,12 @@ def pretend(monkeypatch):
             raise ValueError("so it does")
         if run["label"] == "is killed":
             os._exit(1)
+        if run["label"] == "loses its node":
+            node = ray.get_runtime_context().get_node_id()
+            with (folder / "nodes").open("a") as file:
+                file.write(f"{node}\n")
+            while len((folder / "nodes").read_text().split()) == 1:
+                time.sleep(0.1)
         while run["label"] == "goes on":
             time.sleep(1)
         record = {key: run[key] for key in ("row", "seed", "label")}
@@ -147,6 +155,35 @@ def test_what_fails_is_not_tried_again_and_what_is_killed_is(cluster, tmp_path, 
     assert "row-2-seed-1: " in printed
     assert "again, 1 of 1" in printed
     assert not ray.is_initialized()
+
+
+def test_a_run_that_loses_its_node_is_done_on_another(cluster, tmp_path, monkeypatch):
+    """What it computes then, `test_a_grid_that_loses_a_node_is_the_local_grid` compares."""
+    pretend(monkeypatch)
+    second = cluster.add_node(**NODE)
+    nodes, lost = [tmp_path / "o" / f"row-{row}-seed-1" / "nodes" for row in "01"], []
+
+    def kill():
+        wait_for(lambda: all(path.exists() and path.read_text() for path in nodes))
+        lost.extend(path for path in nodes if path.read_text().split() == [second.node_id])
+        cluster.remove_node(second, allow_graceful=False)
+        for path in set(nodes) - set(lost):  # may go on, as if it had trained
+            with path.open("a") as file:
+                file.write("again\n")
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", rows=rows("loses its node", "loses its node")))
+    console = Console(record=True, width=300)
+    records = run_grid(recipe, tmp_path / "o", console=console, ray=RayOptions(address=cluster.address))
+    killer.join()
+    assert [record["row"] for record in records] == ["0", "1"]
+    (path,) = lost
+    first, again = path.read_text().split()
+    assert first == second.node_id != again
+    printed = console.export_text()
+    assert f"{path.parent.name}: Task failed because the node it was running on is dead" in printed
+    assert "again, 1 of 3" in printed
 
 
 def test_a_grid_whose_nodes_are_all_lost_ends(cluster, tmp_path, monkeypatch):

@@ -377,7 +377,7 @@ def test_the_pareto_front(tmp_path, task):
 
 
 @pytest.mark.parametrize("task", ["translation", "language-modelling"])
-def test_scores_against_a_setting(tmp_path, task):
+def test_scores_against_a_setting(tmp_path, task, pictures):
     """Two series, of which one has a row without the method; the methods are those of the model where there is one."""
     from hf_freeze.experiments.report.plots.setting import setting_figure
 
@@ -485,7 +485,7 @@ def test_plots_name_rows_by_label_and_tell_equal_labels_apart(tmp_path):
     assert [report.name_of(row) for row in ("0", "1", "2")] == ["alike (0)", "alike (1)", "other"]
 
 
-def test_the_page_holds_all_it_shows(tmp_path):
+def test_the_page_holds_all_it_shows(tmp_path, pictures):
     make_runs(tmp_path)
     write_report(tmp_path, say=fail)
     text = (tmp_path / "report.html").read_text(encoding="utf-8")

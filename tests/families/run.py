@@ -6,6 +6,7 @@ Writes families.json and families.md to the folder and, if that is docs, what fa
 reads it. About an hour on two cores.
 """
 
+# ruff: noqa: E402
 import argparse
 import json
 import multiprocessing
@@ -21,6 +22,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"  # each job has its core; in new processes, other threads would round otherwise
+
+from support import fork_server
+
+fork_server.start()  # before hf_freeze is imported
 
 from families.contract import problems_before_loading, problems_of_loading
 from transformers.utils import logging

@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from support.cases import ALL
 from support.generation import generation_problems
 from support.models import perturbed
 from support.processes import printed_by
@@ -30,7 +31,8 @@ METHODS = {
     "selection": methods.LayerSelection(keep={"encoder": [0], "decoder": [0, 1]}),
     "sharing": methods.LayerSharing(depth={"decoder": 3}),
 }
-every_family = pytest.mark.parametrize("model_type", ["t5", "mt5", "umt5", "longt5", "switch_transformers", "bart"])
+FAMILIES = ["t5", "umt5", "bart", *["mt5", "longt5", "switch_transformers"] * ALL]
+every_family = pytest.mark.parametrize("model_type", FAMILIES)
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 

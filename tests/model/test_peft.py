@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from support.cases import MODEL, PLAIN, Case
+from support.cases import ALL, MODEL, PLAIN, Case
 from support.models import build, differences, outputs, reload
 
 from hf_freeze import methods
@@ -30,7 +30,13 @@ BY_METHODS: dict = {}
 for each in LORA_CASES:
     BY_METHODS.setdefault(str(each.methods), []).append(each)
 VERA_CASES = [cases[number % len(cases)] for number, cases in enumerate(BY_METHODS.values())]
-PAIRS = [("lora", case) for case in LORA_CASES] + [("vera", case) for case in VERA_CASES]
+# LoRA: two of the architectures by turns.
+TWO_EACH = [
+    cases[(number + turn) % len(cases)]
+    for number, cases in enumerate(BY_METHODS.values())
+    for turn in range(min(2, len(cases)))
+]
+PAIRS = [("lora", case) for case in (LORA_CASES if ALL else TWO_EACH)] + [("vera", case) for case in VERA_CASES]
 assert len(VERA_CASES) > len(ON_ATTENTION)
 
 

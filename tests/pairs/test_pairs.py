@@ -10,6 +10,7 @@ from support.cases import ALL, Case, pairs
 from support.generation import generation_problems
 from support.models import (
     build,
+    build_anew,
     differences,
     file_sizes,
     finished,
@@ -42,7 +43,7 @@ GENERATING = {names_of(pair): pair for pair in pairs(lambda case: case.generates
 def test_a_pair_works_or_is_refused(case: Case, tmp_path):
     first, second = case.methods
     try:
-        model = build(case)
+        model = build_anew(case)
     except ValueError as error:
         message = str(error)
     else:
@@ -79,7 +80,7 @@ def test_a_pair_works_or_is_refused(case: Case, tmp_path):
 @over(GENERATING[names_of(pair)] for pair in DRAWN if not pair.generates and names_of(pair) in GENERATING)
 def test_a_pair_generates(case: Case):
     with contextlib.suppress(ValueError):  # refused there too
-        assert generation_problems(build(case), case.batch(), widths=(1,), tokens=3) == []
+        assert generation_problems(build_anew(case), case.batch(), widths=(1,), tokens=3) == []
 
 
 def check_in_turn(in_turn, second, model, batch):

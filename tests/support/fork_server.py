@@ -34,7 +34,7 @@ _STARTED: list[Server] = []
 
 
 def started() -> Server:
-    assert _STARTED, "tests/conftest.py starts the server"
+    assert _STARTED, "the server must be started before hf_freeze is imported, as tests/conftest.py does"
     return _STARTED[0]
 
 
