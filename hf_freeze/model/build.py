@@ -226,8 +226,8 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
     def merge(self, *, copy: bool = True) -> PreTrainedModel:
         """A plain native model with the same weights and logits; loading it needs no hf_freeze.
 
-        `copy`: True gives it memory of its own. With False it takes over the tensors that stay as they are, and the variant cannot
-        be used any more.
+        `copy`: True gives it memory of its own. With False it takes over the tensors that stay as they are, and the variant
+        cannot be used any more.
 
         Raises ValueError for a method that cannot be undone, and while PEFT adapters are in the model.
         """

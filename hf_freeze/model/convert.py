@@ -1,4 +1,4 @@
-"""Make a variant of a checkpoint that is larger than the memory, or a native model of a variant: `hf-freeze convert` and `merge`."""
+"""`hf-freeze convert` and `merge`: variants of checkpoints that are larger than the memory, and back to native models."""
 
 import hashlib
 import json
@@ -70,8 +70,8 @@ def merge(
 ) -> Path:
     """Write the native model that `merge()` of the variant in the folder `source` gives to the folder `out`.
 
-    As `convert`, the way back; after a kill it starts again. Raises ValueError for a native source and for a method that cannot be
-    undone, and otherwise the same.
+    As `convert`, the way back; after a kill the same call starts again. Raises ValueError for a native source and for a method
+    that cannot be undone, and otherwise what `convert` raises.
     """
 
     def make(model: Any) -> Any:

@@ -36,7 +36,6 @@ from hf_freeze.model.sharing import copy_shared, releasing, share_tensors, use_u
 from hf_freeze.model.token_ids import renumber_token_ids
 from hf_freeze.model.weights import no_draws, regenerate
 
-
 _OF_CLASS = ("model_type", "auto_map")  # the latter names code that loads the variant as it was before
 
 

@@ -18,8 +18,8 @@ from hf_freeze.model.weights import no_draws
 
 
 def merged(variant: Any, *, copy: bool = True) -> PreTrainedModel:
-    """A native model with the same weights and logits; loading it needs no hf_freeze. It has memory of its own, or with `copy=False`
-    that of the variant, where a tensor stays as it is; the variant then cannot be used any more.
+    """A native model with the same weights and logits; loading it needs no hf_freeze. It has memory of its own, or with
+    `copy=False` that of the variant where a tensor stays as it is; the variant then cannot be used any more.
 
     Raises ValueError for a method that cannot be undone, while PEFT adapters are in the model, and for one whose tensors are
     elsewhere (`device_map`).
@@ -71,7 +71,8 @@ def _take_over(source: Any, native: Any, device: torch.device) -> None:
 
 @torch.no_grad()
 def _separate(native: Any, variant: nn.Module) -> None:
-    """Copy the tensors of `native` that lie in the memory of `variant`, or of another one of `native` that is not tied to them."""
+    """Copy the tensors of `native` that lie in the memory of `variant`, or in that of another tensor of `native`, as those of
+    layers that shared their parameters do."""
     taken = {memory_of(tensor) for tensor in chain(variant.parameters(), variant.buffers())}
     done: set[int] = set()
     for module in native.modules():
