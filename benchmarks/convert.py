@@ -5,7 +5,8 @@
 
 Claim: the peak of resident memory is at most two shards and 300 MB, imports included; at most 4 GB for 6.7 billion parameters.
 
-Each of them runs in a new process with one thread. Its resident memory is sampled every 10 ms. Limit: every byte is read and written once, at the rate at which the disk copies the files.
+Each of them runs in a new process with one thread. Its resident memory is sampled every 10 ms. Limit: every byte is read and
+written once, at the rate at which the disk copies the files.
 """
 
 import json

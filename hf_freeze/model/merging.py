@@ -65,8 +65,7 @@ def _take_over(source: Any, native: Any, device: torch.device) -> None:
         for name in module._non_persistent_buffers_set:
             value, old = module._buffers[name], unsaved.get(f"{prefix}.{name}" if prefix else name)
             if value is not None:
-                same = old is not None and old.shape == value.shape
-                module._buffers[name] = (old if same else value).to(device)
+                module._buffers[name] = (value if old is None or old.shape != value.shape else old.detach()).to(device)
 
 
 @torch.no_grad()
@@ -77,16 +76,12 @@ def _separate(native: Any, variant: nn.Module) -> None:
     done: set[int] = set()
     for module in native.modules():
         copied = False
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is None or id(tensor) in done:
                 continue
             done.add(id(tensor))
             if memory_of(tensor) in taken:
-                copied = True
-                if name in module._parameters:
-                    tensor.data = tensor.data.clone()
-                else:
-                    module._buffers[name] = tensor.clone()
+                tensor.data, copied = tensor.data.clone(), True
             taken.add(memory_of(tensor))
         if copied and (paged := paging.active()) is not None:
             paged.move(module)
