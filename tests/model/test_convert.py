@@ -413,7 +413,10 @@ def test_merging_of_what_is_not_whole_is_one_line(damage, message, variant, tmp_
 
 def test_the_command_that_merges(variant, tmp_path, monkeypatch):
     (variant / "tokenizer.json").write_text("{}")
-    (variant / "modeling_hf_freeze.py").touch()
+    (variant / "modeling_hf_freeze.py").touch()  # as a variant that was pushed with the code that loads it
+    config = json.loads((variant / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "modeling_hf_freeze.NativeConfig"}
+    (variant / "config.json").write_text(json.dumps(config))
     module.load_model(variant).merge().save_pretrained(tmp_path / "expected", max_shard_size="6KB")
     command = ["merge", variant, tmp_path / "out"]
     printed = cli(*command, "--max-shard-size", "6KB").output
@@ -422,6 +425,7 @@ def test_the_command_that_merges(variant, tmp_path, monkeypatch):
     (tmp_path / "out" / "tokenizer.json").unlink()
     assert_same(tmp_path / "out", tmp_path / "expected")
     assert not (tmp_path / "out" / "modeling_hf_freeze.py").exists()
+    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert "exists already" in one_line_error(*command)
     again = one_line_error("merge", tmp_path / "out", tmp_path / "again")
     assert "holds a native LlamaForCausalLM already: there is nothing to merge" in again
