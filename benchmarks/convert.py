@@ -1,11 +1,11 @@
-"""Memory and time of `hf-freeze convert` for large models.
+"""Memory and time of `hf-freeze convert` for large models, and of `hf-freeze merge`, the way back.
 
     python benchmarks/convert.py                                 # Llama of 1.1 billion parameters in bf16, shards of 500 MB
     python benchmarks/convert.py --sizes 6.7                     # 13.5 GB on the disk, as much again for each variant
 
 Claim: the peak of resident memory is at most two shards and 300 MB, imports included; at most 4 GB for 6.7 billion parameters.
 
-Each conversion runs in a new process with one thread. Its resident memory is sampled every 10 ms. Limit: every byte is read and
+Each of them runs in a new process with one thread. Its resident memory is sampled every 10 ms. Limit: every byte is read and
 written once, at the rate at which the disk copies the files.
 """
 
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_freeze.io import sync
 from hf_freeze.methods import FFNPruning, Freeze, HeadPruning, LowRank, Quantize
-from hf_freeze.model.convert import convert
+from hf_freeze.model.convert import convert, merge
 from hf_freeze.model.paging import resident
 
 SIZES = {  # billions of parameters -> (hidden size, FFN width, layers, heads, key-value heads)
@@ -85,8 +85,8 @@ def write_backbone(folder: Path, size: str) -> None:
     (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
 
 
-def converted(source: Path, out: Path, name: str) -> dict[str, float]:
-    """Figures of one conversion."""
+def measured(source: Path, out: Path, name: str | None) -> dict[str, float]:
+    """Figures of the conversion by the methods of this name, or of merging."""
     torch.set_num_threads(1)
     before = peak = resident()
     end = threading.Event()
@@ -99,7 +99,11 @@ def converted(source: Path, out: Path, name: str) -> dict[str, float]:
     thread = threading.Thread(target=sample)
     thread.start()
     start = time.perf_counter()
-    convert(source, out, METHODS[name](LlamaConfig.from_pretrained(source)), max_shard_size=f"{SHARD_BYTES // 10**6}MB")
+    shard = f"{SHARD_BYTES // 10**6}MB"
+    if name is None:
+        merge(source, out, max_shard_size=shard)
+    else:
+        convert(source, out, METHODS[name](LlamaConfig.from_pretrained(source)), max_shard_size=shard)
     seconds = time.perf_counter() - start
     end.set()
     thread.join()
@@ -131,20 +135,31 @@ def main() -> None:
     lines, peaks = [], []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for size in options.sizes:
-            source, out = Path(folder) / size, Path(folder) / "out"
+            source, out, merged = (Path(folder) / name for name in (size, "out", "merged"))
             source.mkdir()
             _shared.in_new_process(write_backbone, source, size, OMP_NUM_THREADS="1")
             copied = copy_seconds(source, out)
             shutil.rmtree(out)
             for name in options.methods:
-                run = _shared.in_new_process(converted, source, out, name, OMP_NUM_THREADS="1")
-                gigabytes = (bytes_of(source), bytes_of(out), run["before"], run["peak"])
-                cells = [f"{value / 1e9:.2f}" for value in gigabytes]
-                lines.append([size, name, *cells, f"{run['seconds']:.0f}", f"{copied:.0f}"])
-                peaks.append((run["peak"] / (2 * SHARD_BYTES + 300e6), f"{size} {name}"))
+                for old, new, methods, label in ((source, out, name, name), (out, merged, None, f"{name}, merged")):
+                    run = _shared.in_new_process(measured, old, new, methods, OMP_NUM_THREADS="1")
+                    gigabytes = (bytes_of(old), bytes_of(new), run["before"], run["peak"])
+                    cells = [f"{value / 1e9:.2f}" for value in gigabytes]
+                    lines.append([size, label, *cells, f"{run['seconds']:.0f}", f"{copied:.0f}"])
+                    peaks.append((run["peak"] / (2 * SHARD_BYTES + 300e6), f"{size} {label}"))
                 shutil.rmtree(out)
+                shutil.rmtree(merged)
             shutil.rmtree(source)
-    header = ["10⁹ parameters", "", "source GB", "out GB", "after imports GB", "peak GB", "s", "copying the source, s"]
+    header = [
+        "10⁹ parameters",
+        "",
+        "source GB",
+        "out GB",
+        "after imports GB",
+        "peak GB",
+        "s",
+        "copying the backbone, s",
+    ]
     summary = f"peak at most two shards of 500 MB and 300 MB: {_shared.verdict(peaks, lambda x: x <= 1)}"
     _shared.report(options, _shared.markdown(header, lines), summary)
 

@@ -8,7 +8,20 @@ from typing import Annotated
 import typer
 
 from hf_freeze._version import __version__
-from hf_freeze.cli import architectures, card, convert, describe, diff, export, inspect, methods, push, report, run
+from hf_freeze.cli import (
+    architectures,
+    card,
+    convert,
+    describe,
+    diff,
+    export,
+    inspect,
+    merge,
+    methods,
+    push,
+    report,
+    run,
+)
 
 app = typer.Typer(
     help="Freeze, randomise, factorise, prune, share or replace parts of a Hugging Face transformer.",
@@ -43,6 +56,7 @@ for _command in (
     push.push,
     export.export,
     convert.convert,
+    merge.merge,
     methods.methods,
     architectures.architectures,
 ):

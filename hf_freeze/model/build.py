@@ -223,12 +223,15 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
 
     # -- and back ----------------------------------------------------------------------------------------------------------
 
-    def merge(self) -> PreTrainedModel:
+    def merge(self, *, copy: bool = True) -> PreTrainedModel:
         """A plain native model with the same weights and logits; loading it needs no hf_freeze.
+
+        `copy`: True gives it memory of its own. With False it takes over the tensors that stay as they are, and the variant
+        cannot be used any more.
 
         Raises ValueError for a method that cannot be undone, and while PEFT adapters are in the model.
         """
-        return merged(self)
+        return merged(self, copy=copy)
 
     @property
     def peft_config(self) -> Any:

@@ -184,7 +184,8 @@ def native_config_class(config_class: Any) -> Any:
 
 def native_config(config: Any) -> Any:
     """The config of a variant as a native one, without the fields that make it a variant's."""
-    data = {name: value for name, value in config.to_dict().items() if name not in (*VARIANT_FIELDS, "model_type")}
+    left_out = (*VARIANT_FIELDS, "model_type", "auto_map")  # which names code that loads the variant
+    data = {name: value for name, value in config.to_dict().items() if name not in left_out}
     native = native_config_class(type(config)).from_dict(data)
     copy_attention_implementation(config, native)
     return native

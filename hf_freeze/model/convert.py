@@ -1,4 +1,4 @@
-"""Make a variant of a checkpoint that is larger than the memory: `hf-freeze convert`."""
+"""`hf-freeze convert` and `merge`: variants of checkpoints that are larger than the memory, and back to native models."""
 
 import hashlib
 import json
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from hf_freeze._version import __version__
-from hf_freeze.io import write_whole
+from hf_freeze.io import sync, write_whole
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.registry import method_to_dict
+from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import empty_model, load_model
 from hf_freeze.model.make import make_variant
 from hf_freeze.model.paging import paging
@@ -23,7 +24,10 @@ from hf_freeze.model.paging import paging
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _JOB = "job.json"
-_OF_MODEL = re.compile(r"config\.json|.*\.(safetensors|bin|pt|index\.json|h5|msgpack|onnx|gguf)|README\.md|\..*")
+_OF_MODEL = re.compile(
+    r"config\.json|.*\.(safetensors|bin|pt|index\.json|h5|msgpack|onnx|gguf)|README\.md|\..*"
+    r"|modeling_hf_freeze\.py|hf_freeze_rng\.py"  # which loads the source without hf_freeze
+)
 
 
 def convert(
@@ -39,16 +43,56 @@ def convert(
 
     `source`: a folder with a native model or a variant in safetensors, in one file or in shards. No more than about
     `max_shard_size` of its tensors is in memory at a time, and of what is made, besides what a method needs to convert one layer
-    (on Linux; elsewhere the system decides). The rest lies in a folder beside `out`, `.OUT.convert`, which takes as much room
+    (on Linux; elsewhere the system decides). The rest lies in a folder beside `out`, `.OUT.part`, which takes as much room
     as `out`. Tensors that transformers itself makes of those in the files, such as one of all experts, are loaded as a whole.
     After a kill or an error, the same call goes on: linears that a factorisation has finished are read from there.
     `say` is called with a message before each step.
 
     Raises FileNotFoundError for a source or a shard that is missing; ValueError for a shard that is truncated or holds other
-    tensors than the index or the config says, for an `out` that exists, for a folder beside `out` that another conversion has
+    tensors than the index or the config says, for an `out` that exists, for a folder beside `out` that another job has
     left, and for what `make_variant` refuses; OSError for a disk without room.
     """
-    source, out = Path(source), Path(out)
+    job = {"command": "convert", "methods": [method_to_dict(method) for method in methods]}
+    what = f"converting {source}: {', '.join(method.name for method in methods) or 'no methods'}"
+
+    def make(model: Any) -> Any:
+        return make_variant(model, list(methods), copy=False)
+
+    return _write(Path(source), Path(out), make, job, max_shard_size, say, what)
+
+
+def merge(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    max_shard_size: str = "1GB",
+    say: Callable[[str], Any] = lambda text: None,
+) -> Path:
+    """Write the native model that `merge()` of the variant in the folder `source` gives to the folder `out`.
+
+    As `convert`, the way back; after a kill the same call starts again. Raises ValueError for a native source and for a method
+    that cannot be undone, and otherwise what `convert` raises.
+    """
+
+    def make(model: Any) -> Any:
+        if not isinstance(model, VariantMixin):
+            raise ValueError(f"{source} holds a native {type(model).__name__} already: there is nothing to merge")
+        return model.merge(copy=False)
+
+    return _write(Path(source), Path(out), make, {"command": "merge"}, max_shard_size, say, f"merging {source}")
+
+
+def _write(
+    source: Path,
+    out: Path,
+    make: Callable[[Any], Any],
+    job: dict[str, Any],
+    max_shard_size: str,
+    say: Callable[[str], Any],
+    what: str,
+) -> Path:
+    """Write the model that `make` gives for the one of `source`, which it uses up, to `out`. `job`: says what `make` does;
+    `what`: the message for it. See `convert`."""
     shard_bytes = _bytes_of(max_shard_size)
     if out.exists():
         raise ValueError(f"{out} exists already: choose another folder, or remove it")
@@ -57,25 +101,27 @@ def convert(
     structure = empty_model(source)
     check_shapes(structure, files, source)
     with torch.device("meta"):
-        target = make_variant(structure, list(methods))  # what cannot be is refused here
-    _check_room(out, 2 * sum(p.nbytes for name, p in target.named_parameters() if name not in target.seeded_tensors))
-    folder = out.with_name(f".{out.name}.convert")
-    _claim(folder, source, files, methods)
+        target = make(structure)  # what cannot be is refused here
+    _check_room(out, _stored_bytes(target) + _stored_bytes(target, with_ties=True))  # tied ones may be made one by one
+    folder = out.with_name(f".{out.name}.part")
+    _claim(folder, job | _identity(source, files))
     with paging(folder, shard_bytes):
-        say(f"converting {source}: {', '.join(method.name for method in methods) or 'no methods'}")
+        say(what)
         model, info = load_model(source, output_loading_info=True)
         if info["missing_keys"]:  # a variant is refused by itself
             shutil.rmtree(folder)
             lacking = sorted(info["missing_keys"])
             raise ValueError(f"{source} lacks {len(lacking)} tensors of its config, such as {lacking[0]!r}")
-        variant = make_variant(model, list(methods), copy=False)
+        model = make(model)
         say(f"writing {out}")
         written = folder / "written"
         shutil.rmtree(written, ignore_errors=True)
-        variant.save_pretrained(written, max_shard_size=max_shard_size)
+        model.save_pretrained(written, max_shard_size=max_shard_size)
     for path in source.iterdir():  # of the tokenizer, above all
         if path.is_file() and not _OF_MODEL.fullmatch(path.name) and not (written / path.name).exists():
             shutil.copyfile(path, written / path.name)
+    for path in (*written.iterdir(), written):
+        sync(path)
     os.replace(written, out)
     shutil.rmtree(folder)
     return out
@@ -153,31 +199,44 @@ def _bytes_of(size: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
+def _stored_bytes(model: Any, *, with_ties: bool = False) -> int:
+    """Of all parameters but seeded ones; `with_ties`: a tied one under each of its names."""
+    seeded = getattr(model, "seeded_tensors", ())
+    parameters = model.named_parameters(remove_duplicate=not with_ties)
+    return sum(parameter.nbytes for name, parameter in parameters if name not in seeded)
+
+
 def _check_room(out: Path, needed: int) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free
     if needed > free:
-        raise OSError(
-            f"{out.parent} has {free / 1e9:.1f} GB left, and the conversion needs up to {needed / 1e9:.1f} GB"
-        )
+        raise OSError(f"{out.parent} has {free / 1e9:.1f} GB left, and up to {needed / 1e9:.1f} GB are needed")
 
 
-def _claim(folder: Path, source: Path, files: dict[str, Any], methods: Sequence[Method]) -> None:
-    """Make the folder of a conversion, or take the one that an interrupted call of the same conversion has left."""
+def _identity(source: Path, files: dict[str, Any]) -> dict[str, str]:
+    """What another call must find as it is to go on with the same work."""
     changed = {
         path.name: path.stat().st_mtime_ns
         for path in sorted(source.iterdir())
         if path.suffix in (".safetensors", ".json")
     }
     digest = hashlib.sha256(json.dumps([files, changed], sort_keys=True).encode()).hexdigest()
-    job = {"source": str(source.resolve()), "digest": digest, "methods": [method_to_dict(method) for method in methods]}
-    job |= {"hf_freeze": __version__, "torch": torch.__version__}
+    return {
+        "source": str(source.resolve()),
+        "digest": digest,
+        "hf_freeze": __version__,
+        "torch": torch.__version__,
+    }
+
+
+def _claim(folder: Path, job: dict[str, Any]) -> None:
+    """Make the folder of a job, or take the one that an interrupted call with the same job has left."""
     if (folder / _JOB).exists():
         found = json.loads((folder / _JOB).read_text(encoding="utf-8"))
         if found != job:
-            other = next(name for name in job if found.get(name) != job[name])
+            other = next(name for name in (*job, *found) if found.get(name) != job.get(name))
             raise ValueError(
-                f"{folder} was left by a conversion with another {other}: run that one again, or remove the folder"
+                f"{folder} was left by a job with another {other}: run that one again, or remove the folder"
             )
     else:
         folder.mkdir(exist_ok=True)

@@ -36,6 +36,8 @@ from hf_freeze.model.sharing import copy_shared, releasing, share_tensors, use_u
 from hf_freeze.model.token_ids import renumber_token_ids
 from hf_freeze.model.weights import no_draws, regenerate
 
+_OF_CLASS = ("model_type", "auto_map")  # the latter names code that loads the variant as it was before
+
 
 def make_variant(
     backbone: Any,
@@ -189,7 +191,7 @@ def _check_class(model_class: type[PreTrainedModel], config: Any) -> None:
 
 def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], init: str) -> Any:
     """A config of `variant_class`: the fields of `config`, its methods if it is a variant's, and those that are `added`."""
-    fields = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name != "model_type"}
+    fields = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name not in _OF_CLASS}
     fields |= fields.get("original_fields", {}) | {"original_fields": None}
     fields["methods"] = fields.get("methods", []) + [method_to_dict(method) for method in added]
     fields["init"] = fields.get("init", init) if init == "backbone" else init

@@ -1,40 +1,90 @@
 """From a variant back to a plain native model."""
 
-import copy
+from copy import deepcopy
+from itertools import chain
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import set_fields
 from hf_freeze.compat.transformers import keep_on_save
+from hf_freeze.model import paging
 from hf_freeze.model.config import cache_fields, native_config
+from hf_freeze.model.sharing import memory_of, use_up
 from hf_freeze.model.weights import no_draws
 
 
-def merged(variant: Any) -> PreTrainedModel:
-    """A native model with the same weights and logits; loading it needs no hf_freeze.
+def merged(variant: Any, *, copy: bool = True) -> PreTrainedModel:
+    """A native model with the same weights and logits; loading it needs no hf_freeze. It has memory of its own, or with
+    `copy=False` that of the variant where a tensor stays as it is; the variant then cannot be used any more.
 
-    Raises ValueError for a method that cannot be undone, and while PEFT adapters are in the model.
+    Raises ValueError for a method that cannot be undone, while PEFT adapters are in the model, and for one whose tensors are
+    elsewhere (`device_map`).
     """
     if hasattr(variant, "peft_config"):
         raise ValueError("merge() with adapters of PEFT in the model: merge_and_unload() or unload() them first")
+    if getattr(variant, "hf_device_map", None) and any(tensor.is_meta for tensor in variant.parameters()):
+        raise ValueError(
+            "merge() of a model that device_map has put elsewhere: load it without, or see `hf-freeze merge`"
+        )
     source = variant
     structural = [method for method in variant.methods if method.structural]
     if structural:
-        source = copy.deepcopy(variant)
-        for method in reversed(structural):
-            method.merge(source, variant.architecture)
-    with no_draws():
+        # Methods replace modules and leave tensors as they are, so that the copy can have those of the variant.
+        source = deepcopy(variant, {id(tensor): tensor for tensor in chain(variant.parameters(), variant.buffers())})
+        if (paged := paging.active()) is not None:
+            surgery.call_when_finished(source, paged.move)
+        with no_draws():
+            for method in reversed(structural):
+                method.merge(source, variant.architecture)
+    on_meta = variant.device.type == "meta"
+    with torch.device("meta") if on_meta else no_draws(variant.dtype):
         native: Any = variant.native_class(native_config_of(variant.native_class, source.config))
-    native.tie_weights()
-    native.to(device=variant.device, dtype=variant.dtype)
-    native.load_state_dict(source.state_dict())
+    _take_over(source, native, variant.device)
+    _separate(native, variant if copy else nn.Module())
     attentions = variant.architecture.attentions(native.config).values()
     surgery.match_scales(source.base_model, native.base_model, attentions, native.config)
     keep_on_save(native, variant.trained_constants())  # native classes leave out positions, even trained ones
     copy_runtime(source, native)
+    if not copy:
+        use_up(variant, "merge(copy=False), which gave its tensors to the native model; use that one")
     return native
+
+
+@torch.no_grad()
+def _take_over(source: Any, native: Any, device: torch.device) -> None:
+    """Give `native` the tensors of `source`, in the same memory. Raises RuntimeError if their names or shapes differ."""
+    values = {name: value.to(device) for name, value in source.state_dict().items()}
+    native.load_state_dict(values, assign=True)
+    native.tie_weights()
+    unsaved = dict(source.named_buffers(remove_duplicate=False))  # as natively, but perhaps in another dtype
+    for prefix, module in native.named_modules():
+        for name in module._non_persistent_buffers_set:
+            value, old = module._buffers[name], unsaved.get(f"{prefix}.{name}" if prefix else name)
+            if value is not None:
+                module._buffers[name] = (value if old is None or old.shape != value.shape else old.detach()).to(device)
+
+
+@torch.no_grad()
+def _separate(native: Any, variant: nn.Module) -> None:
+    """Copy the tensors of `native` that lie in the memory of `variant`, or in that of another tensor of `native`, as those of
+    layers that shared their parameters do."""
+    taken = {memory_of(tensor) for tensor in chain(variant.parameters(), variant.buffers())}
+    done: set[int] = set()
+    for module in native.modules():
+        copied = False
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is None or id(tensor) in done:
+                continue
+            done.add(id(tensor))
+            if memory_of(tensor) in taken:
+                tensor.data, copied = tensor.data.clone(), True
+            taken.add(memory_of(tensor))
+        if copied and (paged := paging.active()) is not None:
+            paged.move(module)
 
 
 def native_config_of(native_class: Any, config: Any) -> Any:
@@ -48,5 +98,5 @@ def native_config_of(native_class: Any, config: Any) -> Any:
 def copy_runtime(old: Any, new: Any) -> None:
     """Copy what is neither structure nor weights: generation settings and the training mode."""
     if getattr(old, "generation_config", None) is not None:
-        new.generation_config = copy.deepcopy(old.generation_config)
+        new.generation_config = deepcopy(old.generation_config)
     new.train(old.training)

@@ -11,6 +11,8 @@ from hf_freeze import surgery
 from hf_freeze.compat.transformers import mark_initialized
 from hf_freeze.model import paging
 
+_BY_MAKING = "make_variant(copy=False), which gave its tensors to the variant; use the variant"
+
 
 @torch.no_grad()
 def share_tensors(old: Any, new: Any) -> None:
@@ -63,29 +65,27 @@ def releasing(model: Any, new: Any, *, used_up: bool) -> Iterator[None]:
 @torch.no_grad()
 def copy_shared(old: Any, new: Any) -> None:
     """Copy the tensors of `new` that lie in the memory of `old`."""
-    taken = {_memory(tensor) for tensor in (*old.parameters(), *old.buffers())}
+    taken = {memory_of(tensor) for tensor in (*old.parameters(), *old.buffers())}
     for parameter in new.parameters():
-        if _memory(parameter) in taken:
+        if memory_of(parameter) in taken:
             parameter.data = parameter.data.clone()
     for module in new.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and _memory(buffer) in taken:
+            if buffer is not None and memory_of(buffer) in taken:
                 module._buffers[name] = buffer.clone()
 
 
-def use_up(model: Any) -> None:
-    """Free the tensors of `model`; a later use raises an error that says why."""
+def use_up(model: Any, by: str = _BY_MAKING) -> None:
+    """Free the tensors of `model`; a later use raises an error that says `by` what they were taken, and what to do."""
     nn.Module.to(model, "meta")
 
     def forward(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(
-            f"this {type(model).__name__} was used up by make_variant(copy=False), which gave its tensors to the variant; use "
-            "the variant, or copy=True"
-        )
+        raise RuntimeError(f"this {type(model).__name__} was used up by {by}, or copy=True")
 
-    for name in ("forward", "generate", "save_pretrained", "state_dict"):
+    for name in ("forward", "generate", "merge", "save_pretrained", "state_dict"):
         setattr(model, name, forward)
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory_of(tensor: torch.Tensor) -> int:
+    """The address of the memory that a tensor lies in, perhaps with others."""
     return tensor.untyped_storage().data_ptr()

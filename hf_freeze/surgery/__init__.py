@@ -19,6 +19,7 @@ from hf_freeze.surgery.layers import take_layers as take_layers
 from hf_freeze.surgery.neurons import Kept as Kept
 from hf_freeze.surgery.neurons import Neurons as Neurons
 from hf_freeze.surgery.neurons import neurons_of as neurons_of
+from hf_freeze.surgery.replacing import call_when_finished as call_when_finished
 from hf_freeze.surgery.replacing import dense_linear as dense_linear
 from hf_freeze.surgery.replacing import dense_module as dense_module
 from hf_freeze.surgery.replacing import device_and_dtype as device_and_dtype

@@ -17,6 +17,7 @@ from hf_freeze.surgery.replacing import (
     dense_module,
     effective_weight,
     feature_origins,
+    finished,
     is_dense,
     modules,
     replace,
@@ -196,6 +197,7 @@ def pad_heads(model: Any, attention: Attention, kept: Sequence[int] | None = Non
             padded.bias.index_copy_(0, index.to(model.device), old.bias)
         path, _, leaf = name.rpartition(".")
         model.base_model.get_submodule(path).add_module(leaf, padded)
+        finished(model, padded)
 
 
 @torch.no_grad()

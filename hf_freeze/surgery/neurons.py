@@ -15,6 +15,7 @@ from hf_freeze.seeded import Origin, take
 from hf_freeze.surgery.replacing import (
     dense_module,
     feature_origins,
+    finished,
     neuron_features,
     neuron_magnitudes,
     release,
@@ -187,6 +188,7 @@ class ExpertNeurons:
         wide_after[:, :, :narrow] = after
         for wide, part in zip(wide_before.split(count, dim=1), before.split(narrow, dim=1), strict=True):
             wide[:, :narrow] = part
+        finished(model, self._experts(model))
 
     def first(self, model: Any, count: int) -> Kept:
         return [list(range(count)) for _ in self._matrices(model)[1]]

@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -41,11 +41,27 @@ def modules(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
 def replace(model: Any, name: str, new: nn.Module) -> None:
     """Replace the module `name` (below the base model) by `new`, in the same training mode."""
     put(model.base_model, name, new)
+    finished(model, new)
 
 
 def replace_by_full_name(model: Any, name: str, new: nn.Module) -> None:
     """Replace the module with the full name `name`. Needed for modules outside the base model, such as the output matrix."""
     put(model, name, new)
+    finished(model, new)
+
+
+_FINISH = "_hf_freeze_finish"  # only models that `call_when_finished` was called for have it
+
+
+def call_when_finished(model: Any, finish: Callable[[nn.Module], Any]) -> None:
+    """Have `finish` called with each module that is put into `model` from now on, values included."""
+    setattr(model, _FINISH, finish)
+
+
+def finished(model: Any, module: nn.Module) -> None:
+    """Say that a module of `model` has its values."""
+    if hasattr(model, _FINISH):
+        getattr(model, _FINISH)(module)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from hf_freeze import make_variant
 from hf_freeze.architectures.base import full_name
 from hf_freeze.architectures.registry import ARCHITECTURES
-from hf_freeze.methods import Freeze
+from hf_freeze.methods import Freeze, LowRank
 
 CHOSEN = once() + once(finalized=True)
 assert {case.architecture.model_type for case in CHOSEN} == set(ARCHITECTURES)
@@ -40,6 +40,26 @@ def test_shards_device_map_and_dtype(case, tmp_path):
         setattr(loaded.get_submodule(owner), attribute, buffer)
     batch = {name: value.bfloat16() if value.is_floating_point() else value for name, value in batch.items()}
     assert differences(outputs(low, batch), outputs(loaded, batch)) == []
+
+
+def test_merging_keeps_the_dtype_of_what_is_not_stored(tmp_path):
+    """Rotary frequencies rounded to bf16 would give other logits."""
+    case = plain(ARCHITECTURES["llama"])
+    make_variant(native(case), [Freeze(ffn="random")]).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    merged = model.merge()
+    assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in merged.buffers()} == {torch.float32}
+    assert differences(outputs(merged, case.batch()), outputs(model, case.batch())) == []
+
+
+def test_a_model_with_layers_on_the_disk_is_not_merged(tmp_path):
+    model = make_variant(native(plain(ARCHITECTURES["llama"])), [LowRank(rank=2)])
+    offloaded = with_layers_on_disk(model, AutoModelForCausalLM, model.architecture, tmp_path)
+    with pytest.raises(
+        ValueError, match="that device_map has put elsewhere: load it without, or see `hf-freeze merge`"
+    ):
+        offloaded.merge()
 
 
 def with_layers_on_disk(model, auto_class, architecture, folder):

@@ -1,9 +1,9 @@
-"""Which memory a variant has: tensors of the backbone taken over, copied once, or freed."""
+"""Which memory a variant, or what it merges to, has: tensors taken over, copied once, or freed."""
 
 import pytest
 import torch
-from support.cases import MODEL, Case, once_on_each_architecture, plain
-from support.models import native, outputs
+from support.cases import MODEL, Case, once, once_on_each_architecture, plain
+from support.models import build, merge_or_none, native, outputs
 from support.parametrize import over
 
 from hf_freeze import make_variant
@@ -38,6 +38,38 @@ def test_a_backbone_is_left_as_it_is_or_used_up(case: Case):
     used_up = native(case)
     assert equal(copied(make_variant(used_up, list(case.methods), copy=False)), unchanged)
     assert all(parameter.is_meta for parameter in used_up.parameters())
+
+
+@over(once() + once(finalized=True))
+def test_merging_leaves_a_variant_as_it_is_or_uses_it_up(case: Case):
+    variant = build(case)
+    before, settings, state = copied(variant), variant.config.to_dict(), torch.get_rng_state()
+    merged = merge_or_none(variant)
+    assert equal(copied(variant), before)
+    assert variant.config.to_dict() == settings
+    assert torch.equal(torch.get_rng_state(), state)
+    if merged is None:
+        with pytest.raises(ValueError, match="merge"):
+            variant.merge(copy=False)
+        assert equal(copied(variant), before)
+        return
+    assert not memory(merged) & memory(variant)
+    tensors = {id(tensor): tensor for tensor in (*merged.parameters(), *merged.buffers()) if tensor.numel()}
+    assert len(memory(merged)) == len(tensors)
+    taken = variant.merge(copy=False)
+    assert equal(copied(taken), copied(merged))
+    assert all(parameter.is_meta for parameter in variant.parameters())
+
+
+def test_merging_takes_over_what_is_native_already(backbone):
+    variant = make_variant(backbone, [LowRank(rank=2, components=["attention"]), Freeze(embeddings="frozen")])
+    before = {name: parameter.data_ptr() for name, parameter in variant.named_parameters()}
+    merged = variant.merge(copy=False)
+    moved = {name for name, parameter in merged.named_parameters() if parameter.data_ptr() != before.get(name)}
+    assert moved
+    assert all("_proj" in name and "attn" in name for name in moved)
+    with pytest.raises(RuntimeError, match=r"LlamaForCausalLM was used up by merge\(copy=False\), .+ or copy=True$"):
+        variant.merge()
 
 
 @pytest.fixture

@@ -1,0 +1,27 @@
+"""`hf-freeze merge`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_freeze.cli import terminal
+
+
+def merge(
+    source: Annotated[Path, typer.Argument(help="Folder with a variant, in safetensors.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the native model; it must not exist.")],
+    max_shard_size: Annotated[
+        str, typer.Option(help="Size of the files that are written; about as much is in memory.")
+    ] = "1GB",
+) -> None:
+    """Make a native model of a variant that is larger than the memory: loading it needs no hf_freeze. After a kill, run it again.
+
+    Example: hf-freeze merge llama-7b-low-rank llama-7b-dense
+    """
+    from hf_freeze.model.convert import merge as merge_model
+
+    with terminal.one_line_errors():
+        folder = merge_model(source, out, max_shard_size=max_shard_size, say=terminal.say)
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        terminal.say(f"Written: {folder} ({size / 1e6:.2f} MB)")
