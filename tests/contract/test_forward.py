@@ -112,7 +112,7 @@ def test_a_decoder_does_not_see_the_future(case: Case):
     _check_the_future(case, "sdpa")
 
 
-@over(once_on_each_architecture(has_a_causal_output))
+@over(once(has_a_causal_output))
 def test_a_decoder_does_not_see_the_future_in_eager_attention(case: Case):
     _check_the_future(case, "eager")
 
