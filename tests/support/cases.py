@@ -95,7 +95,7 @@ class Case:
 
     @property
     def generates(self) -> bool:
-        return self.causal and self.native_class.can_generate()
+        return self.causal and _generates(self.architecture.model_type, self.config, self.task)
 
     @property
     def causal(self) -> bool:
@@ -196,6 +196,22 @@ def _tasks_with_loss(model_type: str) -> list[str]:
     return [
         task for task in architecture.tasks if {"labels", "start_positions"} & architecture.tiny_inputs(task).keys()
     ]
+
+
+@functools.cache
+def _generates(model_type: str, config: str, task: str) -> bool:
+    """Whether the native model generates with a cache. BERT with cross-attention does not: it gets a cache of another kind."""
+    native_class = _native_class(model_type, task)
+    if not native_class.can_generate():
+        return False
+    model = native_class(native_config(ARCHITECTURES[model_type], config)).eval()
+    batch = _batch(model_type, config, task)
+    states = {name: value for name, value in batch.items() if name.startswith("encoder_")}
+    try:
+        model.generate(batch["input_ids"], max_new_tokens=2, min_new_tokens=2, use_cache=True, **states)
+    except AttributeError:
+        return False
+    return True
 
 
 @functools.cache

@@ -1,8 +1,10 @@
-"""Tasks with labels or batches of another form: regression has real labels, multiple choice has batches of three dimensions."""
+"""Tasks with labels or batches of another form: regression has real labels, multiple choice has batches of three dimensions.
+And BERT as a decoder, which generates."""
 
 import pytest
 import torch
 from support.cases import native_config
+from support.generation import generation_problems
 from support.models import add_noise, aligned, differences, outputs
 from support.training import training_step
 from transformers import AutoModelForSequenceClassification
@@ -58,3 +60,11 @@ def test_each_choice_is_scored_on_its_own():
     flipped = {name: value if name == "labels" else value.flip(1) for name, value in batch.items()}
     torch.testing.assert_close(model(**flipped).logits, scores.flip(1))
     assert not torch.allclose(scores[:, 0], scores[:, 1])
+
+
+def test_a_bert_that_is_a_decoder_generates_with_and_without_a_cache_alike():
+    config = native_config(ARCHITECTURES["bert"])
+    config.is_decoder = True
+    model = make_variant(config, [FACTORS], task="causal-lm", seed=1)
+    add_noise(model, ARCHITECTURES["bert"])
+    assert generation_problems(model, ARCHITECTURES["bert"].tiny_inputs("causal-lm")) == []
