@@ -17,6 +17,7 @@ from hf_freeze.architectures.base import TRAINED, Architecture, base_name, canon
 from hf_freeze.architectures.describe import first_line
 from hf_freeze.architectures.examples import probe_inputs
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.architectures.tasks import tasks_of
 from hf_freeze.compat.transformers import count_all_experts, keys_to_ignore, set_attention_implementation
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.expanded_embedding import ExpandedEmbedding
@@ -198,6 +199,8 @@ def example_inputs(model: Any, length: int) -> tuple[dict[str, torch.Tensor], in
     if _of_examples(model):
         inputs = probe_inputs(model.config, model)
         length = next(iter(inputs.values())).shape[0]
+    elif "multiple-choice" in tasks_of(model):
+        inputs = {name: value[None] for name, value in inputs.items()}  # an example of one choice
     if getattr(model.config, "add_cross_attention", False):  # a decoder that attends to `length` encoder states
         inputs["encoder_hidden_states"] = torch.zeros(1, length, model.config.hidden_size)
     return inputs, length

@@ -370,8 +370,10 @@ def decoder_inputs(task: str) -> dict[str, torch.Tensor]:
         "input_ids": torch.tensor([[5, 9, 3, 7, 1], [8, 4, 1, 0, 0]]),
         "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
     }
-    if task == "sequence-classification":
-        batch["labels"] = torch.tensor([1, 0])
-    elif task == "causal-lm":
-        batch["labels"] = torch.tensor([[5, 9, 3, 7, 1], [8, 4, 1, -100, -100]])
-    return batch
+    labels = {
+        "causal-lm": {"labels": [[5, 9, 3, 7, 1], [8, 4, 1, -100, -100]]},
+        "sequence-classification": {"labels": [1, 0]},
+        "token-classification": {"labels": [[0, 1, 1, 0, 1], [1, 0, 0, -100, -100]]},
+        "question-answering": {"start_positions": [1, 0], "end_positions": [3, 1]},
+    }.get(task, {})
+    return batch | {name: torch.tensor(values) for name, values in labels.items()}

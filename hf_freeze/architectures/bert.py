@@ -1,5 +1,7 @@
 """BERT (Devlin et al., 2019)."""
 
+from typing import Any
+
 import torch
 
 from hf_freeze.architectures.base import Architecture, Attention, NormedEmbeddings, Stack
@@ -11,15 +13,24 @@ _LABELS = {
     "token-classification": {"labels": [[0, 1, 1, 0, 1], [1, 0, 0, -100, -100]]},
     "question-answering": {"start_positions": [1, 0], "end_positions": [3, 1]},
     "feature-extraction": {},
+    "causal-lm": {"labels": [[5, 9, 3, 7, 1], [8, 4, 1, -100, -100]]},
+    "multiple-choice": {"labels": [1, 0]},
+}
+_CHOICES = {
+    "input_ids": [[[5, 9, 3, 7, 1], [5, 9, 6, 1, 0]], [[8, 4, 1, 0, 0], [8, 1, 0, 0, 0]]],
+    "attention_mask": [[[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]], [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]],
+    "token_type_ids": [[[0, 0, 0, 1, 1], [0, 0, 1, 1, 0]], [[0, 0, 0, 0, 0], [0, 1, 0, 0, 0]]],
 }
 
 
 def _inputs(task: str) -> dict[str, torch.Tensor]:
-    batch = {
+    batch: dict[str, Any] = {
         "input_ids": [[5, 9, 3, 7, 1], [8, 4, 1, 0, 0]],
         "attention_mask": [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]],
         "token_type_ids": [[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]],
     }
+    if task == "multiple-choice":  # (examples, choices, tokens)
+        batch = _CHOICES
     return {name: torch.tensor(values) for name, values in (batch | _LABELS[task]).items()}
 
 

@@ -7,7 +7,13 @@ from hf_freeze.architectures.registry import register_architecture
 GPT2 = register_architecture(
     Architecture(
         model_type="gpt2",
-        tasks=("causal-lm", "sequence-classification", "feature-extraction"),
+        tasks=(
+            "causal-lm",
+            "sequence-classification",
+            "feature-extraction",
+            "token-classification",
+            "question-answering",
+        ),
         stacks={
             "decoder": Stack(
                 layers="h.{}",

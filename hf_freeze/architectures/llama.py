@@ -6,7 +6,13 @@ from hf_freeze.architectures.registry import register_architecture
 LLAMA = register_architecture(
     Architecture(
         model_type="llama",
-        tasks=("causal-lm", "sequence-classification", "feature-extraction"),
+        tasks=(
+            "causal-lm",
+            "sequence-classification",
+            "feature-extraction",
+            "token-classification",
+            "question-answering",
+        ),
         stacks={
             "decoder": Stack(
                 layers="layers.{}",

@@ -1,5 +1,7 @@
 """Task names and the Auto class of each task."""
 
+from typing import Any
+
 import transformers
 
 from hf_freeze.compat.transformers import mapped_class
@@ -33,3 +35,12 @@ def native_class(task: str, config_class: type) -> type[transformers.PreTrainedM
     if model_class is None:
         raise ValueError(f"no {task!r} model for {config_class.__name__}")
     return model_class
+
+
+def tasks_of(model: Any) -> set[str]:
+    """The tasks that the class of `model`, native or a variant's, serves; empty for a class of no task."""
+    return {
+        task
+        for task, auto in AUTO_CLASSES.items()
+        if (model_class := mapped_class(auto, type(model.config))) is not None and isinstance(model, model_class)
+    }

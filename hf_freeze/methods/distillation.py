@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from hf_freeze.architectures.base import Architecture, hidden_size
 from hf_freeze.architectures.registry import VARIANT_PREFIX
-from hf_freeze.architectures.tasks import AUTO_CLASSES
-from hf_freeze.compat.transformers import mapped_class, mask_of_frames
+from hf_freeze.architectures.tasks import tasks_of
+from hf_freeze.compat.transformers import mask_of_frames
 from hf_freeze.layers.hooks import captured_outputs
 from hf_freeze.methods._checks import check_choice, check_share, is_number
 from hf_freeze.methods.base import Method, Model
@@ -200,15 +200,6 @@ class _TeacherLoss(Objective):
         student, teacher = ((x.float() / self.method.temperature).log_softmax(-1) for x in (logits, teacher_logits))
         divergence = functional.kl_div(student, teacher, reduction="sum", log_target=True)
         return self.method.temperature**2 * divergence / max(len(logits), 1)
-
-
-def tasks_of(model: Any) -> set[str]:
-    """The tasks of `make_variant` that the class of `model` serves; empty for a class of no task."""
-    classes = {}
-    for task, auto in AUTO_CLASSES.items():
-        if (model_class := mapped_class(auto, type(model.config))) is not None:
-            classes[task] = model_class
-    return {task for task, model_class in classes.items() if isinstance(model, model_class)}
 
 
 def _shifted(labels: Any, config: Any) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Weights in 8 or 4 bits, frozen (Dettmers et al., 2022, "LLM.int8()", https://arxiv.org/abs/2208.07339; 2023, "QLoRA",
 https://arxiv.org/abs/2305.14314), by bitsandbytes."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -70,7 +71,9 @@ class Quantize(LinearMethod):
         check_installed()
         self._check_stored(model, architecture)
         super().restructure(model, architecture)
-        for name, module in self._tables(model, architecture).items():
+        tables = self._tables(model, architecture)
+        self._check_sources(model, architecture, tables)
+        for name, module in tables.items():
             is_table = isinstance(module, nn.Embedding)
             native: Any = surgery.native_module(model, name, nn.Embedding if is_table else nn.Linear, self.name)
             quantized = QuantizedEmbedding(native, self.scheme) if is_table else QuantizedLinear(native, self.scheme)
@@ -87,6 +90,16 @@ class Quantize(LinearMethod):
                         f"method {self.name!r}: {method.name!r} draws {name!r} from a seed and stores nothing for it; leave it "
                         "out by components= or layers="
                     )
+
+    def _check_sources(self, model: Model, architecture: Architecture, tables: Iterable[str]) -> None:
+        """Raise ValueError if one of the tables is tied to a matrix that stays as it is, such as a table of unknown kind."""
+        for name in tables:
+            source = model.all_tied_weights_keys.get(f"{name}.weight")
+            if source is not None and source.removesuffix(".weight") not in tables:
+                raise ValueError(
+                    f"method {self.name!r}: {name!r} is tied to {source!r}, which is no known table of tokens of "
+                    f"{architecture.model_type}; leave 'embeddings' out of components"
+                )
 
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
         """The buffers of the tables that the backbone ties."""

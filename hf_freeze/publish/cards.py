@@ -226,7 +226,7 @@ def _example(name: str, task: str, needs_hf_freeze: bool, remote_code: bool) -> 
             'print(tokenizer.batch_decode(model.generate(**tokenizer("A sentence", return_tensors="pt"))))'
         )
     first = [f"import hf_freeze  # {how_to_install()}"] if needs_hf_freeze or task == "seq2seq-lm" else []
-    if task == "question-answering":  # transformers 5 has no pipeline for it
+    if task in ("question-answering", "multiple-choice"):  # transformers 5 has no pipeline for them
         auto = AUTO_CLASSES[task].__name__
         return "\n".join([*first, f"from transformers import {auto}", f'{auto}.from_pretrained("{name}"{option})'])
     example = _INPUTS.get(_TAGS[task], '"A sentence"')

@@ -59,7 +59,7 @@ def test_tiny_configs_differ(architecture):
 def test_a_tiny_batch_can_show_what_the_contract_asks(architecture):
     for task in architecture.tasks:
         batch = architecture.tiny_inputs(task)
-        lengths = batch["attention_mask"].sum(1).tolist()
+        lengths = batch["attention_mask"].flatten(1).sum(1).tolist()
         assert len(lengths) == 2
         assert lengths[0] != lengths[1]
         assert not batch["attention_mask"].all()

@@ -61,8 +61,9 @@ def test_a_sentence_sees_neither_padding_nor_the_others_of_its_batch(case: Case)
     inputs = inputs_only(model, case.batch())
     together = outputs(model, inputs)
     for row, mask in enumerate(inputs["attention_mask"].bool()):
+        mask = mask.view(-1, mask.shape[-1]).any(0)  # of several choices, the longest
         trimmed = {
-            name: value[row : row + 1] if name.startswith(("decoder_", "encoder_")) else value[row : row + 1][:, mask]
+            name: value[row : row + 1] if name.startswith(("decoder_", "encoder_")) else value[row : row + 1][..., mask]
             for name, value in inputs.items()
         }
         alone = outputs(model, trimmed)
@@ -72,7 +73,7 @@ def test_a_sentence_sees_neither_padding_nor_the_others_of_its_batch(case: Case)
 
         perturbed = inputs | {"input_ids": inputs["input_ids"].clone()}
         last = int(mask.sum()) - 1  # the end of the sentence stays
-        perturbed["input_ids"][row, :last] = perturbed["input_ids"][row, :last].flip(0) + 10
+        perturbed["input_ids"][row, ..., :last] = perturbed["input_ids"][row, ..., :last].flip(-1) + 10
         actual, other = outputs(model, perturbed), 1 - row
         assert differences(_row(actual, row), _row(together, row), 1e-4) != [], f"row {row} perturbed"
         assert differences(_row(actual, other), _row(together, other), 1e-6) == [], (

@@ -25,6 +25,7 @@ from hf_freeze.methods.registry import METHODS
 
 # Tasks to test on, the most telling first.
 _TASKS = ("seq2seq-lm", "causal-lm", "masked-lm", "image-classification", "ctc", "sequence-classification")
+_TARGETS = ("labels", "decoder_input_ids")
 _RELOAD = """
 import json, sys
 from pathlib import Path
@@ -104,6 +105,9 @@ def problems_before_loading(model_type: str, folder: Path, methods: list[str] | 
     task = task_of(architecture)
     base = native_model(config, task)
     batch = architecture.tiny_inputs(task)
+    if "labels" in batch and hasattr(base, "prepare_decoder_input_ids_from_labels"):
+        # As DataCollatorForSeq2Seq does: not every forward makes them of the labels.
+        batch["decoder_input_ids"] = base.prepare_decoder_input_ids_from_labels(batch["labels"].clone())
     problems: dict[str, str] = {}
     names = [name for name in offered(architecture) if methods is None or name in methods]
     for name in names:
@@ -115,11 +119,14 @@ def problems_before_loading(model_type: str, folder: Path, methods: list[str] | 
 
 
 def _fitting(method: Method, architecture: Architecture, config: Any) -> Method:
-    """The example of a method; on attentions where there are no linears in FFNs, as in most mixtures of experts."""
+    """The example of a method; on attentions where there are no linears in FFNs, as in most mixtures of experts, and without
+    the embeddings where their tables are not understood."""
     if isinstance(method, FFNPruning) and architecture.experts(config):
         return replace(method, width=method.width if architecture.ffns(config) else None, expert_width=8)
     if "components" in {field.name for field in fields(method)} and not architecture.linears(config, "ffn"):
         return replace(method, components=["attention"])
+    if "embeddings" in getattr(method, "components", ()) and not architecture.token_tables:
+        return replace(method, components=[name for name in method.components if name != "embeddings"])
     return method
 
 
@@ -127,7 +134,7 @@ def _check(base: Any, method: Method, batch: dict[str, torch.Tensor], task: str,
     """All of a cell but the new process, for which it leaves the variant and its outputs in `folder`."""
     variant = make_variant(base, [method]).eval()
     if variant.can_generate() and task in ("causal-lm", "seq2seq-lm"):
-        _check_generation(base, variant, {name: value for name, value in batch.items() if name != "labels"})
+        _check_generation(base, variant, {name: value for name, value in batch.items() if name not in _TARGETS})
     training_step(with_teacher(variant), batch)
     variant.save_pretrained(folder)
     with torch.no_grad():

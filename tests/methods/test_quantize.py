@@ -1,6 +1,7 @@
 """Weights in few bits: against numpy and the published levels, exact from file to file, frozen, and as small as promised."""
 
 import copy
+import dataclasses
 import logging
 
 import numpy as np
@@ -339,3 +340,14 @@ def test_what_bitsandbytes_recommends_at_its_import_is_not_shown(caplog):
     logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "no")
     logger.warning("something else")
     assert [record.getMessage() for record in caplog.records] == ["something else"]
+
+
+def test_an_output_matrix_tied_to_an_unknown_table_is_refused(monkeypatch):
+    unknown = dataclasses.replace(ARCHITECTURES["gpt2"], token_tables={})
+    monkeypatch.setitem(ARCHITECTURES, "gpt2", unknown)
+    quantize = methods.Quantize(scheme="int8", components=["embeddings"])
+    with pytest.raises(
+        ValueError,
+        match=r"'lm_head' is tied to 'transformer\.wte\.weight', which is no known .*; leave 'embeddings' out",
+    ):
+        make_variant(native_config(unknown), [quantize], task="causal-lm")

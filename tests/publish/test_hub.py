@@ -14,7 +14,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file, save_file
-from support.cases import once, plain
+from support.cases import native_config, once, plain
 from support.hub import Hub
 from support.models import build
 from support.processes import printed_by
@@ -183,6 +183,14 @@ def test_the_example_of_a_card_takes_an_image_where_the_model_does(tmp_path):
     )
 
     assert 'print(pipe("image.jpg"))' in str(model_card(read_trained_model(tmp_path)))
+
+
+def test_the_example_of_a_card_without_a_pipeline_opens_the_model(tmp_path):
+    config = native_config(ARCHITECTURES["bert"])
+    make_variant(config, [methods.LowRank(rank=4)], task="multiple-choice").save_pretrained(tmp_path)
+    text = str(model_card(read_trained_model(tmp_path), "me/x"))
+    assert 'AutoModelForMultipleChoice.from_pretrained("me/x")' in text
+    assert "pipeline(" not in text
 
 
 def test_a_card_of_ones_own_is_taken(grid, tmp_path, loopback):

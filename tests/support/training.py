@@ -83,7 +83,10 @@ def training_rows(case: Case) -> list[dict[str, torch.Tensor]]:
     """BATCH_ROWS rows with different numbers of labels: the tiny batch, then it again with its first tokens reversed."""
     batch = case.batch()
     again = {name: value.clone() for name, value in batch.items()}
-    for ids, mask in zip(again["input_ids"], again["attention_mask"], strict=True):
+    tokens = (
+        again[name].flatten(0, -2) for name in ("input_ids", "attention_mask")
+    )  # views of each sentence, or choice
+    for ids, mask in zip(*tokens, strict=True):
         first = int(mask.sum()) - 1
         ids[:first] = ids[:first].flip(0)
     rows = [{name: value[i] for name, value in half.items()} for half in (batch, again) for i in range(2)]
