@@ -12,7 +12,7 @@ from torch import distributed
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from hf_freeze.architectures.registry import architecture_for
@@ -44,6 +44,8 @@ def load_sharded(folder: str | os.PathLike[str], mesh: DeviceMesh, **options: An
         if all(owners[id(parameter)] == 1 for parameter in layer.parameters()):  # shared layers are a part of the whole
             fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
+    if model.can_generate():
+        register_fsdp_forward_method(model, "generate")  # which calls encoders by themselves
     model.to_empty(device=mesh.device_type)
     reader = HuggingFaceStorageReader(os.fspath(folder))
     in_files = reader.read_metadata().state_dict_metadata.keys()
