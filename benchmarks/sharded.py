@@ -180,9 +180,7 @@ def main() -> None:
                 group = _shared.in_new_group(in_shards, GROUP, folder, options.steps, saved, OMP_NUM_THREADS="1")
                 kept = sum(path.stat().st_size for path in Path(saved).iterdir())
                 for processes in RESUMED_ON:
-                    losses = _shared.in_new_group(
-                        resumed, processes, folder, options.steps, saved, OMP_NUM_THREADS="1"
-                    )
+                    losses = _shared.in_new_group(resumed, processes, folder, options.steps, saved, OMP_NUM_THREADS="1")
                     case = f"{size} {name}, {processes} processes"
                     later.append((furthest(losses, alone["later"]), case))
             start = [f"{count['parameters'] / 1e6:,.0f}", f"{count['trained'] / 1e6:,.0f}"]

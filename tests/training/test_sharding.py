@@ -40,7 +40,9 @@ def translated(tmp_path):
     tokenizer = data.train_tokenizer(SENTENCES, 60)
     sizes = {"vocab_size": len(tokenizer), "decoder_vocab_size": len(tokenizer)}
     torch.manual_seed(2)
-    backbone = MarianMTModel(MarianConfig(**ARCHITECTURES["marian"].tiny | sizes, init_std=0.8))  # no text is like another
+    backbone = MarianMTModel(
+        MarianConfig(**ARCHITECTURES["marian"].tiny | sizes, init_std=0.8)
+    )  # no text is like another
     model = make_variant(perturbed(backbone), [Freeze(ffn="random"), LowRank(rank=3, components=["attention"])])
     for saved in (model, tokenizer):
         saved.save_pretrained(tmp_path / "translator")

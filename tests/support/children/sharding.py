@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer
 
 from hf_freeze.experiments.runs.launcher import leave_processes
@@ -110,6 +111,8 @@ def main(result, rank):
     translated, read = translations(folder / "translator", mesh)
     chosen = folder / "variant-trained"
     model, saved = load_sharded(chosen, mesh).train(), folder / "saved"
+    if not isinstance(model.get_output_embeddings(), FSDPModule):
+        problems.append("the output matrix, which is not tied, is whole until the end of the backward")
     optimizer = optimizer_of(model)
     if saved.exists():
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
