@@ -42,6 +42,7 @@ MODELS: dict[str, Callable[[Any], list[Any]]] = {
         LowRank(rank=config.hidden_size // 4, components=["attention"], solver="randomized"),
     ],
 }
+VOCABULARY = 32_000
 ROWS, LENGTH = 6, 16  # rows for one, two and three processes
 GROUP = 2
 RESUMED_ON = (1, 3)
@@ -58,7 +59,7 @@ def write_model(folder: str, size: str, name: str) -> dict[str, int]:
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads // 4,
-        vocab_size=32_000,
+        vocab_size=VOCABULARY,
         max_position_embeddings=2048,
     )
     torch.manual_seed(0)

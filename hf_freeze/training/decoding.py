@@ -44,20 +44,19 @@ def translate(
         longest = len(ids[order[-1]])
         batches.append([order.pop() for _ in range(min(len(order), max(1, max_tokens // longest)))])
     rank, processes = _place()
-    mine, synced = batches[rank::processes], False
-    if batches and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        # The processes put the layers together in every forward, so all of them need as many.
+    mine = batches[rank::processes]
+    in_shards = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    if in_shards:  # every forward puts the layers together, with all processes: each needs as many batches, and steps in each
         mine += batches[-1:] * (-(-len(batches) // processes) - len(mine))
-        synced = processes > 1
     texts: dict[int, str] = {}
-    # A forward in shards keeps tensors for the next training step, which must not be those of inference mode.
-    with torch.no_grad() if synced else torch.inference_mode():
+    # What is put together here is used again by later training, which refuses tensors of inference mode.
+    with torch.no_grad() if in_shards else torch.inference_mode():
         for batch in mine:
             inputs = tokenizer.pad({"input_ids": [ids[i] for i in batch]}, return_tensors="pt").to(model.device)
             limit = min(2 * len(ids[batch[0]]) + 10, model.config.max_position_embeddings - 1)
             with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
                 outputs = model.generate(
-                    **inputs, num_beams=num_beams, do_sample=False, max_new_tokens=limit, synced_gpus=synced or None
+                    **inputs, num_beams=num_beams, do_sample=False, max_new_tokens=limit, synced_gpus=in_shards or None
                 )
             texts |= zip(batch, tokenizer.batch_decode(outputs, skip_special_tokens=True), strict=True)
     for part in _of_all_processes(texts):

@@ -83,7 +83,9 @@ def translations(folder, mesh):
     with mock.patch.object(tokenizer, "pad", wraps=tokenizer.pad) as padded:
         found["whole"] = translate(model, tokenizer, SENTENCES, **DECODING)
         read = [len(call.args[0]["input_ids"]) for call in padded.call_args_list]
-    found["in shards"] = translate(load_sharded(folder, mesh), tokenizer, SENTENCES, **DECODING)
+    sharded = load_sharded(folder, mesh)
+    found["in shards"] = translate(sharded, tokenizer, SENTENCES, **DECODING)
+    sharded(input_ids=IDS, labels=IDS).loss.backward()  # what decoding has put together can be trained
     path = folder / "kept.jsonl"  # the second time, by a group of another size, from the file
     found["teacher"] = teacher_translations(model, SENTENCES, path, tokenizer=tokenizer, **DECODING)
     dist.barrier()
