@@ -21,7 +21,7 @@ from typing import Any
 import _shared
 import torch
 from torch import distributed
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -100,11 +100,11 @@ class Training:
         return losses
 
     def save(self, folder: str) -> None:
-        checkpoint.save(self._state(), checkpoint_id=folder)
+        state_dict_saver.save(self._state(), checkpoint_id=folder)
 
     def resume(self, folder: str) -> None:
         state = self._state()
-        checkpoint.load(state, checkpoint_id=folder)
+        state_dict_loader.load(state, checkpoint_id=folder)
         options = StateDictOptions(strict=False)  # what is frozen is not in it: `load_sharded` has it
         set_state_dict(
             self.model,

@@ -86,8 +86,9 @@ def translations(folder, mesh):
     sharded = load_sharded(folder, mesh)
     found["in shards"] = translate(sharded, tokenizer, SENTENCES, **DECODING)
     sharded(input_ids=IDS, labels=IDS).loss.backward()  # what decoding has put together can be trained
-    path = folder / "kept.jsonl"  # the second time, by a group of another size, from the file
-    found["teacher"] = teacher_translations(model, SENTENCES, path, tokenizer=tokenizer, **DECODING)
+    path = folder / "kept.jsonl"
+    for name in ("teacher", "again"):  # the second time, from the file
+        found[name] = teacher_translations(model, SENTENCES, path, tokenizer=tokenizer, **DECODING)
     dist.barrier()
     lines = path.read_text("utf-8").splitlines()[1:]
     found["in the file"] = [text for line in lines for text in json.loads(line)]
@@ -110,7 +111,7 @@ def main(result, rank):
         if world == 2 and path.name != "variant-trained":
             batch = once()[int(path.name.removeprefix("variant-"))].batch()
             problems += [f"{path.name}, checkpointed: {problem}" for problem in checkpointed(sharded, whole, batch)]
-    translated, read = translations(folder / "translator", mesh)
+    translated, read = translations(folder / "translator", mesh) if world == 3 else ({}, 0)
     chosen = folder / "variant-trained"
     model, saved = load_sharded(chosen, mesh).train(), folder / "saved"
     if not isinstance(model.get_output_embeddings(), FSDPModule):
