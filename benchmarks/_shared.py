@@ -8,20 +8,24 @@ import os
 import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import transformers
 
 from hf_freeze.experiments.recipes.expand import expand
 from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.runs.environment import environment
+from hf_freeze.experiments.runs.launcher import leave_processes
 from hf_freeze.training.precision import uses_bf16
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "freeze_ablation" / "recipe.yaml"
@@ -144,6 +148,26 @@ def in_new_process(work: Callable[..., Any], *arguments: Any, **variables: str) 
         ProcessPoolExecutor(1, spawn) as pool,
     ):  # one that may have processes of its own
         return pool.submit(work, *arguments).result()
+
+
+def in_new_group(work: Callable[..., Any], count: int, *arguments: Any, **variables: str) -> list[Any]:
+    """The results of `work(*arguments)` in each of `count` new processes, a group of torch.distributed on the CPU."""
+    spawn = multiprocessing.get_context("spawn")
+    with patch.dict(os.environ, variables), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        pools = [stack.enter_context(ProcessPoolExecutor(1, spawn)) for _ in range(count)]
+        futures = [
+            pool.submit(_in_group, f"file://{folder}/store", rank, count, work, arguments)
+            for rank, pool in enumerate(pools)
+        ]
+        return [future.result() for future in futures]
+
+
+def _in_group(store: str, rank: int, count: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
+    try:
+        return work(*arguments)
+    finally:
+        leave_processes()
 
 
 def copy_rate(size: int = 1 << 28) -> float:

@@ -79,8 +79,13 @@ def _reach_a_parameter(model: Any, outputs: Any) -> Any:
         return outputs
     for name in floating:
         if not named[name].requires_grad:
-            named[name] = named[name] + 0.0 * least.sum()
+            named[name] = named[name] + 0.0 * _whole(least.sum())
     return tuple(named.values()) if isinstance(outputs, tuple) else outputs
+
+
+def _whole(value: Any) -> torch.Tensor:
+    """A number that was computed from parameters in shards (FSDP2), outside of the layers that put them together, as a tensor."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def _add_auxiliary_loss(model: Any, outputs: Any, inputs: dict[str, Any], seen: dict[str, torch.Tensor]) -> None:
@@ -95,6 +100,7 @@ def _add_auxiliary_loss(model: Any, outputs: Any, inputs: dict[str, Any], seen: 
     added = model.auxiliary_loss(Step(inputs=inputs, outputs=outputs, seen=seen))
     if added is None:
         return
+    added = _whole(added)
     if model._reached is None:
         model._reached = set()
     forgotten = model._reached == {"outputs"}

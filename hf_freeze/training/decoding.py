@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import transformers
 from rich.progress import track
+from torch import distributed
+from torch.distributed.tensor import DTensor
 
 from hf_freeze.data.tokenization import check_ids
 from hf_freeze.io import whole_lines, write_whole
@@ -18,7 +20,6 @@ from hf_freeze.seeded import fingerprint
 _CHUNK = 1024  # sentences translated between two writes to the file
 
 
-@torch.inference_mode()
 def translate(
     model: Any,
     tokenizer: Any,
@@ -29,22 +30,56 @@ def translate(
     bf16: bool = False,
 ) -> list[str]:
     """The translations in the order of `sentences`. Batches have sentences of similar length and at most `max_tokens` padded
-    source tokens."""
+    source tokens.
+
+    With torch.distributed, all processes call this: they share the batches, which are those of one process, and all of them get
+    all translations. `model` may be in shards.
+    """
     model.eval()
     ids = tokenizer(sentences, truncation=True)["input_ids"]
     check_ids(ids, model.config.vocab_size)
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-    translations = [""] * len(ids)
+    batches = []
     while order:
         longest = len(ids[order[-1]])
-        batch = [order.pop() for _ in range(min(len(order), max(1, max_tokens // longest)))]
-        inputs = tokenizer.pad({"input_ids": [ids[i] for i in batch]}, return_tensors="pt").to(model.device)
-        limit = min(2 * longest + 10, model.config.max_position_embeddings - 1)
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
-            outputs = model.generate(**inputs, num_beams=num_beams, do_sample=False, max_new_tokens=limit)
-        for i, text in zip(batch, tokenizer.batch_decode(outputs, skip_special_tokens=True), strict=True):
-            translations[i] = text
-    return translations
+        batches.append([order.pop() for _ in range(min(len(order), max(1, max_tokens // longest)))])
+    rank, processes = _place()
+    mine = batches[rank::processes]
+    in_shards = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    if (
+        in_shards
+    ):  # every forward puts the layers together, with all processes: each needs as many batches, and steps in each
+        mine += batches[-1:] * (-(-len(batches) // processes) - len(mine))
+    texts: dict[int, str] = {}
+    # What is put together here is used again by later training, which refuses tensors of inference mode.
+    with torch.no_grad() if in_shards else torch.inference_mode():
+        for batch in mine:
+            inputs = tokenizer.pad({"input_ids": [ids[i] for i in batch]}, return_tensors="pt").to(model.device)
+            limit = min(2 * len(ids[batch[0]]) + 10, model.config.max_position_embeddings - 1)
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+                outputs = model.generate(
+                    **inputs, num_beams=num_beams, do_sample=False, max_new_tokens=limit, synced_gpus=in_shards or None
+                )
+            texts |= zip(batch, tokenizer.batch_decode(outputs, skip_special_tokens=True), strict=True)
+    for part in _of_all_processes(texts):
+        texts |= part
+    return [texts[i] for i in range(len(ids))]
+
+
+def _place() -> tuple[int, int]:
+    """(the number of this process, the number of processes) of torch.distributed."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def _of_all_processes(value: Any) -> list[Any]:
+    """The values of all processes of torch.distributed, in their order."""
+    _, processes = _place()
+    values = [value] * processes
+    if processes > 1:
+        distributed.all_gather_object(values, value)
+    return values
 
 
 def teacher_translations(
@@ -54,7 +89,7 @@ def teacher_translations(
 
     `teacher` is a model, or the folder of a model and its tokenizer. `decoding` goes to `translate` (`num_beams`, `max_tokens`,
     `bf16`). The translations are stored in `path` (JSON lines), so that they are computed once and an interrupted decoding
-    resumes.
+    resumes. With torch.distributed, all processes call this and share the work; the first one writes.
 
     Raises ValueError if `path` holds translations of other sentences, by another teacher or with other decoding settings, and
     for a model without `tokenizer`.
@@ -64,7 +99,7 @@ def teacher_translations(
         teacher = transformers.AutoModelForSeq2SeqLM.from_pretrained(teacher)
     if tokenizer is None:
         raise ValueError("teacher_translations: give the tokenizer of the teacher, tokenizer=...")
-    path = Path(path)
+    path, (rank, _) = Path(path), _place()
     header = {"sentences": _hash(sentences), "teacher": fingerprint(teacher), "decoding": decoding}
     translations: list[str] = []
     if path.exists():
@@ -74,13 +109,15 @@ def teacher_translations(
                 f"{path} is of another decoding: {old_header}, not {header}; use another path, or delete it"
             )
         translations = [text for chunk in chunks for text in chunk]
-    else:
+    translations = _of_all_processes(translations)[0]  # all have read the file before the first process writes to it
+    if rank == 0 and not path.exists():
         write_whole(path, json.dumps(header) + "\n")
     starts = range(len(translations), len(sentences), _CHUNK)
-    for start in track(starts, "Translating") if len(starts) > 1 else starts:
+    for start in track(starts, "Translating", disable=rank > 0) if len(starts) > 1 else starts:
         chunk = translate(teacher, tokenizer, sentences[start : start + _CHUNK], **decoding)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(chunk, ensure_ascii=False) + "\n")
+        if rank == 0:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(chunk, ensure_ascii=False) + "\n")
         translations += chunk
     return translations
 

@@ -8,13 +8,14 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from hf_freeze import surgery
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compat.transformers import draw
 from hf_freeze.model.loading import empty_model
@@ -27,23 +28,19 @@ def load_sharded(folder: str | os.PathLike[str], mesh: DeviceMesh, **options: An
 
     Each process reads its rows of what is stored and generates its rows of what is seeded. The digests of seeded tensors are
     checked in turns: each process generates some of them as a whole, one after another. `options` go to `fully_shard`, which is
-    called for the whole and for each layer that shares nothing with others. Gradients are those of the mean over the processes.
+    called for the whole, and for each layer and each token table that shares nothing with others. Gradients are those of the
+    mean over the processes.
 
     Raises ValueError for an architecture that is not registered and for a digest that does not match, FileNotFoundError for a
     missing directory.
     """
     model = empty_model(folder)
     model.tie_weights(recompute_mapping=False)  # on meta, only native ties are made
-    layers = [
-        layer
-        for stack in architecture_for(model).stacks.values()
-        for layer in model.base_model.get_submodule(stack.layers.removesuffix(".{}"))
-    ]
-    owners = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
-    for layer in layers:
-        if all(owners[id(parameter)] == 1 for parameter in layer.parameters()):  # shared layers are a part of the whole
-            fully_shard(layer, mesh=mesh, **options)
+    for part in _parts(model):
+        fully_shard(part, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
+    if model.can_generate():
+        register_fsdp_forward_method(model, "generate")  # which calls encoders by themselves
     model.to_empty(device=mesh.device_type)
     reader = HuggingFaceStorageReader(os.fspath(folder))
     in_files = reader.read_metadata().state_dict_metadata.keys()
@@ -57,6 +54,29 @@ def load_sharded(folder: str | os.PathLike[str], mesh: DeviceMesh, **options: An
     _compute_the_rest(model, mesh, {*in_files, *seeded, *model.all_tied_weights_keys})
     distributed.barrier(mesh.get_group())
     return model
+
+
+def _parts(model: Any) -> list[nn.Module]:
+    """What is put together by itself: layers, and tables, which are large. All the rest is whole from the forward to the end of
+    the backward, and has what is shared."""
+    architecture = architecture_for(model)
+    layers = [
+        layer
+        for stack in architecture.stacks.values()
+        for layer in model.base_model.get_submodule(stack.layers.removesuffix(".{}"))
+    ]
+    owners = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
+    tables = [*surgery.token_tables(model, architecture).values(), model.get_output_embeddings()]
+    names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return [
+        *(layer for layer in layers if all(owners[id(parameter)] == 1 for parameter in layer.parameters())),
+        *(
+            table
+            for table in tables
+            if type(table) in (nn.Embedding, nn.Linear)  # those of methods may be read outside of their forward
+            and all(names[id(parameter)] == 1 for parameter in table.parameters())
+        ),
+    ]
 
 
 def _shard(tensor: Any, mesh: DeviceMesh) -> tuple[torch.Tensor, int]:

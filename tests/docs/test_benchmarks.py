@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import ROOT
 from support.cases import ALL
+from torch import distributed
 from transformers import MarianConfig
 
 from hf_freeze import data, make_variant, methods, stored_bytes
@@ -41,6 +42,15 @@ def in_this_process(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     shared = importlib.import_module("_shared")
     monkeypatch.setattr(shared, "in_new_process", lambda work, *arguments, **variables: work(*arguments))
+
+    def in_group_of_one(work, count, *arguments, **variables):
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        try:
+            return [work(*arguments)] * count
+        finally:
+            distributed.destroy_process_group()
+
+    monkeypatch.setattr(shared, "in_new_group", in_group_of_one)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -373,3 +383,13 @@ def test_convert(run, in_this_process, monkeypatch):
     printed = run("convert", "--sizes", "0.1", "--methods", "half heads", "low rank")
     assert len(re.findall(r"^\| 0\.1 \| (?:half heads|low rank)(?:, merged)? \|", printed, re.M)) == 4
     assert re.search(r"two shards of 500 MB and 300 MB: (passed|missed)", printed)
+
+
+def test_sharded(run, in_this_process, monkeypatch):
+    benchmark = importlib.import_module("sharded")
+    monkeypatch.setitem(benchmark.SIZES, "0.1", (64, 176, 2, 4))
+    monkeypatch.setattr(benchmark, "VOCABULARY", 100)
+    printed = run("sharded", "--sizes", "0.1", "--steps", "2")
+    assert len(re.findall(r"^\| (?:native|variant) \| 0 \| 0 \| (?:one|1 of 2|2 of 2) \|", printed, re.M)) == 6
+    assert "losses to 0.0001: passed in all 4" in printed
+    assert "5 steps resumed to 0.0001: passed in all 4" in printed

@@ -415,7 +415,7 @@ def plain(text):
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def test_run_and_report(recipe_file, tmp_path, monkeypatch):
+def test_run_and_report(recipe_file, tmp_path, monkeypatch, pictures):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "secret").mkdir()
     files = []

@@ -295,7 +295,7 @@ def test_words_of_the_tokenizer(tmp_path):
 # -- reports ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_without_heads_are_drawn_against_their_fraction(grid):
+def test_rows_without_heads_are_drawn_against_their_fraction(grid, pictures):
     _, out = grid
     report = write_report(out, say=lambda _: None)
     lines = [[(value, row["row"]) for value, row in series.points] for series in report.series()]

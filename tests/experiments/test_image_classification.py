@@ -282,7 +282,7 @@ def test_rows_that_start_from_another_go_on_with_its_model(grid):
         assert not torch.equal(layer.linear.values, other.linear.values)
 
 
-def test_the_report_counts_how_often_smaller_each_row_is(grid):
+def test_the_report_counts_how_often_smaller_each_row_is(grid, pictures):
     _, out, _, records = grid
     report = write_report(out, say=lambda _: None)
     table = (out / "report.md").read_text().splitlines()

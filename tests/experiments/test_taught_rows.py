@@ -113,7 +113,7 @@ def test_what_is_kept_is_not_decoded_again(grid, tmp_path, monkeypatch):
         teacher_translations(AutoModelForSeq2SeqLM.from_pretrained(teacher), sentences, path)
 
 
-def test_a_report_draws_the_schedules(grid):
+def test_a_report_draws_the_schedules(grid, pictures):
     from hf_freeze.experiments.report.plots.training import schedules_figure
 
     _, out = grid

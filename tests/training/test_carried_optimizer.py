@@ -196,3 +196,23 @@ def test_what_cannot_be_carried_is_refused():
         ValueError, match=r"the state 'exp_avg' of '\S+' has the shape \(3,\), not that of the parameter"
     ):
         carried_optimizer(optimizer, model, pruned)
+
+
+def test_an_8_bit_optimizer_trains_what_is_not_frozen_and_cannot_be_carried_over():
+    optim = pytest.importorskip("bitsandbytes").optim
+    case = BASELINES[0]
+    model = make_variant(native(case), [methods.Freeze(ffn="random")])
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = optim.AdamW8bit(parameter_groups(model, lr=0.01), min_8bit_size=256)
+    first = objective(model, case.batch()).item()
+    train(model, optimizer, case.batch(), steps=5)
+    assert objective(model, case.batch()).item() < first
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) or parameter.requires_grad, name
+        if (state := optimizer.state.get(parameter)) and parameter.numel() >= 256:
+            assert state["state1"].dtype == state["state2"].dtype == torch.uint8
+    assert any(state["state1"].dtype == torch.uint8 for state in optimizer.state.values())
+    heads = next(iter(case.architecture.attentions(model.config)))
+    pruned = make_variant(model, [methods.HeadPruning(heads={heads: [0]})])
+    with pytest.raises(ValueError, match=r"the state 'qmap1' of '\S+' has the shape \(256,\)"):
+        carried_optimizer(optimizer, model, pruned)

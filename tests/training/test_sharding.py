@@ -6,13 +6,15 @@ import shutil
 import pytest
 import torch
 from support.cases import once, plain
-from support.children.sharding import IDS, STEPS, optimizer_of, train
-from support.models import build, native
+from support.children.sharding import DECODING, IDS, SENTENCES, STEPS, optimizer_of, train
+from support.models import build, native, perturbed
 from support.processes import two_processes
+from transformers import MarianConfig, MarianMTModel
 
-from hf_freeze import make_variant
+from hf_freeze import data, make_variant
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.methods import Freeze, LowRank
+from hf_freeze.training.decoding import translate
 
 
 def trained_variant():
@@ -32,7 +34,24 @@ def losses():
         torch.distributed.destroy_process_group()
 
 
-def test_two_processes_train_as_one_and_three_go_on(tmp_path, losses):
+@pytest.fixture
+def translated(tmp_path):
+    """What one process makes of SENTENCES by the model in the folder `translator`."""
+    tokenizer = data.train_tokenizer(SENTENCES, 60)
+    sizes = {"vocab_size": len(tokenizer), "decoder_vocab_size": len(tokenizer)}
+    torch.manual_seed(2)
+    backbone = MarianMTModel(
+        MarianConfig(**ARCHITECTURES["marian"].tiny | sizes, init_std=0.8)
+    )  # no text is like another
+    model = make_variant(perturbed(backbone), [Freeze(ffn="random"), LowRank(rank=3, components=["attention"])])
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "translator")
+    texts = translate(model, tokenizer, SENTENCES, **DECODING)
+    assert len(set(texts)) > 4
+    return texts
+
+
+def test_two_processes_train_as_one_and_three_go_on(tmp_path, losses, translated):
     for number, case in enumerate(once()):
         build(case).save_pretrained(tmp_path / f"variant-{number}")
     trained_variant().save_pretrained(tmp_path / "variant-trained")
@@ -44,6 +63,13 @@ def test_two_processes_train_as_one_and_three_go_on(tmp_path, losses):
             assert result["losses"] == pytest.approx(expected, rel=1e-4)
         for folder in tmp_path.glob("variant-[0-9]*"):
             shutil.rmtree(folder)
+        if count == 3:
+            for result in results:
+                assert result["translations"] == dict.fromkeys(
+                    ("whole", "in shards", "teacher", "again", "in the file"), translated
+                )
+            assert sum(result["read"] for result in results) == len(SENTENCES)
+            assert all(result["read"] for result in results)
     assert len(first) == STEPS
     assert second[0] < first[0]
 

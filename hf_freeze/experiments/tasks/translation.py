@@ -53,9 +53,8 @@ def taught(split: datasets.Dataset, teacher: Path, run: dict[str, Any]) -> datas
 def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
     model = trainer.accelerator.unwrap_model(trainer.model)
     sentences, references = list(split["source"]), list(split["target"])
-    translations = [""] * len(sentences)
-    if trainer.is_world_process_zero():  # the others wait
-        translations = translate(model, tokenizer, sentences, bf16=trainer.args.bf16, **run["decoding"])
+    translations = translate(model, tokenizer, sentences, bf16=trainer.args.bf16, **run["decoding"])
+    if trainer.is_world_process_zero():
         write_whole(folder / "translations.txt", "\n".join(translations) + "\n")
     scores: dict[str, Any] = {
         name: load_metric(name).compute(predictions=translations, references=references)

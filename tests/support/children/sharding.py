@@ -6,19 +6,28 @@ The first group (of two) trains and saves a distributed checkpoint; the later on
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoTokenizer
 
 from hf_freeze.experiments.runs.launcher import leave_processes
 from hf_freeze.model.loading import load_model
-from hf_freeze.training import load_sharded
+from hf_freeze.training import load_sharded, teacher_translations
+from hf_freeze.training.decoding import translate
+from support.cases import once
+from support.models import differences
+from support.training import gradients
 
 IDS = torch.arange(24).reshape(6, 4) % 20 + 3  # rows for one, two and three processes
 STEPS = 3
+DECODING = {"max_tokens": 12}  # more batches than processes, and not as many for each
+SENTENCES = ["simdi", "homor nukostu simdi", "", "pyhiz", "nukostu", "simdi homor", "pyhiz homor", "homor simdi pyhiz"]
 
 
 def differing(sharded, whole):
@@ -55,6 +64,37 @@ def train(model, optimizer, rows):
     return losses
 
 
+def checkpointed(sharded, whole, batch):
+    """Problems of the gradients of a model in shards that computes its layers again in the backward."""
+    if sharded.needs_teacher:
+        for model in (sharded, whole):
+            model.set_teacher(load_model(whole.config.name_or_path))
+    expected_loss, expected = gradients(whole, batch)
+    sharded.activation_checkpointing_enable()
+    loss, actual = gradients(sharded, batch)
+    problems = differences({name: value.full_tensor() for name, value in actual.items()}, expected, 1e-5)
+    return problems + ([] if abs(loss - expected_loss) < 1e-5 else [f"the loss is {loss}, not {expected_loss}"])
+
+
+def translations(folder, mesh):
+    """Of SENTENCES: what a whole model gives, one in shards, and the file of a teacher; how many sentences this process read."""
+    tokenizer, found, read = AutoTokenizer.from_pretrained(folder), {}, []
+    model = load_model(folder)
+    with mock.patch.object(tokenizer, "pad", wraps=tokenizer.pad) as padded:
+        found["whole"] = translate(model, tokenizer, SENTENCES, **DECODING)
+        read = [len(call.args[0]["input_ids"]) for call in padded.call_args_list]
+    sharded = load_sharded(folder, mesh)
+    found["in shards"] = translate(sharded, tokenizer, SENTENCES, **DECODING)
+    sharded(input_ids=IDS, labels=IDS).loss.backward()  # what decoding has put together can be trained
+    path = folder / "kept.jsonl"
+    for name in ("teacher", "again"):  # the second time, from the file
+        found[name] = teacher_translations(model, SENTENCES, path, tokenizer=tokenizer, **DECODING)
+    dist.barrier()
+    lines = path.read_text("utf-8").splitlines()[1:]
+    found["in the file"] = [text for line in lines for text in json.loads(line)]
+    return found, sum(read)
+
+
 def main(result, rank):
     dist.init_process_group("gloo")
     world = dist.get_world_size()
@@ -68,8 +108,14 @@ def main(result, rank):
         rows = sum(parameter[0].numel() for parameter in whole.parameters())  # a process may hold a row more of each
         if held > total / world + rows:
             problems.append(f"{path.name}: {held} of {total} values are held")
+        if world == 2 and path.name != "variant-trained":
+            batch = once()[int(path.name.removeprefix("variant-"))].batch()
+            problems += [f"{path.name}, checkpointed: {problem}" for problem in checkpointed(sharded, whole, batch)]
+    translated, read = translations(folder / "translator", mesh) if world == 3 else ({}, 0)
     chosen = folder / "variant-trained"
     model, saved = load_sharded(chosen, mesh).train(), folder / "saved"
+    if not isinstance(model.get_output_embeddings(), FSDPModule):
+        problems.append("the output matrix, which is not tied, is whole until the end of the backward")
     optimizer = optimizer_of(model)
     if saved.exists():
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
@@ -79,7 +125,8 @@ def main(result, rank):
     if not saved.exists():
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         checkpoint.save(state, checkpoint_id=saved)
-    result.write_text(json.dumps({"problems": problems, "losses": losses}))
+    found = {"problems": problems, "losses": losses, "translations": translated, "read": read}
+    result.write_text(json.dumps(found))
     leave_processes()
 
 
