@@ -1,6 +1,6 @@
 """Memory and losses of training in shards, by `load_sharded` on two processes, against one process with the whole model.
 
-    python benchmarks/sharded.py                                 # Llama of 0.34 billion parameters in fp32, 20 steps
+    python benchmarks/sharded.py                                 # Llamas of 0.3 billion parameters in fp32, 20 steps
     python benchmarks/sharded.py --sizes 0.1 --steps 5           # quick
 
 Claims: each of two processes has at most 0.6 times the peak of one process; the losses are those of one process (to 1e-4); one
@@ -9,7 +9,8 @@ process and three processes go on from the distributed checkpoint of two with th
 "variant" has seeded FFNs and factorised attention: `Freeze(ffn="random"), LowRank(rank=..., components=["attention"])`. All
 processes are on this machine, without a GPU, with gloo and one thread each. A step has 6 rows of 16 random tokens; AdamW trains
 all that is not frozen. Memory is the peak of a process less what it has after its imports; with the imports, the ratio is larger,
-and it is given too. Limit: half of everything, and the layer that is put together at the time.
+and it is given too. Limit: half of everything, and what is put together at the time: a layer, or a table of tokens, its gradient and
+the copies of both that are sent. A table of 32,000 tokens is as large as three layers here; "small-tables" has 8,000.
 """
 
 import json
@@ -31,9 +32,10 @@ from hf_freeze.methods import Freeze, LowRank
 from hf_freeze.model.loading import load_model
 from hf_freeze.training import load_sharded
 
-SIZES = {  # billions of parameters -> (hidden size, FFN width, layers, heads)
-    "0.1": (768, 2048, 12, 12),
-    "0.3": (1024, 2816, 24, 16),
+SIZES = {  # billions of parameters -> (hidden size, FFN width, layers, heads, vocabulary)
+    "0.1": (768, 2048, 12, 12, 32_000),
+    "0.3": (1024, 2816, 24, 16, 32_000),
+    "0.3-small-tables": (1024, 2816, 26, 16, 8_000),
 }
 MODELS: dict[str, Callable[[Any], list[Any]]] = {
     "native": lambda config: [],
@@ -42,7 +44,6 @@ MODELS: dict[str, Callable[[Any], list[Any]]] = {
         LowRank(rank=config.hidden_size // 4, components=["attention"], solver="randomized"),
     ],
 }
-VOCABULARY = 32_000
 ROWS, LENGTH = 6, 16  # rows for one, two and three processes
 GROUP = 2
 RESUMED_ON = (1, 3)
@@ -52,14 +53,14 @@ TOLERANCE = 1e-4
 
 def write_model(folder: str, size: str, name: str) -> dict[str, int]:
     """Write a sharded checkpoint of fp32 with fresh weights; returns the numbers of its parameters."""
-    hidden, width, layers, heads = SIZES[size]
+    hidden, width, layers, heads, vocabulary = SIZES[size]
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads // 4,
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         max_position_embeddings=2048,
     )
     torch.manual_seed(0)
@@ -167,7 +168,9 @@ def furthest(losses: list[list[float]], expected: list[float]) -> float:
 
 def main() -> None:
     parser = _shared.parser(__doc__, presets=False)
-    parser.add_argument("--sizes", nargs="+", default=["0.3"], choices=SIZES, help="billions of parameters")
+    parser.add_argument(
+        "--sizes", nargs="+", default=["0.3", "0.3-small-tables"], choices=SIZES, help="billions of parameters"
+    )
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
@@ -185,13 +188,15 @@ def main() -> None:
                     case = f"{size} {name}, {processes} processes"
                     later.append((furthest(losses, alone["later"]), case))
             start = [f"{count['parameters'] / 1e6:,.0f}", f"{count['trained'] / 1e6:,.0f}"]
-            lines.append([name, *start, "one", *_cells(alone), "", "", "", f"{alone['losses'][-1]:.4f}", ""])
+            lines.append(
+                [f"{size} {name}", *start, "one", *_cells(alone), "", "", "", f"{alone['losses'][-1]:.4f}", ""]
+            )
             for rank, run in enumerate(group):
                 own, all_of_it = _peak(run) / _peak(alone), run["peak"] / alone["peak"]
                 apart = furthest([run["losses"]], alone["losses"])
                 rest = [f"{own:.2f}", f"{all_of_it:.2f}", f"{(run['saved'] - run['before']) / 1e9:.2f}"]
                 rest += [f"{run['losses'][-1]:.4f}", f"{apart:.1e}"]
-                lines.append([name, *start, f"{rank + 1} of {GROUP}", *_cells(run), *rest])
+                lines.append([f"{size} {name}", *start, f"{rank + 1} of {GROUP}", *_cells(run), *rest])
                 memory.append((own, f"{size} {name}, process {rank + 1}"))
                 differences.append((apart, f"{size} {name}, process {rank + 1}"))
             print(json.dumps({"losses of one": alone["losses"], "checkpoint bytes": kept}))

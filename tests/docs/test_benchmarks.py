@@ -387,9 +387,8 @@ def test_convert(run, in_this_process, monkeypatch):
 
 def test_sharded(run, in_this_process, monkeypatch):
     benchmark = importlib.import_module("sharded")
-    monkeypatch.setitem(benchmark.SIZES, "0.1", (64, 176, 2, 4))
-    monkeypatch.setattr(benchmark, "VOCABULARY", 100)
+    monkeypatch.setitem(benchmark.SIZES, "0.1", (64, 176, 2, 4, 100))
     printed = run("sharded", "--sizes", "0.1", "--steps", "2")
-    assert len(re.findall(r"^\| (?:native|variant) \| 0 \| 0 \| (?:one|1 of 2|2 of 2) \|", printed, re.M)) == 6
+    assert len(re.findall(r"^\| 0\.1 (?:native|variant) \| 0 \| 0 \| (?:one|1 of 2|2 of 2) \|", printed, re.M)) == 6
     assert "losses to 0.0001: passed in all 4" in printed
     assert "5 steps resumed to 0.0001: passed in all 4" in printed
