@@ -42,6 +42,7 @@ def load_sharded(folder: str | os.PathLike[str], mesh: DeviceMesh, **options: An
     if model.can_generate():
         register_fsdp_forward_method(model, "generate")  # which calls encoders by themselves
     model.to_empty(device=mesh.device_type)
+    _tie_buffers(model)
     reader = HuggingFaceStorageReader(os.fspath(folder))
     in_files = reader.read_metadata().state_dict_metadata.keys()
     load({name: value for name, value in model.state_dict().items() if name in in_files}, storage_reader=reader)
@@ -77,6 +78,14 @@ def _parts(model: Any) -> list[nn.Module]:
             and all(names[id(parameter)] == 1 for parameter in table.parameters())
         ),
     ]
+
+
+def _tie_buffers(model: Any) -> None:
+    """Tie the buffers of quantised tables again: `to_empty` makes a new tensor of every buffer, under each of its names."""
+    for target, source in model.all_tied_weights_keys.items():
+        owner, _, name = target.rpartition(".")
+        if name in (buffers := model.get_submodule(owner)._buffers):
+            buffers[name] = model.get_buffer(source)
 
 
 def _shard(tensor: Any, mesh: DeviceMesh) -> tuple[torch.Tensor, int]:
