@@ -77,6 +77,8 @@ def _fork(path: Any, arguments: list[Any], passed: list[int]) -> int:
                     os.close(number)
         multiprocessing.forkserver._forkserver.__init__()  # as in a new process; it was forked with its lock held
         fork_server.forget_pytest()
-        exec(arguments[-1], {"__name__": "__main__"})
-        os._exit(0)
+        try:
+            exec(arguments[-1], {"__name__": "__main__"})
+        finally:
+            os._exit(0)  # which it would do by an exception, and that is not for pytest
     return pid

@@ -190,7 +190,7 @@ def test_what_is_merged_lies_in_files_layer_by_layer(methods, source, tmp_path, 
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("stop", [1, 3, 5, "saving", "renaming"])
+@pytest.mark.parametrize("stop", [1, 5, "saving", "renaming"])
 def test_after_a_kill_the_same_call_goes_on(stop, source, tmp_path, monkeypatch):
     """In the conversion of a linear, between two shards, and before the folder gets its name."""
     wanted = expected(source, METHODS, tmp_path / "expected")

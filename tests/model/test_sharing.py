@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.cases import MODEL, Case, once, once_on_each_architecture, plain
+from support.cases import MODEL, Case, once, plain
 from support.models import build, merge_or_none, native, outputs
 from support.parametrize import over
 
@@ -23,7 +23,7 @@ def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@over(once_on_each_architecture(lambda case: case.source == MODEL and case.methods and not case.finalized))
+@over(once(lambda case: case.source == MODEL and case.methods and not case.finalized))
 def test_a_backbone_is_left_as_it_is_or_used_up(case: Case):
     backbone = native(case)
     before = copied(backbone)
