@@ -9,8 +9,8 @@ process and three processes go on from the distributed checkpoint of two with th
 "variant" has seeded FFNs and factorised attention: `Freeze(ffn="random"), LowRank(rank=..., components=["attention"])`. All
 processes are on this machine, without a GPU, with gloo and one thread each. A step has 6 rows of 16 random tokens; AdamW trains
 all that is not frozen. Memory is the peak of a process less what it has after its imports; with the imports, the ratio is larger,
-and it is given too. Limit: half of everything, and what is put together at the time: a layer, or a table of tokens, its gradient and
-the copies of both that are sent. A table of 32,000 tokens is as large as three layers here; "small-tables" has 8,000.
+and it is given too. Limit: half of everything, and what is put together at the time: a layer, or a table of tokens, its gradient
+and the copies of both that are sent. A table of 32,000 tokens is as large as three layers here; "small-tables" has 8,000.
 """
 
 import json
