@@ -21,7 +21,8 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # transformers' bars too
 import pytest
 
 # The process that hands tests to workers runs none.
-RUNS_TESTS = "PYTEST_XDIST_WORKER" in os.environ or not {"-n", "--numprocesses"} & set(sys.argv)
+_OPTIONS = dict(zip(sys.argv, sys.argv[1:], strict=False))
+RUNS_TESTS = "PYTEST_XDIST_WORKER" in os.environ or _OPTIONS.get("-n", _OPTIONS.get("--numprocesses", "0")) == "0"
 HAS_FORK = hasattr(os, "fork")
 
 if RUNS_TESTS:
