@@ -78,7 +78,7 @@ def fill_with_noise(model: nn.Module) -> None:
             elif parameter.is_floating_point():
                 std = _STD if parameter.ndim > 1 else 0.1
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-        if norm and _adds_one(module):
+        if norm and "weight" in module._parameters and _adds_one(module):  # Falcon Mamba has norms with a fixed scale
             module.get_parameter("weight").zero_()
 
 

@@ -3,12 +3,14 @@
 import json
 
 import pytest
-from transformers import AutoConfig
+import torch
+from support.small import small_config
+from transformers import AutoConfig, AutoModel
 
 from hf_freeze.architectures.derive import base_model, derive
 from hf_freeze.architectures.describe import NotDerived
 from hf_freeze.architectures.families import families_page
-from hf_freeze.architectures.probe import Probe
+from hf_freeze.architectures.probe import Probe, fill_with_noise
 from hf_freeze.architectures.published import PUBLISHED, default_config
 from hf_freeze.architectures.shrink import shrink
 from hf_freeze.model.loading import config_of_type_or_model
@@ -92,3 +94,12 @@ def test_what_a_native_class_writes_into_its_config_does_not_reach_the_config_of
 
     assert config.to_dict() == before
     assert type(config.attention_window) is int  # the model makes a list of it
+
+
+def test_a_norm_whose_scale_is_fixed_keeps_it() -> None:
+    """Falcon Mamba has norms of states, whose scale of 1 is a buffer."""
+    model = AutoModel.from_config(small_config("falcon_mamba"))
+    fill_with_noise(model)
+    fixed = [buffer for name, buffer in model.named_buffers() if name.endswith(".weight")]
+    assert fixed
+    assert all(torch.equal(buffer, torch.ones_like(buffer)) for buffer in fixed)
