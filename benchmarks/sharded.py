@@ -199,7 +199,7 @@ def main() -> None:
                 lines.append([f"{size} {name}", *start, f"{rank + 1} of {GROUP}", *_cells(run), *rest])
                 memory.append((own, f"{size} {name}, process {rank + 1}"))
                 differences.append((apart, f"{size} {name}, process {rank + 1}"))
-            print(json.dumps({"losses of one": alone["losses"], "checkpoint bytes": kept}))
+            print(json.dumps({"losses of one": alone["losses"], "checkpoint bytes": kept}), flush=True)
     header = ["", "10⁶ parameters", "trained", "process", "after imports GB", "loaded GB", "peak GB", "peak / one"]
     header += ["with imports", "peak with saving GB", "last loss", "furthest loss"]
     summary = (
