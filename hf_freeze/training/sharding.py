@@ -32,7 +32,7 @@ def load_sharded(folder: str | os.PathLike[str], mesh: DeviceMesh, **options: An
     Each process reads its rows of what is stored and generates its rows of what is seeded. The digests of seeded tensors are
     checked in turns: each process generates some of them as a whole, one after another. `options` go to `fully_shard`, which is
     called for the whole, and for each layer and each token table that shares nothing with others. Gradients are those of the
-    mean over the processes. On the CPU, with glibc, blocks of memory from 64 KB on go back to the system when they are freed.
+    mean over the processes. On the CPU, with glibc, blocks of memory from 4 MB on go back to the system when they are freed.
 
     Raises ValueError for an architecture that is not registered and for a digest that does not match, FileNotFoundError for a
     missing directory.
@@ -63,11 +63,11 @@ def load_sharded(folder: str | os.PathLike[str], mesh: DeviceMesh, **options: An
 
 
 def _return_freed_memory() -> None:
-    """Have glibc map blocks from 64 KB on one by one. In its heap, the tensors that stay lie between the layers that are put
+    """Have glibc map blocks from 4 MB on one by one. In its heap, the tensors that stay lie between the layers that are put
     together and freed, which cost as much memory as the shards themselves."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
+            ctypes.CDLL(None).mallopt(-3, 1 << 22)  # M_MMAP_THRESHOLD
 
 
 def _parts(model: Any) -> list[nn.Module]:
