@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from hf_freeze.layers.derived import is_traced
 from hf_freeze.layers.factorized_embedding import Factors, LowRankEmbedding, LowRankOutput
 
 
@@ -76,7 +77,7 @@ class AdaptiveInputEmbedding(_Banded, LowRankEmbedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(...) token ids -> (..., H)"""
         ids = input.flatten()
-        embeddings = self._gathered(ids) if ids.device.type == "cpu" else self._summed(ids)
+        embeddings = self._gathered(ids) if ids.device.type == "cpu" and not is_traced() else self._summed(ids)
         return embeddings.view(*input.shape, embeddings.shape[-1])
 
     def _gathered(self, ids: torch.Tensor) -> torch.Tensor:

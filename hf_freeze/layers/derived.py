@@ -73,6 +73,12 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False)
 
 
+def is_traced() -> bool:
+    """Whether torch.export records this forward. Then sizes may be symbols, and a value that is not computed from the parameters in
+    this forward becomes a constant of the graph, stored beside them."""
+    return torch.compiler.is_exporting()
+
+
 class SelfInitialized(nn.Module):
     """Initialises its own parameters, which the native initialisation does not know."""
 
@@ -95,6 +101,8 @@ class Derived(SelfInitialized):
 
     def cached(self, key: Any, compute: Callable[[], Any], sources: Iterable[Any] | None = None) -> Any:
         """The cached result of `compute()`, recomputed if a source has changed. Default sources: all parameters and buffers."""
+        if is_traced():
+            return compute()
         sources = list(self._sources() if sources is None else sources)
         value = self._lookup(key, sources)
         if value is not None:
@@ -129,6 +137,8 @@ class Derived(SelfInitialized):
 
     def cached_weight(self, device_type: str) -> torch.Tensor:
         """The cached dense weight. Under autocast it has autocast's dtype, so that a forward need not cast it."""
+        if is_traced():
+            return self.dense_weight()
         dtype = autocast_dtype(device_type)
         weight = self._lookup(dtype, self._sources())
         if weight is not None:

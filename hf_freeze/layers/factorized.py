@@ -12,13 +12,15 @@ from torch import nn
 from torch.nn import functional
 
 from hf_freeze.layers.cost import costs_of, product
-from hf_freeze.layers.derived import DerivedLinear, without_autocast
+from hf_freeze.layers.derived import DerivedLinear, is_traced, without_autocast
 
 EXECUTIONS = ("auto", "dense", "factors")
 _LARGEST_DENSE = 1 << 28  # the most entries of a dense weight that "auto" caches: 1 GiB in fp32
 _GAIN = (
     0.8  # estimates are rough: factors are chosen if their estimated time is below this share of the dense product's
 )
+
+_TRACED_FOR = (1, 1024)  # numbers of tokens for which the way of an exported forward is chosen
 
 
 class FactorizedLinear(DerivedLinear):
@@ -76,6 +78,8 @@ class FactorizedLinear(DerivedLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""
+        if is_traced():
+            return self._traced(x)
         device_type = x.device.type
         training = self.needs_gradient()
         tokens = x.numel() // self.in_features
@@ -95,6 +99,17 @@ class FactorizedLinear(DerivedLinear):
             y = y if self.bias is None else y + self.bias.to(y.dtype)
         else:
             y = self._in_chunks(rows, factors, chunk)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _traced(self, x: torch.Tensor) -> torch.Tensor:
+        """The forward for torch.export, whose number of tokens is unknown: by the factors if this is the faster way for one token
+        and for many, or else by the dense weight, computed from the factors, which an engine can do once when it opens the file."""
+        paths = {self.path(tokens, "cpu") for tokens in _TRACED_FOR}
+        if paths != {"factors"}:
+            return functional.linear(x, self.dense_weight(), self.bias)
+        _, prepare = self.prepared_factors(max(_TRACED_FOR), "cpu")
+        y = self.multiply(x.reshape(-1, self.in_features), prepare())
+        y = y if self.bias is None else y + self.bias
         return y.view(*x.shape[:-1], self.out_features)
 
     @staticmethod

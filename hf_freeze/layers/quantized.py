@@ -24,7 +24,7 @@ from torch.nn import functional
 from hf_freeze.architectures.roles import table_scale
 from hf_freeze.compat.transformers import NeverDrawn
 from hf_freeze.install import how_to_install
-from hf_freeze.layers.derived import Computed, DerivedLinear, autocast_dtype, scaled
+from hf_freeze.layers.derived import Computed, DerivedLinear, autocast_dtype, is_traced, scaled
 
 SCHEMES = ("int8", "nf4", "fp4")
 BLOCK = 64  # weights that share a scale in the 4-bit schemes
@@ -112,13 +112,20 @@ class Quantized(NeverDrawn, Computed):
         """(O, I)"""
         if self.packed.is_meta or not self.packed.numel():
             return self.packed.new_empty(self.shape, dtype=dtype)
-        return (
-            self._read(self.packed, self.scales.view(torch.float32), dtype)
-            .view(-1)[: self.weight_count]
-            .view(self.shape)
-        )
+        return self._read(self.packed, self._numbers(), dtype).view(-1)[: self.weight_count].view(self.shape)
+
+    def _numbers(self) -> torch.Tensor:
+        """The scales, fp32 (rows or blocks,)."""
+        return self.scales.view(torch.float32) if self.scales.dtype == torch.uint8 else self.scales
+
+    def store_numbers(self) -> None:
+        """Give the bytes of the scales the type of the numbers that they are, before the layer is traced: a graph has no views of
+        bytes."""
+        self.scales = self._numbers()
 
     def _read(self, packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if is_traced():
+            return self._traced_read(packed, scales).to(dtype)
         if self.scheme == "int8":
             return _functions().int8_vectorwise_dequant(packed, scales).to(dtype)
         state = _functions().QuantState(
@@ -130,15 +137,24 @@ class Quantized(NeverDrawn, Computed):
         )
         return _functions().dequantize_4bit(packed.view(-1, 1), state)
 
+    def _traced_read(self, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """What bitsandbytes computes, by operations that every engine has; the first of two weights is in the higher four bits."""
+        if self.scheme == "int8":
+            return packed.float() * scales[:, None] * (1 / 127)
+        levels = torch.tensor(_functions().get_4bit_type(self.scheme, device="cpu").tolist())
+        pairs = packed.to(torch.int32)
+        numbers = torch.stack([pairs // 16, pairs % 16], dim=-1).flatten()
+        return levels[numbers] * scales[:, None].expand(-1, BLOCK).flatten()[: 2 * packed.numel()]
+
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """(T,) -> (T, I)"""
         columns, dtype = self.shape[1], self.like.dtype
         if self.packed.is_meta:
             return self.packed.new_empty(len(ids), columns, dtype=dtype)
-        scales = self.scales.view(torch.float32)
+        scales = self._numbers()
         if self.scheme == "int8":
             return self._read(self.packed[ids], scales[ids], dtype)
-        if columns % BLOCK or not len(ids):  # a block may span several rows
+        if columns % BLOCK or (not is_traced() and not len(ids)):  # a block may span several rows
             return self.dequantized(dtype)[ids]
         packed, scales = self.packed.view(-1, columns // 2)[ids], scales.view(-1, columns // BLOCK)[ids]
         return self._read(packed.flatten(), scales.flatten(), dtype).view(-1, columns)
@@ -171,6 +187,8 @@ class QuantizedLinear(Quantized, DerivedLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""
+        if is_traced():
+            return functional.linear(x, self.dequantized(x.dtype), self.bias)
         dtype = autocast_dtype(x.device.type) or x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         return _Product.apply(x.to(dtype), bias, self)  # type: ignore[return-value]

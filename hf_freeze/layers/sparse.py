@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.compat.transformers import NeverDrawn
 from hf_freeze.layers.bits import pack, packed_size, unpack
-from hf_freeze.layers.derived import DerivedLinear, DerivedWeight, dense_class
+from hf_freeze.layers.derived import DerivedLinear, DerivedWeight, dense_class, is_traced
 
 
 # NeverDrawn: to draw its weight, native models would read the property `weight` before the mask is set.
@@ -74,8 +74,31 @@ class SparseLinear(NeverDrawn, DerivedLinear):
     def dense_weight(self) -> torch.Tensor:
         if self.values.is_meta:  # the positions are unknown without the values of the buffers
             return self.values.new_empty(self.out_features, self.in_features).requires_grad_(self.values.requires_grad)
+        if is_traced():
+            return self._traced_weight()
         flat = self.values.new_zeros(self.out_features * self.in_features)
         return flat.index_put((self.positions(),), self.values).view(self.out_features, self.in_features)
+
+    def _traced_weight(self) -> torch.Tensor:
+        """The dense weight by steps whose sizes do not depend on values, as a graph needs them."""
+        size = self.out_features * self.in_features
+        if not hasattr(self, "columns"):
+            kept = unpack(self.get_buffer("mask"), size)
+            numbers = (kept.cumsum(0) - 1).clamp(min=0)
+            flat = torch.where(kept, self.values[numbers], 0) if self.nonzeros else self.values.new_zeros(size)
+        else:
+            counts = self.get_buffer("counts").long()
+            starts = counts.cumsum(0) - counts
+            rows = starts.new_zeros(self.nonzeros + 1).index_add(0, starts, torch.ones_like(starts))[:-1].cumsum(0) - 1
+            positions = rows * self.in_features + self.get_buffer("columns")
+            flat = self.values.new_zeros(size).scatter(0, positions, self.values)
+        return flat.view(self.out_features, self.in_features)
+
+    def store_numbers(self) -> None:
+        """Give the bytes of column numbers the type of the numbers that they are, before the layer is traced: a graph has no views
+        of bytes."""
+        if hasattr(self, "columns"):
+            self.columns = self.get_buffer("columns").view(self._column)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, nonzeros={self.nonzeros}"

@@ -220,6 +220,18 @@ class SeededTensor:
     dimension: int = 1
     interleaved: tuple[int, ...] = ()
 
+    @property
+    def bound(self) -> float:
+        """The values lie in (-bound, bound), those of the first of several parts; 1 if they are not random."""
+        if self.scheme == "embedding":
+            return math.sqrt(3 / self.shape[1])
+        if self.scheme not in ("glorot", "zero_diagonal"):
+            return 1.0
+        rows, columns = (
+            self.parts[0] if self.parts and axis == self.dimension - 2 else self.shape[axis] for axis in (-2, -1)
+        )
+        return math.sqrt(6 / (rows + columns))
+
     def taken_from(self, origin: Origin) -> "SeededTensor":
         """The definition of this tensor as a slice of the parameter that `origin` names."""
         if origin.dimension is None:

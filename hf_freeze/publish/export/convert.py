@@ -10,12 +10,14 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from hf_freeze._version import __version__
+from hf_freeze.analysis.accounting import stored_bytes
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.compat.pipelines import max_positions
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import load_model
 from hf_freeze.publish.cards import task_of
 from hf_freeze.publish.export import ctranslate2, dense, onnx
+from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, require
 
 FORMATS: dict[str, Any] = {"ctranslate2": ctranslate2, "onnx": onnx, "dense": dense}
@@ -37,7 +39,8 @@ def export_model(
     folder is replaced, any other content only with `force`. The tokenizer and the generation settings are exported too. `say`
     is called with a message before each slow step.
 
-    The methods of a variant are merged. The exported model is compared with PyTorch before it is quantized.
+    ONNX keeps the methods of a variant: what is smaller stays smaller. For the other formats they are merged, and `say` gets what
+    that costs in bytes. The exported model is compared with PyTorch before it is quantized.
 
     Raises ValueError for an unknown format or quantization, a missing package, a source without a model, a model that the
     format cannot represent, an `out` that must not be replaced, and an engine whose results differ from PyTorch's.
@@ -62,10 +65,9 @@ def export_model(
     tokenizer = _tokenizer(source)
     if tokenizer is None and writer.NEEDS_TOKENIZER:
         raise ValueError(f"{source} holds no tokenizer, but {format} needs one; save it beside the model")
-    model, refusal = _merged(model)
-    if refusal is not None and architecture_of(model.config).model_type not in writer.HOLDS_VARIANTS:
-        raise ValueError(f"{format} cannot hold this model: {refusal}")
-    export = Export(model, refusal, task, tokenizer, quantization, say)
+    if isinstance(model, VariantMixin):
+        model = _finished(model) if writer.KEEPS_STRUCTURE else _merged(model, format, say)
+    export = Export(model, task, tokenizer, quantization, say)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".hf_freeze_export_", dir=folder.parent) as temporary:
         written = Path(temporary) / "written"
@@ -73,6 +75,8 @@ def export_model(
         writer.write(export, written)
         if tokenizer is not None:
             tokenizer.save_pretrained(written)
+        if writer.KEEPS_STRUCTURE:
+            ExportedConfig.of(export.model.config).save_pretrained(written)
         if export.model.can_generate():
             export.model.generation_config.save_pretrained(written)
         positions = {side: max_positions(model.config, side) for side in ("encoder", "decoder")}
@@ -125,11 +129,27 @@ def _tokenizer(source: Any) -> Any:
         return None
 
 
-def _merged(model: Any) -> tuple[Any, str | None]:
-    """(merged native model, None), or (the variant itself, the reason why a method cannot be merged)."""
-    if not isinstance(model, VariantMixin):
-        return model, None
+def _finished(model: Any) -> Any:
+    """The variant without what only training needs, as the tracer of `torch.export` can read it."""
+    if model.finalizable:
+        model.finalize()
+    for module in model.modules():
+        if hasattr(module, "store_numbers"):
+            module.store_numbers()
+    return model.eval()
+
+
+def _merged(model: Any, format: str, say: Callable[[str], Any]) -> Any:
+    """The native model; says first which savings it loses. Raises ValueError for a method that cannot be merged."""
+    small = stored_bytes(model)
     try:
-        return model.merge(), None
+        merged: Any = model.merge()
     except ValueError as error:
-        return model, str(error)
+        raise ValueError(f"{format} cannot hold this model: {error}") from error
+    large = stored_bytes(merged)
+    if large > 1.01 * small:
+        names = ", ".join(method.name for method in model.methods)
+        say(
+            f"{format} holds native models alone: {names} merged, weights in fp32 take {large / 1e6:.2f} MB instead of {small / 1e6:.2f}"
+        )
+    return merged.eval()

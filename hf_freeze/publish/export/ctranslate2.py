@@ -23,7 +23,7 @@ PACKAGES = ("ctranslate2",)
 QUANTIZATIONS = ("int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16", "float32")
 SUPPORTED_TASKS = {"marian": ("seq2seq-lm",), "gpt2": ("causal-lm",), "llama": ("causal-lm",)}
 NEEDS_TOKENIZER = True
-HOLDS_VARIANTS: tuple[str, ...] = ()
+KEEPS_STRUCTURE = False
 _TOLERANCE = 1e-3  # absolute and relative, of log-probabilities
 
 

@@ -10,7 +10,7 @@ PACKAGES: tuple[str, ...] = ()
 QUANTIZATIONS = ("float16", "bfloat16", "float32")
 SUPPORTED_TASKS = None  # those of every family
 NEEDS_TOKENIZER = False
-HOLDS_VARIANTS: tuple[str, ...] = ()
+KEEPS_STRUCTURE = False
 
 
 def write(export: Export, folder: Path) -> None:

@@ -14,14 +14,9 @@ MARK = "hf_freeze_export.json"  # marks an exported folder; holds format, quanti
 
 @dataclass(frozen=True)
 class Export:
-    """A model to export, in eval mode, with its task and its tokenizer, if any.
-
-    The model is native. It is a variant only if a method cannot be merged (`refusal` gives the reason) and the format supports
-    variants.
-    """
+    """A model to export, in eval mode, with its task and its tokenizer, if any."""
 
     model: Any
-    refusal: str | None
     task: str
     tokenizer: Any
     quantization: str | None

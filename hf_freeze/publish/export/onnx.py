@@ -1,15 +1,16 @@
-"""Exports to ONNX, for ONNX Runtime and other engines. Batch size and lengths are dynamic.
+"""Exports to ONNX, for ONNX Runtime and other engines. Batch size and lengths are dynamic; what is smaller stays smaller.
 
-    model.onnx     BERT: input_ids, attention_mask, token_type_ids (B, T) -> the outputs of the model, such as logits
-    encoder.onnx   Marian: input_ids, attention_mask (B, T) -> present.{layer}.encoder.{key,value} (B, N, T, H)
-    decoder.onnx   Marian: input_ids (B, 1), encoder_attention_mask (B, T), past_key_values.{layer}.{decoder,encoder}.{key,value}
-                   -> logits (B, 1, V), present.{layer}.decoder.{key,value} (B, N, P + 1, H)
+`parts` says which files there are, and their inputs and outputs: model.onnx, or encoder.onnx and decoder.onnx. Large tensors of all
+files lie in weights.data, each of them once.
 
-Shapes: B texts, T source tokens, P previous target tokens (0 or more), N heads, H head dim, V vocabulary. encoder.onnx also
-computes the keys and values of the decoder's cross-attention, once for each text, so that one decoder file suffices.
+The graph has the parts of a variant as they are. Pruned heads, neurons and layers are gone. Factors stay factors where two
+products are faster than one; where they are not, and for sparse and quantised weights, the file holds what the checkpoint holds
+and the graph computes the weight from it, which ONNX Runtime does once, when it opens the file. What a seed generates is
+stored: in 16 bits if the outputs stay within the tolerance, or else in the 24 bits that it has.
 """
 
 import contextlib
+import hashlib
 import io
 import logging
 import tempfile
@@ -21,54 +22,59 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from torch import Tensor
 
 from hf_freeze.publish.export.folders import Export, require
+from hf_freeze.publish.export.parts import Part, compare_parts, parts_of, past_of, start_of
 from hf_freeze.publish.export.translator import Translator, set_or, token_ids
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 QUANTIZATIONS = ("int8",)
-SUPPORTED_TASKS = {
-    "bert": (
-        "masked-lm",
-        "sequence-classification",
-        "token-classification",
-        "question-answering",
-        "feature-extraction",
-    ),
-    "marian": ("seq2seq-lm",),
-}
+SUPPORTED_TASKS = None  # all tasks of all families whose inputs and caches `parts` knows
 NEEDS_TOKENIZER = False
-HOLDS_VARIANTS = ("bert",)  # architectures that can be exported unmerged: an ONNX graph represents any forward
-_TOLERANCE = 1e-3  # absolute and relative, of outputs
+KEEPS_STRUCTURE = True
+DATA = "weights.data"
+_ALIGNMENT = 64  # bytes, of the tensors in DATA
+_SMALL = 1024  # bytes; smaller tensors stay in the graph
+_TOLERANCE = 1e-4  # absolute and relative, of outputs
+_FORMS = {"float16": 16, "uint24": 24}  # how numbers that a seed generates are stored -> bits of a number, fewest first
 
 
 def write(export: Export, folder: Path) -> None:
     """Write the model to `folder`. Raises ValueError if the forward cannot be traced, or if ONNX Runtime computes other outputs
     than PyTorch."""
     model = export.model.float()
-    write_parts = _write_translator if model.config.is_encoder_decoder else _write_encoder
-    with tempfile.TemporaryDirectory() as temporary, torch.no_grad():
-        unquantized = folder if export.quantization is None else Path(temporary)
+    parts = parts_of(model, export.task)
+    graphs = {}
+    for part in parts:
+        export.say(f"tracing the {part.name}")
         try:
-            write_parts(export, model, unquantized)
+            graphs[part.name] = _traced(part)
         except torch.onnx.OnnxExporterError as error:  # its message is pages long
-            reason = export.refusal or "torch.export cannot trace it"
-            raise ValueError(f"onnx cannot hold this model: {reason}") from error
-        if export.quantization is not None:
-            export.say("quantizing")
-            _quantize(unquantized, folder)
-    model.config.save_pretrained(folder)
-
-
-def _quantize(unquantized: Path, folder: Path) -> None:
-    """Quantise the weights of matrix products and tables to int8 with one scale each; activations are quantised at run time."""
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    for path in sorted(unquantized.glob("*.onnx")):
-        with _quiet():
-            quantize_dynamic(path, folder / path.name, weight_type=QuantType.QInt8)
+            raise ValueError(
+                f"onnx cannot hold this model: torch.export cannot trace the {part.name} of {type(model).__name__}"
+            ) from error
+    if export.quantization is not None:
+        export.say("quantizing")
+        _save({name: _quantized(graph) for name, graph in graphs.items()}, folder, {})
+        return
+    seeded = _seeded_tensors(model)
+    for number, form in enumerate(_FORMS if seeded else [None]):
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            tried = Path(temporary)
+            _save({name: graph.clone() for name, graph in graphs.items()}, tried, seeded, form)
+            export.say("comparing with PyTorch")
+            try:
+                compare_parts(parts, {part.name: OnnxRunner(tried / f"{part.name}.onnx") for part in parts}, _TOLERANCE)
+            except ValueError:
+                if number + 1 < len(_FORMS) and seeded:
+                    continue
+                raise
+            for path in tried.iterdir():
+                path.rename(folder / path.name)
+        if form is not None:
+            export.say(f"what seeds generate is stored in {_FORMS[form]} bits a number")
+        return
 
 
 @contextlib.contextmanager
@@ -84,198 +90,226 @@ def _quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def _export(
-    module: nn.Module, inputs: dict[str, Tensor], outputs: list[str], axes: dict[str, dict[int, str]], path: Path
-) -> None:
-    """Export `module` to `path`. `axes`: the names of the dynamic dimensions of each input."""
+# -- graphs ------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _traced(part: Part) -> Any:
+    """The graph (onnx_ir.Model) of a part, without the notes of the exporter, which are many times as long."""
+    from onnxscript import optimizer
+
     with _quiet():
         program: Any = torch.onnx.export(
-            module.eval(),
-            tuple(inputs.values()),
-            input_names=list(inputs),
-            output_names=outputs,
-            dynamic_shapes=(tuple(axes[name] for name in inputs),),  # the forwards take *inputs
+            part.module.eval(),
+            tuple(part.inputs.values()),
+            input_names=list(part.inputs),
+            output_names=part.outputs,
+            dynamic_shapes=(tuple(part.axes[name] for name in part.inputs),),  # the forwards take *inputs
             dynamo=True,
             verbose=False,
+            optimize=False,
         )
-        program.save(str(path))
+        graph = program.model
+        # The limits keep products of factors, and all that is computed from stored weights, as they are.
+        optimizer.optimize(graph, input_size_limit=_SMALL // 4, output_size_limit=_SMALL // 4)
+    for node in graph.graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in (*graph.graph.inputs, *graph.graph.initializers.values()):
+        value.metadata_props.clear()
+    graph.metadata_props.clear()
+    graph.graph.metadata_props.clear()
+    return graph
 
 
-def _session(path: Path, **options: Any) -> Any:
-    import onnxruntime
+def _quantized(graph: Any) -> Any:
+    """Weights of matrix products and tables in int8 with one scale each; activations are quantised at run time."""
+    import onnx_ir
+    from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    settings = onnxruntime.SessionOptions()
-    for name, value in options.items():
-        setattr(settings, name, value)
-    return onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        onnx_ir.save(graph, Path(folder) / "exact.onnx", external_data="exact.data")
+        quantize_dynamic(Path(folder) / "exact.onnx", Path(folder) / "int8.onnx", weight_type=QuantType.QInt8)
+        quantized = onnx_ir.load(Path(folder) / "int8.onnx")
+        onnx_ir.external_data.load_to_model(quantized)
+    return quantized
 
 
-def _compare(actual: list[Any], expected: list[Tensor], part: str) -> None:
-    for onnx, torch_ in zip(actual, expected, strict=True):
-        if onnx.shape != tuple(torch_.shape) or not np.allclose(onnx, torch_.numpy(), _TOLERANCE, _TOLERANCE):
-            raise ValueError(
-                f"onnxruntime does not compute the same as PyTorch for the {part}: shapes or values differ"
+class _Weights:
+    """The file of the tensors of several graphs, each tensor once.
+
+    `seeded`: digest of a tensor that a seed generates -> its bound; they are stored in `form`, one of `_FORMS`.
+    """
+
+    def __init__(self, folder: Path, seeded: dict[bytes, float], form: str | None) -> None:
+        self.folder, self.seeded, self.form = folder, seeded, form
+        self.places: dict[bytes, tuple[int, int]] = {}  # digest of the content -> (offset, length)
+
+    def move(self, graph: Any, data: Any) -> None:
+        """Move the large initializers of `graph` into the open file `data`."""
+        first = next(iter(graph))
+        for value in list(graph.initializers.values()):
+            if value.const_value.nbytes < _SMALL:
+                continue
+            values = value.const_value.numpy()
+            known = self.places.keys() | self.seeded.keys()
+            turned = values.ndim == 2 and _digest(values) not in known and _digest(values.T) in known
+            values = np.ascontiguousarray(values.T if turned else values)
+            bound = self.seeded.get(_digest(values)) if self.form is not None else None
+            packed = None if bound is None else _packed(values, bound, self.form)
+            del graph.initializers[value.name]
+            result = new = self._external(values if packed is None else packed, value.name, data)
+            graph.register_initializer(new)
+            if packed is not None:
+                result = _unpacked(graph, first, new, values.shape, bound)
+            if turned:
+                result = _computed(graph, first, "Transpose", result, perm=[1, 0])
+            value.name = None
+            value.replace_all_uses_with(result, replace_graph_outputs=True)
+
+    def _external(self, values: np.ndarray, name: str, data: Any) -> Any:
+        import onnx_ir
+
+        digest = _digest(values)
+        if digest not in self.places:
+            data.write(bytes(-data.tell() % _ALIGNMENT))
+            self.places[digest] = data.tell(), values.nbytes
+            data.write(values.data if values.flags.c_contiguous else values.tobytes())
+        dtype, shape = onnx_ir.DataType.from_numpy(values.dtype), onnx_ir.Shape(values.shape)
+        place = self.places[digest]
+        tensor = onnx_ir.ExternalTensor(DATA, *place, dtype, shape=shape, name=name, base_dir=self.folder)
+        return onnx_ir.Value(name=name, shape=shape, type=onnx_ir.TensorType(dtype), const_value=tensor)
+
+
+def _save(graphs: dict[str, Any], folder: Path, seeded: dict[bytes, float], form: str | None = None) -> None:
+    """Write the graphs. What several tensors have in common, also as the transpose of each other, is stored once."""
+    import onnx_ir
+
+    weights = _Weights(folder, seeded, form)
+    with open(folder / DATA, "wb") as data:
+        for model in graphs.values():
+            weights.move(model.graph, data)
+    for name, model in graphs.items():
+        onnx_ir.save(model, folder / f"{name}.onnx")
+
+
+def _digest(values: np.ndarray) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(values).tobytes(), digest_size=16).digest()
+
+
+def _computed(graph: Any, first: Any, kind: str, *inputs: Any, **attributes: Any) -> Any:
+    """The output of a new node before the node `first`. An input may be an array."""
+    import onnx_ir
+
+    number = sum(1 for _ in graph)
+    values = []
+    for position, value in enumerate(inputs):
+        if isinstance(value, np.ndarray):
+            tensor = onnx_ir.tensor(value, name=f"stored.{number}.{position}")
+            value = onnx_ir.Value(
+                name=tensor.name, shape=tensor.shape, type=onnx_ir.TensorType(tensor.dtype), const_value=tensor
             )
+            graph.register_initializer(value)
+        values.append(value)
+    node = onnx_ir.node(kind, values, attributes, name=f"stored.{number}")
+    node.outputs[0].name = f"stored.{number}.result"
+    graph.insert_before(first, node)
+    return node.outputs[0]
 
 
-# -- encoders ----------------------------------------------------------------------------------------------------------------
+# -- numbers that a seed generates -------------------------------------------------------------------------------------------
 
 
-class _Model(nn.Module):
-    """Wraps a model for the exporter: positional inputs, and a tuple of tensors as output."""
-
-    def __init__(self, model: Any, names: list[str]) -> None:
-        super().__init__()
-        self.model, self.names = model, names
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.model(**dict(zip(self.names, inputs, strict=True))).values())
+def _seeded_tensors(model: Any) -> dict[bytes, float]:
+    """digest of each tensor of `model` that a seed generates -> its bound"""
+    definitions = getattr(model, "seeded_tensors", {})
+    return {_digest(model.get_parameter(name).detach().numpy()): one.bound for name, one in definitions.items()}
 
 
-def _write_encoder(export: Export, model: Any, folder: Path) -> None:
-    names = ["input_ids", "attention_mask", "token_type_ids"]
-    vocabulary = model.config.vocab_size
-    inputs = _batch(names, vocabulary, 3, 7)
-    outputs = list(model(**inputs))
-    export.say("tracing")
-    wrapped = _Model(model, names)
-    axes = {name: {0: "batch", 1: "length"} for name in names}
-    _export(wrapped, inputs, outputs, axes, folder / "model.onnx")
-    export.say("comparing with PyTorch")
-    session = _session(folder / "model.onnx")
-    for rows, length in ((1, 1), (4, 11)):
-        inputs = _batch(names, vocabulary, rows, length)
-        feed = {name: value.numpy() for name, value in inputs.items()}
-        _compare(session.run(None, feed), list(model(**inputs).values()), "model")
+def _packed(values: np.ndarray, bound: float, form: str | None) -> np.ndarray | None:
+    """The values as int8 if they are small integers; in 16 bits; or exactly, in three bytes (..., 3), the lowest first. None if
+    they are no uniform values with this bound."""
+    if np.array_equal(values.astype(np.int8), values):
+        return values.astype(np.int8)
+    if form == "float16":
+        return values.astype(np.float16)
+    scale = np.float32(np.float32(bound) * np.float32(2.0**-23))
+    words = np.rint(values.astype(np.float64) / scale - (0.5 - 2**23)).astype(np.int64)  # seeded.tensor
+    again = (words.astype(np.float32) + np.float32(0.5 - 2**23)) * scale
+    if not np.array_equal(again, values) or words.min() < 0 or words.max() >= 1 << 24:
+        return None
+    return np.stack([words >> shift & 255 for shift in (0, 8, 16)], axis=-1).astype(np.uint8)
 
 
-def _batch(names: list[str], vocabulary: int, rows: int, length: int) -> dict[str, Tensor]:
-    """Random tokens (rows, length). With several rows, half of the last row is padding."""
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.ones(rows, length, dtype=torch.long)
-    if rows > 1:
-        mask[-1, (length + 1) // 2 :] = 0
-    tensors = {
-        "input_ids": torch.randint(vocabulary, (rows, length), generator=generator),
-        "attention_mask": mask,
-        "token_type_ids": torch.zeros(rows, length, dtype=torch.long),
-    }
-    return {name: tensors[name] for name in names}
+def _unpacked(graph: Any, first: Any, packed: Any, shape: tuple[int, ...], bound: float) -> Any:
+    """fp32 in `shape` of what `_packed` has made; every step but the last multiplication is exact."""
+    import onnx_ir
+
+    result = _computed(graph, first, "Cast", packed, to=onnx_ir.DataType.FLOAT.value)
+    if packed.dtype != onnx_ir.DataType.UINT8:
+        return result
+    result = _computed(graph, first, "Mul", result, np.array([1, 256, 65536], np.float32))
+    result = _computed(graph, first, "ReduceSum", result, np.array([-1]), keepdims=0)
+    result = _computed(graph, first, "Add", result, np.array(0.5 - 2**23, np.float32))
+    return _computed(graph, first, "Mul", result, np.array(np.float32(bound) * np.float32(2.0**-23)))
 
 
-# -- translators -------------------------------------------------------------------------------------------------------------
+def open_parts(folder: Path, options: dict[str, Any]) -> dict[str, "OnnxRunner"]:
+    """part -> its engine. Raises ValueError for a folder without parts, and a file that ONNX Runtime cannot open."""
+    found = {path.stem: OnnxRunner(path, **options) for path in sorted(folder.glob("*.onnx"))}
+    if not found:
+        raise ValueError(f"{folder} has no file *.onnx; export it again")
+    return found
 
 
-class _Encoder(nn.Module):
-    """input_ids, attention_mask (B, T) -> key and value (B, N, T, H) of the cross-attention of each decoder layer"""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.encoder = model.model.encoder
-        self.attentions: Any = nn.ModuleList(layer.encoder_attn for layer in model.model.decoder.layers)
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        hidden = self.encoder(input_ids=inputs[0], attention_mask=inputs[1]).last_hidden_state
-        keys_values = []
-        for attention in self.attentions:
-            for projection in (attention.k_proj, attention.v_proj):
-                projected = projection(hidden)
-                keys_values.append(projected.view(*projected.shape[:2], -1, attention.head_dim).transpose(1, 2))
-        return tuple(keys_values)
+# -- running -----------------------------------------------------------------------------------------------------------------
 
 
-class _Decoder(nn.Module):
-    """input_ids (B, 1), encoder_attention_mask (B, T), keys and values of the previous target tokens, then of the source ->
-    logits, and keys and values of the target including this token"""
+class OnnxRunner:
+    """Runs one file of an exported folder: tensors by name -> outputs by name, as tensors on the CPU. `options` are fields of
+    `onnxruntime.SessionOptions`, such as `intra_op_num_threads`.
 
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.decoder, self.output = model.model.decoder, model.lm_head
-        self.register_buffer("bias", model.final_logits_bias)
+    `shapes`: of each input, as numbers, and names where they vary.
+    """
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ids, mask, *cached = inputs
-        pairs = list(zip(cached[::2], cached[1::2], strict=True))
-        target, source = (DynamicCache(half) for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]))
-        # The cache already has the keys and values of the encoder states, so the states themselves are not read.
-        states = cached[0].new_zeros(ids.shape[0], mask.shape[1], self.decoder.config.d_model)
-        outputs = self.decoder(
-            input_ids=ids,
-            encoder_hidden_states=states,
-            encoder_attention_mask=mask,
-            past_key_values=EncoderDecoderCache(target, source),
-            use_cache=True,
-        )
-        layers = outputs.past_key_values.self_attention_cache.layers
-        logits = self.output(outputs.last_hidden_state) + self.bias
-        return (logits, *(tensor for layer in layers for tensor in (layer.keys, layer.values)))
+    def __init__(self, path: Path, **options: Any) -> None:
+        onnxruntime = require("onnxruntime", "onnx")
+        settings = onnxruntime.SessionOptions()
+        for name, value in options.items():
+            setattr(settings, name, value)
+        self._session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+        self.shapes = {value.name: value.shape for value in self._session.get_inputs()}
+        self.outputs = [value.name for value in self._session.get_outputs()]
 
-
-def _names(kind: str, side: str, layers: int) -> list[str]:
-    return [f"{kind}.{layer}.{side}.{part}" for layer in range(layers) for part in ("key", "value")]
-
-
-def _write_translator(export: Export, model: Any, folder: Path) -> None:
-    layers = model.config.decoder_layers
-    past, cross = _names("past_key_values", "decoder", layers), _names("past_key_values", "encoder", layers)
-    inputs = _batch(["input_ids", "attention_mask"], model.config.vocab_size, 3, 7)
-    encoder, decoder = _Encoder(model), _Decoder(model)
-    export.say("tracing the encoder")
-    source = {0: "batch", 1: "source_length"}
-    outputs = _names("present", "encoder", layers)
-    _export(encoder, inputs, outputs, dict.fromkeys(inputs, source), folder / "encoder.onnx")
-    export.say("tracing the decoder")
-    encoded = encoder(*inputs.values())
-    width = encoded[0].shape[1], encoded[0].shape[3]
-    step = {"input_ids": torch.ones(3, 1, dtype=torch.long), "encoder_attention_mask": inputs["attention_mask"]}
-    step |= {name: torch.zeros(3, width[0], 4, width[1]) for name in past} | dict(zip(cross, encoded, strict=True))
-    axes = {"input_ids": {0: "batch"}, "encoder_attention_mask": source}
-    axes |= {name: {0: "batch", 2: "target_length"} for name in past}
-    axes |= {name: {0: "batch", 2: "source_length"} for name in cross}
-    _export(decoder, step, ["logits", *_names("present", "decoder", layers)], axes, folder / "decoder.onnx")
-    export.say("comparing with PyTorch")
-    _compare_translator(model, folder)
-
-
-def _compare_translator(model: Any, folder: Path) -> None:
-    search = _Search(folder)
-    for rows, length in ((1, 1), (4, 11)):
-        inputs = _batch(["input_ids", "attention_mask"], model.config.vocab_size, rows, length)
-        target = _batch(["input_ids"], model.config.decoder_vocab_size, rows, 5)["input_ids"]
-        expected = model(**inputs, decoder_input_ids=target).logits
-        search.start(*(value.numpy() for value in inputs.values()))
-        for position in range(target.shape[1]):
-            logits = search.logits(target[:, position : position + 1].numpy())
-            _compare([logits], [expected[:, position]], f"{position + 1}. token")
+    def __call__(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        feed = {name: inputs[name].contiguous().numpy() for name in self.shapes}
+        return dict(zip(self.outputs, map(torch.from_numpy, self._session.run(None, feed)), strict=True))
 
 
 class _Search:
-    """Runs the two exported files; holds the cache of a batch between two tokens."""
+    """Runs encoder and decoder; holds the cache of a batch between two tokens."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        self._encoder, self._decoder = (_session(folder / f"{part}.onnx", **options) for part in ("encoder", "decoder"))
-        inputs = {value.name: value.shape for value in self._decoder.get_inputs()}
-        self._past = [name for name in inputs if name.endswith((".decoder.key", ".decoder.value"))]
-        self._cross = [name for name in inputs if name.endswith((".encoder.key", ".encoder.value"))]
-        self._width = inputs[self._past[0]]  # (B, N, P, H)
+        self._encoder, self._decoder = (
+            OnnxRunner(folder / f"{part}.onnx", **options) for part in ("encoder", "decoder")
+        )
 
-    def start(self, ids: Any, mask: Any) -> None:
+    def start(self, ids: Tensor, mask: Tensor) -> None:
         """Encode a batch: ids, mask (B, T)."""
-        _, heads, _, head_dim = self._width
-        encoded = self._encoder.run(None, {"input_ids": ids, "attention_mask": mask})
-        empty = np.zeros((len(ids), heads, 0, head_dim), np.float32)
-        self._feed = dict(zip(self._cross, encoded, strict=True)) | dict.fromkeys(self._past, empty)
-        self._feed["encoder_attention_mask"] = mask
+        encoded = self._encoder({"input_ids": ids, "attention_mask": mask})
+        self._inputs = start_of(self._decoder.shapes, encoded, mask)
 
-    def logits(self, tokens: Any) -> Any:
+    def logits(self, tokens: Tensor) -> Tensor:
         """tokens (B, 1) -> logits of the next token (B, V); appends the tokens to the cache."""
-        logits, *present = self._decoder.run(None, {**self._feed, "input_ids": tokens})
-        self._feed |= dict(zip(self._past, present, strict=True))
-        return logits[:, -1]
+        found = self._decoder({**self._inputs, "input_ids": tokens})
+        self._inputs |= past_of(found)
+        return found["logits"][:, -1]
 
-    def keep(self, rows: Any) -> None:
+    def keep(self, rows: Tensor) -> None:
         """Drop all rows of the batch except these."""
-        self._feed = {name: value[rows] for name, value in self._feed.items()}
+        self._inputs = {name: value[rows] for name, value in self._inputs.items()}
 
 
 class OnnxTranslator(Translator):
@@ -287,7 +321,6 @@ class OnnxTranslator(Translator):
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
         super().__init__(folder)
-        require("onnxruntime", self.format)
         self._search = _Search(Path(folder), **options)
 
     def _translate(self, encoded: list[list[int]], config: Any, batch_size: int) -> list[list[list[int]]]:
@@ -303,22 +336,22 @@ class OnnxTranslator(Translator):
         return [[translations[i]] for i in range(len(encoded))]
 
     def _greedy(self, encoded: list[list[int]], config: Any, banned: list[int]) -> list[list[int]]:
-        length, ends = max(map(len, encoded)), token_ids(config.eos_token_id)
-        mask = np.array([[1] * len(ids) + [0] * (length - len(ids)) for ids in encoded], np.int64)
+        length, ends = max(map(len, encoded)), torch.tensor(token_ids(config.eos_token_id))
         pad = set_or(config.pad_token_id, 0)
-        self._search.start(np.array([ids + [pad] * (length - len(ids)) for ids in encoded], np.int64), mask)
+        mask = torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in encoded])
+        self._search.start(torch.tensor([ids + [pad] * (length - len(ids)) for ids in encoded]), mask)
         outputs: list[list[int]] = [[] for _ in encoded]
-        running, tokens = np.arange(len(encoded)), np.full((len(encoded), 1), config.decoder_start_token_id, np.int64)
+        running, tokens = torch.arange(len(encoded)), torch.full((len(encoded), 1), config.decoder_start_token_id)
         for _ in range(self._new_tokens(config)):
             logits = self._search.logits(tokens)
-            logits[:, banned] = -np.inf
+            logits[:, banned] = -torch.inf
             best = logits.argmax(-1)
-            unfinished = ~np.isin(best, ends)
+            unfinished = ~torch.isin(best, ends)
             running, tokens = running[unfinished], best[unfinished, None]
             if not len(running):
                 break
             if not unfinished.all():
                 self._search.keep(unfinished)
-            for row, token in zip(running, tokens[:, 0], strict=True):
-                outputs[row].append(int(token))
+            for row, token in zip(running.tolist(), tokens[:, 0].tolist(), strict=True):
+                outputs[row].append(token)
         return outputs

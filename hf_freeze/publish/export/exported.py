@@ -1,0 +1,249 @@
+"""Exported folders as models of transformers: `pipeline(task, model=FOLDER)` and `AutoModel...from_pretrained(FOLDER)` open them.
+
+The engine runs the forward. Search, sampling, streaming and stopping are those of `generate`. Importing this module, as
+`import hf_freeze` does, registers the classes. The models run on the CPU and cannot be trained.
+
+Shapes: B rows, T new tokens, S source tokens.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import make_dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import CausalLMOutputWithPast, Seq2SeqLMOutput
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import ModelOutput
+
+from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.publish.export.folders import MARK, read_mark
+from hf_freeze.publish.export.parts import cache_of, names_of, past_of, start_of
+
+MODEL_TYPE = "exported_by_hf_freeze"
+_GENERATION = GenerationConfig().to_dict().keys() - {"use_cache"}
+_DOWNLOAD = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+
+
+class ExportedConfig(PreTrainedConfig):
+    """The config of an exported folder: `exported` is that of the model that was exported, whose attributes this one has too."""
+
+    model_type = MODEL_TYPE
+    exported: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> "ExportedConfig":
+        """For a model with this config."""
+        shared = {
+            name: getattr(config, name) for name in ("is_encoder_decoder", "id2label", "label2id", "problem_type")
+        }
+        return cls(exported={**config.to_dict(), "model_type": config.model_type}, **shared)
+
+    @property
+    def native(self) -> Any:
+        """The config of the model that was exported."""
+        if "_native" not in self.__dict__:
+            fields = dict(self.exported or {})
+            if "model_type" not in fields:
+                raise ValueError(f"this {MODEL_TYPE} config names no model that was exported; export it again")
+            self.__dict__["_native"] = CONFIG_MAPPING[fields.pop("model_type")].from_dict(fields)
+        return self.__dict__["_native"]
+
+    def __getattr__(self, name: str) -> Any:
+        # Settings of generation are in generation_config.json, and nowhere else.
+        if name.startswith("__") or name in _GENERATION or not self.__dict__.get("exported"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.native, name)
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
+        return self.native.get_text_config(*args, **kwargs) if self.exported else self
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = super().to_dict()
+        fields.pop("_native", None)
+        return fields
+
+
+class ExportedModel(PreTrainedModel):
+    """A model whose forward an engine runs. `task`: the one that it was exported for."""
+
+    config_class = ExportedConfig
+    main_input_name = "input_ids"
+    task: ClassVar[str]
+
+    def __init__(self, config: ExportedConfig, runners: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.runners = dict(runners)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        """Open a folder or a Hub id. `engine`: settings of the engine, for ONNX Runtime fields of its `SessionOptions`, such as
+        {"intra_op_num_threads": 4}. Arguments for weights, such as `dtype`, have no effect.
+
+        Raises ValueError for a folder that was exported for another task, that is damaged, or whose engine is missing.
+        """
+        folder = Path(pretrained_model_name_or_path)
+        if not folder.is_dir():
+            options = {name: kwargs[name] for name in _DOWNLOAD if kwargs.get(name) is not None}
+            folder = Path(snapshot_download(str(pretrained_model_name_or_path), **options))
+        if not (folder / MARK).is_file():
+            raise ValueError(f"{folder} is no whole export: it has no {MARK}; create it again with hf-freeze export")
+        kind = json.loads((folder / MARK).read_text(encoding="utf-8"))["format"]
+        read_mark(folder, kind, cls.task)
+        from hf_freeze.publish.export.convert import FORMATS  # which imports this module
+
+        runners = FORMATS[kind].open_parts(folder, kwargs.get("engine") or {})
+        model = cls(config or ExportedConfig.from_pretrained(folder), runners)
+        if model.can_generate():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        return (model, {}) if kwargs.get("output_loading_info") else model
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return torch.float32
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Raises ValueError: an exported model has no weights of its own."""
+        raise ValueError(
+            "an exported model cannot be saved again: copy its folder, or save the model that was exported"
+        )
+
+
+class ExportedForward(ExportedModel):
+    """A model that does not generate."""
+
+    def forward(self, **inputs: Any) -> ModelOutput:
+        """The tensors that the model was exported with; a mask that is not given is all ones, token types are zeros."""
+        (runner,) = self.runners.values()
+        given = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        filled: dict[str, Callable[[Tensor], Tensor]] = {
+            "attention_mask": torch.ones_like,
+            "token_type_ids": torch.zeros_like,
+        }
+        missing = [name for name in runner.shapes if name not in given and name not in filled]
+        if missing:
+            raise ValueError(f"{type(self).__name__} needs {', '.join(missing)}; it reads {list(runner.shapes)}")
+        feed = {name: given[name] if name in given else filled[name](given["input_ids"]) for name in runner.shapes}
+        return _output(runner(feed))
+
+
+def _output(values: Mapping[str, Tensor]) -> Any:
+    """A ModelOutput with these values; dots in names become underscores."""
+    named = {name.replace(".", "_"): value for name, value in values.items()}
+    return _output_class(tuple(named))(**named)
+
+
+@functools.cache
+def _output_class(names: tuple[str, ...]) -> Any:
+    return make_dataclass("ExportedOutput", [(name, Any, None) for name in names], bases=(ModelOutput,))
+
+
+class ExportedGenerator(ExportedModel, GenerationMixin):
+    """A language model."""
+
+    _is_stateful = False
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
+        """input_ids (B, T) -> logits (B, T, vocabulary), and a cache that holds these tokens too"""
+        (runner,) = self.runners.values()
+        feed, seen = _past(runner.shapes, past_key_values, len(input_ids))
+        length = seen + input_ids.shape[1]
+        mask = torch.ones(len(input_ids), length, dtype=torch.long) if attention_mask is None else attention_mask.long()
+        if position_ids is None:
+            position_ids = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        feed |= {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids}
+        found = runner(feed)
+        return CausalLMOutputWithPast(logits=found["logits"], past_key_values=cache_of(past_of(found).values()))
+
+
+class _Encoder(nn.Module):
+    """The encoder of an ExportedTranslator; its output has the keys and values of cross-attention beside the hidden states."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.runner = runner
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> ModelOutput:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
+        return _output(self.runner({"input_ids": input_ids, "attention_mask": mask}))
+
+
+class ExportedTranslator(ExportedModel, GenerationMixin):
+    """An encoder-decoder."""
+
+    _is_stateful = False
+
+    def __init__(self, config: ExportedConfig, runners: Mapping[str, Any]) -> None:
+        super().__init__(config, runners)
+        self.encoder = _Encoder(self.runners["encoder"])
+
+    def get_encoder(self, *args: Any, **kwargs: Any) -> nn.Module:
+        return self.encoder
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        encoder_outputs: Any = None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> Seq2SeqLMOutput:
+        """input_ids (B, S), decoder_input_ids (B, T) -> logits (B, T, vocabulary), and a cache that holds these tokens too"""
+        if decoder_input_ids is None:
+            raise ValueError(f"{type(self).__name__} needs decoder_input_ids; to translate, use generate()")
+        encoded = self.encoder(input_ids, attention_mask) if encoder_outputs is None else encoder_outputs
+        states = encoded["last_hidden_state"]
+        cross = {name: encoded[name.replace(".", "_")] for name in self.runners["encoder"].outputs}
+        mask = torch.ones(states.shape[:2], dtype=torch.long) if attention_mask is None else attention_mask.long()
+        runner = self.runners["decoder"]
+        own = past_key_values.self_attention_cache if isinstance(past_key_values, EncoderDecoderCache) else None
+        past, _ = _past(runner.shapes, own, len(states))
+        found = runner(start_of(runner.shapes, cross, mask) | past | {"input_ids": decoder_input_ids})
+        # Cross-attention reads the encoder's output, which is the same for all beams of a text, so only this half is reordered.
+        cache = EncoderDecoderCache(cache_of(past_of(found).values()), DynamicCache())
+        return Seq2SeqLMOutput(
+            logits=found["logits"],
+            past_key_values=cache,
+            encoder_last_hidden_state=states,  # type: ignore[arg-type]
+        )
+
+
+def _past(shapes: Mapping[str, Any], cache: Any, rows: int) -> tuple[dict[str, Tensor], int]:
+    """(previous keys and values as inputs of the engine, number of previous tokens)"""
+    seen = 0 if cache is None else cache.get_seq_length()
+    if not seen:
+        own = {name: shape for name, shape in shapes.items() if ".decoder." in name}
+        return start_of(own, {}, None, rows), 0
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return dict(zip(names_of("past_key_values", "decoder", len(cache.layers)), tensors, strict=True)), seen
+
+
+_BASES = {"causal-lm": ExportedGenerator, "seq2seq-lm": ExportedTranslator}
+CLASSES: dict[str, type[ExportedModel]] = {}  # task -> class
+
+AutoConfig.register(MODEL_TYPE, ExportedConfig, exist_ok=True)
+for _task, _auto in AUTO_CLASSES.items():
+    _name = f"Exported{_auto.__name__.removeprefix('Auto')}"
+    CLASSES[_task] = type(_name, (_BASES.get(_task, ExportedForward),), {"task": _task, "__module__": __name__})
+    globals()[_name] = CLASSES[_task]
+    _auto.register(ExportedConfig, CLASSES[_task], exist_ok=True)
