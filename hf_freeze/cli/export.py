@@ -10,22 +10,31 @@ from hf_freeze.cli import terminal
 
 def export(
     model: Annotated[str, typer.Argument(help="Directory or Hub id of a variant or a native model.")],
-    format: Annotated[str, typer.Option(help="ctranslate2, onnx or dense (native, without hf_freeze).")],
+    format: Annotated[
+        str, typer.Option(help="onnx, torch (torch.export), ctranslate2, or dense (native, without hf_freeze).")
+    ],
     quantization: Annotated[
         str | None, typer.Option(help="Number format of the weights, such as int8; fp32 if not given.")
+    ] = None,
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(help="File with texts to calibrate --quantization int8-static with; repeatable."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder; MODEL-FORMAT-QUANTIZATION if not given.")] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the folder even if it holds no earlier export.")
     ] = False,
 ) -> None:
-    """Write a model for another engine, with its tokenizer: merged, converted and compared with PyTorch.
+    """Write a model for another engine, with its tokenizer, and compare it with PyTorch. Says what stays small and what does not.
 
-    Example: hf-freeze export runs/small-translator/row-tt-seed-1/model --format ctranslate2 --quantization int8
+    Example: hf-freeze export runs/small-translator/row-tt-seed-1/model --format onnx --quantization int8
     """
+    from hf_freeze.data import read_text
     from hf_freeze.publish.export import export_model
 
     with terminal.one_line_errors():
-        folder = export_model(model, format, quantization=quantization, out=out, force=force, say=terminal.say)
+        lines = read_text(texts)["text"] if texts else None
+        options = {"quantization": quantization, "out": out, "force": force, "texts": lines, "say": terminal.say}
+        folder = export_model(model, format, **options)
         size = sum(file.stat().st_size for file in folder.iterdir())
         terminal.say(f"Written: {folder} ({size / 1e6:.2f} MB)")

@@ -98,7 +98,7 @@ class AdaptiveInputEmbedding(_Banded, LowRankEmbedding):
 
     def _summed(self, ids: torch.Tensor) -> torch.Tensor:
         """The same result with shapes that do not depend on the ids, so that a GPU need not synchronise with the CPU."""
-        embeddings = self.weight.new_zeros(len(ids), self.projection.shape[1])
+        embeddings = self.weight.new_zeros(ids.shape[0], self.projection.shape[1])
         for number, (start, band) in enumerate(zip((0, *self.cutoffs), self.bands, strict=True)):
             inside = self._inside(ids, number)
             rows = functional.embedding(torch.where(inside, ids - start, 0), band.weight, band.padding_idx)

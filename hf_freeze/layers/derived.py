@@ -74,8 +74,8 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 
 def is_traced() -> bool:
-    """Whether torch.export records this forward. Then sizes may be symbols, and a value that is not computed from the parameters in
-    this forward becomes a constant of the graph, stored beside them."""
+    """Whether torch.export records this forward. Then sizes may be symbols, and a value that is not computed from the parameters
+    in this forward becomes a constant of the graph, stored beside them."""
     return torch.compiler.is_exporting()
 
 

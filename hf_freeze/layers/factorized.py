@@ -103,7 +103,7 @@ class FactorizedLinear(DerivedLinear):
 
     def _traced(self, x: torch.Tensor) -> torch.Tensor:
         """The forward for torch.export, whose number of tokens is unknown: by the factors if this is the faster way for one token
-        and for many, or else by the dense weight, computed from the factors, which an engine can do once when it opens the file."""
+        and for many, or else by the dense weight. An engine can compute that from the factors once, when it opens the file."""
         paths = {self.path(tokens, "cpu") for tokens in _TRACED_FOR}
         if paths != {"factors"}:
             return functional.linear(x, self.dense_weight(), self.bias)

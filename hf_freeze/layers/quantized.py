@@ -119,8 +119,7 @@ class Quantized(NeverDrawn, Computed):
         return self.scales.view(torch.float32) if self.scales.dtype == torch.uint8 else self.scales
 
     def store_numbers(self) -> None:
-        """Give the bytes of the scales the type of the numbers that they are, before the layer is traced: a graph has no views of
-        bytes."""
+        """Give the bytes of the scales the type of those numbers, before the layer is traced: graphs have no views of bytes."""
         self.scales = self._numbers()
 
     def _read(self, packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -138,13 +137,13 @@ class Quantized(NeverDrawn, Computed):
         return _functions().dequantize_4bit(packed.view(-1, 1), state)
 
     def _traced_read(self, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """What bitsandbytes computes, by operations that every engine has; the first of two weights is in the higher four bits."""
+        """What bitsandbytes computes, by operations that engines have. The first of two weights is in the higher four bits."""
         if self.scheme == "int8":
             return packed.float() * scales[:, None] * (1 / 127)
         levels = torch.tensor(_functions().get_4bit_type(self.scheme, device="cpu").tolist())
         pairs = packed.to(torch.int32)
         numbers = torch.stack([pairs // 16, pairs % 16], dim=-1).flatten()
-        return levels[numbers] * scales[:, None].expand(-1, BLOCK).flatten()[: 2 * packed.numel()]
+        return levels[numbers.long()] * scales[:, None].expand(-1, BLOCK).flatten()[: 2 * packed.numel()]
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """(T,) -> (T, I)"""

@@ -95,8 +95,7 @@ class SparseLinear(NeverDrawn, DerivedLinear):
         return flat.view(self.out_features, self.in_features)
 
     def store_numbers(self) -> None:
-        """Give the bytes of column numbers the type of the numbers that they are, before the layer is traced: a graph has no views
-        of bytes."""
+        """Give the bytes of columns the type of the numbers that they are, before tracing: graphs have no views of bytes."""
         if hasattr(self, "columns"):
             self.columns = self.get_buffer("columns").view(self._column)
 

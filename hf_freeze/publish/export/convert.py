@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,15 @@ def export_model(
     out: str | os.PathLike[str] | None = None,
     quantization: str | None = None,
     force: bool = False,
+    texts: Iterable[str] | None = None,
     say: Callable[[str], Any] = lambda text: None,
 ) -> Path:
     """Write the model of a directory or Hub id in another format; returns the folder, which needs no hf_freeze.
 
     `format`: one of `FORMATS`. `quantization`: the type of the weights, one of the format's `QUANTIZATIONS`; None means fp32, or
     for `dense` the dtype of the model. `out` defaults to SOURCE-FORMAT or SOURCE-FORMAT-QUANTIZATION. An earlier export in this
-    folder is replaced, any other content only with `force`. The tokenizer and the generation settings are exported too. `say`
-    is called with a message before each slow step.
+    folder is replaced, any other content only with `force`. `texts`: to calibrate int8-static with. The tokenizer and the
+    generation settings are exported too. `say` is called with a message before each slow step.
 
     ONNX keeps the methods of a variant: what is smaller stays smaller. For the other formats they are merged, and `say` gets what
     that costs in bytes. The exported model is compared with PyTorch before it is quantized.
@@ -67,7 +68,7 @@ def export_model(
         raise ValueError(f"{source} holds no tokenizer, but {format} needs one; save it beside the model")
     if isinstance(model, VariantMixin):
         model = _finished(model) if writer.KEEPS_STRUCTURE else _merged(model, format, say)
-    export = Export(model, task, tokenizer, quantization, say)
+    export = Export(model, task, tokenizer, quantization, say, texts)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".hf_freeze_export_", dir=folder.parent) as temporary:
         written = Path(temporary) / "written"
@@ -150,6 +151,7 @@ def _merged(model: Any, format: str, say: Callable[[str], Any]) -> Any:
     if large > 1.01 * small:
         names = ", ".join(method.name for method in model.methods)
         say(
-            f"{format} holds native models alone: {names} merged, weights in fp32 take {large / 1e6:.2f} MB instead of {small / 1e6:.2f}"
+            f"{format} holds native models alone, so {names} are merged: {large / 1e6:.2f} MB of weights in fp32 instead of "
+            f"{small / 1e6:.2f}"
         )
     return merged.eval()

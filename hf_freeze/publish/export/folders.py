@@ -2,7 +2,7 @@
 
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ class Export:
     tokenizer: Any
     quantization: str | None
     say: Callable[[str], Any]
+    texts: Iterable[str] | None = None  # for the scales of activations
 
 
 def require(package: str, format: str) -> Any:
