@@ -18,7 +18,7 @@ def pack(mask: torch.Tensor) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, entries: int) -> torch.Tensor:
     """uint8 (bytes,) -> bool (entries,)"""
-    return ((packed[:, None] >> _shifts(packed)) & 1).flatten()[:entries].bool()
+    return (torch.bitwise_right_shift(packed[:, None], _shifts(packed)) & 1).flatten()[:entries].bool()
 
 
 def _shifts(like: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,10 @@ class Part:
     outputs: list[str]
     axes: dict[str, dict[int, str]]
 
+    def __post_init__(self) -> None:
+        for name, value in self.inputs.items():
+            self.inputs[name] = value.contiguous()  # a graph would keep the strides of a view
+
 
 def parts_of(model: Any, task: str) -> list[Part]:
     """The parts of a model in eval mode. Raises ValueError for a model whose inputs or whose cache no part has."""
