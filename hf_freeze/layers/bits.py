@@ -13,13 +13,13 @@ def pack(mask: torch.Tensor) -> torch.Tensor:
     flat = mask.flatten()
     padded = flat.new_zeros(8 * packed_size(flat.numel()))
     padded[: flat.numel()] = flat
-    return (padded.view(-1, 8).to(torch.uint8) << _shifts(flat)).sum(1, dtype=torch.uint8)
+    return (padded.view(-1, 8) * _bits(flat)).sum(1, dtype=torch.uint8)
 
 
 def unpack(packed: torch.Tensor, entries: int) -> torch.Tensor:
     """uint8 (bytes,) -> bool (entries,)"""
-    return (torch.bitwise_right_shift(packed[:, None], _shifts(packed)) & 1).flatten()[:entries].bool()
+    return (packed[:, None] & _bits(packed)).flatten()[:entries].bool()
 
 
-def _shifts(like: torch.Tensor) -> torch.Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=like.device)
+def _bits(like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=like.device)
