@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import initialization
 
-from hf_freeze.layers.derived import SelfInitialized
+from hf_freeze.layers.derived import SelfInitialized, is_traced
 
 KINDS = ("dynamic", "lightweight")
 _TILE = 32  # tokens whose kernels are laid out as one band matrix
@@ -25,6 +25,9 @@ def convolve(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
     """
     tokens, heads, taps = kernels.shape[1:]
     channels = x.unflatten(-1, (heads, -1))
+    if is_traced():  # for any number of tokens; its gradient would be slow
+        windows = channels.unfold(1, taps, 1)  # (B, T, h, C/h, K)
+        return (windows @ kernels[..., None]).flatten(2)
     if tokens == 1:
         return (kernels[:, 0, :, None] @ channels.transpose(1, 2)).flatten(1).unsqueeze(1)
     tile = max(min(tokens, _TILE), taps - 1)
@@ -34,7 +37,7 @@ def convolve(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
     band = functional.pad(kernels, (0, tile)).flatten(-2)[..., : tile * (tile + taps - 1)]
     band = band.unflatten(-1, (tile, tile + taps - 1))  # (B, h, tiles, tile, tile + K - 1)
     tiles = functional.pad(channels, (0, 0, 0, 0, 0, missing + tile - (taps - 1))).unflatten(1, (-1, tile))
-    # A window is a tile and the start of the next tile. (`Tensor.unfold` has a slow gradient.)
+    # A window is a tile and the start of the next tile.
     windows = torch.cat([tiles[:, :-1], tiles[:, 1:, : taps - 1]], dim=2)
     convolved = band @ windows.permute(0, 3, 1, 2, 4)
     return convolved.permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2)[:, :tokens]

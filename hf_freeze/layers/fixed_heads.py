@@ -66,12 +66,10 @@ class Positions:
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
     """(B, T, any): token i gets the value of token i - `by`, or 0 if there is no such token."""
-    shifted = torch.zeros_like(x)
+    tokens = x.shape[1]
     if by > 0:
-        shifted[:, by:] = x[:, :-by]
-    else:
-        shifted[:, :by] = x[:, -by:]
-    return shifted
+        return nn.functional.pad(x, (0, 0, by, 0))[:, :tokens]
+    return nn.functional.pad(x, (0, 0, 0, -by))[:, -by:]
 
 
 def context(values: torch.Tensor, pattern: int, positions: Positions, empty_rows: str) -> torch.Tensor:

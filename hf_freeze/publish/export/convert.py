@@ -16,11 +16,17 @@ from hf_freeze.compat.pipelines import max_positions
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import load_model
 from hf_freeze.publish.cards import task_of
-from hf_freeze.publish.export import ctranslate2, dense, onnx
+from hf_freeze.publish.export import aotinductor, ctranslate2, dense, onnx, torch_export
 from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, require
 
-FORMATS: dict[str, Any] = {"ctranslate2": ctranslate2, "onnx": onnx, "dense": dense}
+FORMATS: dict[str, Any] = {
+    "onnx": onnx,
+    "torch": torch_export,
+    "aotinductor": aotinductor,
+    "ctranslate2": ctranslate2,
+    "dense": dense,
+}
 
 
 def export_model(
@@ -40,7 +46,7 @@ def export_model(
     folder is replaced, any other content only with `force`. `texts`: to calibrate int8-static with. The tokenizer and the
     generation settings are exported too. `say` is called with a message before each slow step.
 
-    ONNX keeps the methods of a variant: what is smaller stays smaller. For the other formats they are merged, and `say` gets what
+    `onnx`, `torch` and `aotinductor` keep the methods of a variant: what is smaller stays smaller. For `ctranslate2` and `dense` they are merged, and `say` gets what
     that costs in bytes. The exported model is compared with PyTorch before it is quantized.
 
     Raises ValueError for an unknown format or quantization, a missing package, a source without a model, a model that the
@@ -50,9 +56,8 @@ def export_model(
         raise ValueError(f"unknown format {format!r}; choose from {list(FORMATS)}")
     writer = FORMATS[format]
     if quantization is not None and quantization not in writer.QUANTIZATIONS:
-        raise ValueError(
-            f"unknown quantization {quantization!r} for {format}; choose from {list(writer.QUANTIZATIONS)}"
-        )
+        choices = f"choose from {list(writer.QUANTIZATIONS)}" if writer.QUANTIZATIONS else "it has none"
+        raise ValueError(f"unknown quantization {quantization!r} for {format}; {choices}")
     for package in writer.PACKAGES:
         require(package, format)
     folder = _destination(source, "-".join(filter(None, (format, quantization))), out)

@@ -25,9 +25,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
+from hf_freeze.compat.pipelines import max_positions
+
 GENERATING = ("causal-lm", "seq2seq-lm")
 _TEXT = ("input_ids", "attention_mask", "token_type_ids")
 _SIDES = ("decoder", "encoder")
+_LONG = 40  # tokens: more than a tile of any layer
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def largest_difference(parts: list[Part], runners: Mapping[str, Runner]) -> floa
     lengths: absolute for values below 1, relative above. Raises ValueError for other shapes."""
     differences = [0.0]
     for part in parts:
-        for rows, size in ((1, 1), (4, 5)):
+        for rows, size in ((1, 1), (4, 5), (2, _long(part))):
             inputs = _resized(part, rows, size)
             found = runners[part.name](inputs)
             for name, expected in zip(part.outputs, part.module(*inputs.values()), strict=True):
@@ -77,6 +80,13 @@ def largest_difference(parts: list[Part], runners: Mapping[str, Runner]) -> floa
                 if expected.numel():
                     differences.append(float(((found[name] - expected).abs() / expected.abs().clamp(min=1)).max()))
     return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
+def _long(part: Part) -> int:
+    """A length that is longer than that of the example, as far as the model has positions for it, twice, and some special ones."""
+    config: Any = part.module.model.config  # type: ignore[union-attr]
+    limits = [max_positions(each, side) for each in (config, config.get_text_config()) for side in _SIDES]
+    return max(1, min([_LONG, *(limit // 2 - 2 for limit in limits if limit)]))
 
 
 def _resized(part: Part, rows: int, size: int) -> dict[str, Tensor]:
