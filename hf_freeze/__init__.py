@@ -1,6 +1,6 @@
 """Freeze, randomise, factorise, prune, share or replace parts of a Hugging Face transformer.
 
-Importing it registers the variants with the Auto classes and gives back the translation pipelines.
+Importing it registers variants and exported folders with the Auto classes, and gives back the translation pipelines.
 """
 
 import importlib
@@ -54,4 +54,5 @@ if not _is_command_line():
     from hf_freeze.compat.pipelines import register_pipelines
 
     importlib.import_module("hf_freeze.model.make")  # registers the variants
+    importlib.import_module("hf_freeze.publish.export.exported")  # and the exported folders
     register_pipelines()

@@ -1,101 +1,324 @@
-"""ONNX files compute what PyTorch computes, for any batch and length; methods that cannot be merged are traced as they are."""
+"""Exports that keep the structure of a variant, to ONNX, torch.export and AOTInductor: folders that open as models of
+transformers, compute what the variant computes, and hold what its checkpoint holds."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
-from support.cases import PLAIN, Case, plain
-from support.models import build, merge_or_none
-from support.text import marian_tokenizer
+from support.cases import ALL, PLAIN, Case, once_on_each_architecture, plain
+from support.models import build
+from support.text import fast_tokenizer
 from test_export import TEXTS, marian, save, words
-from transformers import AutoTokenizer, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    TextStreamer,
+    ViTConfig,
+    ViTForImageClassification,
+    pipeline,
+)
 
 from hf_freeze import make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.publish.export import OnnxTranslator, export_model
-from hf_freeze.publish.export import onnx as onnx_format
+from hf_freeze.publish.export.convert import FORMATS
+from hf_freeze.publish.export.exported import CLASSES
+from hf_freeze.publish.export.folders import MARK
 
 ENGINE = {"intra_op_num_threads": 1}
-BERT = [case for case in PLAIN if case.architecture.model_type == "bert" and not case.finalized]
-BASELINES = {task: plain(ARCHITECTURES["bert"], task=task) for task in onnx_format.SUPPORTED_TASKS["bert"]}
-# Tracing takes seconds: one task here and one in int8, and each method that leaves other modules than the native ones.
-TRACED = [BASELINES["feature-extraction"]]
-TRACED += [case for case in BERT if case.methods and merge_or_none(build(case)) is None]
+KEEPING = [name for name, writer in FORMATS.items() if writer.KEEPS_STRUCTURE]
 
 
-@pytest.mark.parametrize("case", TRACED, ids=lambda case: case.id)
-@torch.no_grad()
-def test_encoders_return_the_same(case: Case, tmp_path, capfd):
+def size(folder: Path, *kinds: str) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in kinds)
+
+
+def test_some_formats_keep_the_structure():
+    assert KEEPING == ["onnx", "torch", "aotinductor"]
+
+
+# -- every method ------------------------------------------------------------------------------------------------------------
+
+# `export_model` compares the outputs with those of the variant, at several lengths, and raises for any that differ. BERT is
+# traced fastest.
+CASES = [case for case in (once_on_each_architecture() if ALL else PLAIN) if case.accepted and not case.finalized]
+CASES = [case for case in CASES if case.methods and (ALL or case.architecture.model_type == "bert")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_method_is_traced_as_it_is(case: Case, tmp_path):
     model = build(case)
     model.save_pretrained(tmp_path / "model")
-    try:
-        folder = export_model(tmp_path / "model", "onnx")
-    except ValueError as refused:  # a forward whose steps depend on the values
-        pytest.raises(ValueError, model.merge).match(r"method 'adaptive_embedding' cannot be merged")
-        assert [path.name for path in tmp_path.iterdir()] == ["model"]
-        assert "aten" not in "".join(capfd.readouterr())  # torch prints the graph that it could not finish
-        pytest.skip(str(refused))
-    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
-    for rows, length in ((1, 3), (5, 12)):
-        ids = torch.randint(model.config.vocab_size, (rows, length))
-        mask = torch.ones_like(ids)
-        mask[0, length - 1 :] = 0
-        inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": (ids > 9).long()}
-        found = session.run(None, {name: value.numpy() for name, value in inputs.items()})
-        expected = model(**inputs)
-        assert names == list(expected)
-        for name, value in zip(names, found, strict=True):
-            np.testing.assert_allclose(value, expected[name].numpy(), rtol=1e-4, atol=1e-4)
+    for format in ("torch", "onnx")[: 1 + ALL]:
+        if "cross_attention" in case.config and case.generates:
+            with pytest.raises(ValueError, match="keeps its past in EncoderDecoderCache"):
+                export_model(tmp_path / "model", format)
+            continue
+        folder = export_model(tmp_path / "model", format)
+        opened = CLASSES[case.task].from_pretrained(folder)
+        assert opened.config.native.model_type == model.config.model_type
+
+
+# -- translation -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory):
-    """(folder of a variant with factors and shared layers, what it was exported to)"""
+    """(folder of a variant with factors, shared layers and random FFNs, the folder in ONNX)"""
     folder = tmp_path_factory.mktemp("marian")
-    tokenizer = marian_tokenizer(folder)
-    sharing = methods.LayerSharing(stacks=["decoder"])
-    model = make_variant(marian(tokenizer, encoder_layers=1), [sharing, methods.FactorizedEmbedding(rank=8)])
-    model.generation_config.bad_words_ids = [[tokenizer.pad_token_id]]
+    tokenizer = fast_tokenizer(folder)
+    parts = [
+        methods.LayerSharing(stacks=["decoder"]),
+        methods.LowRank(rank=3, components=["attention"]),
+        methods.Freeze(ffn="random"),
+    ]
+    model = make_variant(marian(tokenizer, decoder_layers=3), parts)
     return save(folder, model, tokenizer), export_model(folder, "onnx")
 
 
-def test_translations_are_those_of_the_pipeline(translator):
+def test_translations_are_those_of_the_variant(translator):
     source, folder = translator
-    expected, found = pipeline("translation", model=str(source)), OnnxTranslator(folder, **ENGINE)
-    assert found(TEXTS, batch_size=3) == expected(TEXTS)
-    assert found(TEXTS[1]) == expected(TEXTS[1])
-    assert found(TEXTS, max_new_tokens=3) == expected(TEXTS, max_new_tokens=3)
+    expected, found = (pipeline("translation", model=str(path)) for path in translator)
+    assert type(found.model).__name__ == "ExportedModelForSeq2SeqLM"
+    for settings in (
+        {},
+        {"batch_size": 3},
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 5},
+    ):
+        assert found(TEXTS, **settings) == expected(TEXTS, **settings), settings
+    sampled = []
+    for pipe in (expected, found):
+        torch.manual_seed(1)
+        sampled.append(pipe(TEXTS, do_sample=True, top_k=5))
+    assert sampled[0] == sampled[1]
+    assert OnnxTranslator(folder, **ENGINE)(TEXTS, batch_size=3) == expected(TEXTS)
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == AutoTokenizer.from_pretrained(source).get_vocab()
+
+
+def test_shared_layers_are_stored_once(translator):
+    _, folder = translator
+    stored = [
+        list(onnx.load(folder / f"{part}.onnx", load_external_data=False).graph.initializer)
+        for part in ("encoder", "decoder")
+    ]
+    places = [
+        {next(int(entry.value) for entry in tensor.external_data if entry.key == "offset") for tensor in tensors
+         if tensor.external_data}
+        for tensors in stored
+    ]  # fmt: skip
+    assert places[0] & places[1]  # the token table
+    names = {value.name for value in onnx.load(folder / "decoder.onnx", load_external_data=False).graph.input}
+    assert {f"past_key_values.{layer}.decoder.key" for layer in range(3)} <= names  # three layers run
+
+
+def test_translator_settings(translator):
+    found = OnnxTranslator(translator[1], **ENGINE)
     assert found([]) == []
     with pytest.raises(ValueError, match=r"onnx has no setting 'num_beams'; choose from \['max_new_tokens'"):
         found("katze", num_beams=4)
     with pytest.raises(ValueError, match="this greedy search can ban single tokens only"):
         found("katze", bad_words_ids=[[3, 4]])
-    assert AutoTokenizer.from_pretrained(folder).get_vocab() == AutoTokenizer.from_pretrained(source).get_vocab()
 
 
-def test_int8_is_smaller_and_near(tmp_path):
-    case = BASELINES["sequence-classification"]
-    model = build(case)
-    model.save_pretrained(tmp_path / "model")
-    file = export_model(tmp_path / "model", "onnx", quantization="int8") / "model.onnx"
-    assert file.parent.name == "model-onnx-int8"
-    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    ids = case.batch()["input_ids"]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
-    with torch.no_grad():
-        expected = model(**inputs)
-    (found,) = session.run(["logits"], {name: value.numpy() for name, value in inputs.items()})
-    assert 0 < np.abs(found - expected.logits.numpy()).mean() < 0.1 * expected.logits.std().item()
-    quantized = {
-        tensor.name for tensor in onnx.load(file).graph.initializer if tensor.data_type == onnx.TensorProto.INT8
-    }
-    assert len(quantized) >= 2 * 6  # the matrices of two layers
+def test_the_folder_is_a_model_of_transformers(translator, tmp_path):
+    _, folder = translator
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder, engine=ENGINE)
+    assert isinstance(model, CLASSES["seq2seq-lm"])
+    assert AutoConfig.from_pretrained(folder).d_model == model.config.native.d_model == 16
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        model.config.nothing  # noqa: B018
+    with pytest.raises(ValueError, match="needs decoder_input_ids; to translate, use generate"):
+        model(input_ids=torch.tensor([[3, 1]]))
+    with pytest.raises(ValueError, match="an exported model cannot be saved again: copy its folder"):
+        model.save_pretrained(tmp_path / "again")
+    with pytest.raises(ValueError, match="holds a seq2seq-lm model for onnx, not causal-lm"):
+        AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_methods_that_no_decoder_file_can_hold_are_refused_by_name(tmp_path):
-    light = methods.LiteTransformer.example
-    model = make_variant(marian(words(40)).config, [light], task="seq2seq-lm")
-    with pytest.raises(ValueError, match="onnx cannot hold this model: lite_transformer: no native model has"):
-        export_model(save(tmp_path / "model", model), "onnx")
+def test_damaged_folders_are_named(translator, tmp_path, monkeypatch):
+    _, folder = translator
+
+    def damaged(name: str, content: bytes | None) -> Path:
+        copy = shutil.copytree(folder, tmp_path / "damaged", dirs_exist_ok=True)
+        (copy / name).write_bytes(content) if content is not None else (copy / name).unlink()
+        return copy
+
+    for name, content, message in (
+        (MARK, None, "is no exported folder: it has no hf_freeze_export.json; create one"),
+        ("decoder.onnx", None, "lacks the part decoder; export it again"),
+        ("decoder.onnx", b"none", "decoder.onnx cannot be opened .*; export it again"),
+        ("weights.data", None, "encoder.onnx cannot be opened|decoder.onnx cannot be opened"),
+        ("weights.data", (folder / "weights.data").read_bytes()[:100], "coder.onnx cannot be opened"),
+        (MARK, b"{", "hf_freeze_export.json cannot be read; export the model again"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            AutoModelForSeq2SeqLM.from_pretrained(damaged(name, content))
+        assert "\n" not in str(error.value)
+        shutil.rmtree(tmp_path / "damaged")
+    with pytest.raises(ValueError, match=r"onnxruntime has no setting 'threads'; choose from .*intra_op_num_threads"):
+        AutoModelForSeq2SeqLM.from_pretrained(folder, engine={"threads": 1})
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ValueError, match="onnx needs onnxruntime, which is missing"):
+        AutoModelForSeq2SeqLM.from_pretrained(folder)
+
+
+# -- text generation ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory):
+    """A Llama with grouped heads of which some are pruned, of unequal layers: (its folder, the folder of torch.export)"""
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(**ARCHITECTURES["llama"].tiny | {"vocab_size": 40, "pad_token_id": 0, "eos_token_id": 1})
+    model = make_variant(config, [methods.HeadPruning(share=0.5, layers={"decoder": [0]})], task="causal-lm").eval()
+    for parameter in model.parameters():
+        parameter.data += 0.4 * torch.randn_like(parameter)
+    return save(folder, model, words(40)), export_model(folder, "torch")
+
+
+def test_generated_text_is_that_of_the_variant(generator):
+    expected, found = (pipeline("text-generation", model=str(path)) for path in generator)
+    prompts = ["w5 w9 w3", "w8 w4 w4 w7 w30", "w3"]
+    for settings in ({}, {"batch_size": 3}, {"num_beams": 3}):
+        options = {"max_new_tokens": 8, "do_sample": False} | settings
+        assert found(prompts, **options) == expected(prompts, **options), settings
+
+
+def test_text_is_streamed(generator, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(generator[1])
+    texts = []
+    for folder in generator:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        ids = torch.tensor([[5, 9, 3]])
+        model.generate(ids, max_new_tokens=6, do_sample=False, streamer=TextStreamer(tokenizer, skip_prompt=True))
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != ""
+
+
+def test_a_program_of_torch_has_operations_of_torch_alone(generator):
+    program = torch.export.load(generator[1] / "model.pt2")
+    called = {str(node.target).partition(".")[0] for node in program.graph.nodes if node.op == "call_function"}
+    assert {"aten"} <= called <= {"aten", "<built-in function ge>", "<built-in function add>", "<built-in function le>"}
+    names = json.loads(json.dumps([*program.state_dict]))
+    assert len(names) == len(set(names))
+
+
+# -- classification and features -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    """The folder of a BERT whose FFNs are sparse, with a tokenizer."""
+    case = plain(ARCHITECTURES["bert"], methods.MagnitudePruning(sparsity=0.75), task="sequence-classification")
+    folder = tmp_path_factory.mktemp("bert") / "model"
+    return save(folder, build(case), words(build(case).config.vocab_size))
+
+
+def test_classes_are_those_of_the_variant(classifier):
+    texts = ["w5 w9 w3", "w8 w4 w4 w7 w30"]
+    expected = pipeline("text-classification", model=str(classifier))(texts, top_k=None)
+    folder = export_model(classifier, "onnx")
+    for found, wanted in zip(
+        pipeline("text-classification", model=str(folder))(texts, top_k=None), expected, strict=True
+    ):
+        assert [each["label"] for each in found] == [each["label"] for each in wanted]
+        np.testing.assert_allclose([e["score"] for e in found], [e["score"] for e in wanted], rtol=1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int8-static"])
+def test_int8_is_smaller_and_near(classifier, quantization, tmp_path):
+    said: list[str] = []
+    numbers = torch.randint(3, 30, (40, 9), generator=torch.Generator().manual_seed(1)).tolist()
+    texts = [" ".join(f"w{number}" for number in row) for row in numbers]
+    folder = export_model(
+        classifier,
+        "onnx",
+        quantization=quantization,
+        texts=texts,
+        say=said.append,
+        out=tmp_path / "out",
+    )
+    model = AutoModelForSequenceClassification.from_pretrained(classifier)
+    ids = torch.randint(3, model.config.vocab_size, (4, 9), generator=torch.Generator().manual_seed(0))
+    expected = model(input_ids=ids).logits.detach()
+    found = AutoModelForSequenceClassification.from_pretrained(folder)(input_ids=ids).logits
+    assert 0 < (found - expected).abs().mean() < 0.1 * expected.std()
+    kinds = [tensor.data_type for tensor in onnx.load(folder / "model.onnx").graph.initializer]
+    assert kinds.count(onnx.TensorProto.INT8) >= 2 * 6  # the matrices of two layers
+    assert said[-1].startswith(f"in {quantization}, outputs for random tokens differ by at most 0.")
+
+
+@pytest.mark.skipif(not ALL, reason="compiles for a minute: only in make test-all")
+def test_aotinductor(classifier):
+    folder = export_model(classifier, "aotinductor")
+    ids = torch.tensor([[5, 9, 3, 7]])
+    one, other = (
+        AutoModelForSequenceClassification.from_pretrained(path)(input_ids=ids).logits for path in (classifier, folder)
+    )
+    torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+
+
+# -- wrong input -------------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_input_is_one_line_and_leaves_nothing(classifier, tmp_path, monkeypatch):
+    def refused(message: str, *arguments, **options):
+        with pytest.raises(ValueError, match=message) as error:
+            export_model(*arguments, out=tmp_path / "out", **options)
+        assert "\n" not in str(error.value)
+        assert not (tmp_path / "out").exists()
+        assert not list(tmp_path.glob(".hf_freeze*"))
+
+    static = {"quantization": "int8-static"}
+    refused("int8-static needs texts to calibrate with, .*: --texts FILE", classifier, "onnx", **static)
+    refused("unknown quantization 'int8' for torch; it has none", classifier, "torch", quantization="int8")
+    alone = shutil.copytree(classifier, tmp_path / "alone")
+    for path in alone.glob("token*"):
+        path.unlink()
+    refused("int8-static needs a tokenizer beside the model", alone, "onnx", texts=["w3"], **static)
+    torch.manual_seed(0)
+    vit = ViTConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=4
+    )
+    ViTForImageClassification(vit).save_pretrained(tmp_path / "vit")
+    message = "int8-static calibrates with texts, but ViTForImageClassification reads pixel_values; choose int8"
+    refused(message, tmp_path / "vit", "onnx", texts=["w3"], **static)
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    refused("onnx needs onnxscript, which is missing", classifier, "onnx")
+
+
+def test_a_full_disk_leaves_the_earlier_export(classifier, tmp_path, monkeypatch):
+    folder = export_model(classifier, "torch", out=tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.export, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        export_model(classifier, "torch", out=folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_image_classifier_too(tmp_path):
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4
+    )
+    model = make_variant(ViTForImageClassification(config), [methods.FFNPruning(width=8)]).eval()
+    model.save_pretrained(tmp_path / "vit")
+    opened = CLASSES["image-classification"].from_pretrained(export_model(tmp_path / "vit", "torch"))
+    pixels = torch.randn(3, 3, 8, 8)
+    torch.testing.assert_close(opened(pixel_values=pixels).logits, model(pixels).logits.detach(), rtol=1e-4, atol=1e-4)

@@ -25,7 +25,9 @@ SUPPORTED_TASKS = None
 NEEDS_TOKENIZER = False
 KEEPS_STRUCTURE = True
 _NAMES = ".names.json"  # suffix of the file beside each package: the names of its inputs, with their shapes, and of its outputs
-_SETTINGS = {"aot_inductor.use_runtime_constant_folding": True}  # weights computed from others are computed once, when opened
+_SETTINGS = {
+    "aot_inductor.use_runtime_constant_folding": True
+}  # weights computed from others are computed once, when opened
 
 
 def write(export: Export, folder: Path) -> None:

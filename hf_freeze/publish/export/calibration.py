@@ -1,7 +1,7 @@
 """What the parts of an exported model read when it works on texts, for the scales of their activations in int8."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,19 +26,33 @@ class _Recording:
         return self.runner(inputs)
 
 
+def check(quantization: str, texts: Iterable[str] | None) -> None:
+    """Raises ValueError without texts."""
+    if texts is None:
+        raise ValueError(
+            f"{quantization} needs texts to calibrate with, such as those that the model was trained on: --texts FILE"
+        )
+
+
+def check_model(model: Any, tokenizer: Any, quantization: str) -> None:
+    """Raises ValueError for a model that does not read text, and one without a tokenizer."""
+    if model.main_input_name != "input_ids":
+        raise ValueError(
+            f"{quantization} calibrates with texts, but {type(model).__name__} reads {model.main_input_name}; choose int8"
+        )
+    if tokenizer is None:
+        raise ValueError(f"{quantization} needs a tokenizer beside the model, for the texts to calibrate with")
+
+
 @torch.no_grad()
 def record_inputs(export: Export, runners: Mapping[str, Any]) -> dict[str, list[dict[str, Tensor]]]:
     """part -> its inputs while `runners` process the first texts of `export.texts`; what generates does so for some tokens.
 
-    Raises ValueError without texts, or without a tokenizer.
+    Raises ValueError for texts that are all empty.
     """
     texts = list(itertools.islice((text for text in export.texts or () if text.strip()), _TEXTS))
     if not texts:
-        raise ValueError(
-            "int8-static needs texts to calibrate with, such as those that the model was trained on: --texts FILE"
-        )
-    if export.tokenizer is None:
-        raise ValueError("int8-static needs a tokenizer beside the model, for the texts to calibrate with")
+        raise ValueError("the texts to calibrate with are empty; give some that the model was trained on")
     recording = {name: _Recording(runner) for name, runner in runners.items()}
     model: Any = CLASSES[export.task](ExportedConfig.of(export.model.config), recording)
     generates = model.can_generate()

@@ -16,7 +16,7 @@ from hf_freeze.compat.pipelines import max_positions
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import load_model
 from hf_freeze.publish.cards import task_of
-from hf_freeze.publish.export import aotinductor, ctranslate2, dense, onnx, torch_export
+from hf_freeze.publish.export import aotinductor, calibration, ctranslate2, dense, onnx, torch_export
 from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, require
 
@@ -27,6 +27,14 @@ FORMATS: dict[str, Any] = {
     "ctranslate2": ctranslate2,
     "dense": dense,
 }
+_TOKENIZERS = (
+    "tokenizer",
+    "vocab",
+    "merges",
+    "spiece",
+    "source.spm",
+    "sentencepiece",
+)  # how names of their files start
 
 
 def export_model(
@@ -46,8 +54,8 @@ def export_model(
     folder is replaced, any other content only with `force`. `texts`: to calibrate int8-static with. The tokenizer and the
     generation settings are exported too. `say` is called with a message before each slow step.
 
-    `onnx`, `torch` and `aotinductor` keep the methods of a variant: what is smaller stays smaller. For `ctranslate2` and `dense` they are merged, and `say` gets what
-    that costs in bytes. The exported model is compared with PyTorch before it is quantized.
+    `onnx`, `torch` and `aotinductor` keep the methods of a variant: what is smaller stays smaller. For `ctranslate2` and `dense`
+    they are merged, and `say` gets what that costs in bytes. The exported model is compared with PyTorch before it is quantized.
 
     Raises ValueError for an unknown format or quantization, a missing package, a source without a model, a model that the
     format cannot represent, an `out` that must not be replaced, and an engine whose results differ from PyTorch's.
@@ -58,6 +66,9 @@ def export_model(
     if quantization is not None and quantization not in writer.QUANTIZATIONS:
         choices = f"choose from {list(writer.QUANTIZATIONS)}" if writer.QUANTIZATIONS else "it has none"
         raise ValueError(f"unknown quantization {quantization!r} for {format}; {choices}")
+    is_calibrated = quantization in getattr(writer, "CALIBRATED", ())
+    if is_calibrated:
+        calibration.check(str(quantization), texts)
     for package in writer.PACKAGES:
         require(package, format)
     folder = _destination(source, "-".join(filter(None, (format, quantization))), out)
@@ -71,6 +82,8 @@ def export_model(
     tokenizer = _tokenizer(source)
     if tokenizer is None and writer.NEEDS_TOKENIZER:
         raise ValueError(f"{source} holds no tokenizer, but {format} needs one; save it beside the model")
+    if is_calibrated:
+        calibration.check_model(model, tokenizer, str(quantization))
     if isinstance(model, VariantMixin):
         model = _finished(model) if writer.KEEPS_STRUCTURE else _merged(model, format, say)
     export = Export(model, task, tokenizer, quantization, say, texts)
@@ -124,6 +137,8 @@ def _open(source: Any) -> tuple[Any, str]:
 
 
 def _tokenizer(source: Any) -> Any:
+    if Path(source).is_dir() and not any(path.name.startswith(_TOKENIZERS) for path in Path(source).iterdir()):
+        return None  # transformers would make one without words
     try:
         return AutoTokenizer.from_pretrained(source)
     except (

@@ -7,7 +7,6 @@ Shapes: B rows, T new tokens, S source tokens.
 """
 
 import functools
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import make_dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import ModelOutput
 
 from hf_freeze.architectures.tasks import AUTO_CLASSES
-from hf_freeze.publish.export.folders import MARK, read_mark
+from hf_freeze.publish.export.folders import read_mark
 from hf_freeze.publish.export.parts import cache_of, names_of, past_of, start_of
 
 MODEL_TYPE = "exported_by_hf_freeze"
@@ -76,6 +75,7 @@ class ExportedModel(PreTrainedModel):
     config_class = ExportedConfig
     main_input_name = "input_ids"
     task: ClassVar[str]
+    parts: ClassVar[tuple[str, ...]] = ("model",)
 
     def __init__(self, config: ExportedConfig, runners: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -92,13 +92,12 @@ class ExportedModel(PreTrainedModel):
         if not folder.is_dir():
             options = {name: kwargs[name] for name in _DOWNLOAD if kwargs.get(name) is not None}
             folder = Path(snapshot_download(str(pretrained_model_name_or_path), **options))
-        if not (folder / MARK).is_file():
-            raise ValueError(f"{folder} is no whole export: it has no {MARK}; create it again with hf-freeze export")
-        kind = json.loads((folder / MARK).read_text(encoding="utf-8"))["format"]
-        read_mark(folder, kind, cls.task)
+        kind = read_mark(folder, None, cls.task)["format"]
         from hf_freeze.publish.export.convert import FORMATS  # which imports this module
 
         runners = FORMATS[kind].open_parts(folder, kwargs.get("engine") or {})
+        if missing := [part for part in cls.parts if part not in runners]:
+            raise ValueError(f"{folder} lacks the part {' and the part '.join(missing)}; export it again")
         model = cls(config or ExportedConfig.from_pretrained(folder), runners)
         if model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -190,6 +189,7 @@ class _Encoder(nn.Module):
 class ExportedTranslator(ExportedModel, GenerationMixin):
     """An encoder-decoder."""
 
+    parts = ("encoder", "decoder")
     _is_stateful = False
 
     def __init__(self, config: ExportedConfig, runners: Mapping[str, Any]) -> None:

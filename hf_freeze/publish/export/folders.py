@@ -32,11 +32,16 @@ def require(package: str, format: str) -> Any:
         raise ValueError(f"{format} needs {package}, which is missing; {how_to_install('export')}") from error
 
 
-def read_mark(folder: Path, format: str, task: str) -> dict[str, Any]:
-    """The marker written by `export_model`. Raises ValueError unless the folder holds a model of this format and task."""
+def read_mark(folder: Path, format: str | None, task: str) -> dict[str, Any]:
+    """The marker written by `export_model`. Raises ValueError unless the folder holds a model of this format (None: of any that
+    keeps the structure) and task."""
     if not (folder / MARK).is_file():
         raise ValueError(f"{folder} is no exported folder: it has no {MARK}; create one with hf-freeze export")
-    mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
-    if (mark["format"], mark["task"]) != (format, task):
-        raise ValueError(f"{folder} holds a {mark['task']} model for {mark['format']}, not {task} for {format}")
+    try:
+        mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        found = mark["format"], mark["task"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / MARK} cannot be read; export the model again") from error
+    if found != (format or mark["format"], task):
+        raise ValueError(f"{folder} holds a {found[1]} model for {found[0]}, not {task} for {format or found[0]}")
     return mark

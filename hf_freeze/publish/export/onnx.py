@@ -31,6 +31,7 @@ from hf_freeze.publish.export.translator import Translator, set_or, token_ids
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 QUANTIZATIONS = ("int8", "int8-static")
+CALIBRATED = ("int8-static",)  # quantizations that need texts
 SUPPORTED_TASKS = None  # all tasks of all families whose inputs and caches `parts` knows
 NEEDS_TOKENIZER = False
 KEEPS_STRUCTURE = True
@@ -142,8 +143,9 @@ def _traced(part: Part) -> Any:
 
 
 def _quantized(graph: Any, recorded: list[dict[str, Tensor]] | None) -> Any:
-    """Weights of matrix products and tables in int8, with one scale each; so are activations, with scales from `recorded` inputs of
-    the part, or else of the moment. Of weights that the graph computes from others, these are in int8, with a scale for each row."""
+    """Weights of matrix products and tables in int8, with one scale each. So are activations, whose scales come from `recorded`
+    inputs of the part, or else from each input. Of weights that the graph computes from others, these are in int8, with a scale
+    for each row."""
     import onnx_ir
     from onnxruntime import quantization
 
@@ -162,9 +164,16 @@ def _quantized(graph: Any, recorded: list[dict[str, Tensor]] | None) -> Any:
         if recorded is None:
             quantization.quantize_dynamic(exact, int8, weight_type=kind)
         else:
-            options = {"weight_type": kind, "activation_type": quantization.QuantType.QUInt8}
+            kinds = ["MatMul", "Gemm", "Gather"]
             quantization.quantize_static(
-                exact, int8, Recorded(), op_types_to_quantize=["MatMul", "Gemm", "Gather"], **options
+                exact,
+                int8,
+                Recorded(),
+                op_types_to_quantize=kinds,
+                weight_type=kind,
+                activation_type=quantization.QuantType.QUInt8,
+                # Results go on in fp32: a range would cut off those, such as logits, that the texts do not reach.
+                extra_options={"OpTypesToExcludeOutputQuantization": kinds},
             )
         quantized = onnx_ir.load(int8)
         onnx_ir.external_data.load_to_model(quantized)
@@ -337,8 +346,15 @@ class OnnxRunner:
         onnxruntime = require("onnxruntime", "onnx")
         settings = onnxruntime.SessionOptions()
         for name, value in options.items():
+            if not hasattr(settings, name):
+                choices = ", ".join(option for option in dir(settings) if not option.startswith("_"))
+                raise ValueError(f"onnxruntime has no setting {name!r}; choose from {choices}")
             setattr(settings, name, value)
-        self._session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+        try:
+            self._session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime's own classes are not public
+            reason = str(error).splitlines()[0][:200]
+            raise ValueError(f"{path} cannot be opened ({reason}); export it again, or update onnxruntime") from error
         self.shapes = {value.name: value.shape for value in self._session.get_inputs()}
         self.outputs = [value.name for value in self._session.get_outputs()]
 

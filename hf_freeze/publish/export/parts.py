@@ -83,7 +83,7 @@ def largest_difference(parts: list[Part], runners: Mapping[str, Runner]) -> floa
 
 
 def _long(part: Part) -> int:
-    """A length that is longer than that of the example, as far as the model has positions for it, twice, and some special ones."""
+    """A length above that of the example. The model must have positions for twice as many tokens, and for a few special ones."""
     config: Any = part.module.model.config  # type: ignore[union-attr]
     limits = [max_positions(each, side) for each in (config, config.get_text_config()) for side in _SIDES]
     return max(1, min([_LONG, *(limit // 2 - 2 for limit in limits if limit)]))

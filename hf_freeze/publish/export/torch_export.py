@@ -1,8 +1,8 @@
 """Exports by `torch.export`, for programs that have PyTorch and nothing else: `torch.export.load("model.pt2").module()`.
 
-`parts` says which files there are, and their inputs and outputs: model.pt2, or encoder.pt2 and decoder.pt2. Batch size and lengths
-are dynamic. A file holds the parts of a variant as they are, like those for ONNX, but what a seed generates in fp32. What encoder
-and decoder have in common, such as a token table, is in both files.
+`parts` says which files there are, and their inputs and outputs: model.pt2, or encoder.pt2 and decoder.pt2. Batch size and
+lengths are dynamic. A file holds the parts of a variant as they are, like those for ONNX, but what a seed generates in fp32. What
+encoder and decoder have in common, such as a token table, is in both files.
 """
 
 import json
@@ -51,7 +51,7 @@ def traced(part: Part) -> Any:
     """The program (torch.export.ExportedProgram) of a part, which holds only what it reads. Raises ValueError if `torch.export`
     fails."""
     try:
-        program: Any = _exported(part.module.eval(), part).module()
+        program: Any = _exported(part.module.eval(), part).module(check_guards=False)
         program.graph.eliminate_dead_code()
         read = {node.target for node in program.graph.nodes if node.op == "get_attr"}
         for name in [name for name in program.state_dict() if name not in read]:
@@ -106,7 +106,8 @@ class ProgramRunner:
         self.shapes, self.outputs = names["shapes"], names["outputs"]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # names of the model's modules that the program does not have
-            folded: Any = split_const_subgraphs(program.module())
+            # Guards say which sizes were seen in tracing; outputs are compared for others when the model is exported.
+            folded: Any = split_const_subgraphs(program.module(check_guards=False))
         folded.run_folding()
         folded.const_subgraph_module = None
         self._run = folded
