@@ -19,11 +19,12 @@ from transformers import AutoConfig, GenerationConfig, GenerationMixin, PreTrain
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import CausalLMOutputWithPast, Seq2SeqLMOutput
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.publish.export.folders import read_mark
 from hf_freeze.publish.export.parts import cache_of, names_of, past_of, start_of
+from hf_freeze.publish.export.runners import open_parts
 
 MODEL_TYPE = "exported_by_hf_freeze"
 _GENERATION = GenerationConfig().to_dict().keys() - {"use_cache"}
@@ -93,9 +94,7 @@ class ExportedModel(PreTrainedModel):
             options = {name: kwargs[name] for name in _DOWNLOAD if kwargs.get(name) is not None}
             folder = Path(snapshot_download(str(pretrained_model_name_or_path), **options))
         kind = read_mark(folder, None, cls.task)["format"]
-        from hf_freeze.publish.export.convert import FORMATS  # which imports this module
-
-        runners = FORMATS[kind].open_parts(folder, kwargs.get("engine") or {})
+        runners = open_parts(folder, kind, kwargs.get("engine") or {})
         if missing := [part for part in cls.parts if part not in runners]:
             raise ValueError(f"{folder} lacks the part {' and the part '.join(missing)}; export it again")
         model = cls(config or ExportedConfig.from_pretrained(folder), runners)
@@ -217,8 +216,9 @@ class ExportedTranslator(ExportedModel, GenerationMixin):
         mask = torch.ones(states.shape[:2], dtype=torch.long) if attention_mask is None else attention_mask.long()
         runner = self.runners["decoder"]
         own = past_key_values.self_attention_cache if isinstance(past_key_values, EncoderDecoderCache) else None
-        past, _ = _past(runner.shapes, own, len(states))
-        found = runner(start_of(runner.shapes, cross, mask) | past | {"input_ids": decoder_input_ids})
+        past = _past(runner.shapes, own, len(states))[0]
+        feed = start_of(runner.shapes, cross, mask) | past | {"input_ids": decoder_input_ids}
+        found = runner(feed)
         # Cross-attention reads the encoder's output, which is the same for all beams of a text, so only this half is reordered.
         cache = EncoderDecoderCache(cache_of(past_of(found).values()), DynamicCache())
         return Seq2SeqLMOutput(

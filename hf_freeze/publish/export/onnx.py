@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from hf_freeze.publish.export.calibration import record_inputs
-from hf_freeze.publish.export.folders import Export, require
+from hf_freeze.publish.export.folders import Export
 from hf_freeze.publish.export.parts import Part, largest_difference, parts_of, past_of, start_of
+from hf_freeze.publish.export.runners import OnnxRunner, open_parts
 from hf_freeze.publish.export.translator import Translator, set_or, token_ids
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -63,7 +64,7 @@ def write(export: Export, folder: Path) -> None:
             exact = Path(temporary)
             _save({name: graph.clone() for name, graph in graphs.items()}, exact, seeded, form)
             export.say("comparing with PyTorch")
-            difference = largest_difference(parts, open_parts(exact, {}))
+            difference = largest_difference(parts, open_parts(exact, "onnx", {}))
             if not difference <= _TOLERANCE:
                 if form != forms[-1]:
                     continue
@@ -87,11 +88,13 @@ def _write_quantized(export: Export, graphs: dict[str, Any], parts: list[Part], 
     recorded = None
     if export.quantization == "int8-static":
         export.say("calibrating")
-        recorded = record_inputs(export, open_parts(exact, {}))
+        recorded = record_inputs(export, open_parts(exact, "onnx", {}))
     export.say("quantizing")
-    quantized = {name: _quantized(graph, recorded and recorded[name]) for name, graph in graphs.items()}
+    quantized = {
+        name: _quantized(graph, None if recorded is None else recorded[name]) for name, graph in graphs.items()
+    }
     _save(quantized, folder, {})
-    difference = largest_difference(parts, open_parts(folder, {}))
+    difference = largest_difference(parts, open_parts(folder, "onnx", {}))
     export.say(f"in {export.quantization}, outputs for random tokens differ by at most {difference:.2g}")
 
 
@@ -175,7 +178,7 @@ def _quantized(graph: Any, recorded: list[dict[str, Tensor]] | None) -> Any:
                 # Results go on in fp32: a range would cut off those, such as logits, that the texts do not reach.
                 extra_options={"OpTypesToExcludeOutputQuantization": kinds},
             )
-        quantized = onnx_ir.load(int8)
+        quantized: Any = onnx_ir.load(int8)
         onnx_ir.external_data.load_to_model(quantized)
     first = next(iter(quantized.graph))
     for value in list(quantized.graph.initializers.values()):
@@ -230,7 +233,7 @@ class _Weights:
             del graph.initializers[value.name]
             result = new = self._external(values if packed is None else packed, value.name, data)
             graph.register_initializer(new)
-            if packed is not None:
+            if packed is not None and bound is not None:
                 result = _unpacked(graph, first, new, values.shape, bound)
             if turned:
                 result = _computed(graph, first, "Transpose", result, perm=[1, 0])
@@ -247,8 +250,10 @@ class _Weights:
             data.write(values.data if values.flags.c_contiguous else values.tobytes())
         dtype, shape = onnx_ir.DataType.from_numpy(values.dtype), onnx_ir.Shape(values.shape)
         place = self.places[digest]
-        tensor = onnx_ir.ExternalTensor(DATA, *place, dtype, shape=shape, name=name, base_dir=self.folder)
-        return onnx_ir.Value(name=name, shape=shape, type=onnx_ir.TensorType(dtype), const_value=tensor)
+        tensor: Any = onnx_ir.ExternalTensor(DATA, *place, dtype, shape=shape, name=name, base_dir=self.folder)
+        return onnx_ir.Value(
+            name=name, shape=onnx_ir.Shape(values.shape), type=onnx_ir.TensorType(dtype), const_value=tensor
+        )
 
 
 def _save(graphs: dict[str, Any], folder: Path, seeded: dict[bytes, float], form: str | None = None) -> None:
@@ -275,7 +280,7 @@ def _computed(graph: Any, first: Any, kind: str, *inputs: Any, **attributes: Any
     values = []
     for position, value in enumerate(inputs):
         if isinstance(value, np.ndarray):
-            tensor = onnx_ir.tensor(value, name=f"stored.{number}.{position}")
+            tensor: Any = onnx_ir.tensor(value, name=f"stored.{number}.{position}")
             value = onnx_ir.Value(
                 name=tensor.name, shape=tensor.shape, type=onnx_ir.TensorType(tensor.dtype), const_value=tensor
             )
@@ -324,43 +329,7 @@ def _unpacked(graph: Any, first: Any, packed: Any, shape: tuple[int, ...], bound
     return _computed(graph, first, "Mul", result, np.array(np.float32(bound) * np.float32(2.0**-23)))
 
 
-def open_parts(folder: Path, options: dict[str, Any]) -> dict[str, "OnnxRunner"]:
-    """part -> its engine. Raises ValueError for a folder without parts, and a file that ONNX Runtime cannot open."""
-    found = {path.stem: OnnxRunner(path, **options) for path in sorted(folder.glob("*.onnx"))}
-    if not found:
-        raise ValueError(f"{folder} has no file *.onnx; export it again")
-    return found
-
-
 # -- running -----------------------------------------------------------------------------------------------------------------
-
-
-class OnnxRunner:
-    """Runs one file of an exported folder: tensors by name -> outputs by name, as tensors on the CPU. `options` are fields of
-    `onnxruntime.SessionOptions`, such as `intra_op_num_threads`.
-
-    `shapes`: of each input, as numbers, and names where they vary.
-    """
-
-    def __init__(self, path: Path, **options: Any) -> None:
-        onnxruntime = require("onnxruntime", "onnx")
-        settings = onnxruntime.SessionOptions()
-        for name, value in options.items():
-            if not hasattr(settings, name):
-                choices = ", ".join(option for option in dir(settings) if not option.startswith("_"))
-                raise ValueError(f"onnxruntime has no setting {name!r}; choose from {choices}")
-            setattr(settings, name, value)
-        try:
-            self._session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime's own classes are not public
-            reason = str(error).splitlines()[0][:200]
-            raise ValueError(f"{path} cannot be opened ({reason}); export it again, or update onnxruntime") from error
-        self.shapes = {value.name: value.shape for value in self._session.get_inputs()}
-        self.outputs = [value.name for value in self._session.get_outputs()]
-
-    def __call__(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        feed = {name: inputs[name].contiguous().numpy() for name in self.shapes}
-        return dict(zip(self.outputs, map(torch.from_numpy, self._session.run(None, feed)), strict=True))
 
 
 class _Search:

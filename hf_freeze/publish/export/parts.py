@@ -217,7 +217,7 @@ def start_of(
     `shapes`: of the decoder's inputs. `encoded`: the outputs of the encoder, for `mask` (B, S); without an encoder none, and
     `rows` gives B.
     """
-    rows = len(mask) if mask is not None else rows
+    rows = len(mask) if mask is not None else rows or 1
     inputs = {} if mask is None else {"encoder_attention_mask": mask}
     for name, shape in shapes.items():
         if name.endswith((".decoder.key", ".decoder.value")):
