@@ -1,7 +1,6 @@
 """Saving, loading and pushing a variant. Seeded tensors are not stored; incomplete or damaged checkpoints are refused."""
 
 import contextlib
-import copy
 import importlib
 import os
 import tempfile
@@ -12,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import distributed, nn
+from torch import distributed
 
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name
-from hf_freeze.compat.transformers import do_not_save, draw, keys_to_ignore, saves_adapters_alone
+from hf_freeze.compat.transformers import do_not_save, keys_to_ignore, saves_adapters_alone
 from hf_freeze.model.atomic_save import finish_adapter, replacing_adapter, replacing_model, staged_subfolder
 from hf_freeze.model.native_code import FILES, remote_code
 from hf_freeze.model.remote_code import has_remote_code
-from hf_freeze.model.weights import generated
+from hf_freeze.model.weights import computed_constant, generated
 from hf_freeze.seeded import SeededTensor, digest
 
 if TYPE_CHECKING:  # what the mixin is always combined with
@@ -128,16 +127,10 @@ class SavingMixin(_Model):
             value = self.get_parameter(name) if state_dict is None else state_dict.get(name)
             if value is None or value.is_meta or type(value).__name__ == "DTensor":
                 continue
-            owner, _, attribute = name.rpartition(".")
-            module = self.get_submodule(owner)
+            module = self.get_submodule(name.rpartition(".")[0])
             key = (type(module), value.shape, value.dtype)  # those of encoder and decoder are equal
             if key not in computed:
-                fresh = copy.deepcopy(module)
-                setattr(fresh, attribute, nn.Parameter(torch.empty_like(value)))  # the module's own may be sharded
-                # Native classes draw random values first: saving must not move the global random state.
-                with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-                    draw(self, fresh)
-                computed[key] = fresh.get_parameter(attribute)
+                computed[key] = computed_constant(self, name, torch.empty_like(value))
             if not torch.equal(value.cpu(), computed[key].cpu()):
                 trained.add(name)
         return trained

@@ -22,6 +22,7 @@ from hf_freeze.methods.registry import METHODS
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import empty_model
 from hf_freeze.model.native_code import is_native
+from hf_freeze.model.remote_code import has_remote_code
 from hf_freeze.run_folder import commands_of, run_folder
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
@@ -134,6 +135,7 @@ def model_card(
     """
     model = empty_model(source.model) if model is None else model
     is_variant, task = isinstance(model, VariantMixin), task_of(model)
+    remote_code = is_variant and (remote_code or has_remote_code(model.config))
     needs_hf_freeze = is_variant and not (remote_code and is_native(model))
     name = repo_id or "REPO_ID"
     trained_on = list(datasets) or _hub_data(source)

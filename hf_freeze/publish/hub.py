@@ -82,7 +82,7 @@ def push_model(
         card = (
             ModelCard.load(repo_id, token=any_token)
             if has_card
-            else model_card(read_trained_model(folder), repo_id, model=model, remote_code=has_remote_code(model.config))
+            else model_card(read_trained_model(folder), repo_id, model=model)
         )
         data: Any = card.data
         data.tags = list(dict.fromkeys([*(data.tags or []), *(tags or [])])) or None
