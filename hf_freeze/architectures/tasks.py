@@ -37,6 +37,14 @@ def native_class(task: str, config_class: type) -> type[transformers.PreTrainedM
     return model_class
 
 
+def task_of(model: Any) -> str:
+    """The task in `AUTO_CLASSES` to which the class of `model` belongs. Raises ValueError if there is none."""
+    for task, auto in AUTO_CLASSES.items():
+        if mapped_class(auto, type(model.config)) is type(model):
+            return task
+    raise ValueError(f"{type(model).__name__} belongs to none of the tasks {list(AUTO_CLASSES)}")
+
+
 def tasks_of(model: Any) -> set[str]:
     """The tasks that the class of `model`, native or a variant's, serves; empty for a class of no task."""
     return {

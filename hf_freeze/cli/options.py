@@ -13,5 +13,8 @@ Languages = Annotated[list[str] | None, typer.Option("--language", help="ISO 639
 License = Annotated[str | None, typer.Option(help="Such as apache-2.0.")]
 BaseModel = Annotated[str | None, typer.Option(help="Hub id of the model that it was made from.")]
 RemoteCode = Annotated[
-    bool, typer.Option("--remote-code", help="Add code with which trust_remote_code loads it without hf_freeze.")
+    bool,
+    typer.Option(
+        "--remote-code", help="Add code: trust_remote_code=True then loads a variant without import hf_freeze."
+    ),
 ]

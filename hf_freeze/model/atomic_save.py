@@ -31,7 +31,14 @@ _INDEX = "staged.safetensors.index.json"  # of the staged shards, by their place
 _SWITCH = "switch.json"
 _SHARD = re.compile(r"(-\d{5}-of-\d{5})?\.safetensors")
 _WEIGHTS = re.compile(r"model(\.[^.]+)?(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(\.[^.]+)?\.json")
-_INDEPENDENT_OF_WEIGHTS = {"dtype", "torch_dtype", "transformers_version", "transformers_weights", "hf_freeze_version"}
+_INDEPENDENT_OF_WEIGHTS = {
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "transformers_weights",
+    "hf_freeze_version",
+}
 
 
 @contextlib.contextmanager

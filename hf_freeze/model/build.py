@@ -33,7 +33,14 @@ from hf_freeze.model.merging import merged
 from hf_freeze.model.resizing import ResizingMixin
 from hf_freeze.model.saving import SavingMixin
 from hf_freeze.model.training import TrainingMixin
-from hf_freeze.model.weights import balance_factors, draw_like_marian, no_draws, promote_output_bias, regenerate
+from hf_freeze.model.weights import (
+    balance_factors,
+    draw_like_marian,
+    make_unstored,
+    no_draws,
+    promote_output_bias,
+    regenerate,
+)
 from hf_freeze.seeded import Origin, SeededTensor
 
 
@@ -53,7 +60,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         # 1. The backbone, as its native class builds it from the sizes that it had before any method. `self.config` is a copy:
         #    the caller's config stays as it is.
         #    On meta there is nothing to draw, and torch takes longer to find that out than for all the rest.
-        on_meta = torch.get_default_device().type == "meta"
+        on_meta = torch.empty(0).is_meta
         undrawn = no_draws() if on_meta else contextlib.nullcontext()
         with native_base_model(type(config), self.native_class.config_class), undrawn:
             super().__init__(config.before_methods(), *args, **kwargs)
@@ -75,6 +82,8 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         #    `initialize_weights` at its end.
         if not any(parameter.is_meta for parameter in self.parameters()):
             self.init_weights()  # draws, then ties: a tied output matrix would draw the table anew
+        elif not on_meta:  # accelerate's `init_empty_weights`, after which accelerate loads the checkpoint
+            make_unstored(self, self._constants)
 
     # -- 2. structure ----------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,12 @@ from hf_freeze.architectures.shrink import sizes_in
 from hf_freeze.architectures.stored import from_data, to_data
 from hf_freeze.compat.peft import share_default_targets
 from hf_freeze.compat.transformers import copy_attention_implementation
+from hf_freeze.io import write_whole
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import check_order
 from hf_freeze.methods.registry import method_from_dict, method_to_dict
 from hf_freeze.model.migrations import migrate
+from hf_freeze.model.remote_code import MODULE, has_remote_code, module_for
 
 if TYPE_CHECKING:  # what the mixin is always combined with
     from transformers import PreTrainedConfig as _Config
@@ -43,6 +46,7 @@ class VariantConfigMixin(_Config):
     no file of hf_freeze describes (`architectures/stored.py`); None has it derived at construction.
     """
 
+    code_files: dict[str, str] | None = None  # while a model saves its folder: name -> source of the code that loads it
     methods: list
     init: str
     hf_freeze_version: str | None
@@ -161,6 +165,21 @@ class VariantConfigMixin(_Config):
         self.methods = [method_to_dict(method) for method in methods]
         self._parsed = list(methods)
 
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As the native method, with the files of code that `auto_map` names."""
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        if has_remote_code(self):
+            for name, source in (self.code_files or {MODULE: module_for(self)}).items():
+                if (
+                    self.code_files or not Path(save_directory, name).exists()
+                ):  # what a model has saved there knows more
+                    write_whole(Path(save_directory, name), source)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Does nothing. transformers calls it for a class that remote code loads, and would then save the source file of the
+        class; a variant saves its own code (`save_pretrained(remote_code=True)`)."""
+
     def to_dict(self) -> dict[str, Any]:
         # PEFT calls to_dict() and then looks up the model_type: the last moment to enter ours without importing PEFT for
         # every user.
@@ -170,7 +189,7 @@ class VariantConfigMixin(_Config):
         alike = (native_type, None if by_hand is None else by_hand.named_like)
         share_default_targets(variant_type, *(name for name in alike if name is not None))
         data = super().to_dict()
-        for name in ("_parsed", "_native_architecture"):
+        for name in ("_parsed", "_native_architecture", "code_files"):
             data.pop(name, None)
         if data.get("description") is None:
             data.pop("description", None)

@@ -1,6 +1,6 @@
 """Saving, loading and pushing a variant. Seeded tensors are not stored; incomplete or damaged checkpoints are refused."""
 
-import copy
+import contextlib
 import importlib
 import os
 import tempfile
@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import distributed, nn
+from torch import distributed
 
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name
-from hf_freeze.compat.transformers import do_not_save, draw, keys_to_ignore, saves_adapters_alone
+from hf_freeze.compat.transformers import do_not_save, keys_to_ignore, saves_adapters_alone
 from hf_freeze.model.atomic_save import finish_adapter, replacing_adapter, replacing_model, staged_subfolder
-from hf_freeze.model.weights import generated
+from hf_freeze.model.native_code import FILES, remote_code
+from hf_freeze.model.remote_code import has_remote_code
+from hf_freeze.model.weights import computed_constant, generated
 from hf_freeze.seeded import SeededTensor, digest
 
 if TYPE_CHECKING:  # what the mixin is always combined with
@@ -45,10 +47,16 @@ class SavingMixin(_Model):
         is_main_process: bool = True,
         state_dict: Any = None,
         push_to_hub: bool = False,
+        *,
+        remote_code: bool | None = None,
         **kwargs: Any,
     ) -> None:
         """As the native method, without the seeded tensors. A model in the folder is replaced in one step: a process that is
         killed at any moment leaves the old model or the new one. The disk must have room for both.
+
+        `remote_code`: True also writes the code with which `trust_remote_code=True` loads the folder in a program that does not
+        import hf_freeze, and enters it in config.json; False leaves it out; None does as the folder did that the model was
+        loaded from.
 
         Raises ValueError if a seeded tensor was changed, or if the folder also holds weights of another `variant=` that do not
         fit the new settings.
@@ -70,6 +78,23 @@ class SavingMixin(_Model):
         if self._gone_ties:
             self.config.tie_word_embeddings = True
         self.config.hf_freeze_version = __version__
+        with self._remote_code(has_remote_code(self.config) if remote_code is None else remote_code):
+            self._save(save_directory, is_main_process, state_dict, push_to_hub, **kwargs)
+
+    @contextlib.contextmanager
+    def _remote_code(self, wanted: bool) -> Iterator[None]:
+        """Inside, the config writes the code that loads this model, or none."""
+        vars(self.config).pop("auto_map", None)
+        if wanted:
+            self.config.auto_map, self.config.code_files = remote_code(self)
+        try:
+            yield
+        finally:
+            vars(self.config).pop("code_files", None)
+
+    def _save(
+        self, save_directory: Any, is_main_process: bool, state_dict: Any, push_to_hub: bool, **kwargs: Any
+    ) -> None:
         do_not_save(self, (keys_to_ignore(self)[0] | self._constants) - self.trained_constants(state_dict))
         grouped = distributed.is_available() and distributed.is_initialized()
         writes = is_main_process and not (grouped and distributed.get_rank() > 0)
@@ -81,6 +106,9 @@ class SavingMixin(_Model):
             with replacing(Path(save_directory)) as staged:
                 state = None if state_dict is None else dict(state_dict)  # the native method empties it
                 super().save_pretrained(staged, True, state, **kwargs)
+                written = {path.name for path in staged.iterdir()}
+            for name in set() if adapter_alone else set(FILES) - written:  # of the model that was there before
+                Path(save_directory, name).unlink(missing_ok=True)
             if push_to_hub:  # from a folder of its own: other files in `save_directory` are not pushed
                 options: dict[str, Any] = {"repo_id": Path(save_directory).name} | kwargs
                 with tempfile.TemporaryDirectory() as folder:
@@ -99,16 +127,10 @@ class SavingMixin(_Model):
             value = self.get_parameter(name) if state_dict is None else state_dict.get(name)
             if value is None or value.is_meta or type(value).__name__ == "DTensor":
                 continue
-            owner, _, attribute = name.rpartition(".")
-            module = self.get_submodule(owner)
+            module = self.get_submodule(name.rpartition(".")[0])
             key = (type(module), value.shape, value.dtype)  # those of encoder and decoder are equal
             if key not in computed:
-                fresh = copy.deepcopy(module)
-                setattr(fresh, attribute, nn.Parameter(torch.empty_like(value)))  # the module's own may be sharded
-                # Native classes draw random values first: saving must not move the global random state.
-                with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-                    draw(self, fresh)
-                computed[key] = fresh.get_parameter(attribute)
+                computed[key] = computed_constant(self, name, torch.empty_like(value))
             if not torch.equal(value.cpu(), computed[key].cpu()):
                 trained.add(name)
         return trained

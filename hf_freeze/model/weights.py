@@ -1,6 +1,7 @@
 """The values of a variant: fresh draws, and what a seed regenerates."""
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import initialization
 
 from hf_freeze.architectures.base import base_name
-from hf_freeze.compat.transformers import mark_initialized
+from hf_freeze.compat.transformers import draw, mark_initialized
 from hf_freeze.layers.factorized_embedding import Factors
 from hf_freeze.model import paging
 from hf_freeze.seeded import digest
@@ -97,6 +98,35 @@ def generated(model: Any, name: str, device: torch.device | str) -> torch.Tensor
             "the config was changed, or this is not the hf_freeze that wrote it"
         )
     return value
+
+
+def computed_constant(model: Any, name: str, memory: torch.Tensor) -> torch.Tensor:
+    """The values that the native class computes for a constant, such as positions, written into `memory`."""
+    owner, _, attribute = name.rpartition(".")
+    module = copy.deepcopy(model.get_submodule(owner))
+    module._parameters[attribute] = nn.Parameter(memory)  # the model's own may be sharded, or on meta
+    # Native classes draw random values first: saving must not move the global random state.
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        draw(model, module)
+    return module.get_parameter(attribute)
+
+
+@torch.no_grad()
+def make_unstored(model: Any, constants: Iterable[str]) -> None:
+    """Give seeded tensors, `constants` and empty buffers, which no checkpoint holds, values on the CPU, where accelerate's
+    `init_empty_weights` has put the whole model on meta: what loads the checkpoint then need not know of them."""
+    values = {name: generated(model, name, "cpu") for name in model.seeded_tensors}
+    for name in constants:
+        values[name] = computed_constant(model, name, torch.empty_like(model.get_parameter(name), device="cpu"))
+    for name, value in values.items():
+        owner, _, attribute = name.rpartition(".")
+        entries = model.get_submodule(owner)._parameters  # accelerate would move what is set as an attribute
+        on_meta = entries[attribute]
+        entries[attribute] = nn.Parameter(value.to(on_meta.dtype), requires_grad=on_meta.requires_grad)
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            if module._buffers[name] is not None and not module._buffers[name].numel():
+                module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
 
 
 def promote_output_bias(model: Any) -> None:

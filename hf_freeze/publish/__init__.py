@@ -1,1 +1,1 @@
-"""Publishes models: model cards, pushes to the Hub, code for repositories, and exports to other engines."""
+"""Publishes models: model cards, pushes to the Hub, and exports to other engines."""

@@ -16,12 +16,13 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_freeze.analysis.accounting import count_parameters, stored_bytes
-from hf_freeze.architectures.tasks import AUTO_CLASSES
-from hf_freeze.compat.transformers import mapped_class
+from hf_freeze.architectures.tasks import AUTO_CLASSES, task_of
 from hf_freeze.install import how_to_install
 from hf_freeze.methods.registry import METHODS
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import empty_model
+from hf_freeze.model.native_code import is_native
+from hf_freeze.model.remote_code import has_remote_code
 from hf_freeze.run_folder import commands_of, run_folder
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
@@ -134,6 +135,8 @@ def model_card(
     """
     model = empty_model(source.model) if model is None else model
     is_variant, task = isinstance(model, VariantMixin), task_of(model)
+    remote_code = is_variant and (remote_code or has_remote_code(model.config))
+    needs_hf_freeze = is_variant and not (remote_code and is_native(model))
     name = repo_id or "REPO_ID"
     trained_on = list(datasets) or _hub_data(source)
     results = _results(source, task, trained_on)
@@ -157,7 +160,7 @@ def model_card(
         template_path=str(TEMPLATE),
         title=name.split("/")[-1],
         summary=_summary(source, native, is_variant),
-        example=_example(name, task, is_variant and not remote_code, remote_code),
+        example=_example(name, task, needs_hf_freeze, remote_code),
         methods=[_describe(settings) for settings in getattr(model.config, "methods", ())],
         sizes=sizes,
         stored_bytes=stored_bytes(model),
@@ -168,16 +171,8 @@ def model_card(
         comparison=_comparison(source),
         pictures=[path.name for path in source.pictures],
         training=_training(source),
-        limits=_limits(source, is_variant and not remote_code),
+        limits=_limits(source, needs_hf_freeze),
     )
-
-
-def task_of(model: Any) -> str:
-    """The task in `AUTO_CLASSES` to which the class of `model` belongs. Raises ValueError if there is none."""
-    for task, auto in AUTO_CLASSES.items():
-        if mapped_class(auto, type(model.config)) is type(model):
-            return task
-    raise ValueError(f"{type(model).__name__} belongs to none of the tasks {list(AUTO_CLASSES)}")
 
 
 def shortened(value: Any) -> Any:
@@ -218,14 +213,18 @@ def _summary(source: TrainedModel, native: str, is_variant: bool) -> str:
 
 def _example(name: str, task: str, needs_hf_freeze: bool, remote_code: bool) -> str:
     option = ", trust_remote_code=True" if remote_code else ""
-    if task == "seq2seq-lm" and remote_code:  # the translation pipeline is part of hf_freeze
+    if task == "seq2seq-lm" and remote_code and not needs_hf_freeze:  # the translation pipeline is part of hf_freeze
         return (
             "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer\n"
             f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'
             f'model = AutoModelForSeq2SeqLM.from_pretrained("{name}", trust_remote_code=True)\n'
             'print(tokenizer.batch_decode(model.generate(**tokenizer("A sentence", return_tensors="pt"))))'
         )
-    first = [f"import hf_freeze  # {how_to_install()}"] if needs_hf_freeze or task == "seq2seq-lm" else []
+    first = []
+    if needs_hf_freeze and remote_code:  # the repository's code imports it
+        first = [f"# needs hf_freeze, {how_to_install()}"]
+    elif needs_hf_freeze or task == "seq2seq-lm":
+        first = [f"import hf_freeze  # {how_to_install()}"]
     if task in ("question-answering", "multiple-choice"):  # transformers 5 has no pipeline for them
         auto = AUTO_CLASSES[task].__name__
         return "\n".join([*first, f"from transformers import {auto}", f'{auto}.from_pretrained("{name}"{option})'])

@@ -15,9 +15,11 @@ from safetensors import SafetensorError, safe_open
 from hf_freeze.architectures.base import canonical_parameters
 from hf_freeze.compat.transformers import keys_to_ignore
 from hf_freeze.model.atomic_save import finish_model
+from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import empty_model
-from hf_freeze.publish.cards import TrainedModel, model_card, published_record, read_trained_model, task_of
-from hf_freeze.publish.remote_code import write_loader
+from hf_freeze.model.native_code import write_remote_code
+from hf_freeze.model.remote_code import has_remote_code
+from hf_freeze.publish.cards import TrainedModel, model_card, published_record, read_trained_model
 
 _HTTPError: Any = HfHubHTTPError.__bases__[0]  # HTTPError of httpx, or of httpx2 from huggingface_hub 2 on
 _NOT_PUBLISHED = (
@@ -66,12 +68,14 @@ def push_model(
     revision: str | None = None,
     max_shard_size: int | str = "50GB",
     tags: list[str] | None = None,
+    remote_code: bool | None = None,
     **options: Any,
 ) -> CommitInfo:
-    """`PreTrainedModel.push_to_hub` for variants: adds a card of methods and sizes if the repository has no card yet."""
+    """`PreTrainedModel.push_to_hub` for variants: adds a card of methods and sizes if the repository has no card yet.
+    `remote_code`: as that of `save_pretrained`."""
     with tempfile.TemporaryDirectory() as stage:
         folder = Path(stage)
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        model.save_pretrained(folder, max_shard_size=max_shard_size, remote_code=remote_code)
         with _short_hub_errors():
             has_card = HfApi(token=token).file_exists(repo_id, "README.md")
         any_token: Any = token
@@ -91,16 +95,18 @@ def assemble(
 ) -> None:
     """Write all files of the repository to `target`.
 
-    Raises ValueError if the model is incomplete, or if `remote_code` is requested and the native class cannot hold the model.
+    `remote_code`: with the code that loads a variant with `trust_remote_code`, which a folder that has it keeps in any case.
+    Raises ValueError if the model is incomplete.
     """
     model = empty_model(source.model)
     check_whole(source.model, model)
     shutil.copytree(source.model, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_NOT_PUBLISHED))
     write_record(source, target)
+    remote_code = isinstance(model, VariantMixin) and (remote_code or has_remote_code(model.config))
     if not (target / "README.md").exists():
         model_card(source, repo_id, model=model, remote_code=remote_code, **card_options).save(target / "README.md")
     if remote_code:
-        write_loader(target, model, task_of(model))
+        write_remote_code(target, model)
 
 
 def write_record(source: TrainedModel, target: Path) -> None:

@@ -7,7 +7,7 @@ hash of (seed, name), so every tensor has its own stream.
 A word is converted to fp32 by exact steps and one rounded multiplication: its top 24 bits u give u + 1/2 - 2^23, which is exact
 in fp32, times bound * 2^-23. The values are symmetric around zero and lie in (-bound, bound).
 
-This file is copied into repositories (publish/remote_code.py), so it imports nothing from hf_freeze.
+This file is copied into repositories (model/native_code.py), so it imports nothing from hf_freeze.
 """
 
 import hashlib

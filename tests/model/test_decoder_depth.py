@@ -20,7 +20,7 @@ from hf_freeze import make_variant, methods
 from hf_freeze.architectures.probe import Probe
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.architectures.verify import verify
-from hf_freeze.publish.remote_code import write_loader
+from hf_freeze.model.native_code import write_remote_code
 
 BATCH = {
     "input_ids": torch.tensor([[5, 9, 3, 7, 1], [8, 4, 1, 0, 0]]),
@@ -93,10 +93,11 @@ def test_a_static_cache_is_sized_alike():
 def test_remote_code_generates_the_same_with_a_cache(tmp_path):
     variant = make_variant(native("t5"), [METHODS["selection"]]).eval()
     variant.save_pretrained(tmp_path)
-    write_loader(tmp_path, variant, "seq2seq-lm")
+    write_remote_code(tmp_path, variant)
     program = (
-        "import json, sys, torch; from transformers import AutoModelForSeq2SeqLM as Auto;"
-        "model = Auto.from_pretrained(sys.argv[1], trust_remote_code=True).eval(); assert 'hf_freeze' not in sys.modules;"
+        "import json, sys, torch; sys.modules['hf_freeze'] = None;"  # as where it is not installed
+        "from transformers import AutoModelForSeq2SeqLM as Auto;"
+        "model = Auto.from_pretrained(sys.argv[1], trust_remote_code=True).eval();"
         "batch = {name: torch.tensor(rows) for name, rows in json.loads(sys.argv[2]).items()};"
         "print(model.generate(**batch, max_new_tokens=5).tolist())"
     )

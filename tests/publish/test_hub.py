@@ -12,6 +12,7 @@ import threading
 
 import pytest
 import torch
+import transformers.utils.hub
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file, save_file
 from support.cases import native_config, once, plain
@@ -321,7 +322,7 @@ import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "hf_freeze":
-            raise ModuleNotFoundError(name)
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Refuse())
 import torch
 from transformers import {auto}
@@ -360,8 +361,62 @@ def test_remote_code_needs_no_hf_freeze(applied, task, loopback, tmp_path):
     assert json.loads(printed) == model.eval()(**arguments).logits.flatten()[:5].tolist()
 
 
-def test_remote_code_is_refused_where_layers_are_ours(loopback, tmp_path):
-    build(plain(ARCHITECTURES["bert"], methods.LowRank(rank=4))).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no remote code for the methods low_rank: their layers need hf_freeze"):
-        push(tmp_path, "me/remote", remote_code=True)
-    assert loopback.seen == []
+WITH_US = """
+import sys, torch
+from huggingface_hub import constants
+constants.ENDPOINT = sys.argv[1]
+constants.HUGGINGFACE_CO_URL_TEMPLATE = sys.argv[1] + "/{repo_id}/resolve/{revision}/{filename}"
+from transformers import AutoModelForSequenceClassification
+options = {"trust_remote_code": True, "cache_dir": sys.argv[2]}
+model = AutoModelForSequenceClassification.from_pretrained("me/remote", **options).eval()
+print(type(model).__name__, model(torch.tensor([[1, 2, 3]])).logits.tolist())
+model.save_pretrained(sys.argv[3])
+"""
+
+
+def test_layers_of_ours_load_by_the_code_that_is_pushed_with_them(loopback, tmp_path):
+    variant = make_variant(
+        native_config(ARCHITECTURES["bert"]), [methods.LowRank(rank=4)], task="sequence-classification"
+    )
+    variant.eval().save_pretrained(tmp_path / "model")
+    done = CliRunner().invoke(app, ["push", str(tmp_path / "model"), "me/remote", "--remote-code"])
+    assert done.exit_code == 0, done.output
+    card = ModelCard.load("me/remote").text
+    assert "# needs hf_freeze, from a clone: pip install" in card
+    assert 'pipeline("text-classification", model="me/remote", trust_remote_code=True)' in card
+    assert "Loading it requires hf_freeze" in card
+
+    def there():
+        printed = printed_by(WITH_US, loopback.url, tmp_path / "cache", tmp_path / "again").split(" ", 1)
+        assert printed[0] == type(variant).__name__
+        assert json.loads(printed[1]) == variant(torch.tensor([[1, 2, 3]])).logits.tolist()
+
+    there()
+    pushed = loopback.files("me/remote")
+    assert "modeling_hf_freeze.py" in pushed
+    # Pushed again from what that program saved: neither asked for nor lost.
+    source = (loopback.folder / "me/remote/main/modeling_hf_freeze.py").read_bytes()
+    push(tmp_path / "again", "me/remote")
+    assert loopback.files("me/remote") == pushed
+    assert (loopback.folder / "me/remote/main/modeling_hf_freeze.py").read_bytes() == source
+    there()
+
+
+@pytest.mark.parametrize("name", ["push_to_hub", "save_pretrained"])
+def test_a_model_is_pushed_with_its_code(name, loopback, tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # made once, perhaps for another Hub
+    variant = make_variant(native_config(ARCHITECTURES["bert"]), [methods.LowRank(rank=4)], task="masked-lm")
+    if name == "push_to_hub":
+        variant.push_to_hub("me/remote", remote_code=True)
+        assert "trust_remote_code=True" in ModelCard.load("me/remote").text
+    else:
+        variant.save_pretrained(tmp_path / "model", push_to_hub=True, repo_id="me/remote", remote_code=True)
+    assert "modeling_hf_freeze.py" in loopback.files("me/remote")
+    assert "auto_map" in (loopback.folder / "me/remote/main/config.json").read_text()
+
+
+def test_a_native_model_needs_no_code(tmp_path):
+    build(plain(ARCHITECTURES["bert"], methods.LowRank(rank=4))).merge().save_pretrained(tmp_path / "model")
+    assemble(read_trained_model(tmp_path / "model"), tmp_path / "out", "me/x", remote_code=True)
+    assert not list((tmp_path / "out").glob("*.py"))
+    assert "trust_remote_code" not in (tmp_path / "out" / "README.md").read_text()

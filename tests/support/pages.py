@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import yaml
 from hf_freeze.cli import app
 from hf_freeze.experiments.recipes.load import load_recipe
 from support import ROOT
+from support.processes import new_process
 from support.recipes import cli
 
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z_]+")  # MODEL, DIRECTORY: the reader puts in a name
@@ -171,6 +173,20 @@ def _check_pip(arguments: list[str], folder: Path) -> None:
             assert word in constraints, f"{word} is not what constraints.txt pins"
 
 
+def _check_lm_eval(arguments: list[str], folder: Path) -> None:
+    """It runs where it is installed."""
+    options = dict(zip(arguments[1::2], arguments[2::2], strict=True))
+    known = {"--model", "--model_args", "--tasks", "--include_path", "--device"}
+    assert arguments[0] == "run", arguments[0]
+    assert options.keys() <= known, f"choose from {sorted(known)}"
+    model = dict(word.split("=") for word in options["--model_args"].split(","))["pretrained"]
+    assert (folder / model).is_dir(), f"{model} does not exist"
+    assert (folder / options["--include_path"] / f"{options['--tasks']}.yaml").exists(), options["--tasks"]
+    if find_spec("lm_eval") is not None:
+        done = new_process("", *arguments, module="lm_eval", folder=folder)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+
 def _check_make(arguments: list[str], folder: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in arguments:
@@ -188,6 +204,7 @@ _PROGRAMS: dict[str, Callable[[list[str], Path], None]] = {
     "python": _check_python,
     "pip": _check_pip,
     "make": _check_make,
+    "lm_eval": _check_lm_eval,
     "export": _check_export,
 }
 

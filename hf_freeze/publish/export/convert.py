@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 from hf_freeze._version import __version__
 from hf_freeze.analysis.accounting import stored_bytes
 from hf_freeze.architectures.registry import architecture_of
+from hf_freeze.architectures.tasks import task_of
 from hf_freeze.compat.pipelines import max_positions
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import load_model
-from hf_freeze.publish.cards import task_of
 from hf_freeze.publish.export import aotinductor, calibration, ctranslate2, dense, onnx, torch_export
 from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, require
