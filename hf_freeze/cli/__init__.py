@@ -21,6 +21,7 @@ from hf_freeze.cli import (
     push,
     report,
     run,
+    trim,
 )
 
 app = typer.Typer(
@@ -57,6 +58,7 @@ for _command in (
     export.export,
     convert.convert,
     merge.merge,
+    trim.trim,
     methods.methods,
     architectures.architectures,
 ):
