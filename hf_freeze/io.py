@@ -25,8 +25,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yields a new folder to write to, which then becomes `folder`, in the place of what is there. If writing fails, or the process
-    is killed, `folder` is as before; a kill leaves a hidden folder beside it."""
+    """Yields a new folder to write to, which then becomes `folder`, in the place of what is there. If writing fails, or the
+    process is killed, `folder` is as before; a kill leaves a hidden folder beside it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".hf_freeze_", dir=folder.parent) as temporary:
         written = Path(temporary) / "written"

@@ -33,7 +33,7 @@ def trim(
     ] = "all",
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier result of this command.")] = False,
 ) -> None:
-    """Remove the tokens that your texts do not need: a smaller table and tokenizer, the same vectors for covered text, and a card.
+    """Remove the tokens that your texts do not need: a smaller model and tokenizer, the same vectors for covered text, a card.
 
     Example: hf-freeze trim sentence-transformers/all-MiniLM-L6-v2 --texts passages.txt --coverage 0.999 --out minilm-small
     """

@@ -245,8 +245,8 @@ def _vocabulary(trimming: dict[str, Any]) -> dict[str, Any]:
         (label, f"{before[key]:,}", f"{after[key]:,}", f"{after[key] / before[key]:.3f}")
         for key, label in labels.items()
     ]
-    means = [texts[f"tokens_{when}"] / texts["texts"] for when in ("before", "after")]
-    rows.append(("tokens per text, mean", *(f"{mean:.2f}" for mean in means), f"{means[1] / means[0]:.3f}"))
+    mean, small_mean = (texts[f"tokens_{when}"] / texts["texts"] for when in ("before", "after"))
+    rows.append(("tokens per text, mean", f"{mean:.2f}", f"{small_mean:.2f}", f"{small_mean / mean:.3f}"))
     rows.append(("texts with an unknown token", f"{texts['unknown_before']:,}", f"{texts['unknown_after']:,}", ""))
     count, renumbered, total = texts["texts"], texts["renumbered"], texts["tokens_before"]
     difference = trimming["largest_difference"]
@@ -258,7 +258,7 @@ def _vocabulary(trimming: dict[str, Any]) -> dict[str, Any]:
             f"{trimming['coverage']:.4%} of their {total:,} tokens; it covers {texts['covered'] / total:.4%}. "
             f"{_CHARACTERS[trimming['characters']]}",
             f"{renumbered:,} of these texts ({renumbered / count:.2%}) are the same tokens as before, only with other numbers. "
-            f"The model computes the same for them: on {trimming['compared']} of them, hidden states were compared, and {values}. "
+            f"The model computes the same for them: hidden states of {trimming['compared']} of them were compared, and {values}. "
             "All other texts are split into more, smaller tokens, and the model computes something else.",
         ],
     }
@@ -392,7 +392,9 @@ def _other_seeds(source: TrainedModel) -> str:
 def _limits(source: TrainedModel, needs_hf_freeze: bool) -> list[str]:
     limits = [f"Loading it requires hf_freeze ({how_to_install()})."] if needs_hf_freeze else []
     if source.trimming is not None:
-        limits.append("Text unlike the texts that the tokens were chosen for takes more tokens, and may get worse results.")
+        limits.append(
+            "Text unlike the texts that the tokens were chosen for takes more tokens, and may get worse results."
+        )
     if source.record is not None:
         limits.append(f"The scores are of one training run. {_other_seeds(source)}".strip())
         limits.append("It was tested on text similar to its training data only.")

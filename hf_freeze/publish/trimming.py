@@ -26,7 +26,7 @@ from hf_freeze.data.trimming import check_kind, trim_tokenizer
 from hf_freeze.io import whole_folder
 from hf_freeze.methods._checks import check_choice, check_positive_share
 from hf_freeze.model.build import VariantMixin
-from hf_freeze.model.loading import load_model, load_tokenizer
+from hf_freeze.model.loading import check_exists, load_model, load_tokenizer
 from hf_freeze.model.make import make_variant
 from hf_freeze.model.token_ids import named_token_ids
 from hf_freeze.publish.cards import TRIMMING, model_card, read_trained_model
@@ -55,8 +55,8 @@ def trim_model(
 
     Kept are the most frequent tokens that cover the share `coverage` of all occurrences in the texts, and those that
     `analysis.choose_vocabulary` always keeps; `characters` and `targets` are its settings. Texts whose tokens are all kept have
-    the same ids as before, only renumbered, and the model computes the same for them. All other text is split into smaller tokens.
-    A native model stays native; a variant keeps its methods. The matrices of token tables, tied or not, the output matrix and its
+    the same ids as before, only renumbered, and the model computes the same for them. Other text is split into smaller tokens. A
+    native model stays native; a variant keeps its methods. The matrices of token tables, tied or not, the output matrix and its
     bias get smaller.
 
     The folder also gets a card and a record of the sizes before and after. `files`: names of the files that the texts are from,
@@ -71,6 +71,7 @@ def trim_model(
     check_choice(characters, CHARACTERS, "trim_model", "characters")
     folder = Path(out)
     _check_replaceable(folder, source, force)
+    check_exists(source)
     if Path(source).is_dir() and not Path(source, "config.json").is_file():
         raise ValueError(f"{source} holds no model: it has no config.json")
     say(f"reading {source}")
@@ -88,6 +89,7 @@ def trim_model(
         characters=characters,
         always=_named_tokens(model),
     )
+    chosen.check(architecture_of(model.config), model.config)
     trimmed = trim_tokenizer(tokenizer, chosen.keep)
     say(f"keeping {len(chosen.keep):,} of {len(tokenizer):,} tokens; splitting the texts with both tokenizers")
     old, new = copy.deepcopy(tokenizer), copy.deepcopy(trimmed)
