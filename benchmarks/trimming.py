@@ -4,13 +4,13 @@
 
 Claims: a held-out text whose tokens are all kept gets the vector of the whole model, bit for bit.
 
-For each `--coverages`, `hf-freeze trim` of MODEL on `--texts`, then the held-out texts are encoded, one at a time, by the whole and by
-the trimmed model: the mean of the last hidden states, of length 1, as all-MiniLM-L6-v2 is used. Columns:
+For each `--coverages`, MODEL is trimmed for `--texts`. Then the whole and the trimmed model encode the held-out texts, one at a
+time: the mean of the last hidden states, of length 1, as all-MiniLM-L6-v2 is used. Columns:
 
 - tokens, MB of the token table, and of all tensors;
 - tokens per held-out text;
 - same: the share of held-out texts whose ids are only renumbered;
-- cosine: between the two vectors of a text, the mean over all held-out texts, the mean over those that are not the same, and the least;
+- cosine: between the two vectors of a text: the mean of all held-out texts, of those that are not the same, and the least;
 - neighbour: the share of held-out texts whose nearest other held-out text stays the same;
 - similarity: the Pearson correlation, over all pairs of held-out texts, of their cosine before and after.
 
@@ -85,12 +85,21 @@ def main() -> None:
         both = torch.stack([each[pairs[0], pairs[1]] for each in (similarities, small_similarities)])
         kept = (neighbours(small_similarities) == neighbours(similarities)).float().mean()
         others = f"{cosines[~same].mean():.4f}" if not same.all() else ""
-        lines.append(
-            [f"{coverage:g}", *small_sizes, f"{sum(map(len, small_tokens)) / len(held_out):.2f}"]
-            + [f"{same.float().mean():.1%}", f"{cosines.mean():.4f}", others, f"{cosines.min():.4f}"]
-            + [f"{kept:.1%}", f"{torch.corrcoef(both)[0, 1]:.4f}"]
-        )
-    header = ["coverage", "tokens", "table MB", "tensors MB", "tokens per text", "same", "cosine", "of the others", "least"]
+        text_length = sum(map(len, small_tokens)) / len(held_out)
+        lines.append([f"{coverage:g}", *small_sizes, f"{text_length:.2f}", f"{same.float().mean():.1%}"])
+        lines[-1] += [f"{cosines.mean():.4f}", others, f"{cosines.min():.4f}"]
+        lines[-1] += [f"{kept:.1%}", f"{torch.corrcoef(both)[0, 1]:.4f}"]
+    header = [
+        "coverage",
+        "tokens",
+        "table MB",
+        "tensors MB",
+        "tokens per text",
+        "same",
+        "cosine",
+        "of the others",
+        "least",
+    ]
     verdict = f"missed at coverage {', '.join(failed)}" if failed else f"passed in all {len(options.coverages)}"
     summary = f"{len(held_out):,} held-out texts; covered texts get the same vectors bit for bit: {verdict}"
     _shared.report(options, _shared.markdown([*header, "neighbour", "similarity"], lines), summary)

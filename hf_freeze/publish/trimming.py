@@ -22,6 +22,7 @@ from hf_freeze.analysis.vocabulary import CHARACTERS
 from hf_freeze.architectures.base import read
 from hf_freeze.architectures.examples import probe_inputs
 from hf_freeze.architectures.registry import architecture_for, architecture_of
+from hf_freeze.compat.pipelines import max_positions
 from hf_freeze.data.trimming import check_kind, trim_tokenizer
 from hf_freeze.io import whole_folder
 from hf_freeze.methods._checks import check_choice, check_positive_share
@@ -94,7 +95,7 @@ def trim_model(
     say(f"keeping {len(chosen.keep):,} of {len(tokenizer):,} tokens; splitting the texts with both tokenizers")
     old, new = copy.deepcopy(tokenizer), copy.deepcopy(trimmed)
     effect = trimming_effect(old, new, chosen.keep, texts, targets=targets)
-    compared = list(islice(_covered(old, new, chosen.keep, texts), _COMPARED))
+    compared = list(islice(_covered(old, new, chosen.keep, texts, _length(model.config)), _COMPARED))
     before = {"tokens": len(tokenizer)} | _sizes(model)
     expected = [_hidden_states(model, ids) for ids, _ in compared]
     say("trimming the model")
@@ -145,10 +146,19 @@ def _named_tokens(model: Any) -> set[int]:
     return set().union(*(named_token_ids(each, vocabulary) for each in settings))
 
 
-def _covered(old: Any, new: Any, keep: Sequence[int], texts: Iterable[str]) -> Iterable[tuple[list[int], list[int]]]:
-    """(ids before, ids after) of the texts that are only renumbered, with special tokens, at most `_LENGTH`."""
+def _length(config: Any) -> int:
+    """The number of tokens of a text that are compared. Some models have fewer positions than their config says, since the first
+    ones are for padding, so half of them are used at most."""
+    limits = [max_positions(config, side) for side in ("encoder", "decoder")]
+    return min([_LENGTH, *(limit // 2 for limit in limits if limit is not None)])
+
+
+def _covered(
+    old: Any, new: Any, keep: Sequence[int], texts: Iterable[str], length: int
+) -> Iterable[tuple[list[int], list[int]]]:
+    """(ids before, ids after) of the texts that are only renumbered, with special tokens, at most `length` of each."""
     for text in texts:
-        before, after = (tokenizer(text, verbose=False)["input_ids"][:_LENGTH] for tokenizer in (old, new))
+        before, after = (tokenizer(text, verbose=False)["input_ids"][:length] for tokenizer in (old, new))
         if before and [keep[token] for token in after] == before:
             yield before, after
 

