@@ -20,7 +20,8 @@ from support.models import build
 from support.processes import printed_by
 from support.recipes import write_recipe
 from support.small import small_config
-from transformers import AutoModelForSequenceClassification, BertConfig, PreTrainedModel
+from support.tokenizers_of_each_kind import wordpiece
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel, PreTrainedModel
 from typer.testing import CliRunner
 
 from hf_freeze import make_variant, methods
@@ -32,6 +33,7 @@ from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import empty_model
 from hf_freeze.publish.cards import model_card, read_trained_model
 from hf_freeze.publish.hub import assemble, check_whole, push, push_model
+from hf_freeze.publish.trimming import trim_model
 
 TOKEN = "hf_loopback"
 
@@ -365,3 +367,23 @@ def test_remote_code_is_refused_where_layers_are_ours(loopback, tmp_path):
     with pytest.raises(ValueError, match="no remote code for the methods low_rank: their layers need hf_freeze"):
         push(tmp_path, "me/remote", remote_code=True)
     assert loopback.seen == []
+
+
+def test_a_model_of_the_hub_is_trimmed(loopback, tmp_path):
+    """With what sentence-transformers reads beside it; the card names it."""
+    folder = tmp_path / "encoder"
+    tokenizer = wordpiece(None)
+    BertModel(BertConfig(**ARCHITECTURES["bert"].tiny | {"vocab_size": len(tokenizer)})).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    (folder / "modules.json").write_text("[]")
+    push(folder, "me/encoder")
+    out = trim_model("me/encoder", ["der hund schläft im garten"], out=tmp_path / "small")
+    assert (out / "1_Pooling" / "config.json").is_file()
+    assert len(AutoTokenizer.from_pretrained(out)) < len(tokenizer)
+    assert ModelCard.load(out / "README.md").data.base_model == "me/encoder"
+    BertModel(BertConfig(**ARCHITECTURES["bert"].tiny)).save_pretrained(tmp_path / "alone")
+    push(tmp_path / "alone", "me/alone")
+    with pytest.raises(ValueError, match="me/alone holds no tokenizer"):
+        trim_model("me/alone", ["der hund"], out=tmp_path / "other")

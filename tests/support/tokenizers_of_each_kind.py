@@ -1,5 +1,5 @@
-"""A fast tokenizer of each kind, trained in place on the sentences of `support.text`. Each function ignores its argument, the folder
-that `support.text.marian_tokenizer` needs."""
+"""A fast tokenizer of each kind, trained in place on the sentences of `support.text`. Each function ignores its argument, the
+folder that `support.text.marian_tokenizer` needs."""
 
 import json
 
