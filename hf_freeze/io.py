@@ -2,6 +2,9 @@
 
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -18,6 +21,20 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yields a new folder to write to, which then becomes `folder`, in the place of what is there. If writing fails, or the
+    process is killed, `folder` is as before; a kill leaves a hidden folder beside it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".hf_freeze_", dir=folder.parent) as temporary:
+        written = Path(temporary) / "written"
+        written.mkdir()
+        yield written
+        if folder.exists():
+            os.replace(folder, Path(temporary) / "replaced")
+        os.replace(written, folder)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -4,7 +4,8 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from transformers import MarianTokenizer
 
 from hf_freeze import methods
 from hf_freeze.data.trimming import check_kind, merges, special_tokens
-from hf_freeze.methods._checks import check_one_given, check_positive_share
+from hf_freeze.methods._checks import check_choice, check_one_given, check_positive_share
 
+CHARACTERS = ("occurring", "all")
 _BATCH_SIZE = 1000  # texts
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -26,6 +28,8 @@ def choose_vocabulary(
     targets: Iterable[str] = (),
     size: int | None = None,
     coverage: float | None = None,
+    characters: str = "occurring",
+    always: Iterable[int] = (),
 ) -> methods.VocabularyTrimming:
     """Keep the tokens that occur most often in `texts`: at most `size` tokens, or as many as cover the share `coverage` of all
     occurrences (1: every token that occurs).
@@ -35,12 +39,16 @@ def choose_vocabulary(
         tokenizer = data.trim_tokenizer(tokenizer, trimming.keep)
 
     Some tokens are always kept: special and added tokens, language codes, the byte alphabet or byte tokens if the tokenizer has
-    them, all single characters that occur, so that other text can be spelled, and for each kept BPE token those that merge into
-    it. `targets`: texts of the target language, for tokenizers with a separate model for it, such as `MarianTokenizer`.
+    them, single characters, so that other text can be spelled, for each kept BPE token those that merge into it, the least
+    probable token of a Unigram model, which decides what an unknown character costs, and the ids in `always`. `characters`:
+    "occurring" in the texts, or "all" of the vocabulary, so that text in other scripts can be spelled as well. `targets`: texts
+    of the target language, for tokenizers with a separate model for it, such as `MarianTokenizer`.
 
     Raises ValueError for a tokenizer that cannot be trimmed, for texts without a token, both or neither of size and coverage, a
-    size below the number of tokens that are always kept or above the vocabulary, and a coverage outside (0, 1].
+    size below the number of tokens that are always kept or above the vocabulary, a coverage outside (0, 1], and unknown
+    `characters`.
     """
+    check_choice(characters, CHARACTERS, "choose_vocabulary", "characters")
     check_one_given("choose_vocabulary", size=size, coverage=coverage)
     if coverage is not None:
         check_positive_share(coverage, "choose_vocabulary", "coverage")
@@ -48,7 +56,8 @@ def choose_vocabulary(
     vocabulary = tokenizer.get_vocab()
     counts = _count(tokenizer, texts, targets)
     parents = _parents(tokenizer)
-    kept = _closure(_needed(tokenizer, vocabulary, counts), parents)
+    spelled = vocabulary.values() if characters == "all" else counts
+    kept = _closure(_needed(tokenizer, vocabulary, spelled) | set(always), parents)
     if size is not None and (type(size) is not int or not len(kept) <= size <= len(vocabulary)):
         raise ValueError(
             f"choose_vocabulary(size={size!r}): must be in {len(kept)}..{len(vocabulary)}: special tokens and characters need "
@@ -78,19 +87,70 @@ def count_tokens(tokenizer: Any, texts: Iterable[str], *, targets: Iterable[str]
     return array
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrimmingEffect:
+    """What a trimmed tokenizer does to texts. Added special tokens do not count."""
+
+    texts: int
+    renumbered: int  # texts that have the ids of before, only renumbered
+    tokens_before: int
+    tokens_after: int
+    covered: int  # of tokens_before, those that are kept
+    unknown_before: int  # texts with an unknown token
+    unknown_after: int
+
+
+def trimming_effect(
+    tokenizer: Any, trimmed: Any, keep: Sequence[int], texts: Iterable[str], *, targets: Iterable[str] = ()
+) -> TrimmingEffect:
+    """Compare `trimmed`, which is `data.trim_tokenizer(tokenizer, keep)`, with `tokenizer` on texts.
+
+    `targets`: as for `choose_vocabulary`. Raises ValueError for a string instead of a list of strings, and for texts without a
+    token.
+    """
+    totals: Counter[str] = Counter()
+    kept = set(keep)
+    for target, batch in _batches_of(texts, targets):
+        for old, new in zip(_ids(tokenizer, batch, target), _ids(trimmed, batch, target), strict=True):
+            totals["texts"] += 1
+            totals["renumbered"] += [keep[token] for token in new] == old
+            totals["tokens_before"] += len(old)
+            totals["tokens_after"] += len(new)
+            totals["covered"] += sum(token in kept for token in old)
+            totals["unknown_before"] += _unknown(tokenizer) in old
+            totals["unknown_after"] += _unknown(trimmed) in new
+    if not totals["tokens_before"]:
+        raise ValueError("the texts hold no token")
+    return TrimmingEffect(**{field: totals[field] for field in TrimmingEffect.__dataclass_fields__})
+
+
+def _unknown(tokenizer: Any) -> int | None:
+    """The id of the unknown token; None if the tokenizer has none of its own."""
+    unknown = tokenizer.unk_token_id
+    return None if unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) else unknown
+
+
 def _count(tokenizer: Any, texts: Iterable[str], targets: Iterable[str]) -> Counter[int]:
     """Id -> number of occurrences, without added special tokens."""
-    if isinstance(texts, str) or isinstance(targets, str):
-        raise ValueError("texts and targets are lists of strings, not a string")
-    settings = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     counts: Counter[int] = Counter()
-    for batch in _batches(texts):
-        counts.update(itertools.chain.from_iterable(tokenizer(batch, **settings)["input_ids"]))
-    for batch in _batches(targets):
-        counts.update(itertools.chain.from_iterable(tokenizer(text_target=batch, **settings)["input_ids"]))
+    for target, batch in _batches_of(texts, targets):
+        counts.update(itertools.chain.from_iterable(_ids(tokenizer, batch, target)))
     if not counts:
         raise ValueError("the texts hold no token")
     return counts
+
+
+def _ids(tokenizer: Any, batch: list[str], target: bool) -> list[list[int]]:
+    settings = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    return tokenizer(**{"text_target" if target else "text": batch}, **settings)["input_ids"]
+
+
+def _batches_of(texts: Iterable[str], targets: Iterable[str]) -> Iterator[tuple[bool, list[str]]]:
+    """(whether they are targets, some texts)"""
+    if isinstance(texts, str) or isinstance(targets, str):
+        raise ValueError("texts and targets are lists of strings, not a string")
+    yield from ((False, batch) for batch in _batches(texts))
+    yield from ((True, batch) for batch in _batches(targets))
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -99,23 +159,34 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _needed(tokenizer: Any, vocabulary: Mapping[str, int], counts: Mapping[int, int]) -> set[int]:
-    """The ids that are always kept, without merge parents."""
+def _needed(tokenizer: Any, vocabulary: Mapping[str, int], spelled: Iterable[int]) -> set[int]:
+    """The ids that are always kept, without merge parents. `spelled`: ids whose characters are kept as tokens."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, *special_tokens(tokenizer).values()}
     special |= {number for token, number in vocabulary.items() if _BYTE.fullmatch(token)}
-    occurring = tokenizer.convert_ids_to_tokens([token for token in counts if token not in special])
-    characters = set(itertools.chain.from_iterable(occurring))
+    tokens = tokenizer.convert_ids_to_tokens([token for token in spelled if token not in special])
+    characters = set(itertools.chain.from_iterable(tokens))
     prefix = suffix = ""
     if isinstance(tokenizer, MarianTokenizer):
         special |= {vocabulary[code] for code in tokenizer.supported_language_codes}
+        least = {_least_probable(model) for model in (tokenizer.spm_source, tokenizer.spm_target)}
+        special |= {vocabulary[piece] for piece in least if piece in vocabulary}
     else:
         data = json.loads(tokenizer.backend_tokenizer.to_str())
+        if data["model"]["type"] == "Unigram":
+            scores = [score for _, score in data["model"]["vocab"]]
+            special.add(scores.index(min(scores)))
         prefix = data["model"].get("continuing_subword_prefix") or ""
         suffix = data["model"].get("end_of_word_suffix") or ""
         if '"ByteLevel"' in json.dumps(data["pre_tokenizer"]):
             characters |= set(pre_tokenizers.ByteLevel.alphabet())
     forms = {form for c in characters for form in (c, prefix + c, c + suffix, prefix + c + suffix)}
     return special | {vocabulary[form] for form in forms if form in vocabulary}
+
+
+def _least_probable(model: Any) -> str:
+    """The piece of a sentencepiece model whose score its penalty for unknown characters depends on."""
+    numbers = [n for n in range(len(model)) if not (model.is_control(n) or model.is_unknown(n) or model.is_unused(n))]
+    return model.id_to_piece(min(numbers, key=model.get_score))
 
 
 def _parents(tokenizer: Any) -> dict[int, set[int]]:

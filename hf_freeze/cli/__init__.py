@@ -22,6 +22,7 @@ from hf_freeze.cli import (
     push,
     report,
     run,
+    trim,
 )
 
 app = typer.Typer(
@@ -59,6 +60,7 @@ for _command in (
     latency.latency,
     convert.convert,
     merge.merge,
+    trim.trim,
     methods.methods,
     architectures.architectures,
 ):

@@ -33,6 +33,17 @@ def full_lines(path: str | Path) -> Iterator[list[str]]:
         yield lines
 
 
+def filled_lines(path: str | Path) -> Iterator[list[str]]:
+    """As `full_lines`, without the empty lines. Raises ValueError if all lines are empty."""
+    is_empty = True
+    for _, lines in iterate_lines(path):
+        filled = [line for line in lines if line]
+        is_empty = is_empty and not filled
+        yield filled
+    if is_empty:
+        raise ValueError(f"{path}: all lines are empty")
+
+
 def iterate_documents(path: str | Path) -> Iterator[list[str]]:
     """As `read_documents`, some documents at a time."""
     document: list[str] = []

@@ -14,9 +14,13 @@ from datasets.exceptions import DatasetGenerationError
 
 from hf_freeze.data.cache import cached_rows, stamp
 from hf_freeze.data.columns import has_columns, iterate_columns, kind_of, parse_example
-from hf_freeze.data.lines import full_lines, iterate_documents, read_lines
+from hf_freeze.data.lines import filled_lines, full_lines, iterate_documents, read_lines
 
-UNITS: dict[str, Callable[[str | Path], Iterator[list[str]]]] = {"lines": full_lines, "documents": iterate_documents}
+UNITS: dict[str, Callable[[str | Path], Iterator[list[str]]]] = {
+    "lines": full_lines,
+    "filled lines": filled_lines,
+    "documents": iterate_documents,
+}
 _ROWS = 10_000  # of parallel text, written at a time
 
 
@@ -24,8 +28,8 @@ def read_text(paths: Sequence[str | Path], *, unit: str = "lines", column: str =
     """Column `text` from files, memory-mapped.
 
     Of JSONL (`.jsonl`, `.ndjson`, `.json`) and Parquet files the column `column` is read, without surrounding white space and
-    empty texts; any other file is plain text, a text for each of its lines or `documents`. All but Parquet may be compressed:
-    gzip, bzip2, xz, zstd, lz4.
+    empty texts; any other file is plain text, a text for each of its `lines`, of its `filled lines` (empty ones are left out) or
+    `documents`. All but Parquet may be compressed: gzip, bzip2, xz, zstd, lz4.
 
     Raises the errors of `read_lines`, and ValueError with file and line for JSON that is not as it should be.
     """

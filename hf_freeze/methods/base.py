@@ -33,6 +33,7 @@ class Method:
     freezes: ClassVar[bool] = False  # `freeze` names parameters, in `layers` if the method has that field
     replaces_blocks: ClassVar[bool] = False  # replaces all attentions or FFNs by blocks of another design
     repeatable: ClassVar[bool] = True  # may be applied to the same model twice
+    pads: ClassVar[bool] = False  # `merge` does no more than fill up layers with zeros
     shares_layers: ClassVar[bool] = False  # several layers use one set of parameters
     keeps_masks: ClassVar[bool] = False  # keeps a mask for each layer until `finalize`
     renumbers: ClassVar[str | None] = None  # "layers" or "tokens": the kept ones get new numbers

@@ -44,6 +44,7 @@ class FFNPruning(Method):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"neurons"})
+    pads: ClassVar[bool] = True
     width: int | None = None
     keep: dict[str, surgery.Kept] | None = None
     layers: dict[str, list[int]] | None = None

@@ -35,6 +35,7 @@ class HeadPruning(Method):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"heads"})
+    pads: ClassVar[bool] = True
     heads: dict[str, list[int]] | None = None
     share: float | None = None
     layers: dict[str, list[int]] | None = None

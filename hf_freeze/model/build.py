@@ -232,15 +232,18 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
 
     # -- and back ----------------------------------------------------------------------------------------------------------
 
-    def merge(self, *, copy: bool = True) -> PreTrainedModel:
+    def merge(self, *, copy: bool = True, uneven: bool = False) -> PreTrainedModel:
         """A plain native model with the same weights and logits; loading it needs no hf_freeze.
 
         `copy`: True gives it memory of its own. With False it takes over the tensors that stay as they are, and the variant
-        cannot be used any more.
+        cannot be used any more. `uneven`: layers of different sizes, of which heads or neurons were removed, keep these sizes
+        instead of being filled up with zeros. This needs a family whose layers read their sizes from `per_layer_config` of
+        transformers; in transformers 5.23 none does that for heads or neurons.
 
-        Raises ValueError for a method that cannot be undone, and while PEFT adapters are in the model.
+        Raises ValueError for a method that cannot be undone, while PEFT adapters are in the model, and with `uneven` for a
+        family of which transformers reads no such sizes.
         """
-        return merged(self, copy=copy)
+        return merged(self, copy=copy, uneven=uneven)
 
     @property
     def peft_config(self) -> Any:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # pyright: ignore[reportPrivateImportUsage]
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_freeze.model.classes  # noqa: F401 (registers the variants)
@@ -69,6 +70,24 @@ def load_model(name: str | os.PathLike[str], **options: Any) -> Any:
             f"{name} holds {config.architectures or 'no class of model'}; choose from {list(_classes(config))}"
         )
     return model_class.from_pretrained(name, **options)
+
+
+def load_tokenizer(name: str | os.PathLike[str]) -> Any:
+    """The tokenizer of a directory or Hub id; None if it has none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, TypeError, KeyError):  # any of these, depending on the missing file
+        return None
+    # For some families, such as BERT, transformers makes a tokenizer of the special tokens alone if the files are missing.
+    files = {"tokenizer.json", *tokenizer.vocab_files_names.values()} if tokenizer.vocab_files_names else set()
+    return tokenizer if not files or any(_has(name, file) for file in files) else None
+
+
+def _has(name: str | os.PathLike[str], file: str) -> bool:
+    """Whether a directory, or a Hub id of which it was downloaded, has this file."""
+    if Path(name).is_dir():
+        return Path(name, file).is_file()
+    return isinstance(try_to_load_from_cache(os.fspath(name), file), str)
 
 
 def _saved_class(name: str | os.PathLike[str]) -> tuple[Any, Any]:

@@ -14,15 +14,18 @@ from hf_freeze.compat.transformers import keep_on_save
 from hf_freeze.model import paging
 from hf_freeze.model.config import cache_fields, native_config
 from hf_freeze.model.sharing import memory_of, use_up
+from hf_freeze.model.uneven import check_native, set_sizes
 from hf_freeze.model.weights import no_draws
 
 
-def merged(variant: Any, *, copy: bool = True) -> PreTrainedModel:
+def merged(variant: Any, *, copy: bool = True, uneven: bool = False) -> PreTrainedModel:
     """A native model with the same weights and logits; loading it needs no hf_freeze. It has memory of its own, or with
     `copy=False` that of the variant where a tensor stays as it is; the variant then cannot be used any more.
 
-    Raises ValueError for a method that cannot be undone, while PEFT adapters are in the model, and for one whose tensors are
-    elsewhere (`device_map`).
+    `uneven`: layers keep their numbers of heads and neurons, in `per_layer_config`, instead of being filled up with zeros.
+
+    Raises ValueError for a method that cannot be undone, while PEFT adapters are in the model, for one whose tensors are
+    elsewhere (`device_map`), and with `uneven` for a family of which transformers reads no such sizes.
     """
     if hasattr(variant, "peft_config"):
         raise ValueError("merge() with adapters of PEFT in the model: merge_and_unload() or unload() them first")
@@ -39,14 +42,19 @@ def merged(variant: Any, *, copy: bool = True) -> PreTrainedModel:
             surgery.call_when_finished(source, paged.move)
         with no_draws():
             for method in reversed(structural):
-                method.merge(source, variant.architecture)
+                if not (uneven and method.pads):
+                    method.merge(source, variant.architecture)
     on_meta = variant.device.type == "meta"
+    config = native_config_of(variant.native_class, source.config)
+    if uneven and any(method.pads for method in structural):
+        set_sizes(config, source, variant.architecture)
+        check_native(variant.native_class, config, source)
     with torch.device("meta") if on_meta else no_draws(variant.dtype):
-        native: Any = variant.native_class(native_config_of(variant.native_class, source.config))
+        native: Any = variant.native_class(config)
     _take_over(source, native, variant.device)
     _separate(native, variant if copy else nn.Module())
-    attentions = variant.architecture.attentions(native.config).values()
-    surgery.match_scales(source.base_model, native.base_model, attentions, native.config)
+    attentions = variant.architecture.attentions(source.config).values()
+    surgery.match_scales(source.base_model, native.base_model, attentions, source.config)
     keep_on_save(native, variant.trained_constants())  # native classes leave out positions, even trained ones
     copy_runtime(source, native)
     if not copy:

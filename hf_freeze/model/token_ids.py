@@ -38,6 +38,16 @@ def _renumber(settings: Any, numbers: Mapping[int, int], vocabulary: int, method
             setattr(settings, name, biased or None)
 
 
+def named_token_ids(settings: Any, vocabulary: int) -> set[int]:
+    """The ids below `vocabulary` that fields such as `pad_token_id` of `settings`, a config or generation config, name."""
+    ids = set()
+    for name in settings.to_dict():
+        value: Any = getattr(settings, name, None)
+        if name.endswith("_token_id") and value is not None:
+            ids |= {token for token in _listed(value) if 0 <= token < vocabulary}
+    return ids
+
+
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 

@@ -26,6 +26,7 @@ from hf_freeze.model.remote_code import has_remote_code
 from hf_freeze.run_folder import commands_of, run_folder
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
+TRIMMING = "hf_freeze_trimming.json"  # in a folder that `trim_model` wrote: sizes before and after
 PICTURES = ("report.png",)  # in the folder of the grid that a run belongs to
 _TAGS = {  # our name of a task -> the Hub's
     "seq2seq-lm": "translation",
@@ -58,11 +59,13 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The folder of a model, with the record and settings of the run that trained it; both are None without a run."""
+    """The folder of a model, with the record and settings of the run that trained it; both are None without a run. `trimming`:
+    what trimming its vocabulary has changed, None if `trim_model` did not write the folder."""
 
     model: Path
     record: dict[str, Any] | None
     settings: dict[str, Any] | None
+    trimming: dict[str, Any] | None = None
 
     @property
     def grid(self) -> Path:
@@ -82,6 +85,8 @@ def read_trained_model(folder: Path) -> TrainedModel:
     model = folder / "model" if (folder / "model" / "config.json").exists() else folder
     if not (model / "config.json").exists():
         raise ValueError(f"{folder} holds no model: it has neither config.json nor model/config.json")
+    if (model / TRIMMING).exists():
+        return TrainedModel(model, None, None, _read_trimming(model / TRIMMING))
     run, documents = model.parent, []
     if model.name != "model" or not (run / "run.json").exists():
         return TrainedModel(model, None, None)
@@ -93,6 +98,13 @@ def read_trained_model(folder: Path) -> TrainedModel:
         except ValueError as error:
             raise ValueError(f"{run / name} is damaged: {error}") from None
     return TrainedModel(model, *documents)
+
+
+def _read_trimming(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def published_record(source: TrainedModel) -> dict[str, Any] | None:
@@ -143,7 +155,7 @@ def model_card(
     data = ModelCardData(
         library_name="transformers" if remote_code or not is_variant else "hf_freeze",
         pipeline_tag=_TAGS[task],
-        base_model=base_model or _pretrained(source),
+        base_model=base_model or (source.trimming or {}).get("base_model") or _pretrained(source),
         datasets=trained_on or None,
         language=list(language) or None,
         license=license,
@@ -162,6 +174,7 @@ def model_card(
         summary=_summary(source, native, is_variant),
         example=_example(name, task, needs_hf_freeze, remote_code),
         methods=[_describe(settings) for settings in getattr(model.config, "methods", ())],
+        vocabulary=_vocabulary(source.trimming) if source.trimming else None,
         sizes=sizes,
         stored_bytes=stored_bytes(model),
         multiply_adds=(source.record or {}).get("multiply_adds"),
@@ -206,9 +219,50 @@ def _describe(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _summary(source: TrainedModel, native: str, is_variant: bool) -> str:
     label = f" Row “{source.record['label']}” of the grid `{source.record['recipe']}`." if source.record else ""
+    if not is_variant and source.trimming:
+        before, after = (source.trimming[when]["tokens"] for when in ("before", "after"))
+        return f"A `{native}` with {after:,} of its {before:,} tokens, the ones that some texts need. Trimmed by hf_freeze."
     if not is_variant:
         return f"A `{native}`.{label}"
     return f"A `{native}`, changed by hf_freeze with the methods below.{label}"
+
+
+def _vocabulary(trimming: dict[str, Any]) -> dict[str, Any]:
+    """The rows of a table, as (name, before, after, ratio), and sentences on the texts."""
+    before, after, texts = trimming["before"], trimming["after"], trimming["texts"]
+    labels = {
+        "tokens": "tokens",
+        "parameters": "parameters",
+        "table_bytes": "bytes of matrices with a row per token",
+        "stored_bytes": "bytes of tensors in the file",
+    }
+    rows = [
+        (label, f"{before[key]:,}", f"{after[key]:,}", f"{after[key] / before[key]:.3f}")
+        for key, label in labels.items()
+    ]
+    mean, small_mean = (texts[f"tokens_{when}"] / texts["texts"] for when in ("before", "after"))
+    rows.append(("tokens per text, mean", f"{mean:.2f}", f"{small_mean:.2f}", f"{small_mean / mean:.3f}"))
+    rows.append(("texts with an unknown token", f"{texts['unknown_before']:,}", f"{texts['unknown_after']:,}", ""))
+    count, renumbered, total = texts["texts"], texts["renumbered"], texts["tokens_before"]
+    difference = trimming["largest_difference"]
+    values = "they are equal bit for bit" if difference == 0 else f"the largest difference is {difference:.2g}"
+    return {
+        "rows": rows,
+        "facts": [
+            f"Chosen for {count:,} texts ({', '.join(trimming['files']) or 'from memory'}), to cover at least "
+            f"{trimming['coverage']:.4%} of their {total:,} tokens; it covers {texts['covered'] / total:.4%}. "
+            f"{_CHARACTERS[trimming['characters']]}",
+            f"{renumbered:,} of these texts ({renumbered / count:.2%}) are the same tokens as before, only with other numbers. "
+            f"The model computes the same for them: hidden states of {trimming['compared']} of them were compared, and {values}. "
+            "All other texts are split into more, smaller tokens, and the model computes something else.",
+        ],
+    }
+
+
+_CHARACTERS = {
+    "all": "Special tokens and all single characters and bytes of the tokenizer are kept.",
+    "occurring": "Special tokens, bytes, and the single characters of these texts are kept.",
+}
 
 
 def _example(name: str, task: str, needs_hf_freeze: bool, remote_code: bool) -> str:
@@ -336,6 +390,10 @@ def _other_seeds(source: TrainedModel) -> str:
 
 def _limits(source: TrainedModel, needs_hf_freeze: bool) -> list[str]:
     limits = [f"Loading it requires hf_freeze ({how_to_install()})."] if needs_hf_freeze else []
+    if source.trimming is not None:
+        limits.append(
+            "Text unlike the texts that the tokens were chosen for takes more tokens, and may get worse results."
+        )
     if source.record is not None:
         limits.append(f"The scores are of one training run. {_other_seeds(source)}".strip())
         limits.append("It was tested on text similar to its training data only.")

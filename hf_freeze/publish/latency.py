@@ -289,8 +289,8 @@ class _Transformers:
         import torch
         from transformers import AutoTokenizer
 
-        from hf_freeze.model.loading import load_model
         from hf_freeze.architectures.tasks import task_of
+        from hf_freeze.model.loading import load_model
         from hf_freeze.publish.export.exported import CLASSES
 
         torch.set_num_threads(settings["threads"])

@@ -8,16 +8,15 @@ import pytest
 import sentencepiece
 import torch
 from support.text import SOURCE, TARGET, marian_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    AutoTokenizer,
-    BertTokenizer,
-    ByT5Tokenizer,
-    GPT2Tokenizer,
-    MarianConfig,
-    MarianMTModel,
-    PreTrainedTokenizerFast,
+from support.tokenizers_of_each_kind import (
+    byte_fallback,
+    byte_level,
+    character_bpe,
+    unigram,
+    word_level,
+    wordpiece,
 )
+from transformers import AutoTokenizer, ByT5Tokenizer, MarianConfig, MarianMTModel
 
 from hf_freeze import make_variant
 from hf_freeze.analysis import choose_vocabulary
@@ -27,70 +26,6 @@ from hf_freeze.data.sentencepiece_model import keep_pieces
 
 TEXTS = SOURCE + TARGET
 SOME = SOURCE[:2] + TARGET[:2]
-
-
-def character_bpe(_):
-    return train_tokenizer(TEXTS, 120)
-
-
-def unigram(_):
-    return train_tokenizer(TEXTS, 90, "unigram")
-
-
-def byte_level(_):
-    """As GPT-2's; the token that ends a text comes last."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    model = json.loads(tokenizer.to_str())["model"]
-    vocab = model["vocab"] | {"<|endoftext|>": len(model["vocab"])}
-    return GPT2Tokenizer(vocab=vocab, merges=[tuple(pair) for pair in model["merges"]], model_max_length=77)
-
-
-def wordpiece(_):
-    """As BERT's, with special tokens among the others."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    specials = ["[PAD]", "[unused1]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=specials, show_progress=False)
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    made = BertTokenizer(vocab=tokenizer.get_vocab(), strip_accents=False)
-    made.add_tokens(["<entity>"])
-    return made
-
-
-def word_level(_):
-    words = ["<pad>", "<s>", "</s>", "<unk>", *sorted(set(" ".join(TEXTS).split()))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.BertProcessing(("</s>", 2), ("<s>", 1))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="</s>")
-
-
-def byte_fallback(_):
-    """As Llama's first: bytes for what is no character of the vocabulary, and processors in a sequence."""
-    trained = json.loads(train_tokenizer(TEXTS, 120).backend_tokenizer.to_str())["model"]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokens += [token for token in trained["vocab"] if token not in ("<pad>", *tokens)]
-    vocab = {token: number for number, token in enumerate(tokens)}
-    merges = [tuple(pair) for pair in trained["merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.post_processor = processors.Sequence(
-        [
-            processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)]),
-        ]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
-    )
 
 
 FAST = [character_bpe, unigram, byte_level, wordpiece, word_level, byte_fallback]

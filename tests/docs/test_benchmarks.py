@@ -11,7 +11,7 @@ import torch
 from support import ROOT
 from support.cases import ALL
 from torch import distributed
-from transformers import MarianConfig
+from transformers import AutoModel, BertConfig, MarianConfig
 
 from hf_freeze import data, make_variant, methods, stored_bytes
 from hf_freeze.architectures.registry import ARCHITECTURES
@@ -235,6 +235,24 @@ def test_embeddings(run, tmp_path):
         assert re.search(rf"^- {bar}: (passed in all|missed in \d+ of) {places}\b", printed, re.M)
     assert "- adaptive softmax, training step faster than full from V = 32,000 on: not measured" in printed
     assert out.read_text(encoding="utf-8").startswith("`python benchmarks/embeddings.py --quick")
+
+
+def test_trimming(run, tmp_path):
+    text = data.builtin_corpus(train=60, dev=1, test=12)
+    tokenizer = data.train_tokenizer([*text["train"]["source"]], 300, kind="wordpiece")
+    AutoModel.from_config(BertConfig(**ARCHITECTURES["bert"].tiny | {"vocab_size": len(tokenizer)})).save_pretrained(
+        tmp_path / "model"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    for split in ("train", "test"):
+        (tmp_path / split).write_text("\n".join(text[split]["source"]), encoding="utf-8")
+    files = ["--texts", str(tmp_path / "train"), "--held-out", str(tmp_path / "test"), "--count", "10"]
+    printed = run("trimming", str(tmp_path / "model"), *files, "--coverages", "0.7", "1")
+    assert "10 held-out texts; covered texts get the same vectors bit for bit: passed in all 2" in printed
+    rows = [line.split(" | ") for line in re.findall(r"^\| [\dw].*", printed, re.M)]
+    whole, few, every = ([float(cell.replace(",", "")) for cell in row[1:5]] for row in rows)
+    assert few[0] < every[0] <= whole[0], "tokens"
+    assert few[3] > every[3] >= whole[3], "tokens of a text"
 
 
 @pytest.fixture

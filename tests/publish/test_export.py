@@ -281,9 +281,15 @@ def test_a_folder_in_the_way_is_left_alone(trained, tmp_path):
 
 def test_wrong_input_is_one_line(trained, tmp_path, monkeypatch):
     for arguments, message in (
-        ((trained, "tflite"), r"unknown format 'tflite'; choose from \['onnx', 'torch', 'aotinductor', 'ctranslate2', 'dense'\]"),
+        (
+            (trained, "tflite"),
+            r"unknown format 'tflite'; choose from \['onnx', 'torch', 'aotinductor', 'ctranslate2', 'dense'\]",
+        ),
         ((trained, "ctranslate2", "int3"), r"unknown quantization 'int3' for ctranslate2; choose from \['int8', "),
-        ((trained, "onnx", "float16"), r"unknown quantization 'float16' for onnx; choose from \['int8', 'int8-static'\]"),
+        (
+            (trained, "onnx", "float16"),
+            r"unknown quantization 'float16' for onnx; choose from \['int8', 'int8-static'\]",
+        ),
         ((tmp_path, "dense"), "holds no model: it has no config.json"),
     ):
         with pytest.raises(ValueError, match=message) as error:

@@ -21,7 +21,8 @@ from support.models import build
 from support.processes import printed_by
 from support.recipes import write_recipe
 from support.small import small_config
-from transformers import AutoModelForSequenceClassification, BertConfig, PreTrainedModel
+from support.tokenizers_of_each_kind import wordpiece
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel, PreTrainedModel
 from typer.testing import CliRunner
 
 from hf_freeze import make_variant, methods
@@ -33,6 +34,7 @@ from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import empty_model
 from hf_freeze.publish.cards import model_card, read_trained_model
 from hf_freeze.publish.hub import assemble, check_whole, push, push_model
+from hf_freeze.publish.trimming import trim_model
 
 TOKEN = "hf_loopback"
 
@@ -420,3 +422,23 @@ def test_a_native_model_needs_no_code(tmp_path):
     assemble(read_trained_model(tmp_path / "model"), tmp_path / "out", "me/x", remote_code=True)
     assert not list((tmp_path / "out").glob("*.py"))
     assert "trust_remote_code" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_model_of_the_hub_is_trimmed(loopback, tmp_path):
+    """With what sentence-transformers reads beside it; the card names it."""
+    folder = tmp_path / "encoder"
+    tokenizer = wordpiece(None)
+    BertModel(BertConfig(**ARCHITECTURES["bert"].tiny | {"vocab_size": len(tokenizer)})).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    (folder / "modules.json").write_text("[]")
+    push(folder, "me/encoder")
+    out = trim_model("me/encoder", ["der hund schläft im garten"], out=tmp_path / "small")
+    assert (out / "1_Pooling" / "config.json").is_file()
+    assert len(AutoTokenizer.from_pretrained(out)) < len(tokenizer)
+    assert ModelCard.load(out / "README.md").data.base_model == "me/encoder"
+    BertModel(BertConfig(**ARCHITECTURES["bert"].tiny)).save_pretrained(tmp_path / "alone")
+    push(tmp_path / "alone", "me/alone")
+    with pytest.raises(ValueError, match="me/alone holds no tokenizer"):
+        trim_model("me/alone", ["der hund"], out=tmp_path / "other")

@@ -23,7 +23,16 @@ from support.processes import new_process
 from support.recipes import cli
 
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z_]+")  # MODEL, DIRECTORY: the reader puts in a name
-_RUN_FOR_REAL = {"inspect", "diff", "card", "export", "methods", "architectures", "--version"}  # seconds at most
+_RUN_FOR_REAL = {
+    "inspect",
+    "diff",
+    "card",
+    "trim",
+    "export",
+    "methods",
+    "architectures",
+    "--version",
+}  # seconds at most
 
 
 @dataclass(frozen=True)

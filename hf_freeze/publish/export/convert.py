@@ -2,20 +2,18 @@
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
-from transformers import AutoTokenizer
 
 from hf_freeze._version import __version__
 from hf_freeze.analysis.accounting import stored_bytes
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.architectures.tasks import task_of
 from hf_freeze.compat.pipelines import max_positions
+from hf_freeze.io import whole_folder
 from hf_freeze.model.build import VariantMixin
-from hf_freeze.model.loading import load_model
+from hf_freeze.model.loading import load_model, load_tokenizer
 from hf_freeze.publish.export import aotinductor, calibration, ctranslate2, dense, onnx, torch_export
 from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, require
@@ -27,14 +25,6 @@ FORMATS: dict[str, Any] = {
     "ctranslate2": ctranslate2,
     "dense": dense,
 }
-_TOKENIZERS = (
-    "tokenizer",
-    "vocab",
-    "merges",
-    "spiece",
-    "source.spm",
-    "sentencepiece",
-)  # how names of their files start
 
 
 def export_model(
@@ -79,7 +69,7 @@ def export_model(
     if supported is not None and task not in supported.get(architecture_of(model.config).model_type, ()):
         choices = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in supported.items())
         raise ValueError(f"{format} does not support {type(model).__name__} ({task}); choose from {choices}")
-    tokenizer = _tokenizer(source)
+    tokenizer = load_tokenizer(source)
     if tokenizer is None and writer.NEEDS_TOKENIZER:
         raise ValueError(f"{source} holds no tokenizer, but {format} needs one; save it beside the model")
     if is_calibrated:
@@ -87,10 +77,7 @@ def export_model(
     if isinstance(model, VariantMixin):
         model = _finished(model) if writer.KEEPS_STRUCTURE else _merged(model, format, say)
     export = Export(model, task, tokenizer, quantization, say, texts)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".hf_freeze_export_", dir=folder.parent) as temporary:
-        written = Path(temporary) / "written"
-        written.mkdir()
+    with whole_folder(folder) as written:
         writer.write(export, written)
         if tokenizer is not None:
             tokenizer.save_pretrained(written)
@@ -101,9 +88,6 @@ def export_model(
         positions = {side: max_positions(model.config, side) for side in ("encoder", "decoder")}
         mark = {"format": format, "quantization": quantization, "task": task, "hf_freeze_version": __version__}
         (written / MARK).write_text(json.dumps(mark | {"max_positions": positions}, indent=2) + "\n", encoding="utf-8")
-        if folder.exists():
-            os.replace(folder, Path(temporary) / "replaced")
-        os.replace(written, folder)
     return folder
 
 
@@ -134,20 +118,6 @@ def _open(source: Any) -> tuple[Any, str]:
         raise ValueError(f"{source} holds no model: it has no config.json")
     model = load_model(source).eval()
     return model, task_of(model)
-
-
-def _tokenizer(source: Any) -> Any:
-    if Path(source).is_dir() and not any(path.name.startswith(_TOKENIZERS) for path in Path(source).iterdir()):
-        return None  # transformers would make one without words
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-    ):  # transformers raises any of these, depending on the missing file
-        return None
 
 
 def _finished(model: Any) -> Any:

@@ -1,0 +1,57 @@
+"""`hf-freeze trim`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_freeze.cli import terminal
+
+
+def trim(
+    model: Annotated[str, typer.Argument(help="Directory or Hub id of a native model or a variant, with a tokenizer.")],
+    texts: Annotated[
+        list[Path],
+        typer.Option(
+            help="File with the texts to keep the tokens of: a text per line, plain or compressed, or JSONL or Parquet with a "
+            "column text. May be repeated."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the smaller model.")],
+    coverage: Annotated[
+        float, typer.Option(help="Share of the token occurrences in the texts that kept tokens must cover.")
+    ] = 0.999,
+    targets: Annotated[
+        list[Path] | None,
+        typer.Option(help="File with texts of the target language, for a translator. May be repeated."),
+    ] = None,
+    characters: Annotated[
+        str,
+        typer.Option(
+            help="Single characters to keep: all, so that any text can still be encoded, or those occurring in the texts."
+        ),
+    ] = "all",
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier result of this command.")] = False,
+) -> None:
+    """Remove the tokens that your texts do not need: a smaller model and tokenizer, the same vectors for covered text, a card.
+
+    Example: hf-freeze trim sentence-transformers/all-MiniLM-L6-v2 --texts passages.txt --coverage 0.999 --out minilm-small
+    """
+    from hf_freeze.data import read_text
+    from hf_freeze.publish.trimming import trim_model
+
+    with terminal.one_line_errors():
+        files = [*texts, *(targets or [])]
+        folder = trim_model(
+            model,
+            read_text(texts, unit="filled lines")["text"],
+            out=out,
+            coverage=coverage,
+            targets=read_text(targets, unit="filled lines")["text"] if targets else (),
+            characters=characters,
+            files=[file.name for file in files],
+            force=force,
+            say=terminal.say,
+        )
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        terminal.say(f"Written: {folder} ({size / 1e6:.2f} MB)")

@@ -1,0 +1,216 @@
+"""Writes a smaller copy of a model for some texts: fewer tokens, a tokenizer that matches, and a card with before and after."""
+
+import copy
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+
+from hf_freeze import surgery
+from hf_freeze._version import __version__
+from hf_freeze.analysis import choose_vocabulary, trimming_effect
+from hf_freeze.analysis.accounting import count_parameters, stored_bytes
+from hf_freeze.analysis.vocabulary import CHARACTERS
+from hf_freeze.architectures.base import read
+from hf_freeze.architectures.examples import probe_inputs
+from hf_freeze.architectures.registry import architecture_for, architecture_of
+from hf_freeze.compat.pipelines import max_positions
+from hf_freeze.data.trimming import check_kind, trim_tokenizer
+from hf_freeze.io import whole_folder
+from hf_freeze.methods._checks import check_choice, check_positive_share
+from hf_freeze.model.build import VariantMixin
+from hf_freeze.model.loading import check_exists, load_model, load_tokenizer
+from hf_freeze.model.make import make_variant
+from hf_freeze.model.token_ids import named_token_ids
+from hf_freeze.publish.cards import TRIMMING, model_card, read_trained_model
+
+_COMPARED = 16  # texts whose hidden states are compared
+_LENGTH = 64  # tokens of each that are compared, at most
+_TOLERANCE = 1e-4  # of the largest hidden state
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
+# What sentence-transformers writes beside a model: how its token vectors become one vector.
+_SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "[0-9]_*/*")
+
+
+def trim_model(
+    source: str | os.PathLike[str],
+    texts: Iterable[str],
+    *,
+    out: str | os.PathLike[str],
+    coverage: float = 0.999,
+    targets: Iterable[str] = (),
+    characters: str = "all",
+    files: Sequence[str] = (),
+    force: bool = False,
+    say: Callable[[str], Any] = lambda text: None,
+) -> Path:
+    """Write the model of a directory or Hub id with only the tokens that `texts` need, and its tokenizer; returns `out`.
+
+    Kept are the most frequent tokens that cover the share `coverage` of all occurrences in the texts, and those that
+    `analysis.choose_vocabulary` always keeps; `characters` and `targets` are its settings. Texts whose tokens are all kept have
+    the same ids as before, only renumbered, and the model computes the same for them. Other text is split into smaller tokens. A
+    native model stays native; a variant keeps its methods. The matrices of token tables, tied or not, the output matrix and its
+    bias get smaller.
+
+    The folder also gets a card and a record of the sizes before and after. `files`: names of the files that the texts are from,
+    for the card. `texts` and `targets` are read several times. An earlier result of this function in `out` is replaced with
+    `force`; anything else never is. `say` is called with a message before each slow step.
+
+    Raises ValueError for a source without a model or tokenizer, a tokenizer that cannot be trimmed, texts without a token, a
+    coverage outside (0, 1], unknown `characters`, a model whose vocabulary cannot be trimmed or that computes something else
+    afterwards, and an `out` that must not be replaced.
+    """
+    check_positive_share(coverage, "trim_model", "coverage")
+    check_choice(characters, CHARACTERS, "trim_model", "characters")
+    folder = Path(out)
+    _check_replaceable(folder, source, force)
+    check_exists(source)
+    if Path(source).is_dir() and not Path(source, "config.json").is_file():
+        raise ValueError(f"{source} holds no model: it has no config.json")
+    say(f"reading {source}")
+    tokenizer = load_tokenizer(source)
+    if tokenizer is None:
+        raise ValueError(f"{source} holds no tokenizer; save it beside the model, since both are trimmed together")
+    check_kind(tokenizer)
+    model = load_model(source).eval()
+    say("counting the tokens of the texts")
+    chosen = choose_vocabulary(
+        copy.deepcopy(tokenizer),  # calls change how a tokenizer pads and truncates, which is saved with it
+        texts,
+        targets=targets,
+        coverage=coverage,
+        characters=characters,
+        always=_named_tokens(model),
+    )
+    chosen.check(architecture_of(model.config), model.config)
+    trimmed = trim_tokenizer(tokenizer, chosen.keep)
+    say(f"keeping {len(chosen.keep):,} of {len(tokenizer):,} tokens; splitting the texts with both tokenizers")
+    old, new = copy.deepcopy(tokenizer), copy.deepcopy(trimmed)
+    effect = trimming_effect(old, new, chosen.keep, texts, targets=targets)
+    compared = list(islice(_covered(old, new, chosen.keep, texts, _length(model.config)), _COMPARED))
+    before = {"tokens": len(tokenizer)} | _sizes(model)
+    expected = [_hidden_states(model, ids) for ids, _ in compared]
+    say("trimming the model")
+    is_variant = isinstance(model, VariantMixin)
+    small = make_variant(model, [chosen], copy=False)
+    small = (small if is_variant else small.merge(copy=False)).eval()
+    difference = _largest_difference(expected, [_hidden_states(small, ids) for _, ids in compared])
+    record = {
+        "hf_freeze_version": __version__,
+        "base_model": _hub_id(source),
+        "files": list(files),
+        "coverage": coverage,
+        "characters": characters,
+        "before": before,
+        "after": {"tokens": len(trimmed)} | _sizes(small),
+        "texts": asdict(effect),
+        "compared": len(compared),
+        "largest_difference": difference,
+    }
+    with whole_folder(folder) as written:
+        small.save_pretrained(written)
+        trimmed.save_pretrained(written)
+        _copy_sentence_files(source, written)
+        (written / TRIMMING).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        model_card(read_trained_model(written), model=small).save(written / "README.md")
+    return folder
+
+
+def _check_replaceable(folder: Path, source: Any, force: bool) -> None:
+    if not folder.exists() and not folder.is_symlink():
+        return
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file; choose another --out")
+    if Path(source).exists() and Path(source).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{folder} holds the model that is trimmed; choose another --out")
+    if not any(folder.iterdir()):
+        return
+    if not (folder / TRIMMING).is_file():
+        raise ValueError(f"{folder} exists, and hf-freeze trim did not write it; choose another --out")
+    if not force:
+        raise ValueError(f"{folder} holds an earlier result of hf-freeze trim; choose another --out, or use --force")
+
+
+def _named_tokens(model: Any) -> set[int]:
+    """The tokens that the config and the generation settings name: they must stay."""
+    vocabulary = min(read(model.config, field) for field in architecture_of(model.config).token_tables.values())
+    settings = [model.config, *([model.generation_config] if getattr(model, "generation_config", None) else [])]
+    return set().union(*(named_token_ids(each, vocabulary) for each in settings))
+
+
+def _length(config: Any) -> int:
+    """The number of tokens of a text that are compared. Some models have fewer positions than their config says, since the first
+    ones are for padding, so half of them are used at most."""
+    limits = [max_positions(config, side) for side in ("encoder", "decoder")]
+    return min([_LENGTH, *(limit // 2 for limit in limits if limit is not None)])
+
+
+def _covered(
+    old: Any, new: Any, keep: Sequence[int], texts: Iterable[str], length: int
+) -> Iterable[tuple[list[int], list[int]]]:
+    """(ids before, ids after) of the texts that are only renumbered, with special tokens, at most `length` of each."""
+    for text in texts:
+        before, after = (tokenizer(text, verbose=False)["input_ids"][:length] for tokenizer in (old, new))
+        if before and [keep[token] for token in after] == before:
+            yield before, after
+
+
+def _sizes(model: Any) -> dict[str, int]:
+    """Parameters of all, bytes of the matrices with a row per token (tied ones count once), bytes in the file."""
+    modules = surgery.vocabulary_modules(model, architecture_for(model)).values()
+    weights = {id(module.weight): module.weight for module in modules if hasattr(module, "weight")}
+    return {
+        "parameters": count_parameters(model).total,
+        "table_bytes": sum(weight.nbytes for weight in weights.values()),
+        "stored_bytes": stored_bytes(model),
+    }
+
+
+@torch.no_grad()
+def _hidden_states(model: Any, ids: list[int]) -> torch.Tensor:
+    """(1, T, D) of the last layer, for one text; an encoder-decoder reads it on both sides."""
+    inputs = probe_inputs(model.config, model.base_model)
+    others = {name: value[:1] for name, value in inputs.items() if not name.endswith(("input_ids", "attention_mask"))}
+    read_by = [name for name in inputs if name.endswith("input_ids")]
+    return model.base_model(**others, **dict.fromkeys(read_by, torch.tensor([ids])))[0]
+
+
+def _largest_difference(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> float:
+    """Raises ValueError if the trimmed model computes something else."""
+    largest = 0.0
+    for before, after in zip(expected, actual, strict=True):
+        difference = float((after.float() - before.float()).abs().max())
+        limit = _TOLERANCE * float(before.float().abs().max())
+        if not difference <= limit:
+            raise ValueError(
+                f"the trimmed model computes something else: hidden states differ by {difference:.2g}, the limit is {limit:.2g}"
+            )
+        largest = max(largest, difference)
+    return largest
+
+
+def _hub_id(source: Any) -> str | None:
+    name = os.fspath(source)
+    return name if not Path(name).exists() and _HUB_ID.fullmatch(name) else None
+
+
+def _copy_sentence_files(source: Any, target: Path) -> None:
+    """Copy what sentence-transformers reads beside the model, if the source has it."""
+    root = Path(source)
+    if not root.is_dir():
+        root = Path(snapshot_download(os.fspath(source), allow_patterns=list(_SENTENCE_FILES)))
+    if not (root / "modules.json").is_file():
+        return
+    for pattern in _SENTENCE_FILES:
+        for path in root.glob(pattern):
+            if path.is_file():
+                (target / path.relative_to(root)).parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target / path.relative_to(root))
