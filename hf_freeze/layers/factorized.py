@@ -104,13 +104,16 @@ class FactorizedLinear(DerivedLinear):
     def _traced(self, x: torch.Tensor) -> torch.Tensor:
         """The forward for torch.export, whose number of tokens is unknown: by the factors if this is the faster way for one token
         and for many, or else by the dense weight. An engine can compute that from the factors once, when it opens the file."""
-        paths = {self.path(tokens, "cpu") for tokens in _TRACED_FOR}
-        if paths != {"factors"}:
+        if not self.traced_as_factors():
             return functional.linear(x, self.dense_weight(), self.bias)
         _, prepare = self.prepared_factors(max(_TRACED_FOR), "cpu")
         y = self.multiply(x.reshape(-1, self.in_features), prepare())
         y = y if self.bias is None else y + self.bias
         return y.view(*x.shape[:-1], self.out_features)
+
+    def traced_as_factors(self) -> bool:
+        """Whether an exported forward is computed by the factors."""
+        return {self.path(tokens, "cpu") for tokens in _TRACED_FOR} == {"factors"}
 
     @staticmethod
     def _exactly(compute: Callable[[], Any], device_type: str) -> Any:

@@ -39,6 +39,7 @@ KEEPS_STRUCTURE = True
 DATA = "weights.data"
 _ALIGNMENT = 64  # bytes, of the tensors in DATA
 _SMALL = 1024  # bytes; smaller tensors stay in the graph
+_ANY_SIZE = 1 << 40
 _TOLERANCE = 1e-4  # absolute and relative, of outputs
 _FORMS = {"float16": 16, "uint24": 24}  # how numbers that a seed generates are stored -> bits of a number, fewest first
 
@@ -147,10 +148,11 @@ def _traced(part: Part) -> Any:
 
 def _quantized(graph: Any, recorded: list[dict[str, Tensor]] | None) -> Any:
     """Weights of matrix products and tables in int8, with one scale each. So are activations, whose scales come from `recorded`
-    inputs of the part, or else from each input. Of weights that the graph computes from others, these are in int8, with a scale
-    for each row."""
+    inputs of the part, or else from each input. Where the graph computes a weight from fewer numbers, the file holds these, in
+    int8 with a scale for each row."""
     import onnx_ir
     from onnxruntime import quantization
+    from onnxscript import optimizer
 
     class Recorded(quantization.CalibrationDataReader):
         def __init__(self) -> None:
@@ -160,9 +162,11 @@ def _quantized(graph: Any, recorded: list[dict[str, Tensor]] | None) -> Any:
             inputs = next(self.rest, None)
             return None if inputs is None else {name: value.contiguous().numpy() for name, value in inputs.items()}
 
+    folded = graph.clone()
     with tempfile.TemporaryDirectory() as temporary, _quiet():
+        optimizer.optimize(folded, input_size_limit=_ANY_SIZE, output_size_limit=_ANY_SIZE)
         exact, int8 = Path(temporary) / "exact.onnx", Path(temporary) / "int8.onnx"
-        onnx_ir.save(graph.clone(), exact, external_data="exact.data")
+        onnx_ir.save(folded, exact, external_data="exact.data")
         kind = quantization.QuantType.QInt8
         if recorded is None:
             quantization.quantize_dynamic(exact, int8, weight_type=kind)
@@ -180,11 +184,92 @@ def _quantized(graph: Any, recorded: list[dict[str, Tensor]] | None) -> Any:
             )
         quantized: Any = onnx_ir.load(int8)
         onnx_ir.external_data.load_to_model(quantized)
+    _compute_again(graph.graph, quantized.graph)
     first = next(iter(quantized.graph))
     for value in list(quantized.graph.initializers.values()):
         if value.const_value.nbytes >= _SMALL and value.dtype == onnx_ir.DataType.FLOAT and _is_weight(value):
             _store_in_int8(quantized.graph, first, value)
     return quantized
+
+
+def _compute_again(graph: Any, quantized: Any) -> None:
+    """Replace the int8 weights of `quantized` that `graph` computes from less, such as factors or the entries of a sparse matrix:
+    the file holds these, and the engine computes the weight and rounds it once, when it opens the file."""
+    import onnx_ir
+
+    computed = {value.name: value for node in graph for value in node.outputs}
+    first = next(iter(quantized))
+    copies: dict[str, Any] = {}
+
+    def copied(value: Any) -> Any:
+        """The value of `graph` in `quantized`, with the nodes that compute it."""
+        if value is None or value.name in copies:
+            return value and copies[value.name]
+        if value.name in graph.initializers:
+            copy = onnx_ir.Value(
+                name=f"{value.name}.source", shape=value.shape, type=value.type, const_value=value.const_value
+            )
+            quantized.register_initializer(copy)
+        else:
+            node = value.producer()
+            inputs = [copied(each) for each in node.inputs]
+            made = onnx_ir.Node(
+                node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs)
+            )
+            copy = made.outputs[node.outputs.index(value)]
+            copy.name = f"{value.name}.computed"
+            quantized.insert_before(first, made)
+        copies[value.name] = copy
+        return copy
+
+    for value in list(quantized.initializers.values()):
+        name = value.name.removesuffix("_quantized")
+        if name == value.name or name not in computed:
+            continue
+        node = computed[name].producer()
+        if node.op_type == "Transpose" and f"{node.inputs[0].name}_quantized" in quantized.initializers:
+            # A table of tokens that is the output matrix too: the same numbers, with the same scale.
+            for part in ("scale", "zero_point"):
+                old = quantized.initializers.pop(f"{name}_{part}")
+                old.replace_all_uses_with(quantized.initializers[f"{node.inputs[0].name}_{part}"])
+            table = quantized.initializers[f"{node.inputs[0].name}_quantized"]
+            _replace(quantized, value, _computed(quantized, first, "Transpose", table, perm=[1, 0]))
+            continue
+        sources = _sources(computed[name])
+        if sources is None or sum(_int8_bytes(each) for each in sources.values()) > 0.9 * value.const_value.nbytes:
+            continue
+        result = _computed(quantized, first, "Div", copied(computed[name]), quantized.initializers[f"{name}_scale"])
+        result = _computed(quantized, first, "Round", result)
+        result = _computed(quantized, first, "Clip", result, np.float32(-127), np.float32(127))
+        result = _computed(quantized, first, "Cast", result, to=onnx_ir.DataType.INT8.value)
+        _replace(quantized, value, result)
+
+
+def _replace(graph: Any, initializer: Any, result: Any) -> None:
+    """Have all that reads an initializer read `result`."""
+    del graph.initializers[initializer.name]
+    initializer.name = None
+    initializer.replace_all_uses_with(result, replace_graph_outputs=True)
+
+
+def _sources(value: Any) -> dict[str, Any] | None:
+    """name -> the initializers that a value is computed from; None if it depends on an input of the graph."""
+    if value.const_value is not None and value.producer() is None:
+        return {value.name: value}
+    if value.producer() is None:
+        return None
+    found: dict[str, Any] = {}
+    for each in value.producer().inputs:
+        if each is not None:
+            if (sources := _sources(each)) is None:
+                return None
+            found |= sources
+    return found
+
+
+def _int8_bytes(value: Any) -> int:
+    tensor = value.const_value
+    return tensor.nbytes // 4 if tensor.dtype.name == "FLOAT" and tensor.nbytes >= _SMALL else tensor.nbytes
 
 
 def _is_weight(value: Any) -> bool:
@@ -204,8 +289,7 @@ def _store_in_int8(graph: Any, first: Any, value: Any) -> None:
     result = _computed(graph, first, "Cast", numbers, to=onnx_ir.DataType.FLOAT.value)
     by_row = scales.reshape(-1, *[1] * (values.ndim - 1)) if values.ndim > 1 else scales.reshape(1)
     result = _computed(graph, first, "Mul", result, by_row)
-    value.replace_all_uses_with(result, replace_graph_outputs=True)
-    del graph.initializers[value.name]
+    _replace(graph, value, result)
 
 
 class _Weights:
@@ -279,8 +363,8 @@ def _computed(graph: Any, first: Any, kind: str, *inputs: Any, **attributes: Any
     number = sum(1 for _ in graph)
     values = []
     for position, value in enumerate(inputs):
-        if isinstance(value, np.ndarray):
-            tensor: Any = onnx_ir.tensor(value, name=f"stored.{number}.{position}")
+        if isinstance(value, np.ndarray | np.generic):
+            tensor: Any = onnx_ir.tensor(np.asarray(value), name=f"stored.{number}.{position}")
             value = onnx_ir.Value(
                 name=tensor.name, shape=tensor.shape, type=onnx_ir.TensorType(tensor.dtype), const_value=tensor
             )
