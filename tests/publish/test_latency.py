@@ -1,0 +1,130 @@
+"""`hf-freeze latency`: what is measured, for models of every kind, and what a user sees of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.cases import plain
+from support.models import build
+from support.text import SOURCE
+from test_export import marian, save, words
+from typer.testing import CliRunner
+
+from hf_freeze import make_variant, methods
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.cli import app
+from hf_freeze.publish.export import export_model
+from hf_freeze.publish.latency import Latency, draw, measure, table
+
+TEXTS = ["w5 w9 w3", "w8 w4 w4 w7 w30", "w3", "w11 w12"]
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory) -> Path:
+    model = make_variant(marian(words(40)), [methods.LowRank(rank=3)])
+    return save(tmp_path_factory.mktemp("latency") / "model", model, words(40))
+
+
+def test_folders_take_turns_and_do_the_same_work(translator, tmp_path):
+    served = export_model(translator, "ctranslate2", out=tmp_path / "served")
+    said: list[str] = []
+    results = measure(
+        [translator, served], TEXTS, batches=(1, 3), new_tokens=5, exactly=True, rounds=2, say=said.append
+    )
+    assert [one.engine for one in results] == ["PyTorch", "ctranslate2"]
+    for one in results:
+        assert one.task == "seq2seq-lm"
+        assert one.sizes == {1: [(1, 5)] * 8, 3: [(3, 15), (1, 5)] * 2}
+        assert len(one.first) == 8
+        assert 0 < min(one.first) < one.percentile(1, 95) * 2
+        assert one.per_text(1) == pytest.approx(sum(one.batches[1]) / 8)
+        assert one.tokens_per_second(1) == pytest.approx(5000 * 8 / sum(one.batches[1]))
+        assert one.cold_start > 0.3  # no Python imports torch in less
+        assert 100 < one.memory < 10_000
+    assert results[0].megabytes == pytest.approx((translator / "model.safetensors").stat().st_size / 1e6)
+    middle, low, high = results[1].ratio_to(results[0], 1)
+    assert 0 < low <= middle <= high < 1  # CTranslate2 has no Python in its search
+    assert said[0] == f"opening {translator} (1 of 2)"
+    assert said[-1] == "round 2 of 2"
+
+
+def test_a_translation_ends_where_the_model_ends_it(translator):
+    (one,) = measure([translator], TEXTS, batches=(4,), new_tokens=12, rounds=1)
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(translator), AutoTokenizer.from_pretrained(translator)
+    encoded = tokenizer(TEXTS, padding=True, return_tensors="pt", return_token_type_ids=False)
+    outputs = model.generate(**encoded, max_new_tokens=12, num_beams=1, do_sample=False)[:, 1:]
+    expected = sum(row.index(1) + 1 if 1 in row else len(row) for row in outputs.tolist())
+    assert one.sizes == {4: [(4, expected)]}
+
+
+def test_a_classifier_and_a_language_model(tmp_path):
+    classifier = save(tmp_path / "bert", build(plain(ARCHITECTURES["bert"], task="sequence-classification")))
+    generator = save(tmp_path / "gpt2", build(plain(ARCHITECTURES["gpt2"], task="causal-lm")))
+    one, other = measure([classifier, generator], TEXTS, batches=(2,), new_tokens=4, exactly=True, rounds=1)
+    assert (one.first, one.tokens_per_second(2)) == ([], 0)
+    assert table([one])[0].keys() == {
+        "folder",
+        "engine",
+        "files, MB",
+        "cold start, s",
+        "2: ms",
+        "2: texts/s",
+        "memory, MB",
+    }
+    assert other.sizes == {2: [(2, 8)] * 2}
+
+
+def test_what_cannot_be_measured(translator, tmp_path):
+    for folders, options, message in (
+        ([], {}, "no folder to measure"),
+        ([translator], {"texts": ["  "]}, "the texts are empty"),
+        ([translator], {"new_tokens": 0}, "new_tokens=0: must be at least 1"),
+        ([translator], {"batches": (0,)}, "batch=0: must be at least 1"),
+        ([tmp_path], {}, f"{tmp_path}: .*no config.json|{tmp_path}: .*does not appear to have|{tmp_path}: .*"),
+    ):
+        arguments = {"texts": TEXTS, "rounds": 1} | options
+        with pytest.raises(ValueError, match=message) as error:
+            measure(folders, **arguments)
+        assert "\n" not in str(error.value)
+
+
+def test_command_line(translator, tmp_path):
+    (tmp_path / "texts.txt").write_text("\n".join(SOURCE), encoding="utf-8")
+    arguments = [
+        "latency",
+        translator,
+        "--texts",
+        tmp_path / "texts.txt",
+        "--batch",
+        2,
+        "--rounds",
+        1,
+        "--new-tokens",
+        2,
+    ]
+    arguments += ["--out", tmp_path / "out"]
+    done = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert done.exit_code == 0, done.output
+    assert "2: tokens/s" in done.output
+    assert f"Written: {tmp_path / 'out' / 'latency.json'}" in done.output
+    (written,) = json.loads((tmp_path / "out" / "latency.json").read_text())
+    assert written["task"] == "seq2seq-lm"
+    assert (tmp_path / "out" / "latency.md").read_text().startswith("| folder | engine | files, MB |")
+    assert (tmp_path / "out" / "latency.png").read_bytes()[:4] == b"\x89PNG"
+    wrong = CliRunner().invoke(app, ["latency", str(translator), "--texts", str(tmp_path / "none.txt")])
+    assert wrong.exit_code == 2
+    assert "none.txt" in wrong.output
+
+
+def test_the_picture_has_a_bar_for_each_folder(tmp_path):
+    results = [
+        Latency(
+            f"runs/row-{row}/model", "PyTorch", "seq2seq-lm", 1.0, 2.0, batches={1: [3.0, 4.0]}, sizes={1: [(1, 2)] * 2}
+        )
+        for row in (0, 1, 2)
+    ]
+    draw(results, tmp_path / "latency.png")
+    assert (tmp_path / "latency.png").stat().st_size > 5000
+    assert [row["folder"] for row in table(results)] == ["row-0", "row-1", "row-2"]
