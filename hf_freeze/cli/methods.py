@@ -54,13 +54,18 @@ def methods(
 
 
 def methods_by_architectures() -> str:
-    """The Markdown table of which method works on which architecture, from the registries."""
+    """The Markdown table of which method works on which architecture, from the registries, and which formats keep its savings."""
     from hf_freeze.architectures.registry import ARCHITECTURES
     from hf_freeze.methods.registry import METHODS
+    from hf_freeze.publish.export.convert import FORMATS
+    from hf_freeze.publish.export.survival import surviving_formats
 
-    lines = ["| method | " + " | ".join(ARCHITECTURES) + " |", "| --- |" + " :-: |" * len(ARCHITECTURES)]
+    lines = ["| method | " + " | ".join(ARCHITECTURES) + " | survives export to |"]
+    lines.append("| --- |" + " :-: |" * len(ARCHITECTURES) + " --- |")
     for method in METHODS.values():
         marks = ["✓" if method.supports(architecture) else "–" for architecture in ARCHITECTURES.values()]
+        formats = surviving_formats(method)
+        marks.append("all" if len(formats) == len(FORMATS) else ", ".join(formats) or "–")
         lines.append(f"| `methods.{method.__name__}` | " + " | ".join(marks) + " |")
     return "\n".join(lines)
 
