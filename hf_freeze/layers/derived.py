@@ -207,6 +207,8 @@ class Computed(Derived):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
+        if is_traced():
+            return self.dense_weight()
         weight = self.dense_weight().as_subclass(ComputedWeight)
         weight.owner = self
         return weight

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from families.contract import tiny_config
 from support.cases import ALL, PLAIN, Case, once_on_each_architecture, plain
 from support.models import build
 from support.text import fast_tokenizer
@@ -21,6 +22,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaConfig,
+    T5ForConditionalGeneration,
     TextStreamer,
     ViTConfig,
     ViTForImageClassification,
@@ -310,6 +312,17 @@ def test_a_full_disk_leaves_the_earlier_export(classifier, tmp_path, monkeypatch
         export_model(classifier, "torch", out=folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_family_whose_layers_read_their_weights(tmp_path):
+    """T5 looks at the dtype of a weight, which a variant computes when it is read."""
+    torch.manual_seed(0)
+    model = make_variant(T5ForConditionalGeneration(tiny_config("t5")), [methods.LowRank(rank=3)]).eval()
+    model.save_pretrained(tmp_path / "t5")
+    opened = AutoModelForSeq2SeqLM.from_pretrained(export_model(tmp_path / "t5", "torch"))
+    ids = torch.tensor([[5, 9, 3, 1]])
+    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": 2}
+    assert opened.generate(ids, **options).tolist() == model.generate(ids, **options).tolist()
 
 
 def test_an_image_classifier_too(tmp_path):
