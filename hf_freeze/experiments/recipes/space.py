@@ -237,6 +237,8 @@ def _parse(data: Any, where: str) -> Any:
         raise ValueError(f"{where}: int={ends} step={step!r} must be integers, and the step at least 1")
     if not isinstance(log, bool) or (log and (low <= 0 or step != 1)):
         raise ValueError(f"{where}: log={log!r} needs a lower end above 0, not {low:g}, and no step")
+    if kind == "int":
+        high = low + (high - low) // step * step
     return Range(kind=kind, low=low, high=high, step=step, log=log)
 
 
