@@ -180,7 +180,7 @@ def test_a_run_that_pauses_ends_as_one_that_does_not_and_never_sees_the_test_spl
     load = translation.TASK.load
     hiding = replace(translation.TASK, load=lambda data: load(data) | {"test": Hidden()})
     monkeypatch.setattr(translation, "TASK", hiding)
-    changes = {"presets/small/training/epochs": 3, "decoding": {"max_tokens": 4}}
+    changes = {"presets/small/training/epochs": 3, "presets/small/backbone/config/max_position_embeddings": 10}
     run = expand(load_recipe(write_recipe(tmp_path / "r.yaml", **changes)))[1] | {"scored_on": "dev"}
     whole = execute(run, tmp_path / "whole" / "row-2.1-seed-1")
     folder = tmp_path / "paused" / "row-2.1-seed-1"
