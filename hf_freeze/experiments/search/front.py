@@ -16,7 +16,8 @@ def score_front(search: Search, found: Found, *, jobs: int, console: Console, co
     """Train the rows of the front, and the recipe's own, with the other seeds of the recipe, and score them on the test split: a
     grid in `front`, whose runs start from those of the search and train no further. What is scored already is not again."""
     recipe = search.recipe
-    names = list(dict.fromkeys([*recipe["rows"], *sorted(found.front, key=lambda name: found.front[name])]))
+    own = [row for row in recipe["rows"] if search.is_finished({"row": row, "seed": recipe["seeds"][0]})]
+    names = list(dict.fromkeys([*own, *sorted(found.front, key=lambda name: found.front[name])]))
     if recipe["seeds"][1:]:
         search.train_other_seeds(names)
     grid = {

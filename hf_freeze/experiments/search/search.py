@@ -114,10 +114,7 @@ class Search:
         Raises ValueError where the space has no point that is worth training, and FailedRuns where the first trials all fail.
         """
         began = time.monotonic()
-        for run in self._hand_made:
-            self._take(_Job(run))
-        for number in self.study.running():
-            self._revive(number)
+        self._take_over()
         workers = Processes(self._jobs, self._resume_anyway)
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         bars = Progress(
@@ -153,6 +150,10 @@ class Search:
         self._hand_made += [run | {"scored_on": "dev"} for run in self._expand(rows, self.recipe["seeds"][1:])]
         self.run(0)
 
+    def is_finished(self, run: dict[str, Any]) -> bool:
+        """Whether a run, of which row and seed are read, was trained to its end."""
+        return (run_folder(self.grid, run) / "metrics.json").exists()
+
     def row(self, name: str) -> dict[str, Any]:
         """The row of that name: the recipe's, or of a trial."""
         if name in self.recipe["rows"]:
@@ -178,11 +179,21 @@ class Search:
                 self.console.print(f"{_IN_VAIN} points in a row were refused or known: the search ends here")
                 break
             self._draw()
+        if not self._waiting:
+            self._take_over()  # another process may have been killed meanwhile
         return self._waiting.popleft() if self._waiting else None
+
+    def _take_over(self) -> None:
+        """Queue what is to be done and no living process has: the rows of the recipe, and trials that a killed one left."""
+        for run in self._hand_made:
+            if run_folder(self.grid, run) not in self._failed:
+                self._take(_Job(run))
+        for number in self.study.running():
+            self._revive(number)
 
     def _take(self, job: _Job) -> bool:
         """Queue a job, unless another process has it or it is finished."""
-        if job.trial is None and (run_folder(self.grid, job.run) / "metrics.json").exists():
+        if job.trial is None and self.is_finished(job.run):
             return False
         if not self._locks.take(job.name):
             return False
@@ -316,6 +327,11 @@ class Search:
             if name in points or name in self.recipe["rows"]:
                 goals[name] = points.get(name) or self.study.point(record["metrics"]["dev_loss"], costs)
         busy = [f"t{number}" for number in self.study.running()]
+        busy += [
+            run["row"]
+            for run in self._hand_made
+            if not self.is_finished(run) and not self._locks.is_free(_Job(run).name)
+        ]
         self._write_trials()
         return Found(self._settings.goals, front_of(goals), busy, self._counts(), seconds)
 
