@@ -11,6 +11,7 @@ import optuna
 from optuna.distributions import CategoricalDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from hf_freeze.experiments.recipes.space import Range, SearchSettings, Suggest
@@ -42,7 +43,7 @@ class Study:
             self._study = optuna.create_study(
                 storage=storage,
                 study_name="search",
-                directions=["minimize"] * len(settings.goals),
+                directions=[StudyDirection.MINIMIZE] * len(settings.goals),
                 sampler=SeededByTrial(sampler, seed),
                 load_if_exists=True,
             )
