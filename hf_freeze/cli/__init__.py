@@ -22,6 +22,7 @@ from hf_freeze.cli import (
     push,
     report,
     run,
+    search,
     trim,
 )
 
@@ -50,6 +51,7 @@ def _program(
 
 for _command in (
     run.run,
+    search.search,
     report.report,
     inspect.inspect,
     describe.describe,

@@ -138,7 +138,7 @@ def _check_ours(arguments: list[str], folder: Path) -> None:
     if not name.startswith("--"):
         commands = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
         context = commands[name].make_context(name, arguments[1:])  # parses; runs nothing
-        if name == "run":
+        if name in ("run", "search"):
             _load_recipe_of_command(context.params)
     if name in _RUN_FOR_REAL and not any(map(_PLACEHOLDER.fullmatch, arguments)):
         cli(*arguments)

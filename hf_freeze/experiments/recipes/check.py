@@ -19,6 +19,7 @@ from hf_freeze.experiments.recipes.rows import (
     check_teacher,
     method_of,
 )
+from hf_freeze.experiments.recipes.space import search_settings, space_of
 from hf_freeze.experiments.tasks.data_forms import SPLITS, data_form
 from hf_freeze.experiments.tasks.perceptron import PerceptronConfig
 from hf_freeze.experiments.tasks.registry import TASK_MODULES
@@ -46,6 +47,8 @@ def check(recipe: dict[str, Any], path: Any) -> None:
     own: tuple[str, ...] = ("backbone",) if pretrained else ("backbone", "tokenizer")
     own = () if "start" in recipe else own  # another grid has them, where a run starts from one
     sections = [key for key in ("data", *own, "training") if key in TASK_FIELDS[task].sections]
+    if "space" in recipe:  # the rows beside a space are there for comparison
+        recipe.setdefault("rows", {})
     _check_present(recipe, (*sections, "rows", "seeds"), path)
     _check_sections(recipe, task, path)
     for key in TASK_FIELDS[task].needed:
@@ -73,6 +76,11 @@ def check(recipe: dict[str, Any], path: Any) -> None:
         _check_row(name, row, recipe, path)
     if "start" in recipe:
         _check_other_grid(recipe, path)
+    if "search" in recipe and "space" not in recipe:
+        raise ValueError(f"{path}: 'search' needs a 'space' to search")
+    if "space" in recipe:
+        space_of(recipe, path)
+        search_settings(recipe, path)
 
 
 def _check_row(name: Any, row: Any, recipe: dict[str, Any], path: Any) -> None:

@@ -21,6 +21,8 @@ FIELDS = {
     "rows": dict,
     "only": list,
     "seeds": list,
+    "space": dict,  # what `hf-freeze search` draws rows from
+    "search": dict,  # its goals, bounds and rungs
     "smoke": dict,
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_freeze.experiments.report.finished_runs import Run, Source, label_of, read_runs, unlike_settings
+from hf_freeze.experiments.report.finished_runs import Run, Source, label_of, read_runs, split_of, unlike_settings
 from hf_freeze.experiments.report.report import Report
 from hf_freeze.experiments.report.significance import MANY, compare
 from hf_freeze.experiments.tasks.scoring import SCORING, TO_FIRST, TaskScoring
@@ -33,11 +33,11 @@ def report_of(runs: list[Run], sources: Sequence[Source], say: Callable[[str], A
     if min(row["seeds"] for row in rows) == 1:
         single = [row["row"] for row in rows if row["seeds"] == 1]
         which = "One seed" if len(single) == len(rows) else f"One seed of {_rows(single)}"
-        covers = "the intervals and marks cover the choice of the test items only; another seed may differ by more"
+        covers = f"the intervals and marks cover the choice of the {split_of(runs)} items only; another seed may differ by more"
         notes.append(f"{which}: {covers if items else 'small differences mean nothing'}.")
     tested = len(next(iter(items.values()))[0]) if items else 0
     if 0 < tested < FEW_ITEMS:
-        notes.append(f"Only {tested} test {task.item}: too few to trust the intervals and marks.")
+        notes.append(f"Only {tested} {split_of(runs)} {task.item}: too few to trust the intervals and marks.")
     for note in notes:
         say(note)
     titles = dict.fromkeys(run.record.get("recipe") or run.grid.resolve().name for run in runs)

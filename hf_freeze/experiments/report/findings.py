@@ -12,7 +12,7 @@ def findings(report: Report) -> list[tuple[str, str]]:
     better = "higher" if task.higher else "lower"
     counts = sorted({row["seeds"] for row in rows})
     seeds = "one seed" if counts == [1] else f"{'–'.join(map(str, counts))} seeds"
-    on = f"the same {report.items:,} test {task.item}" if report.items else "the test set"
+    on = f"the same {report.items:,} {report.split} {task.item}" if report.items else f"the {report.split} set"
     question = (
         f"How much quality does each change of the model cost, and how much does it save? Each of {len(rows)} rows was trained "
         f"with {seeds} and scored by {task.name} ({better} is better) on {on}. All are compared with row {_row_and_label(first)}."

@@ -183,6 +183,11 @@ def _read_run(grid: Path, record: dict[str, Any]) -> Run:
     )
 
 
+def split_of(runs: Sequence[Run]) -> str:
+    """The split that `runs`, which may be compared, were scored on."""
+    return next((run.record["scored_on"] for run in runs if "scored_on" in run.record), "test")
+
+
 def label_of(record: dict[str, Any]) -> str:
     """The label of a run's row, and which row it started from."""
     return record["label"] + (f", from {record['start']}" if "start" in record else "")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_freeze.experiments.report.build import report_of
-from hf_freeze.experiments.report.finished_runs import Run, Source, read_folder
+from hf_freeze.experiments.report.finished_runs import Run, Source, read_folder, split_of
 from hf_freeze.experiments.report.report import Report
 from hf_freeze.experiments.tasks.data_forms import data_form
 from hf_freeze.experiments.tasks.items import digest_of_test_set
@@ -121,7 +121,8 @@ def _letter(number: int) -> str:
 
 def _title(runs: Sequence[Run]) -> str:
     task = SCORING[runs[0].task]
-    return f"{runs[0].task.replace('-', ' ').capitalize()} by {task.name}: {_data_in_words(runs)}"
+    on_dev = ", on its dev split" if split_of(runs) == "dev" else ""
+    return f"{runs[0].task.replace('-', ' ').capitalize()} by {task.name}: {_data_in_words(runs)}{on_dev}"
 
 
 def _data_in_words(runs: Sequence[Run]) -> str:
@@ -143,7 +144,9 @@ def _tested_on(basis: Basis, runs: Sequence[Run]) -> str:
     """What the rows have in common, in a sentence."""
     known = basis.data and any(run.items is not None or "test_set" in run.record for run in runs)
     parts = [f"Data: {basis.data}." if basis.data else "Data: the settings were not kept."]
-    parts += [f"Test set: {basis.test_set}."] if known else ["Test set: its items were not kept."]
+    parts += (
+        [f"{split_of(runs).capitalize()} set: {basis.test_set}."] if known else ["Test set: its items were not kept."]
+    )
     parts += [f"Tokenizer: {basis.tokenizer}."] if basis.tokenizer else []
     parts += [f"Metric: {basis.metric}."] if basis.metric else []
     return " ".join(parts) + ("" if known else " So these rows are compared with no other grid.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_freeze.experiments.recipes.rows import OF_A_ROW
-from hf_freeze.experiments.report.finished_runs import Run, Source
+from hf_freeze.experiments.report.finished_runs import Run, Source, split_of
 from hf_freeze.experiments.report.significance import MANY, Difference
 from hf_freeze.experiments.report.signs import SIGNS
 from hf_freeze.experiments.tasks.scoring import Axis, Columns, TaskScoring
@@ -52,6 +52,11 @@ class Report:
     sources: Sequence[Source] = ()  # the grids, where there are several
     number: int = 1  # of this group of rows among those of a page
     tested_on: str = ""  # what these rows have in common, and others do not
+
+    @property
+    def split(self) -> str:
+        """What the scores were taken on: test, or dev for the trials of a search."""
+        return split_of(self.runs)
 
     @property
     def seeds(self) -> list[int]:

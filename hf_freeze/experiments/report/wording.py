@@ -58,7 +58,7 @@ def method(report: Report) -> str:
     times = enough_replicates(len(report.differences))
     item, several = report.task.item, any(d.seeds for d in report.differences)
     return (
-        f"A paired bootstrap: {times:,} times, {report.items:,} test {item} were drawn with replacement from the "
+        f"A paired bootstrap: {times:,} times, {report.items:,} {report.split} {item} were drawn with replacement from the "
         f"{report.items:,}, and all rows were scored on the same draw. The 95 % interval of a difference holds the middle 95 % "
         "of its values; p (two-sided) is the probability that chance alone gives a difference as large. "
         + ("For rows with several seeds, Student's t adds the spread between seeds. " if several else "")

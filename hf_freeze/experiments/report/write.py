@@ -13,10 +13,14 @@ from hf_freeze.experiments.report.report import Report
 from hf_freeze.io import write_whole
 
 
-def write_reports(*folders: Path, out: Path | None = None, say: Callable[[str], Any] = print) -> list[Report]:
-    """As `write_report`, of any grids: a section, and a `report-2.png` and so on, for each group of rows that may be compared."""
+def write_reports(
+    *folders: Path, out: Path | None = None, say: Callable[[str], Any] = print, notes: Sequence[str] = ()
+) -> list[Report]:
+    """As `write_report`, of any grids: a section, and a `report-2.png` and so on, for each group of rows that may be compared.
+    `notes`: what else a reader must know, said first."""
 
     reports = make_reports(folders, say)
+    reports[0].notes[:0] = notes
     _write(reports, out or folders[0])
     return reports
 

@@ -36,14 +36,15 @@ def check_folder(folder: Path, run: dict[str, Any]) -> None:
         settings.pop("axis", None)  # of the report only
         if "bf16" in run["training"]:
             resolve_precision(settings, auto)
-    if difference := _first_difference(recorded, wanted):
+    if difference := first_difference(recorded, wanted):
         raise ValueError(f"{folder} holds a run of other settings ({difference}); choose another --out, or remove it")
 
 
-def _first_difference(old: Any, new: Any, where: str = "") -> str | None:
+def first_difference(old: Any, new: Any, where: str = "") -> str | None:
+    """The first value in which two pieces of plain data differ, in words; None where they are equal."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*old, *new]):
-            if difference := _first_difference(old.get(key), new.get(key), f"{where}.{key}".lstrip(".")):
+            if difference := first_difference(old.get(key), new.get(key), f"{where}.{key}".lstrip(".")):
                 return difference
         return None
     return None if old == new else f"{where} was {old!r}, now {new!r}"

@@ -24,7 +24,12 @@ from hf_freeze.run_folder import start_folder, teacher_folder
 
 
 def execute(
-    run: dict[str, Any], folder: Path, report: ProgressCallback = lambda _: None, *, resume_anyway: bool = False
+    run: dict[str, Any],
+    folder: Path,
+    report: ProgressCallback = lambda _: None,
+    *,
+    resume_anyway: bool = False,
+    until: float | None = None,
 ) -> dict[str, Any]:
     """Train and test one row; writes model, metrics and log into `folder`, which may hold a killed run to resume. What the
     run starts from is the finished run in its folder beside this one, or in that of another grid.
@@ -33,6 +38,10 @@ def execute(
     to results.jsonl. Raises FloatingPointError where the loss is no number, and the checkpoint before it is kept; ValueError
     where the checkpoint to resume was made by other code or in another way, unless `resume_anyway`, or what the run starts
     from is not finished.
+
+    `until`: raise Paused at the first checkpoint of that many epochs or more; called again, the run goes on from it and ends with
+    the figures of one that never paused. A run with `scored_on: dev` never sees the test split: what its record calls test is
+    of the dev split.
     """
     started = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +59,7 @@ def execute(
     check_origin(folder, checkpoint if not resume_anyway else None, precision, start=start, teacher=teacher)
     transformers.set_seed(run["seed"])
     task = task_of(run["task"])
-    train = task.execute if isinstance(task, OwnTask) else functools.partial(execute_text, task)
+    train = task.execute if isinstance(task, OwnTask) else functools.partial(execute_text, task, until=until)
     trained = train(run, folder, report, checkpoint=checkpoint, start=start)
     parameters = count_parameters(trained.model)
     record = {
@@ -75,7 +84,7 @@ def execute(
                 for name, part in parameters.by_component.items()
             },
         },
-        "multiply_adds": None if isinstance(task, OwnTask) else _forward_multiply_adds(trained.model),
+        "multiply_adds": None if isinstance(task, OwnTask) else forward_multiply_adds(trained.model),
         "seconds": {
             "train": trained.train_seconds,
             "test": trained.test_seconds,
@@ -90,7 +99,11 @@ def execute(
         "data": {key: value for key, value in run["data"].items() if key != "root"},
         "tokenizer": run.get("tokenizer") or run.get("backbone", {}).get("pretrained"),
         "test_set": digest_of_test_set(trained.outcome.items),
-    } | ({"start": run["start"]["row"]} if "start" in run and "grid" not in run["start"] else {})
+    }
+    if "scored_on" in run:
+        record["scored_on"] = run["scored_on"]
+    if "start" in run and "grid" not in run["start"]:
+        record["start"] = run["start"]["row"]
     if is_first_process():
         np.save(folder / "items.npy", trained.outcome.items)
         write_whole(folder / "log.jsonl", "".join(json.dumps(entry) + "\n" for entry in trained.log))
@@ -101,7 +114,7 @@ def execute(
     return record
 
 
-def _forward_multiply_adds(model: Any) -> int:
+def forward_multiply_adds(model: Any) -> int:
     """Of a token of a sequence of 32 (of source and target each)."""
     length = min(32, getattr(model.config, "max_position_embeddings", 32))
     return round(multiply_adds(model, length=length).forward)

@@ -46,8 +46,9 @@ def run_grid(
     Under a launcher (torchrun, accelerate launch) all processes work on one run after the other. `resume_anyway`: go on with
     a checkpoint that another version, commit, device or number of threads or processes left.
 
-    Writes `out/results.jsonl`, of all finished runs there, and `command` for the report. Raises ValueError where `out` holds
-    runs of another recipe, and FailedRuns at the end where runs failed; their tracebacks are in their folders.
+    Writes `out/results.jsonl`, of all finished runs there, and `command` for the report. Raises ValueError where the recipe has
+    no rows or `out` holds runs of another one, and FailedRuns at the end where runs failed; their tracebacks are in their
+    folders.
     """
     launched = is_launched()
     if launched and jobs > 1:
@@ -60,6 +61,8 @@ def run_grid(
         console = Console(quiet=True)
     console = console or Console()
     runs = expand(recipe)
+    if not runs:
+        raise ValueError(f"{recipe['name']} has no rows to run; its space is for hf-freeze search")
     every = expand({key: value for key, value in recipe.items() if key != "only"})  # the order of a report
     check_files(recipe["data"])
     for name in {run["backbone"].get("pretrained") for run in runs if "backbone" in run} - {None}:

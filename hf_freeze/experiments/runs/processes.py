@@ -49,9 +49,10 @@ class Processes:
     def has_room(self) -> bool:
         return len(self._running) < self._jobs
 
-    def start(self, run: dict[str, Any], folder: Path) -> None:
+    def start(self, run: dict[str, Any], folder: Path, until: float | None = None) -> None:
+        """`until`: as `execute` takes it; a run that pauses there leaves no figures and no error."""
         reader, writer = self.context.Pipe(duplex=False)
-        arguments = (run, folder, self._threads, writer, self._resume_anyway)
+        arguments = (run, folder, self._threads, writer, self._resume_anyway, until)
         process = self.context.Process(target=_child, args=arguments)
         process.start()
         writer.close()
@@ -88,7 +89,12 @@ class Processes:
 
 
 def work(
-    run: dict[str, Any], folder: Path, threads: int, report: Callable[[dict[str, Any]], None], resume_anyway: bool
+    run: dict[str, Any],
+    folder: Path,
+    threads: int,
+    report: Callable[[dict[str, Any]], None],
+    resume_anyway: bool,
+    until: float | None = None,
 ) -> None:
     """One run, in a process of its own. An error is raised again, and its traceback is left in the folder."""
     import datasets
@@ -96,6 +102,7 @@ def work(
     import transformers
 
     from hf_freeze.experiments.runs.execute import execute
+    from hf_freeze.experiments.runs.text_training import Paused
 
     # What is imported stays. The Trainer collects garbage at the end of training, a third of a second among a million objects.
     gc.freeze()
@@ -106,14 +113,18 @@ def work(
     transformers.utils.logging.set_verbosity_error()
     (folder / "error.log").unlink(missing_ok=True)
     try:
-        execute(run, folder, report, resume_anyway=resume_anyway)
+        execute(run, folder, report, resume_anyway=resume_anyway, until=until)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    except Paused:
+        return
     except BaseException:
         (folder / "error.log").write_text(traceback.format_exc(), encoding="utf-8")
         raise
 
 
-def _child(run: dict[str, Any], folder: Path, threads: int, messages: Any, resume_anyway: bool) -> None:
+def _child(
+    run: dict[str, Any], folder: Path, threads: int, messages: Any, resume_anyway: bool, until: float | None
+) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def report(message: dict[str, Any]) -> None:
@@ -122,7 +133,7 @@ def _child(run: dict[str, Any], folder: Path, threads: int, messages: Any, resum
             messages.send(message)
 
     try:
-        work(run, folder, threads, report, resume_anyway)
+        work(run, folder, threads, report, resume_anyway, until)
     except BaseException:
         raise SystemExit(1) from None
 

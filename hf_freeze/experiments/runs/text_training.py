@@ -35,6 +35,16 @@ def backbone_config(settings: dict[str, Any], tokenizer: Any, **fields: Any) -> 
     return transformers.AutoConfig.for_model(settings["model_type"], **ids, **fields, **settings["config"])
 
 
+class Paused(Exception):
+    """A training stopped at the checkpoint where it was to wait; it goes on from there."""
+
+
+def new_tokenizer(task: Task, run: dict[str, Any], split: Any) -> Any:
+    """The tokenizer of a fresh model, trained on the training `split`."""
+    vocabulary, kind = run["tokenizer"]["vocab_size"], run["tokenizer"].get("kind", task.tokenizer)
+    return hf_data.tokenizer_for(task.texts(split), vocabulary, kind, eos=task.eos)
+
+
 def execute_text(
     task: Task,
     run: dict[str, Any],
@@ -43,8 +53,10 @@ def execute_text(
     *,
     checkpoint: str | None,
     start: Path | None,
+    until: float | None = None,
 ) -> Trained:
-    """The transformers of text, which the Trainer trains."""
+    """The transformers of text, which the Trainer trains; `until`, `scored_on`: as `execute` says."""
+    scored_on = run.get("scored_on", "test")
     splits = task.load(run["data"])
     fields = task.config(splits["train"])
     if start is not None or "pretrained" in run["backbone"]:
@@ -57,8 +69,7 @@ def execute_text(
             methods.append(measured_heads.pruning(run["heads"], start, model, run["seed"]))
         model = make_variant(model, methods)
     else:
-        vocabulary, kind = run["tokenizer"]["vocab_size"], run["tokenizer"].get("kind", task.tokenizer)
-        tokenizer = hf_data.tokenizer_for(task.texts(splits["train"]), vocabulary, kind, eos=task.eos)
+        tokenizer = new_tokenizer(task, run, splits["train"])
         config = backbone_config(run["backbone"], tokenizer, **fields)
         tokenizer.model_max_length = config.max_position_embeddings
         init = run["backbone"].get("init", "backbone")
@@ -72,13 +83,16 @@ def execute_text(
             splits["train"] = translation.taught(splits["train"], teacher, run)
     choose_attention(model)
     trains = run["training"]["epochs"] > 0
-    used = [name for name in splits if name != "train" or trains or "head_scores" in run]
+    used = ["train"] if trains or "head_scores" in run else []
+    used += [name for name in splits if name in ("dev", scored_on)]
     encoded = {name: task.encode(splits[name], tokenizer, run, _tokenising(report, name)) for name in used}
     check_data(folder, checkpoint, encoded)
     progress = _ReportProgress(report)
     callbacks = [progress, VariantCallback()]
     if not model.finalizable:
         callbacks.append(EarlyStoppingCallback(run["training"].get("patience", 10)))
+    if until is not None:
+        callbacks.append(_PauseAt(until))
     trainer = task.trainer(
         model=model,
         args=training_arguments(run, folder, best=not model.finalizable),
@@ -105,7 +119,7 @@ def execute_text(
     model.config.use_cache = True  # the Trainer saves it switched off
     report({"stage": "testing"})
     tested = time.perf_counter()
-    outcome = task.test(run, folder, trainer, tokenizer, splits["test"], encoded["test"])
+    outcome = task.test(run, folder, trainer, tokenizer, splits[scored_on], encoded[scored_on])
     dev = trainer.evaluate()
     if "head_scores" in run:
         report({"stage": "measuring measured_heads"})
@@ -203,6 +217,18 @@ def choose_attention(model: Any) -> None:
     """Plain matrix products on a CPU: torch's fused attention with a padding mask in bf16 took 60 % of a step there."""
     if not torch.cuda.is_available():
         model.set_attn_implementation("eager")
+
+
+class _PauseAt(TrainerCallback):
+    """Leaves the training, as a kill would, at the first checkpoint of `epochs` or more. A stop that the Trainer knows of would
+    reload the best checkpoint and remove the last one, from which the run is to go on."""
+
+    def __init__(self, epochs: float) -> None:
+        self.epochs = epochs
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (state.epoch or 0) >= self.epochs - 1e-6 and state.global_step < state.max_steps:
+            raise Paused
 
 
 class _ReportProgress(TrainerCallback):

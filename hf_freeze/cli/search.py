@@ -1,0 +1,125 @@
+"""`hf-freeze search`."""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from hf_freeze.cli import terminal
+
+if TYPE_CHECKING:
+    from hf_freeze.experiments.report.report import Report
+    from hf_freeze.experiments.search.search import Found
+
+_SAMPLERS = ("tpe", "nsga2", "random")
+# Models that are only tested have no epochs and no time of training.
+_NOT_IN_TERMINALS = ("chrF", "dev ppl", "best epoch", "epochs", "parameters", "train min")
+
+
+def search(
+    recipe: Annotated[Path, typer.Argument(help="A recipe with a space, such as recipes/search/recipe.yaml.")],
+    trials: Annotated[int, typer.Option(min=1, help="Trials to train; those that are refused do not count.")] = 30,
+    out: Annotated[Path | None, typer.Option(help="Folder of the search; runs/NAME if not given.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")
+    ] = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Use the quick version in the recipe, to see whether everything works.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Trials at the same time, each in its own process.")] = 1,
+    sampler: Annotated[str, typer.Option(help="tpe; nsga2; or random, to compare with.")] = "tpe",
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampler; trainings have the recipe's first seed.")] = 0,
+    resume_anyway: Annotated[
+        bool,
+        typer.Option(
+            "--resume-anyway", help="Resume checkpoints of another version, device, precision or number of threads."
+        ),
+    ] = False,
+) -> None:
+    """Search a recipe's space for models that are good for their size and work, and test those that no other beats.
+
+    A stopped search goes on where it was; several processes of one machine may share a folder. The search sees the training and
+    dev splits; the test split scores the front alone, at the end.
+
+    Example: hf-freeze search recipes/search/recipe.yaml --trials 20 --jobs 2
+
+    Example: hf-freeze search recipes/search/recipe.yaml --trials 20 --sampler random --out runs/search-random
+    """
+    from hf_freeze.install import how_to_install
+
+    with terminal.one_line_errors():
+        if sampler not in _SAMPLERS:
+            raise ValueError(f"--sampler {sampler!r}: choose from {list(_SAMPLERS)}")
+        try:
+            import optuna  # noqa: F401
+        except ImportError as error:
+            raise ValueError(f"hf-freeze search needs the package optuna; {how_to_install('search')}") from error
+        from hf_freeze.experiments.recipes.load import load_recipe
+        from hf_freeze.experiments.search.front import score_front, summary, write_search_report
+        from hf_freeze.experiments.search.search import Search
+
+        settings = settings or []
+        loaded = load_recipe(recipe, settings, smoke=smoke)
+        if "space" not in loaded:
+            raise ValueError(f"{recipe} has no 'space' to search; hf-freeze run is for its rows")
+        folder = out or Path("runs") / (loaded["name"] + ("-smoke" if smoke else ""))
+        folder.mkdir(parents=True, exist_ok=True)
+        options = [f"--set {shlex.quote(setting)}" for setting in settings if not setting.startswith("data.root=")]
+        options += ["--smoke"] * smoke + [f"--jobs {jobs}"] * (jobs > 1)
+        words = ["hf-freeze search", str(recipe), f"--trials {trials}", f"--sampler {sampler}", f"--seed {seed}"]
+        command = " ".join([*words, *options])
+        terminal.say(f"{loaded['name']}: preset {loaded['preset']}, {sampler}, search in {folder}")
+        one = Search(
+            *(loaded, folder),
+            sampler=sampler,
+            seed=seed,
+            jobs=jobs,
+            console=terminal.console,
+            command=command,
+            resume_anyway=resume_anyway,
+        )
+        found = one.run(trials)
+        terminal.say(summary(found, sampler))
+        if found.busy:
+            terminal.say(f"Other processes are at {', '.join(found.busy)}: run the command again for the front.")
+            return
+        if not found.front:
+            raise ValueError("no trial was trained to its end within the bounds, so there is no front to test")
+        _print_front(found)
+        score_front(one, found, jobs=jobs, console=terminal.console, command=command)
+        reports = write_search_report(folder, found, sampler, terminal.say)
+    terminal.say("\nThe front on the test split:")
+    _print_scores(reports[0])
+    terminal.say(f"Written: {', '.join(str(folder / f'report.{kind}') for kind in ('html', 'md', 'png'))}")
+
+
+def _print_front(found: "Found") -> None:
+    goals = ["dev_loss", *(goal for goal in found.goals if goal != "dev_loss")]
+    table = Table(box=box.SIMPLE_HEAD, padding=0, title="The front on the dev split", title_justify="left")
+    table.add_column("row")
+    for goal in goals:
+        table.add_column(goal.replace("_", " "), justify="right")
+    for name, point in sorted(found.front.items(), key=lambda item: item[1]):
+        table.add_row(name, f"{point[0]:.3f}", *(f"{value:,.0f}" for value in point[1:]))
+    terminal.console.print(table)
+
+
+def _print_scores(report: "Report") -> None:
+    """The table of the report, but with the labels last: those of trials are long."""
+    from hf_freeze.experiments.report.table import table_cells
+    from hf_freeze.experiments.report.wording import legend
+
+    headings, cells = table_cells(report)
+    shown = [i for i, heading in enumerate(headings) if heading not in _NOT_IN_TERMINALS and i != 1]
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    for column in shown:
+        table.add_column(headings[column], no_wrap=True, justify="right" if column else "left")
+    table.add_column(headings[1], overflow="fold")
+    for row in cells:
+        table.add_row(*(escape(row[column]) for column in shown), escape(row[1]))
+    terminal.console.print(table)
+    terminal.say("\n".join(legend(report)))
