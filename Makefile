@@ -19,7 +19,7 @@ demo: $(STAMP)  ## the freeze ablation of translation and language models on the
 
 test: $(STAMP)  ## all tests
 	-$(BIN)/python tests/transformers_suite/fetch.py
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal  # on two cores: some tests wait for processes of theirs
 
 test-all: export HF_FREEZE_TESTS := all
 test-all: test  ## the tests with every combination that they are drawn from: hours

@@ -57,6 +57,8 @@ def loopback(tmp_path, monkeypatch):
         constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
     )
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    # It keeps the address that held when it was first used.
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     yield server
     server.shutdown()
