@@ -57,8 +57,8 @@ def _has_layers_of_ours(case: Case) -> bool:
     return any(type(module).__module__.startswith("hf_freeze.layers") for module in build(case).modules())
 
 
-# `export_model` compares the outputs with those of the variant, at several lengths, and raises for any that differ. By default: each
-# method with layers of its own, on BERT, which is traced fastest.
+# `export_model` compares the outputs with those of the variant, at several lengths, and raises for any that differ. By default:
+# each method with layers of its own, on BERT, which is traced fastest.
 CASES = [case for case in (once_on_each_architecture() if ALL else PLAIN) if case.accepted and not case.finalized]
 if not ALL:
     CASES = [
