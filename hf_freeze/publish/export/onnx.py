@@ -40,6 +40,7 @@ DATA = "weights.data"
 _ALIGNMENT = 64  # bytes, of the tensors in DATA
 _SMALL = 1024  # bytes; smaller tensors stay in the graph
 _ANY_SIZE = 1 << 40
+_SOURCE = ".source"  # ends the names of what an int8 weight is computed from
 _TOLERANCE = 1e-4  # absolute and relative, of outputs
 _FORMS = {"float16": 16, "uint24": 24}  # how numbers that a seed generates are stored -> bits of a number, fewest first
 
@@ -207,7 +208,7 @@ def _compute_again(graph: Any, quantized: Any) -> None:
             return value and copies[value.name]
         if value.name in graph.initializers:
             copy = onnx_ir.Value(
-                name=f"{value.name}.source", shape=value.shape, type=value.type, const_value=value.const_value
+                name=f"{value.name}{_SOURCE}", shape=value.shape, type=value.type, const_value=value.const_value
             )
             quantized.register_initializer(copy)
         else:
@@ -273,9 +274,9 @@ def _int8_bytes(value: Any) -> int:
 
 
 def _is_weight(value: Any) -> bool:
-    """Whether an initializer is a matrix, or the values of a sparse one; a bias, or the scale of a norm, is neither."""
+    """Whether an initializer is a matrix, or what one is computed from; a bias, or the scale of a norm, is neither."""
     kinds = {use.node.op_type for use in value.uses()}
-    return len(value.shape) > 1 or bool(kinds & {"Gather", "ScatterElements"})
+    return len(value.shape) > 1 or value.name.endswith(_SOURCE) or bool(kinds & {"Gather", "ScatterElements"})
 
 
 def _store_in_int8(graph: Any, first: Any, value: Any) -> None:

@@ -21,6 +21,7 @@ QUANTIZATIONS: tuple[str, ...] = ()
 SUPPORTED_TASKS = None  # all tasks of all families whose inputs and caches `parts` knows
 NEEDS_TOKENIZER = False
 KEEPS_STRUCTURE = True
+_NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 _TOLERANCE = 1e-4  # absolute and relative, of outputs
 
 
@@ -57,9 +58,13 @@ def traced(part: Part) -> Any:
             module, _, own = name.rpartition(".")
             delattr(program.get_submodule(module), own)
         program.recompile()
-        return _exported(program, part)
+        traced_again = _exported(program, part)
     except Exception as error:  # torch raises many kinds, with messages of pages
         raise ValueError(f"torch.export cannot trace the {part.name} of this model: {type(error).__name__}") from error
+    for node in traced_again.graph.nodes:  # where in the model's code each operation is from: as large as many weights
+        for note in _NOTES:
+            node.meta.pop(note, None)
+    return traced_again
 
 
 def _exported(module: nn.Module, part: Part) -> Any:
