@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hf_freeze.publish.export.ctranslate2 import CTranslate2Translator as CTranslate2Translator
     from hf_freeze.publish.export.onnx import OnnxTranslator as OnnxTranslator
 
-# Public name -> the module that is imported when the name is first used: opening an exported folder must not import what writes one.
+# Public name -> the module that is imported when the name is first used: what opens a folder must not import what writes one.
 _MODULES = {
     "export_model": "hf_freeze.publish.export.convert",
     "CTranslate2Translator": "hf_freeze.publish.export.ctranslate2",
