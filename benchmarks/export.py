@@ -29,6 +29,7 @@ from transformers.utils import logging
 
 from hf_freeze import data
 from hf_freeze.publish.export import CTranslate2Translator, OnnxTranslator, export_model
+from hf_freeze.publish.latency import megabytes
 
 BATCH, TOGETHER, ALONE = 25, 100, 20
 BARS = {"ratio": 0.5, "int8": 0.5}
@@ -67,11 +68,6 @@ def engine(name: str, folder: Path, common: dict[str, Any]) -> Callable[[list[st
         ]
 
     return translate
-
-
-def megabytes(folder: Path) -> float:
-    kinds = (".safetensors", ".bin", ".onnx", ".data")
-    return sum(file.stat().st_size for file in folder.iterdir() if file.suffix in kinds) / 1e6
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from transformers.utils import logging
 from hf_freeze import data
 from hf_freeze.publish.export import export_model
 from hf_freeze.publish.export.runners import OnnxRunner
-from hf_freeze.publish.latency import GENERATING, Latency, measure
+from hf_freeze.publish.latency import Latency, measure, megabytes
 
 ENGINES = {
     "onnx": ("onnx", None),
@@ -42,11 +42,6 @@ FASTER = ("heads", "ffn", "low-rank")
 SEEDED, QUANTISED = "random", "nf4"
 BARS = {"onnx": 1.05, "int8": 0.30, "BLEU": 0.3, "slower": 1.02}
 BATCH = 32
-
-
-def megabytes(folder: Path) -> float:
-    kinds = (".safetensors", ".bin", ".onnx", ".data", ".pt2")
-    return sum(file.stat().st_size for file in folder.iterdir() if file.suffix in kinds) / 1e6
 
 
 def translations(folder: Path, texts: list[str]) -> list[str]:
@@ -210,7 +205,6 @@ def ratios(times: dict[str, dict[str, Latency]], claims: dict[str, list[Any]]) -
 
 
 def in_words(engine: str, one: Latency) -> list[str]:
-    assert one.task in GENERATING
     first = sorted(one.first)[len(one.first) // 2]
     numbers = (one.megabytes, one.cold_start, first, one.per_text(1), one.per_text(BATCH))
     return [engine, *(f"{number:.2f}" for number in numbers), f"{one.memory:.0f}"]

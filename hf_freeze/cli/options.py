@@ -1,4 +1,5 @@
-"""Options that `card` and `push` share: the folder, and what the metadata of a card says."""
+"""Options that several commands share: of `card` and `push`, the folder and what the metadata of a card says; of `run` and
+`search`, how a recipe is read."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,5 +17,18 @@ RemoteCode = Annotated[
     bool,
     typer.Option(
         "--remote-code", help="Add code: trust_remote_code=True then loads a variant without import hf_freeze."
+    ),
+]
+
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")
+]
+Smoke = Annotated[
+    bool, typer.Option("--smoke", help="Use the quick version in the recipe, to see whether everything works.")
+]
+ResumeAnyway = Annotated[
+    bool,
+    typer.Option(
+        "--resume-anyway", help="Resume checkpoints of another version, device, precision or number of threads."
     ),
 ]

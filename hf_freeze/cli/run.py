@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_freeze.cli import terminal
+from hf_freeze.cli import options, terminal
 from hf_freeze.cli.report import report
 
 if TYPE_CHECKING:
@@ -18,20 +18,11 @@ _PLACES = ("local", "ray", "slurm")
 def run(
     recipe: Annotated[Path, typer.Argument(help="A recipe, such as recipes/freeze_ablation/recipe.yaml.")],
     out: Annotated[Path | None, typer.Option(help="Folder of the runs; runs/NAME if not given.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")
-    ] = None,
+    settings: options.Settings = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Run seeds 1 to N instead of the recipe's seeds.")] = None,
-    smoke: Annotated[
-        bool, typer.Option("--smoke", help="Use the quick version in the recipe, to see whether everything works.")
-    ] = False,
+    smoke: options.Smoke = False,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, each in its own process.")] = 1,
-    resume_anyway: Annotated[
-        bool,
-        typer.Option(
-            "--resume-anyway", help="Resume checkpoints of another version, device, precision or number of threads."
-        ),
-    ] = False,
+    resume_anyway: options.ResumeAnyway = False,
     on: Annotated[
         str, typer.Option(help="local; ray; or slurm, which prints a script of job arrays and runs nothing.")
     ] = "local",

@@ -9,7 +9,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from hf_freeze.cli import terminal
+from hf_freeze.cli import options, terminal
 
 if TYPE_CHECKING:
     from hf_freeze.experiments.report.report import Report
@@ -24,21 +24,12 @@ def search(
     recipe: Annotated[Path, typer.Argument(help="A recipe with a space, such as recipes/search/recipe.yaml.")],
     trials: Annotated[int, typer.Option(min=1, help="Trials to train; those that are refused do not count.")] = 30,
     out: Annotated[Path | None, typer.Option(help="Folder of the search; runs/NAME if not given.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")
-    ] = None,
-    smoke: Annotated[
-        bool, typer.Option("--smoke", help="Use the quick version in the recipe, to see whether everything works.")
-    ] = False,
+    settings: options.Settings = None,
+    smoke: options.Smoke = False,
     jobs: Annotated[int, typer.Option(min=1, help="Trials at the same time, each in its own process.")] = 1,
     sampler: Annotated[str, typer.Option(help="tpe; nsga2; or random, to compare with.")] = "tpe",
     seed: Annotated[int, typer.Option(min=0, help="Of the sampler; trainings have the recipe's first seed.")] = 0,
-    resume_anyway: Annotated[
-        bool,
-        typer.Option(
-            "--resume-anyway", help="Resume checkpoints of another version, device, precision or number of threads."
-        ),
-    ] = False,
+    resume_anyway: options.ResumeAnyway = False,
 ) -> None:
     """Search a recipe's space for models that are good for their size and work, and test those that no other beats.
 
@@ -68,10 +59,12 @@ def search(
             raise ValueError(f"{recipe} has no 'space' to search; hf-freeze run is for its rows")
         folder = out or Path("runs") / (loaded["name"] + ("-smoke" if smoke else ""))
         folder.mkdir(parents=True, exist_ok=True)
-        options = [f"--set {shlex.quote(setting)}" for setting in settings if not setting.startswith("data.root=")]
-        options += ["--smoke"] * smoke + [f"--jobs {jobs}"] * (jobs > 1)
+        words_of_options = [
+            f"--set {shlex.quote(setting)}" for setting in settings if not setting.startswith("data.root=")
+        ]
+        words_of_options += ["--smoke"] * smoke + [f"--jobs {jobs}"] * (jobs > 1)
         words = ["hf-freeze search", str(recipe), f"--trials {trials}", f"--sampler {sampler}", f"--seed {seed}"]
-        command = " ".join([*words, *options])
+        command = " ".join([*words, *words_of_options])
         terminal.say(f"{loaded['name']}: preset {loaded['preset']}, {sampler}, search in {folder}")
         one = Search(
             *(loaded, folder),

@@ -22,11 +22,11 @@ import numpy as np
 from hf_freeze.data import read_text
 from hf_freeze.io import write_whole
 from hf_freeze.publish.export.folders import MARK
+from hf_freeze.publish.export.parts import GENERATING
 
 BATCHES = (1, 32)
 _ALONE, _TOGETHER = 16, 128  # texts of a round in batches of one, and in the others
 _MODEL_FILES = (".safetensors", ".bin", ".onnx", ".data", ".pt2")
-GENERATING = ("causal-lm", "seq2seq-lm")
 FILES = ("latency.json", "latency.md", "latency.png")
 
 
@@ -67,6 +67,11 @@ class Latency:
         ratios = np.array(self.batches[batch]) / np.array(other.batches[batch])
         quartile, middle, upper = np.percentile(ratios, (25, 50, 75))
         return float(middle), float(quartile), float(upper)
+
+
+def megabytes(folder: Path) -> float:
+    """MB of the model's files, without tokenizer and config."""
+    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in _MODEL_FILES) / 1e6
 
 
 def read_texts(paths: Sequence[Path]) -> list[str]:
@@ -143,7 +148,7 @@ class _Server:
         )
         opened = self._ask({"texts": [text], "batch": 0})
         seconds = time.time() - begin
-        size = sum(path.stat().st_size for path in Path(folder).iterdir() if path.suffix in _MODEL_FILES) / 1e6
+        size = megabytes(Path(folder))
         self.result = Latency(self.folder, opened["engine"], opened["task"], size, seconds)
 
     def answer(self, texts: list[str], batch: int) -> None:

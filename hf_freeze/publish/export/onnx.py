@@ -47,7 +47,7 @@ _FORMS = {"float16": 16, "uint24": 24}  # how numbers that a seed generates are 
 
 def write(export: Export, folder: Path) -> None:
     """Write the model to `folder`. Raises ValueError if the forward cannot be traced, or if ONNX Runtime computes other outputs
-    than PyTorch; for "int8-static", if there are no texts or no tokenizer to calibrate with."""
+    than PyTorch; for "int8-static", if all texts to calibrate with are empty."""
     model = export.model.float()
     parts = parts_of(model, export.task)
     graphs = {}

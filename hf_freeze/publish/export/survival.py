@@ -17,8 +17,8 @@ _SAME = 1.01  # of the bytes: what differs by less is kept
 
 
 def surviving_formats(method: type[Method]) -> list[str]:
-    """The formats in which the model is as small as the saved variant: all, those that keep the structure, or none if the method
-    saves nothing that is stored, as one that acts in training alone, or saves by a seed, which no engine has."""
+    """The formats that keep the parts by which the variant is smaller: all if `merge()` keeps its bytes, else those that keep the
+    structure. None if the method saves no bytes, such as one for training alone, or saves by a seed, which no engine has."""
     if method.example.part(SeededValues) is not None:
         return []
     architecture = next(each for each in ARCHITECTURES.values() if method.supports(each))
