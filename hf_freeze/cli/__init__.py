@@ -11,6 +11,7 @@ from hf_freeze._version import __version__
 from hf_freeze.cli import (
     architectures,
     card,
+    compress,
     convert,
     describe,
     diff,
@@ -52,6 +53,7 @@ def _program(
 for _command in (
     run.run,
     search.search,
+    compress.compress,
     report.report,
     inspect.inspect,
     describe.describe,

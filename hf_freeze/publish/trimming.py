@@ -46,6 +46,7 @@ def trim_model(
     *,
     out: str | os.PathLike[str],
     coverage: float = 0.999,
+    size: int | None = None,
     targets: Iterable[str] = (),
     characters: str = "all",
     files: Sequence[str] = (),
@@ -54,11 +55,11 @@ def trim_model(
 ) -> Path:
     """Write the model of a directory or Hub id with only the tokens that `texts` need, and its tokenizer; returns `out`.
 
-    Kept are the most frequent tokens that cover the share `coverage` of all occurrences in the texts, and those that
-    `analysis.choose_vocabulary` always keeps; `characters` and `targets` are its settings. Texts whose tokens are all kept have
-    the same ids as before, only renumbered, and the model computes the same for them. Other text is split into smaller tokens. A
-    native model stays native; a variant keeps its methods. The matrices of token tables, tied or not, the output matrix and its
-    bias get smaller.
+    Kept are the most frequent tokens that cover the share `coverage` of all occurrences in the texts, or at most `size` tokens if
+    that is given, and those that `analysis.choose_vocabulary` always keeps; `characters` and `targets` are its settings. Texts
+    whose tokens are all kept have the same ids as before, only renumbered, and the model computes the same for them. Other text
+    is split into smaller tokens. A native model stays native; a variant keeps its methods. The matrices of token tables, tied or
+    not, the output matrix and its bias get smaller.
 
     The folder also gets a card and a record of the sizes before and after. `files`: names of the files that the texts are from,
     for the card. `texts` and `targets` are read several times. An earlier result of this function in `out` is replaced with
@@ -86,7 +87,8 @@ def trim_model(
         copy.deepcopy(tokenizer),  # calls change how a tokenizer pads and truncates, which is saved with it
         texts,
         targets=targets,
-        coverage=coverage,
+        size=size,
+        coverage=coverage if size is None else None,
         characters=characters,
         always=_named_tokens(model),
     )
@@ -107,7 +109,7 @@ def trim_model(
         "hf_freeze_version": __version__,
         "base_model": _hub_id(source),
         "files": list(files),
-        "coverage": coverage,
+        "coverage": coverage if size is None else effect.covered / effect.tokens_before,
         "characters": characters,
         "before": before,
         "after": {"tokens": len(trimmed)} | _sizes(small),

@@ -38,13 +38,15 @@ def run_grid(
     command: str | None = None,
     resume_anyway: bool = False,
     ray: RayOptions | None = None,
+    scored_on: str = "test",
 ) -> list[dict[str, Any]]:
     """Execute every run of `recipe` that `out` does not hold yet, `jobs` at a time; returns the records in grid order.
     A run that starts from another one waits until that one is finished, and fails with it.
 
     `ray`: the runs are tasks of Ray, as many at a time as its nodes have room for; `out` is on storage that all nodes see.
     Under a launcher (torchrun, accelerate launch) all processes work on one run after the other. `resume_anyway`: go on with
-    a checkpoint that another version, commit, device or number of threads or processes left.
+    a checkpoint that another version, commit, device or number of threads or processes left. `scored_on`: "dev" for runs that
+    must not see the test split.
 
     Writes `out/results.jsonl`, of all finished runs there, and `command` for the report. Raises ValueError where the recipe has
     no rows or `out` holds runs of another one, and FailedRuns at the end where runs failed; their tracebacks are in their
@@ -64,6 +66,8 @@ def run_grid(
     if not runs:
         raise ValueError(f"{recipe['name']} has no rows to run; its space is for hf-freeze search")
     every = expand({key: value for key, value in recipe.items() if key != "only"})  # the order of a report
+    if scored_on != "test":
+        runs, every = ([run | {"scored_on": scored_on} for run in some] for some in (runs, every))
     check_files(recipe["data"])
     for name in {run["backbone"].get("pretrained") for run in runs if "backbone" in run} - {None}:
         check_exists(name)

@@ -1,0 +1,180 @@
+"""How much worse a trained model becomes with fewer layers, heads or neurons, measured before any training."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_freeze import methods
+from hf_freeze.analysis._probe import check_model, in_eval_mode, loss_of
+from hf_freeze.analysis._progress import track
+from hf_freeze.analysis.head_importance import count_labels, head_importance, select_heads
+from hf_freeze.analysis.neurons import ffn_importance, select_neurons
+from hf_freeze.architectures.base import Architecture, hidden_size
+from hf_freeze.methods.base import Method
+from hf_freeze.model.make import make_variant
+
+SHARES = (0.75, 0.5, 0.375, 0.25, 0.125)  # of the neurons or heads of a stack
+_GREEDY = 8  # layers of a stack up to which all that remain are tried again after each removal
+_WIDE = 64  # neurons from which FFNs keep multiples of 8, which vector instructions compute without a rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """Losses in nats, summed over the labels of the same batches.
+
+    `loss`: of the whole model. `removal`: stack -> its layers in the order of removal, the least missed first. `layers`: stack ->
+    number of layers kept -> loss. `neurons` and `heads`: stack -> share kept -> loss. `ranks`: rank of the token tables -> loss.
+    `neuron_scores` and `head_scores` say which ones go first (`ffn_importance`, `head_importance`). What cannot be removed from a
+    model has no entries.
+    """
+
+    labels: int
+    loss: float
+    removal: dict[str, list[int]]
+    layers: dict[str, dict[int, float]]
+    neurons: dict[str, dict[float, float]] = field(default_factory=dict)
+    heads: dict[str, dict[float, float]] = field(default_factory=dict)
+    ranks: dict[int, float] = field(default_factory=dict)
+    neuron_scores: dict[str, list[float]] = field(default_factory=dict)
+    head_scores: dict[str, list[float]] = field(default_factory=dict)
+
+
+def total_loss(model: Any, batches: Iterable[Mapping[str, Any]]) -> tuple[float, int]:
+    """The loss of `model` in nats, summed over the labels of all batches, and the number of labels. In eval mode.
+
+    Raises ValueError for batches without labels.
+    """
+    total, labels = 0.0, 0
+    with in_eval_mode(model), torch.no_grad():
+        for batch in batches:
+            batch = {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in batch.items()}
+            count = count_labels(model, batch)
+            total, labels = total + float(loss_of(model, batch, "total_loss")) * count, labels + count
+    return total, labels
+
+
+def sensitivity(
+    model: Any, batches: Sequence[Mapping[str, Any]], *, heads: bool = True, ranks: bool = True
+) -> Sensitivity:
+    """Measure what each kind of part is worth to a trained model.
+
+    Layers go one by one, each time the one that is missed least (in stacks of more than 8 layers by one measurement of each);
+    heads and neurons by their first-order importance for the loss, each stack by itself. `heads`, `ranks`: whether to measure
+    fewer heads, and token tables of lower rank.
+
+    `batches`: held-out data with labels, as dicts of tensors for the forward; they are gone through about once for each result.
+    The model does not change.
+
+    Raises ValueError for an unknown architecture, a model on meta, and batches without labels.
+    """
+    architecture = check_model(model)
+    loss, labels = total_loss(model, batches)
+
+    def loss_with(method: Method) -> float | None:
+        """None where the model cannot take the method."""
+        try:
+            small = make_variant(model, [method])
+        except ValueError:
+            return None
+        return total_loss(small, batches)[0]
+
+    removal, layers = {}, {}
+    for stack, depth in architecture.depths(model.config).items():
+        removal[stack], layers[stack] = _remove_layers(stack, depth, loss, loss_with)
+    result = Sensitivity(labels=labels, loss=loss, removal=removal, layers=layers)
+    if architecture.ffns(model.config):
+        scores = ffn_importance(model, batches, score="taylor")
+        result.neuron_scores.update({block: values.tolist() for block, values in scores.items()})
+    if heads and architecture.attentions(model.config):
+        scores = head_importance(model, batches, normalize="none")
+        result.head_scores.update({name: values.tolist() for name, values in scores.items()})
+    kinds = (("neurons", result.neuron_scores, result.neurons), ("heads", result.head_scores, result.heads))
+    for kind, scores, losses in kinds:
+        for stack in track(removal, f"Measuring fewer {kind}", len(removal)):
+            if not any(name.startswith(f"{stack}.") for name in scores):
+                continue
+            losses[stack] = {}
+            for share in SHARES:
+                method = _with_fewer(kind, result, stack, share, architecture, model.config)
+                if method is not None and (found := loss_with(method)) is not None:
+                    losses[stack][share] = found
+    if ranks:
+        hidden = hidden_size(model.config)
+        for rank in sorted(
+            {round(hidden * share / 8) * 8 or 1 for share in SHARES if hidden * share >= 2}, reverse=True
+        ):
+            if (found := loss_with(methods.FactorizedEmbedding(rank=rank))) is not None:
+                result.ranks[rank] = found
+    return result
+
+
+def _remove_layers(stack: str, depth: int, loss: float, loss_with: Any) -> tuple[list[int], dict[int, float]]:
+    """(layers in the order of removal, number of layers kept -> loss). At least one layer stays."""
+    kept, order, losses = list(range(depth)), [], {depth: loss}
+
+    def without(layer: int) -> float | None:
+        return loss_with(methods.LayerSelection(keep={stack: [number for number in kept if number != layer]}))
+
+    ranking: list[int] = []
+    for _ in track(range(depth - 1), f"Removing layers of the {stack}", depth - 1):
+        if depth <= _GREEDY or not ranking:
+            found = {layer: without(layer) for layer in kept}
+            possible = {layer: value for layer, value in found.items() if value is not None}
+            if not possible:
+                break
+            ranking = sorted(possible, key=lambda layer: (possible[layer], layer))
+        layer = ranking.pop(0)
+        after = without(layer)
+        if after is None:
+            break
+        kept.remove(layer)
+        order.append(layer)
+        losses[len(kept)] = after
+    return order, losses
+
+
+def _with_fewer(
+    kind: str, measured: Sensitivity, stack: str, share: float, architecture: Architecture, config: Any
+) -> Method | None:
+    """The method that keeps this share of a stack; None where that is all of it, or cannot be."""
+    layers = list(range(architecture.depths(config)[stack]))
+    try:
+        if kind == "neurons":
+            return fewer_neurons(measured, stack, share, layers, uniform=True)
+        return fewer_heads(measured, stack, share, layers, architecture, config)
+    except ValueError:
+        return None
+
+
+def fewer_neurons(
+    measured: Sensitivity, stack: str, share: float, layers: Sequence[int], *, uniform: bool
+) -> methods.FFNPruning:
+    """Keep this share of the neurons of a stack, in its `layers`, which get the numbers 0, 1 … in this order. `uniform`: as many
+    in each FFN, for engines with one width for all."""
+    scores = _of_layers(measured.neuron_scores, stack, layers)
+    multiple = 8 if min(map(len, scores.values())) >= _WIDE else 1
+    return select_neurons(scores, fraction=share, scope="layer" if uniform else "global", multiple_of=multiple)
+
+
+def fewer_heads(
+    measured: Sensitivity, stack: str, share: float, layers: Sequence[int], architecture: Architecture, config: Any
+) -> methods.HeadPruning:
+    """Keep this share of the heads of a stack, in its `layers`, which get the numbers 0, 1 … in this order. Each attention keeps
+    at least one, or the heads that share one key."""
+    scores = _of_layers(measured.head_scores, stack, layers)
+    attentions = architecture.attentions(config)
+    group = max(one.group_size(config) for name, one in attentions.items() if name.startswith(f"{stack}."))
+    return select_heads(scores, fraction=1 - share, min_heads=1, group_size=group)
+
+
+def _of_layers(scores: Mapping[str, Sequence[float]], stack: str, layers: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Those of the named layers of a stack, under their new numbers."""
+    numbers = {layer: number for number, layer in enumerate(layers)}
+    renamed = {}
+    for name, values in scores.items():
+        owner, layer, block = name.split(".", 2)
+        if owner == stack and int(layer) in numbers:
+            renamed[f"{stack}.{numbers[int(layer)]}.{block}"] = torch.tensor(values)
+    return renamed

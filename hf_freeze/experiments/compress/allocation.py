@@ -1,0 +1,122 @@
+"""Which shape loses least within the limits: a choice of one option for each part of a model, solved by HiGHS
+(scipy.optimize.milp) as an integer program."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from hf_freeze.analysis.sensitivity import Sensitivity
+from hf_freeze.experiments.compress.costs import Cost, Estimate
+from hf_freeze.experiments.compress.shapes import Shape, StackShape
+
+KINDS = ("layers", "neurons", "heads", "tokens", "ranks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """What fewer parts cost in loss, in nats a label of the whole model: measured before training, times `remains`, the share of
+    it that a short training has left for this kind of part. `tokens`: number of tokens kept -> loss."""
+
+    measured: Sensitivity
+    tokens: Mapping[int, float]
+    remains: Mapping[str, float]
+
+    def of_stack(self, name: str, stack: StackShape) -> float:
+        depth = max(self.measured.layers[name])
+        found = self._share("layers", self.measured.layers[name][stack.layers])
+        part = stack.layers / depth  # of the FFNs and heads, those that are left
+        for kind in ("neurons", "heads"):
+            if (share := getattr(stack, kind)) < 1:
+                found += part * self._share(kind, getattr(self.measured, kind)[name][share])
+        return found
+
+    def of_tables(self, vocabulary: int, rank: int | None) -> float:
+        found = self._share("tokens", self.tokens[vocabulary])
+        return found if rank is None else found + self._share("ranks", self.measured.ranks[rank])
+
+    def _share(self, kind: str, loss: float) -> float:
+        return max(loss - self.measured.loss, 0.0) / self.measured.labels * self.remains.get(kind, 1.0)
+
+
+def options_of_stack(measured: Sensitivity, name: str) -> list[StackShape]:
+    """All shapes of a stack whose loss was measured, the whole one first."""
+    layers = sorted(measured.layers[name], reverse=True)
+    neurons = [1.0, *sorted(measured.neurons.get(name, ()), reverse=True)]
+    heads = [1.0, *sorted(measured.heads.get(name, ()), reverse=True)]
+    return [
+        StackShape(layers=count, neurons=width, heads=share)
+        for count, width, share in itertools.product(layers, neurons, heads)
+    ]
+
+
+def allocate(
+    whole: Shape, losses: Losses, estimate: Estimate, limit: Cost, *, but: Sequence[Shape] = ()
+) -> tuple[Shape, float] | None:
+    """The shape of least loss whose estimated cost is within `limit`, and that loss in nats a label; None if no shape is.
+
+    `limit.bytes` may be infinite. `but`: shapes that are not to be found again.
+    """
+    parts, options, costs = _table(whole, losses, estimate)
+    sizes = [len(some) for some in options]
+    belongs = np.repeat(np.eye(len(parts)), sizes, axis=1)
+    constraints = [LinearConstraint(belongs, 1, 1)]
+    base = estimate.cost(whole)
+    if np.isfinite(limit.bytes):
+        constraints.append(LinearConstraint(costs[:, 1][None], -np.inf, limit.bytes - base.bytes))
+    if limit.ms is not None and base.ms is not None:
+        constraints.append(LinearConstraint(costs[:, 2][None], -np.inf, limit.ms - base.ms))
+    flat = [(part, option) for part, some in zip(parts, options, strict=True) for option in some]
+    for known in but:
+        chosen = np.array([_is_of(known, part, option) for part, option in flat], float)
+        constraints.append(LinearConstraint(chosen[None], -np.inf, len(parts) - 1))
+    found = milp(costs[:, 0], integrality=np.ones(len(flat)), bounds=Bounds(0, 1), constraints=constraints)
+    if found.x is None:
+        return None
+    chosen = [flat[i] for i in np.flatnonzero(found.x > 0.5)]
+    shape = whole
+    for part, option in chosen:
+        shape = _with(shape, part, option)
+    return shape, float(found.fun)
+
+
+def smallest(whole: Shape, losses: Losses, estimate: Estimate, cost: str) -> Shape:
+    """The shape of the least `cost`, "bytes" or "ms"."""
+    parts, options, costs = _table(whole, losses, estimate)
+    column = {"bytes": 1, "ms": 2}[cost]
+    shape, start = whole, 0
+    for part, some in zip(parts, options, strict=True):
+        of_part = costs[start : start + len(some), column]
+        shape, start = _with(shape, part, some[int(of_part.argmin())]), start + len(some)
+    return shape
+
+
+def _table(whole: Shape, losses: Losses, estimate: Estimate) -> tuple[list[str], list[list], np.ndarray]:
+    """(parts, options of each, (options of all, 3) loss and what bytes and ms become more by it)."""
+    measured = losses.measured
+    parts = [*whole.stacks, "tables"]
+    options: list[list] = [options_of_stack(measured, name) for name in whole.stacks]
+    options.append(list(itertools.product(sorted(losses.tokens, reverse=True), [None, *measured.ranks])))
+    base = estimate.cost(whole)
+    rows = []
+    for part, some in zip(parts, options, strict=True):
+        for option in some:
+            loss = losses.of_tables(*option) if part == "tables" else losses.of_stack(part, option)
+            cost = estimate.cost(_with(whole, part, option))
+            ms = 0.0 if cost.ms is None or base.ms is None else cost.ms - base.ms
+            rows.append((loss, cost.bytes - base.bytes, ms))
+    return parts, options, np.array(rows)
+
+
+def _with(shape: Shape, part: str, option: StackShape | tuple[int, int | None]) -> Shape:
+    if isinstance(option, StackShape):
+        return replace(shape, stacks=shape.stacks | {part: option})
+    return replace(shape, vocabulary=option[0], rank=option[1])
+
+
+def _is_of(shape: Shape, part: str, option: StackShape | tuple[int, int | None]) -> bool:
+    if isinstance(option, StackShape):
+        return shape.stacks[part] == option
+    return (shape.vocabulary, shape.rank) == option

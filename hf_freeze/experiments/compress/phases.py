@@ -1,0 +1,49 @@
+"""What a compression has found out so far, so that a stopped one goes on."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hf_freeze.experiments.runs.claim import first_difference
+from hf_freeze.io import write_whole
+
+FILE = "phases.json"
+
+
+class Phases:
+    """Results by the name of their phase, in a file of `out` that is rewritten whole after each.
+
+    `identity`: what must be the same for a compression to go on. Raises ValueError where `out` holds another one.
+    """
+
+    def __init__(self, out: Path, identity: dict[str, Any]) -> None:
+        self._path = out / FILE
+        identity = json.loads(json.dumps(identity))
+        try:
+            text = self._path.read_text(encoding="utf-8") if self._path.exists() else json.dumps({"identity": identity})
+            self._state: dict[str, Any] = {"results": {}, "seconds": {}} | json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{self._path} is damaged ({error}); remove {out}, or choose another --out") from None
+        if difference := first_difference(self._state["identity"], identity):
+            raise ValueError(f"{out} holds another compression ({difference}); choose another --out")
+
+    @property
+    def seconds(self) -> float:
+        """Of all phases that are done."""
+        return sum(self._state["seconds"].values())
+
+    @property
+    def seconds_by_phase(self) -> dict[str, float]:
+        return dict(self._state["seconds"])
+
+    def once(self, name: str, compute: Callable[[], Any]) -> Any:
+        """The result of a phase as plain data: computed at the first call, then read."""
+        if name not in self._state["results"]:
+            began = time.monotonic()
+            result = compute()
+            self._state["results"][name] = json.loads(json.dumps(result))
+            self._state["seconds"][name] = time.monotonic() - began
+            write_whole(self._path, json.dumps(self._state, indent=1) + "\n")
+        return self._state["results"][name]

@@ -1,0 +1,103 @@
+"""The engine that a compressed model is served by: folders for it, what they cost and how good they are."""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+from hf_freeze.experiments.tasks.items import bleu_items
+from hf_freeze.io import whole_folder
+from hf_freeze.model.loading import load_tokenizer
+from hf_freeze.publish.export.convert import export_model
+from hf_freeze.publish.export.ctranslate2 import CTranslate2Translator
+from hf_freeze.publish.latency import measure
+from hf_freeze.training.decoding import translate
+
+_SERVED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")  # of a saved model with its tokenizer
+_BATCH = 32
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """`keeps_structure`: whether it holds layers of different shapes and factors, as they are."""
+
+    format: str | None
+    quantization: str | None
+    keeps_structure: bool
+
+
+ENGINES = {
+    "ctranslate2": Engine(format="ctranslate2", quantization="int8", keeps_structure=False),
+    "onnx": Engine(format="onnx", quantization="int8", keeps_structure=True),
+    "torch": Engine(format=None, quantization=None, keeps_structure=True),
+}
+
+
+def serve(source: Path, engine: Engine, out: Path) -> Path:
+    """The folder `out`, for the engine, from the saved model in `source`; written whole, and not again."""
+    if out.exists():
+        return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if engine.format is not None:
+        return export_model(source, engine.format, quantization=engine.quantization, out=out)
+    with whole_folder(out) as written:
+        for pattern in _SERVED:
+            for path in source.glob(pattern):
+                shutil.copyfile(path, written / path.name)
+    return out
+
+
+def bytes_of(folder: Path) -> int:
+    """Of all files, the tokenizer's too."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def milliseconds(
+    folders: Mapping[str, Path], texts: Sequence[str], new_tokens: int, say: Callable[[str], Any]
+) -> dict[str, float]:
+    """The median time of a text alone on one thread, for each folder; they take turns. Models that generate make exactly
+    `new_tokens` tokens for each text."""
+    results = measure(
+        list(folders.values()),
+        texts,
+        batches=(1,),
+        new_tokens=max(new_tokens, 1),
+        exactly=True,
+        rounds=_ROUNDS,
+        say=say,
+    )
+    return {name: result.percentile(1, 50) for name, result in zip(folders, results, strict=True)}
+
+
+def items_of(folder: Path, engine: Engine, task: str, split: Any, decoding: Mapping[str, Any]) -> np.ndarray:
+    """What each example of `split` adds to the score, as the engine answers it: `bleu_items`, or (right, 1, class)."""
+    tokenizer = load_tokenizer(folder)
+    if task == "translation":
+        sources, references = list(split["source"]), list(split["target"])
+        if engine.format == "ctranslate2":
+            translator = CTranslate2Translator(folder, intra_threads=torch.get_num_threads())
+            settings = {"num_beams": decoding.get("num_beams", 1), "max_new_tokens": _longest(tokenizer, sources)}
+            found = [one["translation_text"] for one in translator(sources, truncation=True, **settings)]
+        else:
+            found = translate(AutoModelForSeq2SeqLM.from_pretrained(folder), tokenizer, sources, **decoding)
+        return bleu_items(found, references)
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    columns = [column for column in ("sentence", "second") if column in split.column_names]
+    classes, right = np.asarray(split["label"]), []
+    with torch.inference_mode():
+        for start in range(0, len(split), _BATCH):
+            rows = split[start : start + _BATCH]
+            inputs = tokenizer(*(rows[name] for name in columns), truncation=True, padding=True, return_tensors="pt")
+            right += (model(**inputs).logits.argmax(-1).numpy() == classes[start : start + _BATCH]).tolist()
+    return np.stack([right, np.ones(len(right)), classes], axis=1).astype(np.int64)
+
+
+def _longest(tokenizer: Any, sources: list[str]) -> int:
+    """New tokens that no translation needs more than, as `translate` limits them."""
+    return 2 * max(map(len, tokenizer(sources, truncation=True)["input_ids"])) + 10

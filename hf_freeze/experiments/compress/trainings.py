@@ -1,0 +1,169 @@
+"""The trainings of a compression: runs of a grid, which are resumed where they were stopped, and never see the test split."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from torch.utils.data import DataLoader
+
+from hf_freeze.analysis.head_importance import count_labels
+from hf_freeze.experiments.recipes.check import check
+from hf_freeze.experiments.runs.grid import run_grid
+from hf_freeze.experiments.tasks.base import Task
+from hf_freeze.experiments.tasks.registry import task_of
+from hf_freeze.model.loading import load_model, load_tokenizer
+from hf_freeze.publish.trimming import trim_model
+from hf_freeze.run_folder import run_folder
+
+TASKS = ("translation", "sequence-classification")
+_SAMPLE = 256  # examples of the dev split by which parts are measured
+_BATCH = 32
+_WARMUP = 100  # steps at most in short trainings
+_DISTILLATION = {"method": "distillation", "temperature": 2.0, "alpha": 0.5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Student:
+    """A model to train: `methods` as a recipe writes them, applied to the model of `vocabulary` tokens."""
+
+    label: str
+    vocabulary: int
+    methods: list[dict[str, Any]]
+    epochs: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """`loss`: in nats on the dev split, divided by its number of labels in the tokens of the original, so that models of
+    different vocabularies can be compared; `record`: that of the run."""
+
+    folder: Path
+    loss: float
+    record: dict[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        return self.record["seconds"]["train"]
+
+
+class Trainings:
+    """The model `source` on the task and data of a recipe; its rows, backbone and tokenizer do not matter.
+
+    Raises ValueError for another task than `TASKS`, and a model without a tokenizer.
+    """
+
+    def __init__(
+        self, source: str, recipe: Mapping[str, Any], out: Path, *, seed: int, jobs: int, console: Console, command: str
+    ) -> None:
+        if recipe["task"] not in TASKS:
+            raise ValueError(f"task {recipe['task']!r}: hf-freeze compress is for {list(TASKS)}")
+        self.source, self.out, self._jobs, self._console, self._command = source, out, jobs, console, command
+        self.tokenizer: Any = load_tokenizer(source)
+        if self.tokenizer is None:
+            raise ValueError(f"{source} holds no tokenizer; save it beside the model, since the budget counts it too")
+        task = task_of(recipe["task"])
+        assert isinstance(task, Task)
+        self.task = task
+        self.base = {key: recipe[key] for key in ("task", "data", "training", "decoding") if key in recipe}
+        self.base |= {"name": "compress", "seeds": [seed], "backbone": {"pretrained": source}}
+        self._rows: dict[str, dict[str, Any]] = {}
+        self.splits = task.load(recipe["data"])
+        self.whole = len(self.tokenizer)
+        self._labels: dict[int, int] = {}
+
+    # -- the model and its vocabularies ----------------------------------------------------------------------------------------
+
+    def folder_of(self, vocabulary: int) -> Path:
+        """The model with only so many tokens, made at the first call. Raises ValueError for too few."""
+        if vocabulary == self.whole:
+            return Path(self.source)
+        folder = self.out / "vocabularies" / str(vocabulary)
+        if not folder.exists():
+            texts, targets = self._texts()
+            trim_model(self.source, texts, targets=targets, size=vocabulary, characters="occurring", out=folder)
+        return folder
+
+    def _texts(self) -> tuple[Any, Any]:
+        split = self.splits["train"]
+        if "target" in split.column_names:
+            return split["source"], split["target"]
+        return self.task.texts(split), ()
+
+    def model(self, vocabulary: int) -> Any:
+        return load_model(self.folder_of(vocabulary)).eval()
+
+    def tokenizer_of(self, vocabulary: int) -> Any:
+        return load_tokenizer(self.folder_of(vocabulary))
+
+    def sample(self, vocabulary: int, model: Any) -> list[dict[str, Any]]:
+        """Batches of some examples of the dev split, the same ones for every vocabulary."""
+        split = self.splits["dev"]
+        chosen = np.random.default_rng(0).permutation(len(split))[:_SAMPLE]
+        return list(self._batches(split.select(np.sort(chosen)), vocabulary, model))
+
+    def _batches(self, split: Any, vocabulary: int, model: Any) -> Any:
+        tokenizer = self.tokenizer_of(vocabulary)
+        encoded: Any = self.task.encode(split, tokenizer, self.base)
+        return DataLoader(encoded, batch_size=_BATCH, collate_fn=self.task.collator(tokenizer, model))
+
+    def labels(self, vocabulary: int) -> int:
+        """The number of labels of the dev split."""
+        if vocabulary not in self._labels:
+            model = load_model(self.folder_of(vocabulary))
+            batches = self._batches(self.splits["dev"], vocabulary, model)
+            self._labels[vocabulary] = sum(count_labels(model, batch) for batch in batches)
+        return self._labels[vocabulary]
+
+    # -- training --------------------------------------------------------------------------------------------------------------
+
+    def train(self, students: Mapping[str, Student]) -> dict[str, Trained]:
+        """Train each of them, distilled from the whole model of its vocabulary, unless that is done already."""
+        for name, student in students.items():
+            teacher = self._teacher(student.vocabulary)
+            training: dict[str, Any] = {"epochs": student.epochs}
+            if student.epochs < self.base["training"]["epochs"]:
+                training["warmup_steps"] = min(self.base["training"].get("warmup_steps", 0), _WARMUP)
+            self._rows[name] = {
+                "label": student.label,
+                "start": teacher,
+                "teacher": teacher,
+                "methods": [*student.methods, _DISTILLATION],
+                "training": training,
+            }
+        self._run(students)
+        return {name: self._trained(name, student.vocabulary) for name, student in students.items()}
+
+    def original(self, vocabulary: int) -> Trained:
+        """The model itself, with fewer tokens, untrained."""
+        name = self._teacher(vocabulary)
+        self._run([name])
+        return self._trained(name, vocabulary)
+
+    def _teacher(self, vocabulary: int) -> str:
+        name = f"tokens-{vocabulary}"
+        backbone = {"pretrained": str(self.folder_of(vocabulary))}
+        label = "the model" if vocabulary == self.whole else f"the model with {vocabulary:,} tokens"
+        self._rows[name] = {"label": label, "methods": [], "backbone": backbone, "training": {"epochs": 0}}
+        return name
+
+    def _run(self, names: Sequence[str] | Mapping[str, Any]) -> None:
+        recipe = json.loads(json.dumps(self.base | {"rows": self._rows, "only": list(names)}))
+        check(recipe, "compress")
+        run_grid(
+            recipe,
+            self.out / "trainings",
+            jobs=self._jobs,
+            console=self._console,
+            command=self._command,
+            scored_on="dev",
+        )
+
+    def _trained(self, name: str, vocabulary: int) -> Trained:
+        folder = run_folder(self.out / "trainings", {"row": name, "seed": self.base["seeds"][0]})
+        record = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+        loss = record["metrics"]["dev_loss"] * self.labels(vocabulary) / self.labels(self.whole)
+        return Trained(folder=folder, loss=loss, record=record)
