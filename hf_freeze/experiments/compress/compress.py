@@ -17,7 +17,7 @@ from hf_freeze.experiments.compress.allocation import KINDS, Losses, allocate, o
 from hf_freeze.experiments.compress.budget import Budget, in_bytes
 from hf_freeze.experiments.compress.costs import Cost, Estimate, probes
 from hf_freeze.experiments.compress.phases import Phases
-from hf_freeze.experiments.compress.serving import ENGINES, bytes_of, items_of, milliseconds, serve
+from hf_freeze.experiments.compress.serving import ENGINES, bytes_of, milliseconds, serve
 from hf_freeze.experiments.compress.shapes import (
     Shape,
     StackShape,
@@ -27,7 +27,6 @@ from hf_freeze.experiments.compress.shapes import (
 )
 from hf_freeze.experiments.compress.trainings import Student, Trained, Trainings
 from hf_freeze.experiments.report.significance import compare
-from hf_freeze.experiments.tasks.scoring import SCORING
 from hf_freeze.methods.registry import method_from_dict
 from hf_freeze.model.make import make_variant
 
@@ -100,7 +99,7 @@ class Compression:
         identity |= {"decoding": recipe.get("decoding", {}), "budget": asdict(budget), "engine": engine}
         self.phases = Phases(out, identity | {"epochs": self.epochs, "seed": seed})
         self.trainings = Trainings(source, recipe, out, seed=seed, jobs=jobs, console=self.console, command=command)
-        self._task, self._decoding = recipe["task"], recipe.get("decoding", {})
+        self.trained_epochs: list[float] = []
         model = self.trainings.model(self.trainings.whole)
         self._architecture, self._config = architecture_for(model), model.config
         self._weights = count_weights(model, self._architecture)
@@ -112,11 +111,14 @@ class Compression:
         tokens = self._tokens(measured)
         estimate = self._estimate(measured, tokens)
         self._check_reach(measured, tokens, estimate)
-        remains = self._once("remains", lambda: self._recoveries(measured, tokens))
+        remains, epochs = self._once("remains", lambda: self._recoveries(measured, tokens))
+        self.trained_epochs.append(epochs)
         losses = Losses(measured=measured, tokens=tokens, remains=remains)
         shapes = self._once("candidates", lambda: [s.to_dict() for s in self._candidates(losses, estimate)])
         candidates = [Shape.from_dict(shape) for shape in shapes]
-        chosen = candidates[self._once("chosen", lambda: self._best(candidates, measured))]
+        best, epochs = self._once("chosen", lambda: self._best(candidates, measured))
+        chosen = candidates[best]
+        self.trained_epochs.append(epochs)
         trained = self._final(chosen, measured)
         return self._end(chosen, trained, before)
 
@@ -127,7 +129,7 @@ class Compression:
         trained = self.trainings.original(self.trainings.whole)
 
         def measure() -> dict[str, Any]:
-            folder = self._serve("whole", trained.folder / "model")
+            folder = self._serve("whole", trained.folder)
             items = self._items(folder, "dev")
             np.save(self.out / "items-dev-whole.npy", items)
             ms = self._milliseconds({"whole": folder})["whole"] if self.budget.max_ms is not None else None
@@ -230,8 +232,9 @@ class Compression:
 
     # -- trainings -------------------------------------------------------------------------------------------------------------
 
-    def _recoveries(self, measured: Sensitivity, tokens: dict[int, float]) -> dict[str, float]:
-        """Kind of part -> the share of its loss that a short training leaves, where half of that kind is removed."""
+    def _recoveries(self, measured: Sensitivity, tokens: dict[int, float]) -> tuple[dict[str, float], float]:
+        """Kind of part -> the share of its loss that a short training leaves, where half of that kind is removed; and the epochs
+        of all these trainings."""
         epochs = self.epochs * _SHORT
         shapes = self._halves(measured, tokens)
         students = {"recover-nothing": self._student("everything kept, trained as long", self.whole, measured, epochs)}
@@ -248,7 +251,7 @@ class Compression:
             left = trained[f"recover-{kind}"].loss - base
             remains[kind] = max(left / untrained, _LEAST) if untrained > 0 else 1.0
             self._say(f"half of the {kind}: loss {untrained:+.3f} before training, {left:+.3f} after it")
-        return remains
+        return remains, sum(one.epochs for one in trained.values())
 
     def _halves(self, measured: Sensitivity, tokens: dict[int, float]) -> dict[str, Shape]:
         """Kind of part -> the whole with about half of that kind, for the kinds that can go."""
@@ -312,19 +315,21 @@ class Compression:
             limit = Cost(bytes=(self.budget.max_bytes or np.inf) * factor, ms=ms)
         return None
 
-    def _best(self, candidates: list[Shape], measured: Sensitivity) -> int:
+    def _best(self, candidates: list[Shape], measured: Sensitivity) -> tuple[int, float]:
+        """The number of the candidate with the lowest dev loss after a short training, and the epochs of these trainings."""
         if len(candidates) == 1:
-            return 0
+            return 0, 0.0
         epochs = 2 * self.epochs * _SHORT
         students = {
             f"candidate-{number}": self._student(shape.words(self.whole), shape, measured, epochs)
             for number, shape in enumerate(candidates, start=1)
         }
         self._say(f"training {len(students)} candidates for {epochs:g} epochs each")
-        losses = [one.loss for one in self.trainings.train(students).values()]
+        trained = list(self.trainings.train(students).values())
+        losses = [one.loss for one in trained]
         for loss, shape in zip(losses, candidates, strict=True):
             self._say(f"dev loss {loss:.3f}: {shape.words(self.whole)}")
-        return int(np.argmin(losses))
+        return int(np.argmin(losses)), sum(one.epochs for one in trained)
 
     def _final(self, shape: Shape, measured: Sensitivity) -> Trained:
         epochs = self._once("epochs", lambda: self._epochs_left(shape))
@@ -334,19 +339,11 @@ class Compression:
     def _epochs_left(self, shape: Shape) -> float:
         """What the short trainings have left of all epochs, and of the hours."""
         short = self.epochs * _SHORT
-        recoveries, candidates = self._count("recover-"), self._count("candidate-")
-        left = max(self.epochs - short * recoveries - 2 * short * candidates, short)
+        left = max(self.epochs - sum(self.trained_epochs), short)
         if self.budget.hours is not None:
-            folder = self.trainings.original(self.trainings.whole).folder.parent
-            names = [path for path in folder.glob("row-*/metrics.json") if "tokens-" not in path.parent.name]
-            records = [json.loads(path.read_text(encoding="utf-8")) for path in names]
-            per_epoch = sum(r["seconds"]["train"] for r in records) / sum(r["epochs_trained"] for r in records)
             seconds = self.budget.hours * 3600 * (1 - _RESERVE) - self.phases.seconds
-            left = max(min(left, seconds / per_epoch), short)
+            left = max(min(left, seconds / self.trainings.seconds_per_epoch()), short)
         return round(left, 2)
-
-    def _count(self, prefix: str) -> int:
-        return len(list((self.out / "trainings").glob(f"row-{prefix}*/metrics.json")))
 
     def _student(self, label: str, shape: Shape, measured: Sensitivity, epochs: float) -> Student:
         return Student(label=label, vocabulary=shape.vocabulary, methods=self._methods(shape, measured), epochs=epochs)
@@ -354,7 +351,7 @@ class Compression:
     # -- the end ---------------------------------------------------------------------------------------------------------------
 
     def _end(self, shape: Shape, trained: Trained, before: Served) -> Compressed:
-        model = trained.folder / "model"
+        model = trained.folder
 
         def measure() -> dict[str, Any]:
             self._say("measuring the compressed model in the engine")
@@ -365,8 +362,7 @@ class Compression:
             for split in ("dev", "test"):
                 items = [np.load(self.out / "items-dev-whole.npy") if split == "dev" else self._items(whole, split)]
                 items.append(self._items(folder, split))
-                scoring = SCORING[self._task]
-                difference = compare({"whole": items[:1], "served": items[1:]}, scoring.score)[0]
+                difference = compare({"whole": items[:1], "served": items[1:]}, self.trainings.score)[0]
                 found[split] = {
                     "before": self._score(items[0]),
                     "after": self._score(items[1]),
@@ -401,7 +397,7 @@ class Compression:
             after=after,
             difference=(difference, lower, upper),
             resolution=(high - low) / 2,
-            epochs=self._once("epochs", lambda: 0.0),
+            epochs=sum(self.trained_epochs) + trained.epochs,
             seconds=self.phases.seconds,
         )
 
@@ -436,23 +432,17 @@ class Compression:
         return serve(source, self.engine, self.out / "engine" / label)
 
     def _milliseconds(self, folders: Mapping[str, Path]) -> dict[str, float]:
-        split = self.trainings.splits["dev"]
-        column = "source" if self._task == "translation" else "sentence"
-        tokens = 1
-        if self._task == "translation":
-            lengths = [len(ids) for ids in self.trainings.tokenizer(list(split["target"]))["input_ids"]]
-            tokens = round(float(np.mean(lengths)))
-        return milliseconds(folders, list(split[column]), tokens, self._say)
+        return milliseconds(folders, self.trainings.texts(), self.trainings.new_tokens(), self._say)
 
     def _items(self, folder: Path, split: str) -> np.ndarray:
-        return items_of(folder, self.engine, self._task, self.trainings.splits[split], self._decoding)
+        return self.trainings.items(folder, self.engine, split)
 
     def _score(self, items: np.ndarray) -> float:
-        return float(SCORING[self._task].score(items.sum(0)))
+        return float(self.trainings.score(items.sum(0)))
 
     def _figures(self, served: Served) -> str:
         ms = f", {served.ms:.2f} ms" if served.ms is not None else ""
-        return f"{in_bytes(served.bytes)}{ms}, {SCORING[self._task].name} {served.dev_score:.1f} on the dev split"
+        return f"{in_bytes(served.bytes)}{ms}, {self.trainings.score_name} {served.dev_score:.1f} on the dev split"
 
 
 def _label(shape: Shape) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 from hf_freeze.experiments.compress.budget import in_bytes
 from hf_freeze.experiments.compress.compress import Compressed, Compression, Served
 from hf_freeze.experiments.runs.environment import environment
-from hf_freeze.experiments.tasks.scoring import SCORING
 from hf_freeze.io import write_whole
 
 FILES = ("compressed.json", "report.md", "report.png")
@@ -16,19 +15,18 @@ FILES = ("compressed.json", "report.md", "report.png")
 
 def write_result(compression: Compression, result: Compressed, command: str) -> list[str]:
     """Write `FILES` into the folder of the compression; returns the lines that tell the result."""
-    out, scoring = compression.out, SCORING[compression.trainings.base["task"]]
-    name = scoring.name
+    out, work = compression.out, compression.trainings
+    name = work.score_name
     rows = [_row("before", result.before, name), _row("after", result.after, name)]
     difference, low, high = result.difference
     ratio = result.before.bytes / result.after.bytes
     lines = [f"Kept: {result.words}.", f"{ratio:.1f} times smaller"]
     if result.after.ms and result.before.ms:
         lines[1] += f", {result.before.ms / result.after.ms:.1f} times faster"
-    interval = f"95 % interval over its {scoring.item}: {low:+.1f} to {high:+.1f}; one seed"
+    interval = f"95 % interval over its {work.item_name}: {low:+.1f} to {high:+.1f}; one seed"
     lines[1] += f"; {name} on the test split {difference:+.1f} ({interval})."
     lines.append(
-        f"The dev split of {len(compression.trainings.splits['dev']):,} {scoring.item} tells no difference below "
-        f"{result.resolution:.1f}."
+        f"The dev split of {len(work.texts()):,} {work.item_name} tells no difference below {result.resolution:.1f}."
     )
     lines.append(
         f"Budget: {compression.budget.words()}. Trained for {result.epochs:g} epochs, {result.seconds / 60:.0f} minutes in all."
@@ -70,7 +68,7 @@ def _draw(compression: Compression, result: Compressed, path: Path) -> None:
     if before.ms is not None and after.ms is not None:
         panels.append(("one text alone, ms", [before.ms, after.ms], budget.max_ms))
     scores = [before.test_score or 0.0, after.test_score or 0.0]
-    panels.append((f"{SCORING[compression.trainings.base['task']].name}, test split", scores, None))
+    panels.append((f"{compression.trainings.score_name}, test split", scores, None))
     with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False}):
         figure = Figure(figsize=(3.0 * len(panels), 3.2), layout="constrained")
         for axis, (label, values, limit) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):

@@ -11,10 +11,12 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from hf_freeze.analysis.head_importance import count_labels
+from hf_freeze.experiments.compress.serving import Engine, items_of
 from hf_freeze.experiments.recipes.check import check
 from hf_freeze.experiments.runs.grid import run_grid
 from hf_freeze.experiments.tasks.base import Task
 from hf_freeze.experiments.tasks.registry import task_of
+from hf_freeze.experiments.tasks.scoring import SCORING
 from hf_freeze.model.loading import load_model, load_tokenizer
 from hf_freeze.publish.trimming import trim_model
 from hf_freeze.run_folder import run_folder
@@ -39,15 +41,11 @@ class Student:
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     """`loss`: in nats on the dev split, divided by its number of labels in the tokens of the original, so that models of
-    different vocabularies can be compared; `record`: that of the run."""
+    different vocabularies can be compared. `folder`: of the model and its tokenizer."""
 
     folder: Path
     loss: float
-    record: dict[str, Any]
-
-    @property
-    def seconds(self) -> float:
-        return self.record["seconds"]["train"]
+    epochs: float
 
 
 class Trainings:
@@ -73,6 +71,8 @@ class Trainings:
         self._rows: dict[str, dict[str, Any]] = {}
         self.splits = task.load(recipe["data"])
         self.whole = len(self.tokenizer)
+        scoring = SCORING[recipe["task"]]
+        self.score_name, self.item_name, self.score = scoring.name, scoring.item, scoring.score
         self._labels: dict[int, int] = {}
 
     # -- the model and its vocabularies ----------------------------------------------------------------------------------------
@@ -118,6 +118,24 @@ class Trainings:
             self._labels[vocabulary] = sum(count_labels(model, batch) for batch in batches)
         return self._labels[vocabulary]
 
+    # -- what the engine is asked ----------------------------------------------------------------------------------------------
+
+    def texts(self) -> list[str]:
+        """The inputs of the dev split."""
+        return list(self.splits["dev"]["source" if self.base["task"] == "translation" else "sentence"])
+
+    def new_tokens(self) -> int:
+        """The mean number of tokens that are to be generated; 1 where none are."""
+        if self.base["task"] != "translation":
+            return 1
+        return round(
+            float(np.mean([len(ids) for ids in self.tokenizer(list(self.splits["dev"]["target"]))["input_ids"]]))
+        )
+
+    def items(self, folder: Path, engine: Engine, split: str) -> np.ndarray:
+        """What each example of the "dev" or "test" split adds to the score, as the engine answers it."""
+        return items_of(folder, engine, self.base["task"], self.splits[split], self.base.get("decoding", {}))
+
     # -- training --------------------------------------------------------------------------------------------------------------
 
     def train(self, students: Mapping[str, Student]) -> dict[str, Trained]:
@@ -162,8 +180,15 @@ class Trainings:
             scored_on="dev",
         )
 
+    def seconds_per_epoch(self) -> float:
+        """Of the trainings so far."""
+        paths = (self.out / "trainings").glob("row-*/metrics.json")
+        records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        trained = [record for record in records if record["epochs_trained"]]
+        return sum(r["seconds"]["train"] for r in trained) / sum(r["epochs_trained"] for r in trained)
+
     def _trained(self, name: str, vocabulary: int) -> Trained:
         folder = run_folder(self.out / "trainings", {"row": name, "seed": self.base["seeds"][0]})
         record = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
         loss = record["metrics"]["dev_loss"] * self.labels(vocabulary) / self.labels(self.whole)
-        return Trained(folder=folder, loss=loss, record=record)
+        return Trained(folder=folder / "model", loss=loss, epochs=record["epochs_trained"])
