@@ -29,6 +29,7 @@ if RUNS_TESTS:
     import accelerate.utils.memory
     import torch
     from support import fork_server
+    from transformers import PreTrainedConfig
 
     torch.set_num_threads(1)
     if HAS_FORK:
@@ -41,6 +42,13 @@ if RUNS_TESTS:
 
     # The Trainer collects garbage at every end of training, which takes as long as the training of a tiny model.
     accelerate.utils.memory.gc = SimpleNamespace(collect=lambda: 0)
+    gc.set_threshold(10_000)  # a tiny model has thousands of objects; at 700 new ones, one second in 25 looks for garbage
+
+    # What follows is for this process alone: the new processes that tests start do all of it as for a user.
+    os.fsync = lambda descriptor: None  # no test cuts the power, and each save waits for the disk eight times
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # starting threads takes longer than reading a tiny tensor
+    # transformers writes every config that it makes of a dict into a line of its log, which nothing prints.
+    PreTrainedConfig.__repr__ = object.__repr__
 
     @pytest.fixture(autouse=True)
     def _same_random_state():
