@@ -321,16 +321,21 @@ def test_only_whole_models_are_pushed(grid, tmp_path, loopback):
 
 # -- remote code -----------------------------------------------------------------------------------------------------------------
 
+AT_THE_HUB = """
+import sys, torch
+from huggingface_hub import constants
+constants.ENDPOINT = sys.argv[1]
+constants.HUGGINGFACE_CO_URL_TEMPLATE = sys.argv[1] + "/{repo_id}/resolve/{revision}/{filename}"
+options = {"trust_remote_code": True, "cache_dir": sys.argv[2]}
+"""
 WITHOUT_US = """
-import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "hf_freeze":
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Refuse())
-import torch
 from transformers import {auto}
-model = {auto}.from_pretrained("me/remote", trust_remote_code=True).eval()
+model = {auto}.from_pretrained("me/remote", **options).eval()
 assert "hf_freeze" not in sys.modules
 print(model(**{inputs}).logits.flatten()[:5].tolist())
 """
@@ -359,19 +364,14 @@ def test_remote_code_needs_no_hf_freeze(applied, task, loopback, tmp_path):
     assert "trust_remote_code=True" in ModelCard.load("me/remote").text
     values = {name: value.tolist() for name, value in inputs.items() if name != "labels"}
     given = "{" + ", ".join(f"{name!r}: torch.tensor({value})" for name, value in values.items()) + "}"
-    code = WITHOUT_US.format(auto=case.auto_class.__name__, inputs=given)
-    printed = fresh_process(code, loopback, tmp_path)
+    code = AT_THE_HUB + WITHOUT_US.format(auto=case.auto_class.__name__, inputs=given)
+    printed = printed_by(code, loopback.url, tmp_path / "cache")
     arguments = {name: torch.tensor(value) for name, value in values.items()}
     assert json.loads(printed) == model.eval()(**arguments).logits.flatten()[:5].tolist()
 
 
 WITH_US = """
-import sys, torch
-from huggingface_hub import constants
-constants.ENDPOINT = sys.argv[1]
-constants.HUGGINGFACE_CO_URL_TEMPLATE = sys.argv[1] + "/{repo_id}/resolve/{revision}/{filename}"
 from transformers import AutoModelForSequenceClassification
-options = {"trust_remote_code": True, "cache_dir": sys.argv[2]}
 model = AutoModelForSequenceClassification.from_pretrained("me/remote", **options).eval()
 print(type(model).__name__, model(torch.tensor([[1, 2, 3]])).logits.tolist())
 model.save_pretrained(sys.argv[3])
@@ -391,7 +391,7 @@ def test_layers_of_ours_load_by_the_code_that_is_pushed_with_them(loopback, tmp_
     assert "Loading it requires hf_freeze" in card
 
     def there():
-        printed = printed_by(WITH_US, loopback.url, tmp_path / "cache", tmp_path / "again").split(" ", 1)
+        printed = printed_by(AT_THE_HUB + WITH_US, loopback.url, tmp_path / "cache", tmp_path / "again").split(" ", 1)
         assert printed[0] == type(variant).__name__
         assert json.loads(printed[1]) == variant(torch.tensor([[1, 2, 3]])).logits.tolist()
 
