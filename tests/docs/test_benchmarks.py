@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from scipy.stats import spearmanr
 from support import ROOT
 from support.cases import ALL
 from torch import distributed
@@ -279,6 +280,55 @@ def test_export(run, translators):
     printed = run("export", str(folder / "model"), *arguments, "--engines", "ctranslate2", "--beams", "2")
     assert re.search(r"^\| ctranslate2 fp32 \| 2 \| [\d.]+ \| [\d.]+ \| 4 of 4 \|", printed, re.M)
     assert "fp32 as PyTorch: passed in all 2" in printed
+
+
+def test_rank_correlation_of_pairs(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    module = importlib.import_module("served_encoders")
+    one, other = (torch.nn.functional.normalize(torch.randn(9, 4), dim=1) for _ in range(2))
+    pairs = [(i, j) for i in range(9) for j in range(i)]
+    expected = spearmanr(*([float(each[i] @ each[j]) for i, j in pairs] for each in (one, other))).statistic
+    assert module.rank_correlation(one, other) == pytest.approx(expected)
+
+
+@slow
+def test_served_encoders(run, tmp_path):
+    text = data.builtin_tenses(seed=0, train=80, dev=1, test=20)
+    tokenizer = data.train_tokenizer([*text["train"]["sentence"]], 300, kind="wordpiece")
+    config = BertConfig(**ARCHITECTURES["bert"].tiny | {"vocab_size": len(tokenizer), "max_position_embeddings": 64})
+    config.id2label = {number: str(number) for number in sorted(set(text["train"]["label"]))}
+    for split in ("train", "test"):
+        lines = [json.dumps({"sentence": each["sentence"], "label": each["label"]}) for each in text[split]]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        (tmp_path / split).write_text("\n".join(text[split]["sentence"]), encoding="utf-8")
+    halved = [methods.HeadPruning(share=0.5), methods.FFNPruning(width=16)]
+    for row, chosen in {"0": [], "pruned": halved}.items():
+        folder = tmp_path / "runs" / f"row-{row}-seed-3"
+        for saved in (make_variant(config, chosen, task="sequence-classification"), tokenizer):
+            saved.save_pretrained(folder / "model")
+        (folder / "metrics.json").touch()
+    AutoModel.from_config(config).save_pretrained(tmp_path / "whole")
+    tokenizer.save_pretrained(tmp_path / "whole")
+
+    files = ["--texts", str(tmp_path / "train.jsonl"), "--test", str(tmp_path / "test.jsonl"), "--rounds", "1"]
+    printed = run("served_encoders", "--classifier", str(tmp_path / "runs"), *files)
+    assert (
+        len(re.findall(r"^\| (?:0|pruned) \| (?:PyTorch|onnx.*?) \| [\d.]+ \([\d.]+ to [\d.]+\) \|", printed, re.M))
+        == 8
+    )
+    assert "in fp32, other answers, or 1 - cosine: passed in all 2" in printed
+
+    files = ["--texts", str(tmp_path / "train"), "--test", str(tmp_path / "test"), "--rounds", "1", "--teach", "64"]
+    printed = run("served_encoders", "--embedder", str(tmp_path / "whole"), *files)
+    assert re.search(r"^\| whole \| onnx \| 1.0000 \| 1.0000 \| 1.0000 \| 1.0000 \|$", printed, re.M)
+    rows = {
+        name: float(mean)
+        for name, mean in re.findall(
+            r"^\| ([\w, ]+) \| PyTorch \| ([\d.]+) \| [\d.]+ \| [\d.]+ \| [\d.]+ \|$", printed, re.M
+        )
+    }
+    assert list(rows) == ["whole", "pruned", "taught", "trimmed", "taught, trimmed"]
+    assert rows["pruned"] < rows["whole"] == 1.0
 
 
 @slow
