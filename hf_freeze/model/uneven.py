@@ -72,11 +72,12 @@ def check_native(native_class: Any, config: Any, source: Any) -> None:
     except Exception as error:  # whatever the native classes raise for sizes that they refuse
         is_unread = type(error).__name__ == "AmbiguousGlobalPerLayerAttributeError"
         _refuse(unread if is_unread else f"{native_class.__name__} refuses these sizes: {first_line(error)}", error)
-    if _shapes(native) != _shapes(source):
+    if shapes_of(native) != shapes_of(source):
         _refuse(unread)
 
 
-def _shapes(model: Any) -> dict[str, Any]:
+def shapes_of(model: Any) -> dict[str, torch.Size]:
+    """Tensor name -> shape."""
     return {name: value.shape for name, value in model.state_dict().items()}
 
 
