@@ -1,5 +1,6 @@
 """An output projection of attention with a gate g_n for each head n: y = Σ_n g_n W_n c_n + b, c_n the context of head n."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import nn
 from transformers import initialization
 from transformers.pytorch_utils import Conv1D
 
-from hf_freeze.layers.derived import DerivedWeight, linear_like
+from hf_freeze.layers.derived import DerivedWeight, features, linear_like, taken
 
 
 class Gated(DerivedWeight):
@@ -29,6 +30,23 @@ class Gated(DerivedWeight):
     def dense_weight(self) -> torch.Tensor:
         weight = self.weight.T if isinstance(self, Conv1D) else self.weight
         return weight * self.gates.repeat_interleave(weight.shape[1] // self.gates.numel())
+
+    @property
+    def selectable(self) -> bool:
+        """Whether `selected` can remove inputs and outputs."""
+        return True
+
+    def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
+        """A copy with only the inputs `kept`, those of whole heads."""
+        if outputs:
+            raise NotImplementedError("the outputs of an attention are those of the layer")
+        size = features(self)[0] // self.gates.numel()
+        new = linear_like(self, inputs=len(kept), classes=(GatedLinear, GatedConv1D))
+        new.weight = nn.Parameter(taken(self.weight, 0 if isinstance(self, Conv1D) else 1, kept))
+        new.gates = nn.Parameter(taken(self.gates, 0, [position // size for position in kept[::size]]))
+        if self.bias is not None:
+            new.bias = nn.Parameter(self.bias.detach().clone())
+        return new
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, heads={self.gates.numel()}"

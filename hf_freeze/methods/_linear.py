@@ -31,6 +31,7 @@ class LinearMethod(Method):
     components: list[str] = field(default_factory=lambda: ["ffn"])
     layers: dict[str, list[int]] | None = None
     choices: ClassVar[tuple[str, ...]] = LINEAR_COMPONENTS
+    replaces: ClassVar[tuple[type[nn.Module], ...]] = ()  # layers of other methods that it takes, too
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -76,7 +77,7 @@ class LinearMethod(Method):
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         for name in self.linear_names(architecture, model.config):
-            linear = surgery.dense_module(model, name, self.name)
+            linear = surgery.dense_module(model, name, self.name, self.replaces)
             try:
                 replacement = self.make(linear, name, model)
             except ValueError as error:

@@ -135,7 +135,7 @@ class FFNPruning(Method):
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         for block, (neurons, count) in self._blocks(architecture, model.config).items():
-            neurons.check_native(model, self.name)
+            neurons.check_selectable(model, self.name)
             width = neurons.count(model)
             if self.keep is None and count > width:
                 field = "width" if count == self.width else "expert_width"
@@ -159,7 +159,7 @@ class FFNPruning(Method):
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
         origins: dict[str, Origin] = {}
         for block, (neurons, count) in self._blocks(architecture, model.config).items():
-            neurons.check_native(model, self.name)
+            neurons.check_selectable(model, self.name)
             origins |= neurons.origins(model, neurons.first(model, count) if self.keep is None else self.keep[block])
         return origins
 

@@ -61,7 +61,7 @@ class HeadMask(Method):
         for name, attention in self._attentions(architecture, model.config).items():
             heads = surgery.count_heads(model, attention, self.name)
             check_head(max((self.heads or {}).get(name, [0])), heads, name, "HeadMask")
-            linear = model.base_model.get_submodule(attention.o)
+            linear = surgery.dense_module(model, attention.o, self.name)
             surgery.replace(model, attention.o, Gated.from_linear(linear, heads))
 
     @torch.no_grad()
