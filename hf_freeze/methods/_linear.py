@@ -105,10 +105,6 @@ class FactorizedMethod(LinearMethod):
                 module.fill(surgery.effective_weight(old.base_model.get_submodule(name)))
             surgery.release(old, [name])
 
-    @property
-    def refers_to(self) -> frozenset[str]:
-        return super().refers_to if self.named_linears() is None else frozenset({"layers"})
-
     def named_linears(self) -> Iterable[str] | None:
         """The linears that have a setting of their own; None if one setting holds for all linears."""
         return None
@@ -139,6 +135,7 @@ class ShapedMethod(FactorizedMethod):
     """Replaces the weight of a linear by a decomposition of a tensor: both dimensions are split into factors (`shape`), and the
     decomposition has one `rank`, or a list of `ranks`."""
 
+    by_layer: ClassVar[tuple[str, ...]] = ("ranks",)
     rank: int | None = None
     ranks: list[int] | dict[str, list[int]] | None = None
     shape: list[list[int]] | None = None

@@ -45,6 +45,7 @@ class FFNPruning(Method):
 
     needs: ClassVar[frozenset[str]] = frozenset({"neurons"})
     pads: ClassVar[bool] = True
+    by_layer: ClassVar[tuple[str, ...]] = ("keep",)
     width: int | None = None
     keep: dict[str, surgery.Kept] | None = None
     layers: dict[str, list[int]] | None = None
@@ -113,10 +114,6 @@ class FFNPruning(Method):
                 "parameter, in these layers: give width"
             )
         check_any_selected(self._blocks(architecture, config), self.layers, "FFNPruning")
-
-    @property
-    def refers_to(self) -> frozenset[str]:
-        return super().refers_to if self.keep is None else frozenset({"layers"})
 
     @property
     def selects(self) -> bool:

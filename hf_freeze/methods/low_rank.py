@@ -29,11 +29,12 @@ class LowRank(FactorizedMethod):
 
     Factors may get a smaller rank, heads and neurons of them may be pruned, and Quantize may follow.
 
-    Raises ValueError for a rank below 1, above min(I, O) or above that of factors, an unknown linear, component, layer, execution or solver, or a linear
-    that another method has changed.
+    Raises ValueError for a rank below 1, above min(I, O) or above that of factors, an unknown linear, component, layer, execution
+    or solver, or a linear that another method has changed.
     """
 
     replaces: ClassVar[tuple[type[nn.Module], ...]] = (LowRankLinear,)
+    by_layer: ClassVar[tuple[str, ...]] = ("rank",)
     rank: int | dict[str, int]
     solver: str = "exact"
 

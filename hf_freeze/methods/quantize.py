@@ -105,7 +105,7 @@ class Quantize(LinearMethod):
         """Raise ValueError if an earlier method draws one of the weights from a seed."""
         names = [full_name(model, name) for name in self.linear_names(architecture, model.config)]
         names += self._tables(model, architecture)
-        for method in model.methods:
+        for method in model.methods_now:
             for name, definition in method.freeze(model, architecture):
                 if definition is not None and name.removesuffix(".weight") in names:
                     raise ValueError(

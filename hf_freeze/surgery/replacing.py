@@ -137,8 +137,8 @@ def is_dense(module: nn.Module) -> bool:
 
 
 def native_module(model: Any, name: str, kind: type[T], method: str, other: type[nn.Module] | None = None) -> T:
-    """The module of this full name and class, to be replaced. Raises ValueError if another method has replaced it by a module that
-    is not of the class `other`."""
+    """The module of this full name and class, to be replaced. Raises ValueError if another method has replaced it by a module
+    that is not of the class `other`."""
     module = model.get_submodule(name)
     if not is_native(module, kind) and type(module) is not other:
         raise ValueError(

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hf_freeze.architectures.base import Architecture, base_name, full_name, hidden_size, read
-from hf_freeze.layers.expanded_embedding import ExpandedEmbedding
 from hf_freeze.layers.derived import taken
+from hf_freeze.layers.expanded_embedding import ExpandedEmbedding
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
 from hf_freeze.layers.quantized import Quantized
 from hf_freeze.seeded import Origin
