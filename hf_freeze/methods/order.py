@@ -40,8 +40,7 @@ def _conflict(method: Method, before: Method) -> str | None:
     first = f"put {own} first"
     if type(method) is type(before) and not method.repeatable:
         return ": it can be applied only once; give one setting, or finalize() and merge() before the second"
-    follows = method.renumbers == "layers" and method.selects and before.follows_layers
-    if method.renumbers is not None and method.renumbers in before.refers_to and not follows:
+    if method.renumbers is not None and method.renumbers in before.refers_to:
         return f", which names {method.renumbers} by number: the {method.renumbers} get new numbers; {first}"
     if method.replaces_blocks and before.finalizable:
         return f", which needs the old blocks until finalize(); {first}"

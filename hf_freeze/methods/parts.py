@@ -20,7 +20,6 @@ class Model(Protocol):
 
     config: Any
     methods: list[Any]
-    methods_now: list[Any]
     base_model_prefix: str
     all_tied_weights_keys: dict[str, str]
 
