@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hf_freeze.io import sync
+from hf_freeze.io import bytes_of, sync
 from hf_freeze.methods import FFNPruning, Freeze, HeadPruning, LowRank, Quantize
 from hf_freeze.model.convert import convert, merge
 from hf_freeze.model.paging import resident
@@ -118,10 +118,6 @@ def copy_seconds(source: Path, out: Path) -> float:
         shutil.copyfile(path, out / path.name)
         sync(out / path.name)
     return time.perf_counter() - start
-
-
-def bytes_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def main() -> None:

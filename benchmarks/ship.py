@@ -33,6 +33,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
 from hf_freeze import data, make_variant, methods
+from hf_freeze.io import bytes_of
 from hf_freeze.publish.export import export_model
 
 TOGETHER, ALONE = 64, 20
@@ -86,10 +87,6 @@ def quiet() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-
-
-def bytes_of(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def main() -> None:

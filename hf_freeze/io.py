@@ -1,4 +1,4 @@
-"""Files that a killed process, a power cut or a full disk leaves whole."""
+"""Files that a killed process, a power cut or a full disk leaves whole, and what folders weigh."""
 
 import os
 import shutil
@@ -35,6 +35,11 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         if folder.exists():
             os.replace(folder, Path(temporary) / "replaced")
         os.replace(written, folder)
+
+
+def bytes_of(folder: Path) -> int:
+    """Of all files in the folder, and in those that it holds."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def link_or_copy(source: Path, target: Path) -> None:

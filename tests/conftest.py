@@ -42,9 +42,8 @@ if RUNS_TESTS:
 
     # The Trainer collects garbage at every end of training, which takes as long as the training of a tiny model.
     accelerate.utils.memory.gc = SimpleNamespace(collect=lambda: 0)
-    gc.set_threshold(
-        10_000
-    )  # a tiny model has thousands of objects; at 700 new ones, one second in 25 looks for garbage
+    # A tiny model has thousands of objects; at 700 new ones, one second in 25 looks for garbage.
+    gc.set_threshold(10_000)
 
     # What follows is for this process alone: the new processes that tests start do all of it as for a user.
     os.fsync = lambda descriptor: None  # no test cuts the power, and each save waits for the disk eight times

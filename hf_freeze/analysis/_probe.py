@@ -24,6 +24,11 @@ def check_model(model: Any) -> Architecture:
     return architecture
 
 
+def on_device(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch on the device of the model."""
+    return {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in batch.items()}
+
+
 def batches_on(model: Any, dataloader: Any, description: str) -> Iterator[dict[str, Any]]:
     """The batches on the device of the model, with a progress bar. Raises ValueError for a batch that is no dict, and for an
     empty dataloader."""
@@ -31,7 +36,7 @@ def batches_on(model: Any, dataloader: Any, description: str) -> Iterator[dict[s
     for number, batch in enumerate(track(dataloader, description, total), 1):  # noqa: B007
         if not isinstance(batch, Mapping):
             raise ValueError(f"a batch is a dict of tensors for the forward, not a {type(batch).__name__}")
-        yield {name: v.to(model.device) if torch.is_tensor(v) else v for name, v in batch.items()}
+        yield on_device(model, batch)
     if not number:
         raise ValueError("the dataloader is empty (or was used up before)")
 

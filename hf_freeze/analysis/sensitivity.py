@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_freeze import methods
-from hf_freeze.analysis._probe import check_model, in_eval_mode, loss_of
+from hf_freeze.analysis._probe import check_model, in_eval_mode, loss_of, on_device
 from hf_freeze.analysis._progress import track
 from hf_freeze.analysis.head_importance import count_labels, head_importance, select_heads
 from hf_freeze.analysis.neurons import ffn_importance, select_neurons
@@ -40,6 +40,16 @@ class Sensitivity:
     neuron_scores: dict[str, list[float]] = field(default_factory=dict)
     head_scores: dict[str, list[float]] = field(default_factory=dict)
 
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Sensitivity":
+        """From what `json` reads of `dataclasses.asdict`: keys that were numbers are text there."""
+        numbers: dict[str, Any] = {"ranks": {int(rank): loss for rank, loss in values["ranks"].items()}}
+        for kind, number in (("layers", int), ("neurons", float), ("heads", float)):
+            numbers[kind] = {
+                stack: {number(kept): loss for kept, loss in losses.items()} for stack, losses in values[kind].items()
+            }
+        return cls(**values | numbers)
+
 
 def total_loss(model: Any, batches: Iterable[Mapping[str, Any]]) -> tuple[float, int]:
     """The loss of `model` in nats, summed over the labels of all batches, and the number of labels. In eval mode.
@@ -49,7 +59,7 @@ def total_loss(model: Any, batches: Iterable[Mapping[str, Any]]) -> tuple[float,
     total, labels = 0.0, 0
     with in_eval_mode(model), torch.no_grad():
         for batch in batches:
-            batch = {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in batch.items()}
+            batch = on_device(model, batch)
             count = count_labels(model, batch)
             total, labels = total + float(loss_of(model, batch, "total_loss")) * count, labels + count
     return total, labels
@@ -114,24 +124,27 @@ def _remove_layers(stack: str, depth: int, loss: float, loss_with: Any) -> tuple
     """(layers in the order of removal, number of layers kept -> loss). At least one layer stays."""
     kept, order, losses = list(range(depth)), [], {depth: loss}
 
-    def without(layer: int) -> float | None:
-        return loss_with(methods.LayerSelection(keep={stack: [number for number in kept if number != layer]}))
+    def losses_without(layers: Sequence[int]) -> dict[int, float]:
+        """Layer -> loss if it goes too, for those of `layers` that can go."""
+        found = {}
+        for layer in layers:
+            method = methods.LayerSelection(keep={stack: [number for number in kept if number != layer]})
+            if (value := loss_with(method)) is not None:
+                found[layer] = value
+        return found
 
-    ranking: list[int] = []
+    ranking: list[int] = []  # of a deep stack: from one measurement of each layer
     for _ in track(range(depth - 1), f"Removing layers of the {stack}", depth - 1):
-        if depth <= _GREEDY or not ranking:
-            found = {layer: without(layer) for layer in kept}
-            possible = {layer: value for layer, value in found.items() if value is not None}
-            if not possible:
-                break
-            ranking = sorted(possible, key=lambda layer: (possible[layer], layer))
-        layer = ranking.pop(0)
-        after = without(layer)
-        if after is None:
+        ranks_again = depth <= _GREEDY or not ranking
+        found = losses_without(kept if ranks_again else ranking[:1])
+        if not found:
             break
+        if ranks_again:
+            ranking = sorted(found, key=lambda layer: (found[layer], layer))
+        layer = ranking.pop(0)
         kept.remove(layer)
         order.append(layer)
-        losses[len(kept)] = after
+        losses[len(kept)] = found[layer]
     return order, losses
 
 

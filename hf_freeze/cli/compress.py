@@ -8,8 +8,6 @@ import typer
 
 from hf_freeze.cli import options, terminal
 
-_ENGINES = ("ctranslate2", "onnx", "torch")
-
 
 def compress(
     model: Annotated[str, typer.Argument(help="Directory or Hub id of a trained model, with its tokenizer.")],
@@ -46,8 +44,6 @@ def compress(
     Example: hf-freeze compress runs/served/row-0-seed-1/model --data recipes/served/recipe.yaml --max-bytes 400kB --out small
     """
     with terminal.one_line_errors():
-        if engine not in _ENGINES:
-            raise ValueError(f"--engine {engine!r}: choose from {list(_ENGINES)}")
         import datasets
         from transformers.utils import logging
 

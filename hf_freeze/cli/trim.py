@@ -38,6 +38,7 @@ def trim(
     Example: hf-freeze trim sentence-transformers/all-MiniLM-L6-v2 --texts passages.txt --coverage 0.999 --out minilm-small
     """
     from hf_freeze.data import read_text
+    from hf_freeze.io import bytes_of
     from hf_freeze.publish.trimming import trim_model
 
     with terminal.one_line_errors():
@@ -53,5 +54,4 @@ def trim(
             force=force,
             say=terminal.say,
         )
-        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        terminal.say(f"Written: {folder} ({size / 1e6:.2f} MB)")
+        terminal.say(f"Written: {folder} ({bytes_of(folder) / 1e6:.2f} MB)")

@@ -55,7 +55,7 @@ def translate(
     with torch.no_grad() if in_shards else torch.inference_mode():
         for batch in mine:
             inputs = tokenizer.pad({"input_ids": [ids[i] for i in batch]}, return_tensors="pt").to(model.device)
-            limit = min(2 * len(ids[batch[0]]) + 10, model.config.max_position_embeddings - 1)
+            limit = min(most_new_tokens(len(ids[batch[0]])), model.config.max_position_embeddings - 1)
             with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
                 outputs = model.generate(
                     **inputs, num_beams=num_beams, do_sample=False, max_new_tokens=limit, synced_gpus=in_shards or None
@@ -64,6 +64,11 @@ def translate(
     for part in _of_all_processes(texts):
         texts |= part
     return [texts[i] for i in range(len(ids))]
+
+
+def most_new_tokens(source_tokens: int) -> int:
+    """How long the translation of a text may become; only one that repeats itself would be longer."""
+    return 2 * source_tokens + 10
 
 
 def _place() -> tuple[int, int]:

@@ -2,7 +2,7 @@
 (scipy.optimize.milp) as an integer program."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +23,10 @@ class Losses:
     measured: Sensitivity
     tokens: Mapping[int, float]
     remains: Mapping[str, float]
+
+    def of(self, shape: Shape) -> float:
+        stacks = sum(self.of_stack(name, stack) for name, stack in shape.stacks.items())
+        return stacks + self.of_tables(shape.vocabulary, shape.rank)
 
     def of_stack(self, name: str, stack: StackShape) -> float:
         depth = max(self.measured.layers[name])
@@ -52,13 +56,9 @@ def options_of_stack(measured: Sensitivity, name: str) -> list[StackShape]:
     ]
 
 
-def allocate(
-    whole: Shape, losses: Losses, estimate: Estimate, limit: Cost, *, but: Sequence[Shape] = ()
-) -> tuple[Shape, float] | None:
+def allocate(whole: Shape, losses: Losses, estimate: Estimate, limit: Cost) -> tuple[Shape, float] | None:
     """The shape of least loss whose estimated cost is within `limit`, and that loss in nats a label; None if no shape is.
-
-    `limit.bytes` may be infinite. `but`: shapes that are not to be found again.
-    """
+    `limit.bytes` may be infinite."""
     parts, options, costs = _table(whole, losses, estimate)
     sizes = [len(some) for some in options]
     belongs = np.repeat(np.eye(len(parts)), sizes, axis=1)
@@ -69,16 +69,12 @@ def allocate(
     if limit.ms is not None and base.ms is not None:
         constraints.append(LinearConstraint(costs[:, 2][None], -np.inf, limit.ms - base.ms))
     flat = [(part, option) for part, some in zip(parts, options, strict=True) for option in some]
-    for known in but:
-        chosen = np.array([_is_of(known, part, option) for part, option in flat], float)
-        constraints.append(LinearConstraint(chosen[None], -np.inf, len(parts) - 1))
     found = milp(costs[:, 0], integrality=np.ones(len(flat)), bounds=Bounds(0, 1), constraints=constraints)
     if found.x is None:
         return None
-    chosen = [flat[i] for i in np.flatnonzero(found.x > 0.5)]
     shape = whole
-    for part, option in chosen:
-        shape = _with(shape, part, option)
+    for i in np.flatnonzero(found.x > 0.5):
+        shape = _with(shape, *flat[i])
     return shape, float(found.fun)
 
 
@@ -114,9 +110,3 @@ def _with(shape: Shape, part: str, option: StackShape | tuple[int, int | None]) 
     if isinstance(option, StackShape):
         return replace(shape, stacks=shape.stacks | {part: option})
     return replace(shape, vocabulary=option[0], rank=option[1])
-
-
-def _is_of(shape: Shape, part: str, option: StackShape | tuple[int, int | None]) -> bool:
-    if isinstance(option, StackShape):
-        return shape.stacks[part] == option
-    return (shape.vocabulary, shape.rank) == option

@@ -17,7 +17,7 @@ from hf_freeze.experiments.compress.allocation import KINDS, Losses, allocate, o
 from hf_freeze.experiments.compress.budget import Budget, in_bytes
 from hf_freeze.experiments.compress.costs import Cost, Estimate, probes
 from hf_freeze.experiments.compress.phases import Phases
-from hf_freeze.experiments.compress.serving import ENGINES, bytes_of, milliseconds, serve
+from hf_freeze.experiments.compress.serving import ENGINES, Served, milliseconds, serve
 from hf_freeze.experiments.compress.shapes import (
     Shape,
     StackShape,
@@ -27,6 +27,7 @@ from hf_freeze.experiments.compress.shapes import (
 )
 from hf_freeze.experiments.compress.trainings import Student, Trained, Trainings
 from hf_freeze.experiments.report.significance import compare
+from hf_freeze.io import bytes_of, whole_folder
 from hf_freeze.methods.registry import method_from_dict
 from hf_freeze.model.make import make_variant
 
@@ -36,17 +37,6 @@ _LEAST = 0.01  # share of a loss that a short training is taken to leave at leas
 _SHORT = 1 / 24  # of all epochs, the training of one kind of part alone; candidates get twice that
 _CHANGED = 4.0  # by which the price of one kind of part is raised and lowered for further candidates
 _RESERVE = 0.1  # of the hours, for what comes after the last training
-
-
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """A folder in its engine. `score`: on the dev split, then on the test split; None where it was not measured."""
-
-    folder: Path
-    bytes: int
-    ms: float | None
-    dev_score: float
-    test_score: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +89,6 @@ class Compression:
         identity |= {"decoding": recipe.get("decoding", {}), "budget": asdict(budget), "engine": engine}
         self.phases = Phases(out, identity | {"epochs": self.epochs, "seed": seed})
         self.trainings = Trainings(source, recipe, out, seed=seed, jobs=jobs, console=self.console, command=command)
-        self.trained_epochs: list[float] = []
         model = self.trainings.model(self.trainings.whole)
         self._architecture, self._config = architecture_for(model), model.config
         self._weights = count_weights(model, self._architecture)
@@ -111,16 +100,14 @@ class Compression:
         tokens = self._tokens(measured)
         estimate = self._estimate(measured, tokens)
         self._check_reach(measured, tokens, estimate)
-        remains, epochs = self._once("remains", lambda: self._recoveries(measured, tokens))
-        self.trained_epochs.append(epochs)
+        remains, epochs_of_recoveries = self._once("remains", lambda: self._recoveries(measured, tokens))
         losses = Losses(measured=measured, tokens=tokens, remains=remains)
         shapes = self._once("candidates", lambda: [s.to_dict() for s in self._candidates(losses, estimate)])
         candidates = [Shape.from_dict(shape) for shape in shapes]
-        best, epochs = self._once("chosen", lambda: self._best(candidates, measured))
-        chosen = candidates[best]
-        self.trained_epochs.append(epochs)
-        trained = self._final(chosen, measured)
-        return self._end(chosen, trained, before)
+        best, epochs_of_candidates = self._once("chosen", lambda: self._best(candidates, measured))
+        chosen, spent = candidates[best], epochs_of_recoveries + epochs_of_candidates
+        trained = self._final(chosen, measured, spent)
+        return self._end(chosen, trained, before, spent + trained.epochs)
 
     # -- before any training ---------------------------------------------------------------------------------------------------
 
@@ -160,7 +147,7 @@ class Compression:
             model = self.trainings.model(whole)
             return asdict(sensitivity(model, self.trainings.sample(whole, model), heads=keeps, ranks=keeps))
 
-        return _sensitivity_from(self._once("sensitivity", measure))
+        return Sensitivity.from_json(self._once("sensitivity", measure))
 
     def _tokens(self, measured: Sensitivity) -> dict[int, float]:
         """Number of tokens kept -> loss, in nats summed over the sample."""
@@ -212,15 +199,14 @@ class Compression:
             if limit is None:
                 continue
             shape = smallest(self.whole, losses, estimate, cost)
-            label = f"smallest-{cost}"
-            least = self._once(label, lambda s=shape, n=label: self._costs({n: s}, measured)[n])[cost]
+            least = getattr(self._cost(shape, measured), cost)
             if least > limit:
                 least_words, limit_words = (
                     in_bytes(value) if cost == "bytes" else f"{value:.2f} ms" for value in (least, limit)
                 )
                 tokenizer = ""
                 if cost == "bytes":
-                    folder = self.out / "engine" / label
+                    folder = self.out / "engine" / _label(shape)
                     size = sum(
                         path.stat().st_size for path in folder.iterdir() if "token" in path.name or "vocab" in path.name
                     )
@@ -246,8 +232,7 @@ class Compression:
         base, remains = trained["recover-nothing"].loss, {}
         losses = Losses(measured=measured, tokens=tokens, remains={})
         for kind, shape in shapes.items():
-            stacks = sum(losses.of_stack(name, stack) for name, stack in shape.stacks.items())
-            untrained = stacks + losses.of_tables(shape.vocabulary, shape.rank)
+            untrained = losses.of(shape)
             left = trained[f"recover-{kind}"].loss - base
             remains[kind] = max(left / untrained, _LEAST) if untrained > 0 else 1.0
             self._say(f"half of the {kind}: loss {untrained:+.3f} before training, {left:+.3f} after it")
@@ -280,31 +265,30 @@ class Compression:
         opinions = [dict(losses.remains)]
         for kind in losses.remains:
             opinions += [opinions[0] | {kind: losses.remains[kind] * factor} for factor in (_CHANGED, 1 / _CHANGED)]
-        found: list[tuple[float, Shape]] = []
-        for number, remains in enumerate(opinions):
-            shape = self._within(replace(losses, remains=remains), estimate, number)
-            if shape is not None and shape not in [known for _, known in found]:
-                by_parts = [losses.of_stack(name, stack) for name, stack in shape.stacks.items()]
-                found.append((sum(by_parts) + losses.of_tables(shape.vocabulary, shape.rank), shape))
+        found: list[Shape] = []
+        for remains in opinions:
+            shape = self._within(replace(losses, remains=remains), estimate)
+            if shape is not None and shape not in found:
+                found.append(shape)
         if not found:
             raise ValueError(
                 f"no shape was found within {self.budget.words()}: each limit can be met, but not all together; give one of them "
                 "more room"
             )
-        chosen = [shape for _, shape in sorted(found, key=lambda one: one[0])][:CANDIDATES]
+        chosen = sorted(found, key=losses.of)[:CANDIDATES]
         for shape in chosen:
             self._say(f"candidate: {shape.words(self.whole)}")
         return chosen
 
-    def _within(self, losses: Losses, estimate: Estimate, number: int) -> Shape | None:
+    def _within(self, losses: Losses, estimate: Estimate) -> Shape | None:
         """The best shape that is within the budget as measured; the estimate's errors are corrected on the way."""
         limit = Cost(bytes=self.budget.max_bytes or np.inf, ms=self.budget.max_ms)
         for attempt in range(_TRIES):
             found = allocate(self.whole, losses, estimate, limit)
             if found is None:
                 return None
-            shape, label = found[0], _label(found[0])
-            cost = Cost(**self._once(f"cost-{label}", lambda s=shape, n=label: self._costs({n: s}, losses.measured)[n]))
+            shape = found[0]
+            cost = self._cost(shape, losses.measured)
             if not self.budget.excess(cost.bytes, cost.ms):
                 return shape
             expected = estimate.cost(shape)
@@ -331,15 +315,15 @@ class Compression:
             self._say(f"dev loss {loss:.3f}: {shape.words(self.whole)}")
         return int(np.argmin(losses)), sum(one.epochs for one in trained)
 
-    def _final(self, shape: Shape, measured: Sensitivity) -> Trained:
-        epochs = self._once("epochs", lambda: self._epochs_left(shape))
+    def _final(self, shape: Shape, measured: Sensitivity, spent: float) -> Trained:
+        epochs = self._once("epochs", lambda: self._epochs_left(spent))
         self._say(f"training {shape.words(self.whole)} for {epochs:g} epochs")
         return self.trainings.train({"final": self._student(shape.words(self.whole), shape, measured, epochs)})["final"]
 
-    def _epochs_left(self, shape: Shape) -> float:
-        """What the short trainings have left of all epochs, and of the hours."""
+    def _epochs_left(self, spent: float) -> float:
+        """What the short trainings, of `spent` epochs, have left of all epochs, and of the hours."""
         short = self.epochs * _SHORT
-        left = max(self.epochs - sum(self.trained_epochs), short)
+        left = max(self.epochs - spent, short)
         if self.budget.hours is not None:
             seconds = self.budget.hours * 3600 * (1 - _RESERVE) - self.phases.seconds
             left = max(min(left, seconds / self.trainings.seconds_per_epoch()), short)
@@ -350,12 +334,10 @@ class Compression:
 
     # -- the end ---------------------------------------------------------------------------------------------------------------
 
-    def _end(self, shape: Shape, trained: Trained, before: Served) -> Compressed:
-        model = trained.folder
-
+    def _end(self, shape: Shape, trained: Trained, before: Served, epochs: float) -> Compressed:
         def measure() -> dict[str, Any]:
             self._say("measuring the compressed model in the engine")
-            folder = serve(model, self.engine, self.out / "served")
+            folder = serve(trained.folder, self.engine, self.out / "served")
             whole = self.out / "engine" / "whole"
             times = self._milliseconds({"whole": whole, "served": folder}) if self.budget.max_ms is not None else {}
             found = {"bytes": bytes_of(folder), "ms": times.get("served"), "ms_before": times.get("whole")}
@@ -392,12 +374,12 @@ class Compression:
         return Compressed(
             shape=shape,
             words=shape.words(self.whole),
-            model=model,
+            model=trained.folder,
             before=before,
             after=after,
             difference=(difference, lower, upper),
             resolution=(high - low) / 2,
-            epochs=sum(self.trained_epochs) + trained.epochs,
+            epochs=epochs,
             seconds=self.phases.seconds,
         )
 
@@ -414,6 +396,10 @@ class Compression:
     def _methods(self, shape: Shape, measured: Sensitivity) -> list[dict[str, Any]]:
         return methods_of(shape, measured, self._architecture, self._config, uniform=not self.engine.keeps_structure)
 
+    def _cost(self, shape: Shape, measured: Sensitivity) -> Cost:
+        """As measured in the engine, untrained."""
+        return Cost(**self._once(f"cost-{_label(shape)}", lambda: self._costs({"shape": shape}, measured)["shape"]))
+
     def _costs(self, shapes: Mapping[str, Shape], measured: Sensitivity) -> dict[str, dict[str, Any]]:
         """Bytes and ms of untrained models of these shapes in the engine."""
         folders = {}
@@ -422,9 +408,10 @@ class Compression:
             if not source.exists():
                 found = [method_from_dict(method) for method in self._methods(shape, measured)]
                 model = make_variant(self.trainings.model(shape.vocabulary), found)
-                model.save_pretrained(source)
-                self.trainings.tokenizer_of(shape.vocabulary).save_pretrained(source)
-            folders[label] = self._serve(label if label.startswith("smallest") else _label(shape), source)
+                with whole_folder(source) as written:
+                    for part in (model, self.trainings.tokenizer_of(shape.vocabulary)):
+                        part.save_pretrained(written)
+            folders[label] = self._serve(_label(shape), source)
         times = self._milliseconds(folders) if self.budget.max_ms is not None else {}
         return {label: {"bytes": bytes_of(folder), "ms": times.get(label)} for label, folder in folders.items()}
 
@@ -461,14 +448,3 @@ def _digest(source: str) -> str:
             while part := file.read(1 << 24):
                 digest.update(part)
     return digest.hexdigest()
-
-
-def _sensitivity_from(values: dict[str, Any]) -> Sensitivity:
-    """From JSON, whose keys are text."""
-    numbers = {
-        "layers": {stack: {int(k): v for k, v in found.items()} for stack, found in values["layers"].items()},
-        "ranks": {int(rank): loss for rank, loss in values["ranks"].items()},
-    }
-    for kind in ("neurons", "heads"):
-        numbers[kind] = {stack: {float(k): v for k, v in found.items()} for stack, found in values[kind].items()}
-    return Sensitivity(**values | numbers)

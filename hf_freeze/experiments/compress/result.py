@@ -1,4 +1,4 @@
-"""What a compression came to, for people: a table, a picture and a card."""
+"""What a compression came to, for people: a table and a picture."""
 
 import json
 from dataclasses import asdict
@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_freeze.experiments.compress.budget import in_bytes
-from hf_freeze.experiments.compress.compress import Compressed, Compression, Served
+from hf_freeze.experiments.compress.compress import Compressed, Compression
+from hf_freeze.experiments.compress.serving import Served
+from hf_freeze.experiments.report.markdown import markdown_table
 from hf_freeze.experiments.runs.environment import environment
 from hf_freeze.io import write_whole
 
@@ -31,19 +33,17 @@ def write_result(compression: Compression, result: Compressed, command: str) -> 
     lines.append(
         f"Budget: {compression.budget.words()}. Trained for {result.epochs:g} epochs, {result.seconds / 60:.0f} minutes in all."
     )
-    heading = list(rows[0])
-    table = [heading, ["---"] + ["---:"] * (len(heading) - 1), *(list(row.values()) for row in rows)]
-    text = "".join(f"| {' | '.join(line)} |\n" for line in table)
+    table = "\n".join(markdown_table(list(rows[0]), [list(row.values()) for row in rows], left=1))
     where = environment()
     about = f"`{command}`; code {where['commit']}, {where['device']}, torch {where['torch']}"
-    write_whole(out / FILES[1], "\n\n".join(["# Compressed", text.rstrip(), *lines, about]) + "\n")
+    write_whole(out / FILES[1], "\n\n".join(["# Compressed", table, *lines, about]) + "\n")
     record: dict[str, Any] = json.loads(json.dumps(asdict(result), default=str))
     record |= {"command": command, "budget": asdict(compression.budget), "environment": where}
     record["seconds_by_phase"] = compression.phases.seconds_by_phase
     write_whole(out / FILES[0], json.dumps(record, indent=1) + "\n")
     _draw(compression, result, out / FILES[2])
     return [
-        text.rstrip(),
+        table,
         *lines,
         f"Written: {result.after.folder} (to serve), {result.model} (to train on), {out / FILES[1]}",
     ]

@@ -11,12 +11,13 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from hf_freeze.experiments.tasks.items import bleu_items
+from hf_freeze.experiments.tasks.sequence_classification import columns_of
 from hf_freeze.io import whole_folder
 from hf_freeze.model.loading import load_tokenizer
 from hf_freeze.publish.export.convert import export_model
 from hf_freeze.publish.export.ctranslate2 import CTranslate2Translator
 from hf_freeze.publish.latency import measure
-from hf_freeze.training.decoding import translate
+from hf_freeze.training.decoding import most_new_tokens, translate
 
 _SERVED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")  # of a saved model with its tokenizer
 _BATCH = 32
@@ -39,6 +40,18 @@ ENGINES = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A folder in its engine. `ms`: of one text alone; None where the budget does not limit it. `test_score`: None before the
+    end."""
+
+    folder: Path
+    bytes: int
+    ms: float | None
+    dev_score: float
+    test_score: float | None = None
+
+
 def serve(source: Path, engine: Engine, out: Path) -> Path:
     """The folder `out`, for the engine, from the saved model in `source`; written whole, and not again."""
     if out.exists():
@@ -51,11 +64,6 @@ def serve(source: Path, engine: Engine, out: Path) -> Path:
             for path in source.glob(pattern):
                 shutil.copyfile(path, written / path.name)
     return out
-
-
-def bytes_of(folder: Path) -> int:
-    """Of all files, the tokenizer's too."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def milliseconds(
@@ -82,13 +90,14 @@ def items_of(folder: Path, engine: Engine, task: str, split: Any, decoding: Mapp
         sources, references = list(split["source"]), list(split["target"])
         if engine.format == "ctranslate2":
             translator = CTranslate2Translator(folder, intra_threads=torch.get_num_threads())
-            settings = {"num_beams": decoding.get("num_beams", 1), "max_new_tokens": _longest(tokenizer, sources)}
+            longest = max(map(len, tokenizer(sources, truncation=True)["input_ids"]))
+            settings = {"num_beams": decoding.get("num_beams", 1), "max_new_tokens": most_new_tokens(longest)}
             found = [one["translation_text"] for one in translator(sources, truncation=True, **settings)]
         else:
             found = translate(AutoModelForSeq2SeqLM.from_pretrained(folder), tokenizer, sources, **decoding)
         return bleu_items(found, references)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
-    columns = [column for column in ("sentence", "second") if column in split.column_names]
+    columns = columns_of(split)
     classes, right = np.asarray(split["label"]), []
     with torch.inference_mode():
         for start in range(0, len(split), _BATCH):
@@ -96,8 +105,3 @@ def items_of(folder: Path, engine: Engine, task: str, split: Any, decoding: Mapp
             inputs = tokenizer(*(rows[name] for name in columns), truncation=True, padding=True, return_tensors="pt")
             right += (model(**inputs).logits.argmax(-1).numpy() == classes[start : start + _BATCH]).tolist()
     return np.stack([right, np.ones(len(right)), classes], axis=1).astype(np.int64)
-
-
-def _longest(tokenizer: Any, sources: list[str]) -> int:
-    """New tokens that no translation needs more than, as `translate` limits them."""
-    return 2 * max(map(len, tokenizer(sources, truncation=True)["input_ids"])) + 10

@@ -18,7 +18,7 @@ from hf_freeze.experiments.report.wording import (
 
 
 def markdown(report: Report) -> str:
-    lines = [f"# {report.title}", "", *_markdown_table(*table_cells(report), left=2), ""]
+    lines = [f"# {report.title}", "", *markdown_table(*table_cells(report), left=2), ""]
     against = "trained share" if "share" in report.axes else "parameters"
     lines += [f"![{report.task.name} against {against} and stored size]({report.picture('report')})", ""]
     lines += [report.tested_on, ""] * bool(report.tested_on)
@@ -30,12 +30,12 @@ def markdown(report: Report) -> str:
         lines += ["## Attention heads", "", f"![what the heads are worth]({picture})", "", head_scores(report), ""]
         if cells := one_head_cells(report):
             headings = ["attention", "best head", f"{report.task.name} with it alone"]
-            lines += [*_markdown_table(headings, cells, left=1), ""]
+            lines += [*markdown_table(headings, cells, left=1), ""]
     if any(run.schedules() for run in report.runs):
         picture = report.picture("schedules")
         lines += ["## Schedules", "", f"![what methods scheduled in training]({picture})", ""]
     if report.all_pairs:
-        lines += ["## Differences between all rows", "", *_markdown_table(*pair_cells(report), left=2), ""]
+        lines += ["## Differences between all rows", "", *markdown_table(*pair_cells(report), left=2), ""]
     lines += [method(report), ""]
     if len(report.sources) > 1:
         lines += [*(f"- {source.letter}: {source.described}" for source in report.sources), ""]
@@ -44,7 +44,8 @@ def markdown(report: Report) -> str:
     return "\n".join([*lines, *machines(report)]) + "\n"
 
 
-def _markdown_table(headings: Sequence[str], cells: Sequence[Sequence[str]], left: int) -> list[str]:
+def markdown_table(headings: Sequence[str], cells: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Lines of a table, whose first `left` columns are texts and the others numbers."""
     lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * left + " ---: |" * (len(headings) - left)]
     return lines + ["| " + " | ".join(map(_escape, row)) + " |" for row in cells]
 

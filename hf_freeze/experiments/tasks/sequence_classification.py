@@ -57,7 +57,8 @@ def _labels(split: datasets.Dataset) -> dict[str, Any]:
     return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
 
 
-def _columns(split: datasets.Dataset) -> list[str]:
+def columns_of(split: datasets.Dataset) -> list[str]:
+    """The columns of texts: one, or two of pairs."""
     return [column for column in ("sentence", "second") if column in split.column_names]
 
 
@@ -65,7 +66,7 @@ def encode(
     split: datasets.Dataset, tokenizer: Any, run: dict[str, Any] | None = None, progress: Progress | None = None
 ) -> datasets.Dataset:
     """The tokenizer's columns, and `labels`. A pair is one sequence of two segments."""
-    columns = _columns(split)
+    columns = columns_of(split)
 
     def ids(batch: dict[str, Any]) -> dict[str, Any]:
         return {**tokenizer(*(batch[column] for column in columns), truncation=True), "labels": batch["label"]}
@@ -83,7 +84,7 @@ TASK = Task(
     head="sequence-classification",
     tokenizer="wordpiece",
     load=load_data,
-    texts=lambda split: hf_data.Texts(split, _columns(split)),
+    texts=lambda split: hf_data.Texts(split, columns_of(split)),
     encode=encode,
     test=_test,
     trainer=ClassificationTrainer,
