@@ -307,7 +307,10 @@ def test_served_encoders(run, tmp_path):
         for saved in (make_variant(config, chosen, task="sequence-classification"), tokenizer):
             saved.save_pretrained(folder / "model")
         (folder / "metrics.json").touch()
-    AutoModel.from_config(config).save_pretrained(tmp_path / "whole")
+    whole = AutoModel.from_config(config)
+    for parameter in whole.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    whole.save_pretrained(tmp_path / "whole")
     tokenizer.save_pretrained(tmp_path / "whole")
 
     files = ["--texts", str(tmp_path / "train.jsonl"), "--test", str(tmp_path / "test.jsonl"), "--rounds", "1"]
