@@ -36,5 +36,5 @@ def export(
         lines = read_text(texts)["text"] if texts else None
         options = {"quantization": quantization, "out": out, "force": force, "texts": lines, "say": terminal.say}
         folder = export_model(model, format, **options)
-        size = sum(file.stat().st_size for file in folder.iterdir())
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         terminal.say(f"Written: {folder} ({size / 1e6:.2f} MB)")

@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 
 from hf_freeze import surgery
 from hf_freeze._version import __version__
@@ -31,13 +29,12 @@ from hf_freeze.model.loading import check_exists, load_model, load_tokenizer
 from hf_freeze.model.make import make_variant
 from hf_freeze.model.token_ids import named_token_ids
 from hf_freeze.publish.cards import TRIMMING, model_card, read_trained_model
+from hf_freeze.publish.sentence_files import copy_sentence_files
 
 _COMPARED = 16  # texts whose hidden states are compared
 _LENGTH = 64  # tokens of each that are compared, at most
 _TOLERANCE = 1e-4  # of the largest hidden state
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
-# What sentence-transformers writes beside a model: how its token vectors become one vector.
-_SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "[0-9]_*/*")
 
 
 def trim_model(
@@ -120,7 +117,7 @@ def trim_model(
     with whole_folder(folder) as written:
         small.save_pretrained(written)
         trimmed.save_pretrained(written)
-        _copy_sentence_files(source, written)
+        copy_sentence_files(source, written)
         (written / TRIMMING).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         model_card(read_trained_model(written), model=small).save(written / "README.md")
     return folder
@@ -202,17 +199,3 @@ def _largest_difference(expected: list[torch.Tensor], actual: list[torch.Tensor]
 def _hub_id(source: Any) -> str | None:
     name = os.fspath(source)
     return name if not Path(name).exists() and _HUB_ID.fullmatch(name) else None
-
-
-def _copy_sentence_files(source: Any, target: Path) -> None:
-    """Copy what sentence-transformers reads beside the model, if the source has it."""
-    root = Path(source)
-    if not root.is_dir():
-        root = Path(snapshot_download(os.fspath(source), allow_patterns=list(_SENTENCE_FILES)))
-    if not (root / "modules.json").is_file():
-        return
-    for pattern in _SENTENCE_FILES:
-        for path in root.glob(pattern):
-            if path.is_file():
-                (target / path.relative_to(root)).parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, target / path.relative_to(root))

@@ -10,6 +10,7 @@ from torch.nn import functional
 from transformers import AutoModel, AutoTokenizer
 
 from hf_freeze import make_variant, methods
+from hf_freeze.publish.export import export_model
 
 pytest.importorskip("sentence_transformers", reason="sentence-transformers is installed by hand (docs/other_tools.md)")
 MINILM = Path(
@@ -52,3 +53,14 @@ def test_a_variant_encodes_through_its_code(tmp_path):
     assert alike > other + 0.3, "what the model was trained for survives"
     assert (encoded - embeddings(MINILM)).abs().max() > 0.01, "the heads are gone"
     assert (tmp_path / "pruned-again" / "modeling_hf_freeze.py").exists()
+
+
+def test_an_exported_encoder_has_the_same_pooling(tmp_path):
+    folder = tmp_path / "pruned"
+    shutil.copytree(MINILM, folder)
+    make_variant(MINILM, [methods.HeadPruning(share=0.75)], task="feature-extraction").save_pretrained(folder)
+    exported = export_model(folder, "onnx")
+
+    printed_by("import hf_freeze\n" + ENCODE.partition("model.save")[0], exported, *SENTENCES)
+
+    assert torch.allclose(torch.load(exported / "out"), embeddings(folder), atol=1e-4)

@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    BertConfig,
+    BertModel,
     GPT2Config,
     GPT2LMHeadModel,
     MarianConfig,
@@ -251,6 +253,18 @@ def test_dense_names_no_hf_freeze(trained, tmp_path):
     )
     half = export_model(trained, "dense", quantization="bfloat16", out=tmp_path / "half")
     assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_files_of_sentence_transformers_go_along(tmp_path):
+    torch.manual_seed(0)
+    BertModel(BertConfig(**ARCHITECTURES["bert"].tiny)).save_pretrained(tmp_path / "encoder")
+    files = ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json")
+    for name in files:
+        (tmp_path / "encoder" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "encoder" / name).write_text(f'{{"of": "{name}"}}', encoding="utf-8")
+    folder = export_model(tmp_path / "encoder", "dense", out=tmp_path / "out")
+    for name in files:
+        assert (folder / name).read_bytes() == (tmp_path / "encoder" / name).read_bytes()
 
 
 def test_a_folder_in_the_way_is_left_alone(trained, tmp_path):

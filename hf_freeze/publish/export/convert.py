@@ -17,6 +17,7 @@ from hf_freeze.model.loading import load_model, load_tokenizer
 from hf_freeze.publish.export import aotinductor, calibration, ctranslate2, dense, onnx, torch_export
 from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, require
+from hf_freeze.publish.sentence_files import copy_sentence_files
 
 FORMATS: dict[str, Any] = {
     "onnx": onnx,
@@ -81,6 +82,8 @@ def export_model(
         writer.write(export, written)
         if tokenizer is not None:
             tokenizer.save_pretrained(written)
+        if task == "feature-extraction":
+            copy_sentence_files(source, written)
         if writer.KEEPS_STRUCTURE:
             ExportedConfig.of(export.model.config).save_pretrained(written)
         if export.model.can_generate():
