@@ -50,8 +50,9 @@ def traced(part: Part) -> Any:
     """The program (torch.export.ExportedProgram) of a part, which holds only what it reads. Raises ValueError if `torch.export`
     fails."""
     try:
-        # Without operations in place, all that no output depends on is dead.
+        # Without operations in place, all that no output depends on is dead, once nothing checks its dtype.
         program: Any = _exported(part.module.eval(), part).run_decompositions({}).module(check_guards=False)
+        _erase_checks(program.graph)
         program.graph.eliminate_dead_code()
         read = {node.target for node in program.graph.nodes if node.op == "get_attr"}
         for name in [name for name in program.state_dict() if name not in read]:
@@ -61,10 +62,18 @@ def traced(part: Part) -> Any:
         traced_again = _exported(program, part)
     except Exception as error:  # torch raises many kinds, with messages of pages
         raise ValueError(f"torch.export cannot trace the {part.name} of this model: {type(error).__name__}") from error
+    _erase_checks(traced_again.graph)
+    traced_again.graph_module.recompile()
     for node in traced_again.graph.nodes:  # where in the model's code each operation is from: as large as many weights
         for note in _NOTES:
             node.meta.pop(note, None)
     return traced_again
+
+
+def _erase_checks(graph: torch.fx.Graph) -> None:
+    """Drop the checks of dtypes, which hold on to dead code and run in every call: three for each weight in nf4."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
 
 
 def _exported(module: nn.Module, part: Part) -> Any:
