@@ -1,7 +1,6 @@
 """CONTRIBUTING.md, 7: every ordered pair of methods works, or is refused in one line."""
 
 import contextlib
-import copy
 import re
 from dataclasses import replace
 
@@ -9,7 +8,6 @@ import pytest
 from support.cases import ALL, Case, pairs
 from support.generation import generation_problems
 from support.models import (
-    build,
     build_anew,
     differences,
     file_sizes,
@@ -50,13 +48,13 @@ def test_a_pair_works_or_is_refused(case: Case, tmp_path):
         message = None
     if message is not None:
         assert re.fullmatch(".+", message), message  # one line
-        in_turn = build(replace(case, methods=(first,)))
-        for variant in [in_turn] + [finished(copy.deepcopy(in_turn))] * first.finalizable:
+        in_turn = build_anew(replace(case, methods=(first,)))
+        for finish in [lambda model: model] + [finished] * first.finalizable:
             with pytest.raises(ValueError, match=r"\A.+\Z"):  # one after the other is no way around it
-                make_variant(variant, [second])
+                make_variant(finish(in_turn), [second])
         return
     batch = case.batch()
-    check_in_turn(build(replace(case, methods=(first,))), second, model, batch)
+    check_in_turn(build_anew(replace(case, methods=(first,))), second, model, batch)
     merged = merge_or_none(model)
     assert merged is None or differences(outputs(merged, batch), outputs(model, batch), 1e-5) == []
     finalizable = any(method.finalizable for method in case.methods)

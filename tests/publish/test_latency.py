@@ -1,7 +1,11 @@
 """`hf-freeze latency`: what is measured, for models of every kind, and what a user sees of it."""
 
 import json
+import os
+import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.cases import plain
@@ -13,10 +17,44 @@ from typer.testing import CliRunner
 from hf_freeze import make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.cli import app
+from hf_freeze.publish import latency
 from hf_freeze.publish.export import export_model
 from hf_freeze.publish.latency import Latency, draw, measure, table
 
 TEXTS = ["w5 w9 w3", "w8 w4 w4 w7 w30", "w3", "w11 w12"]
+
+
+class Fork:
+    """What `subprocess.Popen` starts here, in a fork of this process, which has imported all that it needs."""
+
+    def __init__(self, command: list[str], **options: object) -> None:
+        requests, requests_end = os.pipe()
+        answers_end, answers = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.dup2(requests, 0)
+            os.dup2(answers, 1)
+            sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
+            try:
+                latency._serve(Path(command[-2]), json.loads(command[-1]))
+            finally:
+                os._exit(0)
+        os.close(requests)
+        os.close(answers)
+        self.stdin, self.stdout = os.fdopen(requests_end, "w"), os.fdopen(answers_end)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        return os.waitpid(self.pid, 0)[1]
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """For tests of what is asked and answered: a new process imports for seconds."""
+    if hasattr(os, "fork"):
+        monkeypatch.setattr(latency, "subprocess", SimpleNamespace(Popen=Fork, PIPE=None, DEVNULL=None))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +86,7 @@ def test_folders_take_turns_and_do_the_same_work(translator, tmp_path):
     assert said[-1] == "round 2 of 2"
 
 
-def test_a_translation_ends_where_the_model_ends_it(translator):
+def test_a_translation_ends_where_the_model_ends_it(translator, forked):
     (one,) = measure([translator], TEXTS, batches=(4,), new_tokens=12, rounds=1)
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -59,7 +97,7 @@ def test_a_translation_ends_where_the_model_ends_it(translator):
     assert one.sizes == {4: [(4, expected)]}
 
 
-def test_a_classifier_and_a_language_model(tmp_path):
+def test_a_classifier_and_a_language_model(tmp_path, forked):
     classifier = save(tmp_path / "bert", build(plain(ARCHITECTURES["bert"], task="sequence-classification")))
     generator = save(tmp_path / "gpt2", build(plain(ARCHITECTURES["gpt2"], task="causal-lm")))
     one, other = measure([classifier, generator], TEXTS, batches=(2,), new_tokens=4, exactly=True, rounds=1)
@@ -76,7 +114,7 @@ def test_a_classifier_and_a_language_model(tmp_path):
     assert other.sizes == {2: [(2, 8)] * 2}
 
 
-def test_what_cannot_be_measured(translator, tmp_path):
+def test_what_cannot_be_measured(translator, tmp_path, forked):
     for folders, options, message in (
         ([], {}, "no folder to measure"),
         ([translator], {"texts": ["  "]}, "the texts are empty"),
@@ -90,7 +128,7 @@ def test_what_cannot_be_measured(translator, tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_command_line(translator, tmp_path):
+def test_command_line(translator, tmp_path, forked):
     (tmp_path / "texts.txt").write_text("\n".join(SOURCE), encoding="utf-8")
     arguments = [
         "latency",
