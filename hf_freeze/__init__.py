@@ -4,6 +4,7 @@ Importing it registers variants and exported folders with the Auto classes, and 
 """
 
 import importlib
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from hf_freeze.analysis.accounting import stored_bytes as stored_bytes
     from hf_freeze.model.make import make_variant as make_variant
     from hf_freeze.training import VariantCallback as VariantCallback
+
+# The Trainer imports bitsandbytes where it is installed, which then warns about a missing CPU package that is not needed here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "Failed to load CPU gemm" not in record.msg)
 
 _ROOMS = ("analysis", "methods")
 _MODULES = {  # public name -> the module that is imported when the name is first used

@@ -11,7 +11,6 @@ Shapes: O outputs or rows of a table, I inputs or columns, T tokens.
 
 import functools
 import importlib
-import logging
 import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -29,9 +28,6 @@ from hf_freeze.layers.derived import Computed, DerivedLinear, autocast_dtype, is
 SCHEMES = ("int8", "nf4", "fp4")
 BLOCK = 64  # weights that share a scale in the 4-bit schemes
 STORED = ("packed", "scales")
-
-# bitsandbytes, which the Trainer imports too, warns on import about a missing CPU package that is not needed here.
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "Failed to load CPU gemm" not in record.msg)
 
 
 def check_installed() -> None:
