@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,15 +27,32 @@ def write_whole(path: Path, content: str | bytes) -> None:
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Yields a new folder to write to, which then becomes `folder`, in the place of what is there. If writing fails, or the
-    process is killed, `folder` is as before; a kill leaves a hidden folder beside it."""
+    process is killed, `folder` is as before; a kill leaves a hidden folder beside it, which a later call removes."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".hf_freeze_", dir=folder.parent) as temporary:
+    prefix = f".hf_freeze_{socket.gethostname()}_"
+    for left in folder.parent.glob(f"{prefix}*"):
+        if not _runs(int(left.name.removeprefix(prefix).partition("_")[0])):
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}_", dir=folder.parent) as temporary:
         written = Path(temporary) / "written"
         written.mkdir()
         yield written
         if folder.exists():
             os.replace(folder, Path(temporary) / "replaced")
         os.replace(written, folder)
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process on this machine."""
+    if os.name == "nt":  # where signal 0 would end it
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def bytes_of(folder: Path) -> int:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from hf_freeze.cli import options as shared
 from hf_freeze.cli import terminal
 
 
@@ -18,8 +19,11 @@ def export(
     ] = None,
     texts: Annotated[
         list[Path] | None,
-        typer.Option(help="File with texts to calibrate --quantization int8-static with; repeatable."),
+        typer.Option(
+            help="File with texts to calibrate --quantization int8-static with: a text per line, JSONL or Parquet; repeatable."
+        ),
     ] = None,
+    column: shared.Column = "text",
     out: Annotated[Path | None, typer.Option(help="Folder; MODEL-FORMAT-QUANTIZATION if not given.")] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the folder even if it holds no earlier export.")
@@ -30,11 +34,11 @@ def export(
     Example: hf-freeze export runs/small-translator/row-tt-seed-1/model --format onnx --quantization int8
     """
     from hf_freeze.data import read_text
+    from hf_freeze.io import bytes_of
     from hf_freeze.publish.export import export_model
 
     with terminal.one_line_errors():
-        lines = read_text(texts)["text"] if texts else None
+        lines = read_text(texts, column=column)["text"] if texts else None
         options = {"quantization": quantization, "out": out, "force": force, "texts": lines, "say": terminal.say}
         folder = export_model(model, format, **options)
-        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        terminal.say(f"Written: {folder} ({size / 1e6:.2f} MB)")
+        terminal.say(f"Written: {folder} ({bytes_of(folder) / 1e6:.2f} MB)")

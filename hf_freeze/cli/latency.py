@@ -6,12 +6,14 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from hf_freeze.cli import options as shared
 from hf_freeze.cli import terminal
 
 
 def latency(
     folders: Annotated[list[Path], typer.Argument(help="Saved models, variants and exported folders, of one task.")],
-    texts: Annotated[list[Path], typer.Option(help="File with a text on each line, plain or gzipped; repeatable.")],
+    texts: Annotated[list[Path], typer.Option(help="File with a text per line, JSONL or Parquet; repeatable.")],
+    column: shared.Column = "text",
     batch: Annotated[list[int] | None, typer.Option(help="Texts in a batch; repeatable. [default: 1 and 32]")] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for a text, at most.")] = 64,
     exactly: Annotated[
@@ -28,10 +30,11 @@ def latency(
 
     Example: hf-freeze latency runs/small-translator/row-tt-seed-1/model model-onnx-int8 --texts texts.txt --out latency
     """
+    from hf_freeze.data import read_text
     from hf_freeze.publish import latency as module
 
     with terminal.one_line_errors():
-        lines = module.read_texts(texts)
+        lines = list(read_text(texts, column=column)["text"])
         options = {"new_tokens": new_tokens, "exactly": exactly, "rounds": rounds, "threads": threads}
         results = module.measure(folders, lines, batches=batch or module.BATCHES, **options, say=terminal.say)
         rows = module.table(results)

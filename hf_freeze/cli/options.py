@@ -1,5 +1,5 @@
 """Options that several commands share: of `card` and `push`, the folder and what the metadata of a card says; of `run` and
-`search`, how a recipe is read."""
+`search`, how a recipe is read; of `export`, `latency` and `trim`, which column of a file holds the texts."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +19,8 @@ RemoteCode = Annotated[
         "--remote-code", help="Add code: trust_remote_code=True then loads a variant without import hf_freeze."
     ),
 ]
+
+Column = Annotated[str, typer.Option(help="Where the texts are in JSONL and Parquet files.")]
 
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")

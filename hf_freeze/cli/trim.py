@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hf_freeze.cli import terminal
+from hf_freeze.cli import options, terminal
 
 
 def trim(
@@ -13,11 +13,12 @@ def trim(
     texts: Annotated[
         list[Path],
         typer.Option(
-            help="File with the texts to keep the tokens of: a text per line, plain or compressed, or JSONL or Parquet with a "
-            "column text. May be repeated."
+            help="File with the texts to keep the tokens of: a text per line, plain or compressed, JSONL or Parquet; "
+            "repeatable."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the smaller model.")],
+    column: options.Column = "text",
     coverage: Annotated[
         float, typer.Option(help="Share of the token occurrences in the texts that kept tokens must cover.")
     ] = 0.999,
@@ -45,10 +46,10 @@ def trim(
         files = [*texts, *(targets or [])]
         folder = trim_model(
             model,
-            read_text(texts, unit="filled lines")["text"],
+            read_text(texts, unit="filled lines", column=column)["text"],
             out=out,
             coverage=coverage,
-            targets=read_text(targets, unit="filled lines")["text"] if targets else (),
+            targets=read_text(targets, unit="filled lines", column=column)["text"] if targets else (),
             characters=characters,
             files=[file.name for file in files],
             force=force,

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from hf_freeze.data import read_text
 from hf_freeze.io import write_whole
 from hf_freeze.publish.export.folders import MARK
 from hf_freeze.publish.export.parts import GENERATING
@@ -74,11 +73,6 @@ def megabytes(folder: Path) -> float:
     return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in _MODEL_FILES) / 1e6
 
 
-def read_texts(paths: Sequence[Path]) -> list[str]:
-    """The texts of files, one a line or a row. Raises ValueError or OSError for a file that cannot be read."""
-    return list(read_text(paths)["text"])
-
-
 def measure(
     folders: Sequence[str | os.PathLike[str]],
     texts: Iterable[str],
@@ -126,8 +120,7 @@ def measure(
         return [server.end() for server in servers]
     finally:
         for server in servers:
-            server.process.kill()
-            server.process.wait()
+            server.close()
 
 
 class _Server:
@@ -146,7 +139,11 @@ class _Server:
             text=True,
             env=environment,
         )
-        opened = self._ask({"texts": [text], "batch": 0})
+        try:
+            opened = self._ask({"texts": [text], "batch": 0})
+        except ValueError:
+            self.close()
+            raise
         seconds = time.time() - begin
         size = megabytes(Path(folder))
         self.result = Latency(self.folder, opened["engine"], opened["task"], size, seconds)
@@ -161,6 +158,10 @@ class _Server:
     def end(self) -> Latency:
         self.result.memory = self._ask({"texts": [], "batch": 0})["memory"]
         return self.result
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None

@@ -45,7 +45,7 @@ def translator(tmp_path_factory):
         d_model=144,
         encoder_ffn_dim=544,
         decoder_ffn_dim=544,
-        encoder_layers=2,
+        encoder_layers=3,
         decoder_layers=6,
         encoder_attention_heads=8,
         decoder_attention_heads=4,

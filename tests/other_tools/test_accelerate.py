@@ -56,8 +56,11 @@ def test_dispatched_it_computes_the_same(model_type, applied, tmp_path):
         model = AUTO_CLASSES[TASKS[model_type]].from_config(AutoConfig.from_pretrained(tmp_path))
     model.tie_weights()  # as accelerate asks for
     model = load_checkpoint_and_dispatch(model, tmp_path, device_map={"": "cpu"}).eval()
-    with torch.no_grad():
-        assert torch.equal(model(**inputs_of(model_type)).logits, variant(**inputs_of(model_type)).logits)
+    expected = variant.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    with torch.no_grad():  # accelerate maps files, and where tensors lie there decides in which order some CPUs add
+        logits = [one(**inputs_of(model_type)).logits for one in (model, variant)]
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-6)
     trainable = {name: parameter.requires_grad for name, parameter in variant.named_parameters()}
     assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == trainable
 

@@ -267,6 +267,14 @@ def test_the_files_of_sentence_transformers_go_along(tmp_path):
         assert (folder / name).read_bytes() == (tmp_path / "encoder" / name).read_bytes()
 
 
+def test_vocabularies_are_written_without_white_space(trained, tmp_path):
+    folder = export_model(trained, "ctranslate2", out=tmp_path / "out")
+    for name in ("tokenizer.json", "shared_vocabulary.json"):
+        assert "\n" not in (folder / name).read_text(encoding="utf-8")
+    saved, exported = (AutoTokenizer.from_pretrained(path).backend_tokenizer.to_str() for path in (trained, folder))
+    assert saved == exported
+
+
 def test_a_folder_in_the_way_is_left_alone(trained, tmp_path):
     out = tmp_path / "out"
     out.mkdir()

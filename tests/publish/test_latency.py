@@ -129,12 +129,15 @@ def test_what_cannot_be_measured(translator, tmp_path, forked):
 
 
 def test_command_line(translator, tmp_path, forked):
-    (tmp_path / "texts.txt").write_text("\n".join(SOURCE), encoding="utf-8")
+    lines = [json.dumps({"sentence": text}) for text in SOURCE]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines), encoding="utf-8")
     arguments = [
         "latency",
         translator,
         "--texts",
-        tmp_path / "texts.txt",
+        tmp_path / "texts.jsonl",
+        "--column",
+        "sentence",
         "--batch",
         2,
         "--rounds",
