@@ -37,7 +37,9 @@ ENGINES = {
     "onnx int8": ("onnx", "int8"),
     "torch": ("torch", None),
     "ctranslate2 int8": ("ctranslate2", "int8"),
+    "aotinductor": ("aotinductor", None),
 }
+COMPILED = "aotinductor"  # for minutes a row: only if asked for
 FASTER = ("heads", "ffn", "low-rank")
 SEEDED, QUANTISED = "random", "nf4"
 BARS = {"onnx": 1.05, "int8": 0.30, "BLEU": 0.3, "slower": 1.02}
@@ -93,7 +95,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=24, help="of each text, for times")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", nargs="+", help="rows beside row 0; all if not given")
-    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=[name for name in ENGINES if name != COMPILED])
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
