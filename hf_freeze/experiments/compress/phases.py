@@ -38,6 +38,10 @@ class Phases:
     def seconds_by_phase(self) -> dict[str, float]:
         return dict(self._state["seconds"])
 
+    def kept(self, name: str) -> Any:
+        """The result of a phase; None where it is not done."""
+        return self._state["results"].get(name)
+
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
         """The result of a phase as plain data: computed at the first call, then read."""
         if name not in self._state["results"]:
