@@ -80,9 +80,9 @@ def compress(
             watch=write_page,
         )
         result = compression.run()
+        write_page(compression, result)  # before the card, which has its picture
         for line in write_result(compression, result):
             compression.say(line)
-        write_page(compression, result)
     return result
 
 

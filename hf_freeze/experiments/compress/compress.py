@@ -1,6 +1,5 @@
 """The story of a compression: measure the model, find a shape within the budget, train it, and measure again."""
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,11 +14,11 @@ from hf_freeze.experiments.compress.allocation import Losses, allocate, halves_o
 from hf_freeze.experiments.compress.bench import Bench
 from hf_freeze.experiments.compress.budget import Budget, in_bytes
 from hf_freeze.experiments.compress.costs import Cost, Estimate
-from hf_freeze.experiments.compress.phases import Phases
+from hf_freeze.experiments.compress.phases import Phases, digest_of
 from hf_freeze.experiments.compress.progress import Callback, Progress
 from hf_freeze.experiments.compress.scores import Metric, Scoring
 from hf_freeze.experiments.compress.serving import ENGINES, Served, serve
-from hf_freeze.experiments.compress.shapes import Shape
+from hf_freeze.experiments.compress.shapes import Part, Shape, parts_of_shape
 from hf_freeze.experiments.compress.trainings import Student, Trained, Trainings
 from hf_freeze.experiments.compress.trials import CANDIDATE, FINAL, MODEL, PART, TAUGHT
 from hf_freeze.io import bytes_of
@@ -98,7 +97,7 @@ class Compression:
         )
         self.scoring = Scoring(recipe["task"], recipe.get("decoding", {}), metric)
         data = {key: value for key, value in recipe["data"].items() if key != "root"}
-        identity = {"model": _digest(source), "task": recipe["task"], "data": data, "training": recipe["training"]}
+        identity = {"model": digest_of(source), "task": recipe["task"], "data": data, "training": recipe["training"]}
         limits = asdict(budget) | {"hours": hours}
         identity |= {"decoding": recipe.get("decoding", {}), "budget": limits, "engine": engine}
         own = {"metric": self.scoring.name if metric else None, "trainer": self.trainings.trainer}
@@ -122,7 +121,7 @@ class Compression:
         estimate = self._bench.estimate(measured, tokens)
         self._bench.check_reach(measured, tokens, estimate)
         halves = halves_of(self.whole, measured, tokens, self.hidden)
-        self._plan("recover-nothing", TAUGHT, self.whole, estimate.cost(self.whole))
+        self._plan("recover-nothing", TAUGHT, self.whole, estimate.cost(self.whole), estimated=True)
         for kind, shape in halves.items():
             self._plan(f"recover-{kind}", PART, shape, estimate.cost(shape), estimated=True)
         remains, epochs_of_recoveries = self._once("remains", lambda: self._recoveries(halves, measured, tokens))
@@ -367,6 +366,10 @@ class Compression:
     def say(self, text: str) -> None:
         self.console.print(escape(text), soft_wrap=True, highlight=False)
 
+    def parts(self) -> list[Part]:
+        """What is kept of each kind of part; empty until a shape is chosen."""
+        return [] if self.chosen is None else parts_of_shape(self.chosen, self.whole, self.hidden, self.engine.bits)
+
     def _plan(self, name: str, kind: str, shape: Shape, cost: Cost, **known: Any) -> None:
         self.progress.plan(name, kind, shape.words(self.whole), shape.vocabulary, cost, **known)
 
@@ -385,16 +388,3 @@ class Compression:
         return (
             f"{in_bytes(served.bytes)}{ms}, {self.scoring.name} {self.scoring.shown(served.dev_score)} on the dev split"
         )
-
-
-def _digest(source: str) -> str:
-    """Of the weights in a folder; the name of a model on the Hub."""
-    files = sorted(Path(source).glob("*.safetensors"))
-    if not files:
-        return source
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            while part := file.read(1 << 24):
-                digest.update(part)
-    return digest.hexdigest()

@@ -13,7 +13,7 @@ from hf_freeze.experiments.compress.pictures import curves_figure, draw_picture,
 from hf_freeze.experiments.compress.progress import Step
 from hf_freeze.experiments.compress.result import about, rows_of, sentences
 from hf_freeze.experiments.compress.scores import Scoring
-from hf_freeze.experiments.compress.shapes import Part, Shape, parts_of_shape
+from hf_freeze.experiments.compress.shapes import Part
 from hf_freeze.experiments.compress.trials import Trial
 from hf_freeze.experiments.report.page import ENVIRONMENT, template_text
 from hf_freeze.experiments.report.plots.draw import svg
@@ -43,11 +43,7 @@ class Story:
 
 def write_page(compression: Compression, result: Compressed | None = None) -> None:
     """Write `FILES` into the folder of the compression, as far as it is."""
-    shape: Shape | None = compression.chosen
-    parts = []
-    if shape is not None:
-        bits = 8 if compression.engine.quantization == "int8" else 32
-        parts = parts_of_shape(shape, compression.whole, hidden=compression.hidden, bits=bits)
+    shape = compression.chosen
     story = Story(
         name=Path(compression.trainings.source).name,
         budget=compression.budget,
@@ -55,7 +51,7 @@ def write_page(compression: Compression, result: Compressed | None = None) -> No
         step=compression.progress.last,
         trials=compression.progress.trials(),
         chosen=shape.words(compression.whole) if shape is not None else "",
-        parts=parts,
+        parts=compression.parts(),
         command=compression.command,
         phases=compression.phases.seconds_by_phase,
         result=result,

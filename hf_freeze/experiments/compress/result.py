@@ -12,6 +12,8 @@ from hf_freeze.experiments.compress.serving import Served
 from hf_freeze.experiments.report.markdown import markdown_table
 from hf_freeze.experiments.runs.environment import environment
 from hf_freeze.io import write_whole
+from hf_freeze.publish.cards import COMPRESSION, model_card, read_trained_model
+from hf_freeze.publish.hub import write_record
 
 FILES = ("compressed.json", "report.md")
 
@@ -30,8 +32,35 @@ def write_result(compression: Compression, result: Compressed) -> list[str]:
     record["budget"] = asdict(compression.budget) | {"hours": compression.hours}
     record["seconds_by_phase"] = compression.phases.seconds_by_phase
     write_whole(out / FILES[0], json.dumps(record, indent=1) + "\n")
+    _write_cards(compression, result, rows, [sentence for _, sentence in facts])
     where = f"{result.after.folder} (to serve), {result.model} (to train on), {out / 'report.html'}"
     return [table, *lines, f"Written: {where}"]
+
+
+def _write_cards(compression: Compression, result: Compressed, rows: list[dict[str, str]], facts: list[str]) -> None:
+    """A model card beside the variant, and one in the folder of the compression. The folder for the engine has none: it would
+    take bytes of the budget."""
+    test_score = result.after.test_score or 0.0
+    names = {"translation": ("test_bleu", 1.0), "sequence-classification": ("test_accuracy", 0.01)}
+    key, unit = names[compression.trainings.base["task"]]
+    record = {
+        "budget": compression.budget.words(),
+        "kept": result.words,
+        "parts": [(part.name, part.words) for part in compression.parts()],
+        "table": rows,
+        "facts": facts,
+        "engine": compression.engine.format or "torch",
+        "served": result.after.folder.name,
+        "pipeline": {"translation": "translation"}.get(compression.trainings.base["task"], "text-classification"),
+        "command": compression.command,
+        "metrics": {key: test_score * unit} if compression.scoring.metric is None else {},
+    }
+    write_whole(result.model / COMPRESSION, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    source = read_trained_model(result.model.parent)
+    card = model_card(source)
+    for folder in (result.model, compression.out):
+        card.save(folder / "README.md")
+    write_record(source, result.model)
 
 
 def rows_of(result: Compressed, scoring: Scoring) -> list[dict[str, str]]:

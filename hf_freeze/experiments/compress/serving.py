@@ -32,6 +32,11 @@ class Engine:
     quantization: str | None
     keeps_structure: bool
 
+    @property
+    def bits(self) -> int:
+        """Of a weight."""
+        return 8 if self.quantization == "int8" else 32
+
 
 ENGINES = {
     "ctranslate2": Engine(format="ctranslate2", quantization="int8", keeps_structure=False),

@@ -133,13 +133,13 @@ class Part:
     words: str
 
 
-def parts_of_shape(shape: Shape, whole: Shape, *, hidden: int, bits: int) -> list[Part]:
+def parts_of_shape(shape: Shape, whole: Shape, hidden: int, bits: int) -> list[Part]:
     """For pictures. `hidden`: the width of a token table; `bits`: of a weight in the engine, where fp32 is the whole."""
     parts = []
     for name, stack in shape.stacks.items():
         layers = whole.stacks[name].layers
         parts.append(Part(name=f"{name}: layers", share=stack.layers / layers, words=f"{stack.layers} of {layers}"))
-        for kind, share in (("heads of a layer", stack.heads), ("neurons of a layer", stack.neurons)):
+        for kind, share in (("heads in these layers", stack.heads), ("neurons in these layers", stack.neurons)):
             parts.append(Part(name=f"{name}: {kind}", share=share, words=f"{share:.0%}"))
     tokens = f"{shape.vocabulary:,} of {whole.vocabulary:,}"
     parts.append(Part(name="tokens", share=shape.vocabulary / whole.vocabulary, words=tokens))
