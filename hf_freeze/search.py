@@ -47,8 +47,8 @@ def compress(
     `data`: a recipe, and `settings` changes to it, such as "training.max_tokens=2000". `out`: the folder for the model and all
     that leads to it. Called again with the same arguments, a stopped compression goes on, and a finished one returns its result.
 
-    `callback`: called with a `Step` after each phase, and while models are trained. Where it returns True, `Stopped` is raised;
-    an exception of its own stops the compression too.
+    `callback`: called with a `Step` after each phase that is not kept from before, and while models are trained. Where it returns
+    True, `Stopped` is raised; an exception of its own stops the compression too.
 
     `metric(predictions, references)`: a score of your own, larger for better, in place of BLEU or accuracy: of translations, or
     of the numbers of classes. It scores what the engine answers, chooses among the candidates, and is what `min_score` limits.

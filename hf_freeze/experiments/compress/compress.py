@@ -359,8 +359,10 @@ class Compression:
     # -- shared ----------------------------------------------------------------------------------------------------------------
 
     def _once(self, name: str, compute: Callable[[], Any]) -> Any:
+        is_new = self.phases.kept(name) is None
         result = self.phases.once(name, compute)
-        self.progress.phase_ended(name)
+        if is_new:
+            self.progress.phase_ended(name)
         return result
 
     def say(self, text: str) -> None:

@@ -13,6 +13,7 @@ from hf_freeze.experiments.compress.scores import Scoring
 from hf_freeze.experiments.compress.trainings import Trainings
 from hf_freeze.experiments.compress.trials import FINAL, Trial, best_of
 
+_PAUSE = 10.0
 _PHASES = {
     "whole": "measuring the model in the engine",
     "sensitivity": "measuring what layers, heads and neurons are worth",
@@ -24,11 +25,12 @@ _PHASES = {
     "epochs": "planning the last training",
     "end": "measuring the compressed model in the engine",
 }
+_OTHER = "measuring a shape or a candidate in the engine"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a callback gets: after each phase, and while models are trained.
+    """What a callback gets: after each phase that was not kept from before, and while models are trained.
 
     `phase`: its name in phases.json, or "training". `text`: what was done. `share`: of all epochs, 0 to 1. `seconds_left`:
     estimated from the trainings so far, and at most what is left of `hours`; None while neither is known. `best`: the smaller
@@ -51,8 +53,8 @@ class Stopped(Exception):
 
 
 class Progress:
-    """`epochs`: of all trainings; `hours`: for all of the work, None without a limit. `write` is called after each phase and each
-    training, for the page."""
+    """`epochs`: of all trainings; `hours`: for all of the work, None without a limit. `write` is called after phases and
+    trainings, for the page: at most once in `_PAUSE` seconds, since shapes are measured in less time than pictures are drawn."""
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class Progress:
         self._epochs, self._hours, self._write = epochs, hours, write
         self._planned: dict[str, Trial] = {}
         self._running: dict[str, float] = {}  # epochs by trial, as the processes say them
-        self._phase_began = time.monotonic()
+        self._phase_began, self._written = time.monotonic(), -_PAUSE
         self.last = Step(phase="", text="starting", share=0.0, seconds_left=None, best=None)
 
     def plan(
@@ -111,7 +113,7 @@ class Progress:
 
     def phase_ended(self, name: str) -> None:
         self._phase_began = time.monotonic()
-        self._tell(name, _PHASES.get(name, "measuring a shape in the engine"), written=True)
+        self._tell(name, _PHASES.get(name, _OTHER), written=True)
 
     def heard(self, run: Mapping[str, Any], message: Mapping[str, Any]) -> None:
         """What a training says, as `run_grid` passes it on."""
@@ -139,7 +141,8 @@ class Progress:
             limits.append(max(self._hours * 3600 - spent, 0.0))
         left = min(limits, default=None)
         self.last = Step(phase=phase, text=text, share=share, seconds_left=left, best=best_of(trials))
-        if written:
+        if written and time.monotonic() - self._written >= _PAUSE:
             self._write()
+            self._written = time.monotonic()
         if self._callback is not None and self._callback(self.last) is True:
             raise Stopped(f"the callback stopped it after “{text}”; the same call goes on from there")

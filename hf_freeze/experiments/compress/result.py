@@ -57,9 +57,9 @@ def _write_cards(compression: Compression, result: Compressed, rows: list[dict[s
     }
     write_whole(result.model / COMPRESSION, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     source = read_trained_model(result.model.parent)
-    card = model_card(source)
-    for folder in (result.model, compression.out):
-        card.save(folder / "README.md")
+    model_card(source).save(result.model / "README.md")
+    # Its code runs in this folder.
+    model_card(source, result.model.relative_to(compression.out).as_posix()).save(compression.out / "README.md")
     write_record(source, result.model)
 
 

@@ -29,7 +29,8 @@ class Scoring:
                 f"metric={metric!r}: must be a function of predictions and references that returns a number"
             )
         self._task, self._decoding, self.metric, self._scoring = task, decoding, metric, SCORING[task]
-        self.name = self._scoring.name if metric is None else getattr(metric, "__name__", type(metric).__name__)
+        own = getattr(metric, "__name__", type(metric).__name__).replace("_", " ")
+        self.name = self._scoring.name if metric is None else own
         self.item = self._scoring.item
         self._form = ".1f" if metric is None else ".4g"
 
