@@ -42,7 +42,7 @@ def front_figure(trials: Sequence[Trial], budget: Budget, score: str) -> Figure:
 def _draw_fronts(plots: Sequence[Any], trials: Sequence[Trial], budget: Budget, score: str) -> None:
     """Score against bytes in the first plot, against ms in the second, if there is one."""
     unit, name = (1e6, "MB") if any(trial.bytes >= 1e6 for trial in trials) else (1e3, "kB")
-    costs = [
+    costs: list[tuple[str, list[Any], float | None]] = [
         (
             f"served folder, {name}",
             [trial.bytes / unit for trial in trials],
