@@ -1,5 +1,6 @@
 """`hf_freeze.search.compress`: the arguments of the command line from Python, a callback, a loss and a metric of one's own."""
 
+import gc
 import json
 import re
 
@@ -97,6 +98,9 @@ def arguments(place, **changes):
 @pytest.fixture
 def in_this_process(monkeypatch):
     monkeypatch.setattr(grid, "Processes", InThisProcess)
+    gc.freeze()  # as the processes do: each training ends with a collection
+    yield
+    gc.unfreeze()
 
 
 def check_folder(out, result):

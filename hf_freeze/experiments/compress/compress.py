@@ -131,10 +131,11 @@ class Compression:
         for number, shape in enumerate(candidates if len(candidates) > 1 else [], start=1):  # one alone is not compared
             self._plan(f"candidate-{number}", CANDIDATE, shape, self._bench.cost(shape, measured))
         best, epochs_of_candidates = self._once("chosen", lambda: self._best(candidates, measured))
-        self.chosen, spent = candidates[best], epochs_of_recoveries + epochs_of_candidates
-        self._plan("final", FINAL, self.chosen, self._bench.cost(self.chosen, measured))
-        trained = self._final(self.chosen, measured, spent)
-        return self._end(self.chosen, trained, before, spent + trained.epochs)
+        chosen, spent = candidates[best], epochs_of_recoveries + epochs_of_candidates
+        self.chosen = chosen
+        self._plan("final", FINAL, chosen, self._bench.cost(chosen, measured))
+        trained = self._final(chosen, measured, spent)
+        return self._end(chosen, trained, before, spent + trained.epochs)
 
     # -- before any training ---------------------------------------------------------------------------------------------------
 
@@ -277,11 +278,11 @@ class Compression:
         trained = self.trainings.train(students)
         epochs, ranks = sum(one.epochs for one in trained.values()), []
         for (name, one), shape in zip(trained.items(), candidates, strict=True):
-            figures = f"dev loss {one.loss:.3f}"
+            figures, score = f"dev loss {one.loss:.3f}", None
             if self.scoring.metric is not None:
                 score = self._once(f"score-{name}", lambda name=name, one=one: self._score_of(name, one))
                 figures += f", {self.scoring.name} {self.scoring.shown(score)}"
-            ranks.append(one.loss if self.scoring.metric is None else -score)
+            ranks.append(one.loss if score is None else -score)
             self.say(f"{figures}: {shape.words(self.whole)}")
         return int(np.argmin(ranks)), epochs
 
