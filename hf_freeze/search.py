@@ -79,7 +79,11 @@ def compress(
             callback=callback,
             watch=write_page,
         )
-        result = compression.run()
+        try:
+            result = compression.run()
+        except Exception as error:
+            write_page(compression, stopped=str(error))
+            raise
         write_page(compression, result)  # before the card, which has its picture
         for line in write_result(compression, result):
             compression.say(line)

@@ -135,8 +135,8 @@ def test_a_stopped_compression_goes_on_with_a_loss_and_a_metric_of_ones_own(plac
         compress(place / "model", **arguments(place), **own, callback=stop_in_the_last_training)
     assert CountingTrainer.calls > 0
     page = (place / "out" / "report.html").read_text(encoding="utf-8")
-    assert "being compressed" in page
-    assert 'http-equiv="refresh"' in page
+    assert "<strong>Stopped:</strong> the callback stopped it after" in page
+    assert 'http-equiv="refresh"' not in page
     shares = [step.share for step in steps]
     assert shares == sorted(shares[:-1]) + shares[-1:], "it only grows, until the length of the last training is known"
     assert steps[0].best is None
@@ -228,6 +228,7 @@ def test_the_page_while_it_runs(tmp_path):
     write_story(story(), tmp_path)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "&lt;model&gt;, being compressed" in page
+    assert 'http-equiv="refresh"' in page
     assert "Training &lt;final&gt;" in page
     assert "40% of all epochs, about 12 minutes left" in page
     assert "candidate 1: what candidate-1 keeps; 300.0 kB, dev loss 1.500" in page

@@ -26,7 +26,7 @@ FILES = ("report.html", "report.png")
 @dataclass(frozen=True, kw_only=True)
 class Story:
     """What the page shows. `chosen`: what is kept, in words, and `parts` as bars; empty until a candidate is chosen. `result`:
-    None until the end."""
+    None until the end. `stopped`: why it has ended without one. `examples`: of the dev split."""
 
     name: str
     budget: Budget
@@ -38,10 +38,11 @@ class Story:
     command: str
     phases: dict[str, float]
     result: Compressed | None = None
+    stopped: str = ""
     examples: int = 0
 
 
-def write_page(compression: Compression, result: Compressed | None = None) -> None:
+def write_page(compression: Compression, result: Compressed | None = None, *, stopped: str = "") -> None:
     """Write `FILES` into the folder of the compression, as far as it is."""
     shape = compression.chosen
     story = Story(
@@ -55,6 +56,7 @@ def write_page(compression: Compression, result: Compressed | None = None) -> No
         command=compression.command,
         phases=compression.phases.seconds_by_phase,
         result=result,
+        stopped=stopped,
         examples=len(compression.trainings.splits["dev"]),
     )
     write_story(story, compression.out)
@@ -80,6 +82,7 @@ def page(story: Story) -> str:
         title=f"{story.name}, {'compressed' if finished else 'being compressed'}",
         style=Markup(template_text("page.css")),
         finished=finished,
+        stopped=story.stopped,
         now=step.text[:1].upper() + step.text[1:],
         share=f"{step.share:.3f}",
         percent=f"{step.share:.0%}",
