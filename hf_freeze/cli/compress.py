@@ -1,6 +1,5 @@
 """`hf-freeze compress`."""
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -44,33 +43,20 @@ def compress(
     Example: hf-freeze compress runs/served/row-0-seed-1/model --data recipes/served/recipe.yaml --max-bytes 400kB --out small
     """
     with terminal.one_line_errors():
-        import datasets
-        from transformers.utils import logging
+        from hf_freeze.search import Budget
+        from hf_freeze.search import compress as compress_model
 
-        from hf_freeze.experiments.compress.budget import Budget, read_bytes
-        from hf_freeze.experiments.compress.compress import Compression
-        from hf_freeze.experiments.compress.result import write_result
-        from hf_freeze.experiments.recipes.load import load_recipe
-
-        logging.disable_progress_bar()  # a bar for each of the many small models would hide what is said
-        datasets.disable_progress_bars()
-        size = None if max_bytes is None else read_bytes(max_bytes)
-        budget = Budget(max_bytes=size, max_ms=max_ms, min_score=min_score, hours=hours)
-        recipe = load_recipe(data, settings or [], smoke=smoke)
-        words = ["hf-freeze compress", shlex.quote(model), f"--data {data}", f"--engine {engine}", f"--seed {seed}"]
-        limits = {"max-bytes": max_bytes, "max-ms": max_ms, "min-score": min_score, "hours": hours, "epochs": epochs}
-        words += [f"--{name} {value}" for name, value in limits.items() if value is not None]
-        words += [f"--set {shlex.quote(one)}" for one in settings or [] if not one.startswith("data.root=")]
-        command = " ".join(words)
-        one = Compression(
-            *(model, recipe, budget, out),
+        compress_model(
+            model,
+            data=data,
+            budget=Budget(max_bytes=max_bytes, max_ms=max_ms, min_score=min_score),
+            out=out,
+            hours=hours,
             engine=engine,
             epochs=epochs,
             seed=seed,
+            settings=settings or (),
+            smoke=smoke,
             jobs=jobs,
             console=terminal.console,
-            command=command,
         )
-        result = one.run()
-        for line in write_result(one, result, command):
-            terminal.say(line)

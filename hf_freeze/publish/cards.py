@@ -23,9 +23,11 @@ from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import empty_model
 from hf_freeze.model.native_code import is_native
 from hf_freeze.model.remote_code import has_remote_code
+from hf_freeze.publish.card_sections import compression_section, vocabulary_section
 from hf_freeze.run_folder import commands_of, run_folder
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
+COMPRESSION = "hf_freeze_compression.json"  # beside a model that `hf-freeze compress` made
 TRIMMING = "hf_freeze_trimming.json"  # in a folder that `trim_model` wrote: sizes before and after
 PICTURES = ("report.png",)  # in the folder of the grid that a run belongs to
 _TAGS = {  # our name of a task -> the Hub's
@@ -60,12 +62,14 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 @dataclass(frozen=True)
 class TrainedModel:
     """The folder of a model, with the record and settings of the run that trained it; both are None without a run. `trimming`:
-    what trimming its vocabulary has changed, None if `trim_model` did not write the folder."""
+    what trimming its vocabulary has changed, None if `trim_model` did not write the folder. `compression`: the same of
+    `hf-freeze compress`, whose scores on the test split are then those of the record."""
 
     model: Path
     record: dict[str, Any] | None
     settings: dict[str, Any] | None
     trimming: dict[str, Any] | None = None
+    compression: dict[str, Any] | None = None
 
     @property
     def grid(self) -> Path:
@@ -74,7 +78,8 @@ class TrainedModel:
 
     @property
     def pictures(self) -> list[Path]:
-        return [self.grid / name for name in PICTURES if self.record is not None and (self.grid / name).exists()]
+        folder = self.grid if self.compression is None else self.grid.parent
+        return [folder / name for name in PICTURES if self.record is not None and (folder / name).exists()]
 
 
 def read_trained_model(folder: Path) -> TrainedModel:
@@ -86,7 +91,7 @@ def read_trained_model(folder: Path) -> TrainedModel:
     if not (model / "config.json").exists():
         raise ValueError(f"{folder} holds no model: it has neither config.json nor model/config.json")
     if (model / TRIMMING).exists():
-        return TrainedModel(model, None, None, _read_trimming(model / TRIMMING))
+        return TrainedModel(model, None, None, _read_json(model / TRIMMING))
     run, documents = model.parent, []
     if model.name != "model" or not (run / "run.json").exists():
         return TrainedModel(model, None, None)
@@ -97,10 +102,15 @@ def read_trained_model(folder: Path) -> TrainedModel:
             raise ValueError(f"{run} is not finished: {name} is missing") from None
         except ValueError as error:
             raise ValueError(f"{run / name} is damaged: {error}") from None
+    if (model / COMPRESSION).exists():
+        compression = _read_json(model / COMPRESSION)
+        # Its own run never saw the test split, and was not in the engine.
+        documents[0] |= {"metrics": compression["metrics"], "scored_on": "test"}
+        return TrainedModel(model, *documents, compression=compression)
     return TrainedModel(model, *documents)
 
 
-def _read_trimming(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -111,7 +121,8 @@ def published_record(source: TrainedModel) -> dict[str, Any] | None:
     """The record and settings of the run, without paths of the training machine; None without a run."""
     if source.record is None:
         return None
-    return source.record | {"settings": _without_folders(source.settings)}
+    compression = {"compression": _without_folders(source.compression)} if source.compression else {}
+    return source.record | compression | {"settings": _without_folders(source.settings)}
 
 
 def _without_folders(value: Any) -> Any:
@@ -174,12 +185,14 @@ def model_card(
         summary=_summary(source, native, is_variant),
         example=_example(name, task, needs_hf_freeze, remote_code),
         methods=[_describe(settings) for settings in getattr(model.config, "methods", ())],
-        vocabulary=_vocabulary(source.trimming) if source.trimming else None,
+        vocabulary=vocabulary_section(source.trimming) if source.trimming else None,
+        compression=compression_section(source.compression) if source.compression else None,
         sizes=sizes,
         stored_bytes=stored_bytes(model),
         multiply_adds=(source.record or {}).get("multiply_adds"),
         results=[
-            {"name": label, "data": _data_name(source), "value": value} for label, value in _scores(source.record)
+            {"name": label, "data": _data_name(source) + _split(source), "value": value}
+            for label, value in _scores(source.record)
         ],
         comparison=_comparison(source),
         pictures=[path.name for path in source.pictures],
@@ -218,6 +231,8 @@ def _describe(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _summary(source: TrainedModel, native: str, is_variant: bool) -> str:
+    if source.compression:
+        return f"A `{native}`, made by `hf-freeze compress` for a budget of {source.compression['budget']}."
     label = f" Row “{source.record['label']}” of the grid `{source.record['recipe']}`." if source.record else ""
     if not is_variant and source.trimming:
         before, after = (source.trimming[when]["tokens"] for when in ("before", "after"))
@@ -225,44 +240,6 @@ def _summary(source: TrainedModel, native: str, is_variant: bool) -> str:
     if not is_variant:
         return f"A `{native}`.{label}"
     return f"A `{native}`, changed by hf_freeze with the methods below.{label}"
-
-
-def _vocabulary(trimming: dict[str, Any]) -> dict[str, Any]:
-    """The rows of a table, as (name, before, after, ratio), and sentences on the texts."""
-    before, after, texts = trimming["before"], trimming["after"], trimming["texts"]
-    labels = {
-        "tokens": "tokens",
-        "parameters": "parameters",
-        "table_bytes": "bytes of matrices with a row per token",
-        "stored_bytes": "bytes of tensors in the file",
-    }
-    rows = [
-        (label, f"{before[key]:,}", f"{after[key]:,}", f"{after[key] / before[key]:.3f}")
-        for key, label in labels.items()
-    ]
-    mean, small_mean = (texts[f"tokens_{when}"] / texts["texts"] for when in ("before", "after"))
-    rows.append(("tokens per text, mean", f"{mean:.2f}", f"{small_mean:.2f}", f"{small_mean / mean:.3f}"))
-    rows.append(("texts with an unknown token", f"{texts['unknown_before']:,}", f"{texts['unknown_after']:,}", ""))
-    count, renumbered, total = texts["texts"], texts["renumbered"], texts["tokens_before"]
-    difference = trimming["largest_difference"]
-    values = "they are equal bit for bit" if difference == 0 else f"the largest difference is {difference:.2g}"
-    return {
-        "rows": rows,
-        "facts": [
-            f"Chosen for {count:,} texts ({', '.join(trimming['files']) or 'from memory'}), to cover at least "
-            f"{trimming['coverage']:.4%} of their {total:,} tokens; it covers {texts['covered'] / total:.4%}. "
-            f"{_CHARACTERS[trimming['characters']]}",
-            f"{renumbered:,} of these texts ({renumbered / count:.2%}) are the same tokens as before, only with other numbers. "
-            f"The model computes the same for them: hidden states of {trimming['compared']} of them were compared, and {values}. "
-            "All other texts are split into more, smaller tokens, and the model computes something else.",
-        ],
-    }
-
-
-_CHARACTERS = {
-    "all": "Special tokens and all single characters and bytes of the tokenizer are kept.",
-    "occurring": "Special tokens, bytes, and the single characters of these texts are kept.",
-}
 
 
 def _example(name: str, task: str, needs_hf_freeze: bool, remote_code: bool) -> str:
@@ -310,6 +287,14 @@ def _data_name(source: TrainedModel) -> str:
     return f"{Path(data.get('root', '.')).name} ({', '.join(files)})"
 
 
+def _split(source: TrainedModel) -> str:
+    """What is not the test split in PyTorch is said: of the trials of a search, and of a model that was scored in an engine."""
+    if source.compression:
+        return f", in {source.compression['engine']}"
+    split = (source.record or {}).get("scored_on", "test")
+    return "" if split == "test" else f", {split} split"
+
+
 def _scores(record: dict[str, Any] | None) -> list[tuple[str, str]]:
     """(our label of a metric, its formatted value)"""
     metrics = (record or {}).get("metrics", {})
@@ -327,7 +312,7 @@ def _results(source: TrainedModel, task: str, datasets: Sequence[str]) -> list[E
             task_type=_TAGS[task],
             dataset_type=dataset_id,
             dataset_name=name,
-            dataset_split="test",
+            dataset_split=source.record.get("scored_on", "test"),
             metric_type=metric,
             metric_name=label,
             metric_value=source.record["metrics"][key],

@@ -142,8 +142,11 @@ def test_the_methods_of_a_shape_name_the_layers_that_are_left(llama):
 def test_budgets_are_read_and_refused():
     assert [read_bytes(text) for text in ("2MB", "500 kB", "1.5MiB", "12")] == [2_000_000, 500_000, 1_572_864, 12]
     assert in_bytes(1_903_000) == "1.90 MB"
+    assert Budget(max_bytes="2MB") == Budget(max_bytes=2_000_000)
     with pytest.raises(ValueError, match=r"'2 mb' is no number of bytes; write it as 2MB"):
-        read_bytes("2 mb")
+        Budget(max_bytes="2 mb")
+    with pytest.raises(ValueError, match=r"max_bytes=0: must be above 0"):
+        Budget(max_bytes="0kB")
     with pytest.raises(ValueError, match=r"max_ms=0: must be above 0"):
         Budget(max_ms=0)
     with pytest.raises(ValueError, match=r"give max_bytes, max_ms or both"):

@@ -2,8 +2,9 @@
 (scipy.optimize.milp) as an integer program."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -54,6 +55,26 @@ def options_of_stack(measured: Sensitivity, name: str) -> list[StackShape]:
         StackShape(layers=count, neurons=width, heads=share)
         for count, width, share in itertools.product(layers, neurons, heads)
     ]
+
+
+def halves_of(whole: Shape, measured: Sensitivity, tokens: Mapping[int, float], hidden: int) -> dict[str, Shape]:
+    """Kind of part -> the whole with about half of that kind, for the kinds that can go. `tokens`: numbers that may be kept;
+    `hidden`: the width of a token table."""
+
+    def all_stacks(change: Callable[[str, StackShape], StackShape]) -> Shape:
+        return replace(whole, stacks={name: change(name, stack) for name, stack in whole.stacks.items()})
+
+    def nearest(values: Iterable[int], wanted: float) -> Any:
+        return min(values, key=lambda value: (abs(value - wanted), value), default=None)
+
+    shapes = {
+        "layers": all_stacks(lambda n, s: replace(s, layers=nearest(measured.layers[n], s.layers / 2))),
+        "neurons": all_stacks(lambda n, s: replace(s, neurons=0.5 if 0.5 in measured.neurons.get(n, ()) else 1.0)),
+        "heads": all_stacks(lambda n, s: replace(s, heads=0.5 if 0.5 in measured.heads.get(n, ()) else 1.0)),
+        "tokens": replace(whole, vocabulary=nearest(tokens, whole.vocabulary / 2)),
+        "ranks": replace(whole, rank=nearest(measured.ranks, hidden / 2)),
+    }
+    return {kind: shapes[kind] for kind in KINDS if shapes[kind] != whole}
 
 
 def allocate(whole: Shape, losses: Losses, estimate: Estimate, limit: Cost) -> tuple[Shape, float] | None:

@@ -6,29 +6,33 @@ from dataclasses import dataclass
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False)
 class Budget:
     """Limits on the folder that is served.
 
-    `max_bytes`: of all its files, tokenizer included. `max_ms`: for one text alone on one thread; texts that are generated have
-    the mean length of the dev split's. `min_score`: on the dev split, in the engine. `hours`: for all of the work, trainings
-    included; it shortens trainings and stops none.
+    `max_bytes`: of all its files, tokenizer included, as a number or such as "2MB" (1 MB is 10**6 bytes). `max_ms`: for one text
+    alone on one thread; texts that are generated have the mean length of the dev split's. `min_score`: on the dev split, in the
+    engine.
 
-    Raises ValueError for a limit that is not above 0, and where neither bytes nor time are limited.
+    Raises ValueError for a limit that is not above 0, text that is no number of bytes, and where neither bytes nor time are
+    limited.
     """
 
-    max_bytes: int | None = None
-    max_ms: float | None = None
-    min_score: float | None = None
-    hours: float | None = None
+    max_bytes: int | None
+    max_ms: float | None
+    min_score: float | None
 
-    def __post_init__(self) -> None:
-        for name in ("max_bytes", "max_ms", "hours"):
-            value = getattr(self, name)
+    def __init__(
+        self, *, max_bytes: int | str | None = None, max_ms: float | None = None, min_score: float | None = None
+    ) -> None:
+        size = read_bytes(max_bytes) if isinstance(max_bytes, str) else max_bytes
+        for name, value in (("max_bytes", size), ("max_ms", max_ms)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value!r}: must be above 0")
-        if self.max_bytes is None and self.max_ms is None:
+        if size is None and max_ms is None:
             raise ValueError("a budget limits bytes or time: give max_bytes, max_ms or both")
+        for name, value in (("max_bytes", size), ("max_ms", max_ms), ("min_score", min_score)):
+            object.__setattr__(self, name, value)
 
     def excess(self, size: float, ms: float | None) -> list[str]:
         """What is above its limit, in words."""

@@ -1,5 +1,6 @@
 """What a compression has found out so far, so that a stopped one goes on."""
 
+import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -38,6 +39,10 @@ class Phases:
     def seconds_by_phase(self) -> dict[str, float]:
         return dict(self._state["seconds"])
 
+    def kept(self, name: str) -> Any:
+        """The result of a phase; None where it is not done."""
+        return self._state["results"].get(name)
+
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
         """The result of a phase as plain data: computed at the first call, then read."""
         if name not in self._state["results"]:
@@ -47,3 +52,16 @@ class Phases:
             self._state["seconds"][name] = time.monotonic() - began
             write_whole(self._path, json.dumps(self._state, indent=1) + "\n")
         return self._state["results"][name]
+
+
+def digest_of(source: str) -> str:
+    """Of the weights in a folder; the name of a model on the Hub."""
+    files = sorted(Path(source).glob("*.safetensors"))
+    if not files:
+        return source
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            while part := file.read(1 << 24):
+                digest.update(part)
+    return digest.hexdigest()

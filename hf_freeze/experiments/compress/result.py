@@ -1,82 +1,100 @@
-"""What a compression came to, for people: a table and a picture."""
+"""What a compression came to, for people and for a model card: sentences, tables and a record."""
 
+import functools
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from hf_freeze.experiments.compress.budget import in_bytes
 from hf_freeze.experiments.compress.compress import Compressed, Compression
+from hf_freeze.experiments.compress.scores import Scoring
 from hf_freeze.experiments.compress.serving import Served
 from hf_freeze.experiments.report.markdown import markdown_table
 from hf_freeze.experiments.runs.environment import environment
 from hf_freeze.io import write_whole
+from hf_freeze.publish.cards import COMPRESSION, model_card, read_trained_model
+from hf_freeze.publish.hub import write_record
 
-FILES = ("compressed.json", "report.md", "report.png")
+FILES = ("compressed.json", "report.md")
 
 
-def write_result(compression: Compression, result: Compressed, command: str) -> list[str]:
+def write_result(compression: Compression, result: Compressed) -> list[str]:
     """Write `FILES` into the folder of the compression; returns the lines that tell the result."""
-    out, work = compression.out, compression.trainings
-    name = work.score_name
-    rows = [_row("before", result.before, name), _row("after", result.after, name)]
-    difference, low, high = result.difference
-    ratio = result.before.bytes / result.after.bytes
-    lines = [f"Kept: {result.words}.", f"{ratio:.1f} times smaller"]
-    if result.after.ms and result.before.ms:
-        lines[1] += f", {result.before.ms / result.after.ms:.1f} times faster"
-    interval = f"95 % interval over its {work.item_name}: {low:+.1f} to {high:+.1f}; one seed"
-    lines[1] += f"; {name} on the test split {difference:+.1f} ({interval})."
-    lines.append(
-        f"The dev split of {len(work.texts()):,} {work.item_name} tells no difference below {result.resolution:.1f}."
-    )
-    lines.append(
-        f"Budget: {compression.budget.words()}. Trained for {result.epochs:g} epochs, {result.seconds / 60:.0f} minutes in all."
-    )
+    out, rows = compression.out, rows_of(result, compression.scoring)
+    facts = sentences(result, compression.scoring, len(compression.trainings.splits["dev"]))
+    lines = [f"Kept: {result.words}.", *(sentence for _, sentence in facts), f"Budget: {compression.budget.words()}."]
     table = "\n".join(markdown_table(list(rows[0]), [list(row.values()) for row in rows], left=1))
-    where = environment()
-    about = f"`{command}`; code {where['commit']}, {where['device']}, torch {where['torch']}"
-    write_whole(out / FILES[1], "\n\n".join(["# Compressed", table, *lines, about]) + "\n")
+    made = f"`{compression.command}`; {about()}"
+    picture = f"![{compression.scoring.name} against bytes, and what is kept](report.png)"
+    write_whole(out / FILES[1], "\n\n".join(["# Compressed", table, picture, *lines, made]) + "\n")
     record: dict[str, Any] = json.loads(json.dumps(asdict(result), default=str))
-    record |= {"command": command, "budget": asdict(compression.budget), "environment": where}
+    record |= {"command": compression.command, "environment": environment()}
+    record["budget"] = asdict(compression.budget) | {"hours": compression.hours}
     record["seconds_by_phase"] = compression.phases.seconds_by_phase
     write_whole(out / FILES[0], json.dumps(record, indent=1) + "\n")
-    _draw(compression, result, out / FILES[2])
-    return [
-        table,
-        *lines,
-        f"Written: {result.after.folder} (to serve), {result.model} (to train on), {out / FILES[1]}",
-    ]
+    _write_cards(compression, result, rows, [sentence for _, sentence in facts])
+    where = f"{result.after.folder} (to serve), {result.model} (to train on), {out / 'report.html'}"
+    return [table, *lines, f"Written: {where}"]
 
 
-def _row(label: str, served: Served, score: str) -> dict[str, str]:
+def _write_cards(compression: Compression, result: Compressed, rows: list[dict[str, str]], facts: list[str]) -> None:
+    """A model card beside the variant, and one in the folder of the compression. The folder for the engine has none: it would
+    take bytes of the budget."""
+    test_score = result.after.test_score or 0.0
+    names = {"translation": ("test_bleu", 1.0), "sequence-classification": ("test_accuracy", 0.01)}
+    key, unit = names[compression.trainings.base["task"]]
+    record = {
+        "budget": compression.budget.words(),
+        "kept": result.words,
+        "parts": [(part.name, part.words) for part in compression.parts()],
+        "table": rows,
+        "facts": facts,
+        "engine": compression.engine.format or "torch",
+        "served": result.after.folder.name,
+        "pipeline": {"translation": "translation"}.get(compression.trainings.base["task"], "text-classification"),
+        "command": compression.command,
+        "metrics": {key: test_score * unit} if compression.scoring.metric is None else {},
+    }
+    write_whole(result.model / COMPRESSION, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    source = read_trained_model(result.model.parent)
+    model_card(source).save(result.model / "README.md")
+    # Its code runs in this folder.
+    model_card(source, result.model.relative_to(compression.out).as_posix()).save(compression.out / "README.md")
+    write_record(source, result.model)
+
+
+def rows_of(result: Compressed, scoring: Scoring) -> list[dict[str, str]]:
+    """A table of before and after, a dict a row."""
+    return [_row("before", result.before, scoring), _row("after", result.after, scoring)]
+
+
+def _row(label: str, served: Served, scoring: Scoring) -> dict[str, str]:
     row = {"": label, "folder": in_bytes(served.bytes)}
     if served.ms is not None:
         row["ms a text"] = f"{served.ms:.2f}"
-    return row | {f"{score}, dev": f"{served.dev_score:.1f}", f"{score}, test": f"{served.test_score:.1f}"}
+    test = "–" if served.test_score is None else scoring.shown(served.test_score)
+    return row | {f"{scoring.name}, dev": scoring.shown(served.dev_score), f"{scoring.name}, test": test}
 
 
-def _draw(compression: Compression, result: Compressed, path: Path) -> None:
-    """Bars of before and after: bytes, time, score, with the limits of the budget."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    budget, before, after = compression.budget, result.before, result.after
-    panels: list[tuple[str, list[float], float | None]] = [
-        ("served folder, MB", [before.bytes / 1e6, after.bytes / 1e6], budget.max_bytes and budget.max_bytes / 1e6)
+def sentences(result: Compressed, scoring: Scoring, examples: int) -> list[tuple[str, str]]:
+    """(what, a sentence on it). `examples`: of the dev split."""
+    smaller = f"{result.before.bytes / result.after.bytes:.1f} times smaller"
+    if result.after.ms and result.before.ms:
+        smaller += f", {result.before.ms / result.after.ms:.1f} times faster"
+    difference, low, high = (scoring.shown(value, signed=True) for value in result.difference)
+    interval = f"95 % interval over its {scoring.item}: {low} to {high}; one seed"
+    return [
+        ("Smaller", f"{smaller}; {scoring.name} on the test split {difference} ({interval})."),
+        (
+            "Resolution",
+            f"The dev split of {examples:,} {scoring.item} tells no difference below {scoring.shown(result.resolution)}.",
+        ),
+        ("Trained", f"{result.epochs:g} epochs, {result.seconds / 60:.0f} minutes in all."),
     ]
-    if before.ms is not None and after.ms is not None:
-        panels.append(("one text alone, ms", [before.ms, after.ms], budget.max_ms))
-    scores = [before.test_score or 0.0, after.test_score or 0.0]
-    panels.append((f"{compression.trainings.score_name}, test split", scores, None))
-    with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False}):
-        figure = Figure(figsize=(3.0 * len(panels), 3.2), layout="constrained")
-        for axis, (label, values, limit) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            bars = axis.bar(["before", "after"], values, color=["#bbbbbb", "#4477aa"], width=0.6)
-            axis.bar_label(bars, fmt="%.2f" if max(values) < 10 else "%.1f")
-            axis.set_title(label, fontsize=10)
-            axis.set_ylim(0, max(values) * 1.15)
-            if limit is not None:
-                axis.axhline(limit, color="#cc3311", linewidth=1, linestyle="--")
-                axis.annotate("budget", (1.45, limit), color="#cc3311", fontsize=8, ha="right", va="bottom")
-        figure.savefig(path, dpi=130, facecolor="white")
+
+
+@functools.cache
+def about() -> str:
+    """The code and machine, of figures."""
+    where = environment()
+    return f"code {where['commit']}, {where['device']}, torch {where['torch']}"

@@ -32,6 +32,11 @@ class Engine:
     quantization: str | None
     keeps_structure: bool
 
+    @property
+    def bits(self) -> int:
+        """Of a weight."""
+        return 8 if self.quantization == "int8" else 32
+
 
 ENGINES = {
     "ctranslate2": Engine(format="ctranslate2", quantization="int8", keeps_structure=False),
@@ -83,25 +88,36 @@ def milliseconds(
     return {name: result.percentile(1, 50) for name, result in zip(folders, results, strict=True)}
 
 
-def items_of(folder: Path, engine: Engine, task: str, split: Any, decoding: Mapping[str, Any]) -> np.ndarray:
-    """What each example of `split` adds to the score, as the engine answers it: `bleu_items`, or (right, 1, class)."""
+def answers_of(folder: Path, engine: Engine, task: str, split: Any, decoding: Mapping[str, Any]) -> list[Any]:
+    """What the engine answers for each example of `split`: a translation, or the number of a class."""
     tokenizer = load_tokenizer(folder)
     if task == "translation":
-        sources, references = list(split["source"]), list(split["target"])
+        sources = list(split["source"])
         if engine.format == "ctranslate2":
             translator = CTranslate2Translator(folder, intra_threads=torch.get_num_threads())
             longest = max(map(len, tokenizer(sources, truncation=True)["input_ids"]))
             settings = {"num_beams": decoding.get("num_beams", 1), "max_new_tokens": most_new_tokens(longest)}
-            found = [one["translation_text"] for one in translator(sources, truncation=True, **settings)]
-        else:
-            found = translate(AutoModelForSeq2SeqLM.from_pretrained(folder), tokenizer, sources, **decoding)
-        return bleu_items(found, references)
+            return [one["translation_text"] for one in translator(sources, truncation=True, **settings)]
+        return translate(AutoModelForSeq2SeqLM.from_pretrained(folder), tokenizer, sources, **decoding)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
-    columns = columns_of(split)
-    classes, right = np.asarray(split["label"]), []
+    columns, classes = columns_of(split), []
     with torch.inference_mode():
         for start in range(0, len(split), _BATCH):
             rows = split[start : start + _BATCH]
             inputs = tokenizer(*(rows[name] for name in columns), truncation=True, padding=True, return_tensors="pt")
-            right += (model(**inputs).logits.argmax(-1).numpy() == classes[start : start + _BATCH]).tolist()
-    return np.stack([right, np.ones(len(right)), classes], axis=1).astype(np.int64)
+            classes += model(**inputs).logits.argmax(-1).tolist()
+    return classes
+
+
+def references_of(task: str, split: Any) -> list[Any]:
+    """What `answers_of` is compared with."""
+    return list(split["target" if task == "translation" else "label"])
+
+
+def items_of(folder: Path, engine: Engine, task: str, split: Any, decoding: Mapping[str, Any]) -> np.ndarray:
+    """What each example of `split` adds to the score, as the engine answers it: `bleu_items`, or (right, 1, class)."""
+    answers, references = answers_of(folder, engine, task, split, decoding), references_of(task, split)
+    if task == "translation":
+        return bleu_items(answers, references)
+    right = np.equal(answers, references)
+    return np.stack([right, np.ones(len(right)), references], axis=1).astype(np.int64)

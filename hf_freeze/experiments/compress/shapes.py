@@ -122,3 +122,27 @@ def count_weights(model: Any, architecture: Architecture) -> Weights:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     rows = {id(p): p for p in model.parameters() if p.ndim == 2 and p.shape[0] == vocabulary}
     return Weights(tables=len(rows), hidden=hidden_size(model.config), **counts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a shape keeps of one kind of part, as a share and in words."""
+
+    name: str
+    share: float
+    words: str
+
+
+def parts_of_shape(shape: Shape, whole: Shape, hidden: int, bits: int) -> list[Part]:
+    """For pictures. `hidden`: the width of a token table; `bits`: of a weight in the engine, where fp32 is the whole."""
+    parts = []
+    for name, stack in shape.stacks.items():
+        layers = whole.stacks[name].layers
+        parts.append(Part(name=f"{name}: layers", share=stack.layers / layers, words=f"{stack.layers} of {layers}"))
+        for kind, share in (("heads in these layers", stack.heads), ("neurons in these layers", stack.neurons)):
+            parts.append(Part(name=f"{name}: {kind}", share=share, words=f"{share:.0%}"))
+    tokens = f"{shape.vocabulary:,} of {whole.vocabulary:,}"
+    parts.append(Part(name="tokens", share=shape.vocabulary / whole.vocabulary, words=tokens))
+    if shape.rank is not None:
+        parts.append(Part(name="rank of the token table", share=shape.rank / hidden, words=f"{shape.rank} of {hidden}"))
+    return [*parts, Part(name="bits of a weight", share=bits / 32, words=f"{bits} of 32")]

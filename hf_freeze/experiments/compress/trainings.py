@@ -1,7 +1,8 @@
 """The trainings of a compression: runs of a grid, which are resumed where they were stopped, and never see the test split."""
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,14 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from hf_freeze.analysis.head_importance import count_labels
-from hf_freeze.experiments.compress.serving import Engine, items_of
 from hf_freeze.experiments.recipes.check import check
 from hf_freeze.experiments.runs.grid import run_grid
 from hf_freeze.experiments.tasks.base import Task
 from hf_freeze.experiments.tasks.registry import task_of
-from hf_freeze.experiments.tasks.scoring import SCORING
 from hf_freeze.model.loading import load_model, load_tokenizer
 from hf_freeze.publish.trimming import trim_model
 from hf_freeze.run_folder import run_folder
+from hf_freeze.training import TokenBatchTrainer
 
 TASKS = ("translation", "sequence-classification")
 _SAMPLE = 256  # examples of the dev split by which parts are measured
@@ -51,28 +51,42 @@ class Trained:
 class Trainings:
     """The model `source` on the task and data of a recipe; its rows, backbone and tokenizer do not matter.
 
-    Raises ValueError for another task than `TASKS`, and a model without a tokenizer.
+    `trainer_class`: a subclass of the task's Trainer, which the processes of the trainings import by its name. `watch`: as
+    `run_grid` takes it.
+
+    Raises ValueError for another task than `TASKS`, a model without a tokenizer, and a `trainer_class` that is no such subclass
+    or cannot be imported.
     """
 
     def __init__(
-        self, source: str, recipe: Mapping[str, Any], out: Path, *, seed: int, jobs: int, console: Console, command: str
+        self,
+        source: str,
+        recipe: Mapping[str, Any],
+        out: Path,
+        *,
+        seed: int,
+        jobs: int,
+        console: Console,
+        command: str,
+        trainer_class: type[TokenBatchTrainer] | None = None,
+        watch: Callable[[dict[str, Any], dict[str, Any]], Any] = lambda run, message: None,
     ) -> None:
         if recipe["task"] not in TASKS:
             raise ValueError(f"task {recipe['task']!r}: hf-freeze compress is for {list(TASKS)}")
-        self.source, self.out, self._jobs, self._console, self._command = source, out, jobs, console, command
+        self.source, self.out, self._watch = source, out, watch
+        self._jobs, self._console, self._command = jobs, console, command
         self.tokenizer: Any = load_tokenizer(source)
         if self.tokenizer is None:
             raise ValueError(f"{source} holds no tokenizer; save it beside the model, since the budget counts it too")
         task = task_of(recipe["task"])
         assert isinstance(task, Task)
         self.task = task
+        self.trainer = None if trainer_class is None else _importable(trainer_class, task.trainer)
         self.base = {key: recipe[key] for key in ("task", "data", "training", "decoding") if key in recipe}
         self.base |= {"name": "compress", "seeds": [seed], "backbone": {"pretrained": source}}
         self._rows: dict[str, dict[str, Any]] = {}
         self.splits = task.load(recipe["data"])
         self.whole = len(self.tokenizer)
-        scoring = SCORING[recipe["task"]]
-        self.score_name, self.item_name, self.score = scoring.name, scoring.item, scoring.score
         self._labels: dict[int, int] = {}
 
     # -- the model and its vocabularies ----------------------------------------------------------------------------------------
@@ -132,10 +146,6 @@ class Trainings:
             float(np.mean([len(ids) for ids in self.tokenizer(list(self.splits["dev"]["target"]))["input_ids"]]))
         )
 
-    def items(self, folder: Path, engine: Engine, split: str) -> np.ndarray:
-        """What each example of the "dev" or "test" split adds to the score, as the engine answers it."""
-        return items_of(folder, engine, self.base["task"], self.splits[split], self.base.get("decoding", {}))
-
     # -- training --------------------------------------------------------------------------------------------------------------
 
     def train(self, students: Mapping[str, Student]) -> dict[str, Trained]:
@@ -178,6 +188,8 @@ class Trainings:
             console=self._console,
             command=self._command,
             scored_on="dev",
+            trainer=self.trainer,
+            watch=self._watch,
         )
 
     def seconds_per_epoch(self) -> float:
@@ -187,8 +199,30 @@ class Trainings:
         trained = [record for record in records if record["epochs_trained"]]
         return sum(r["seconds"]["train"] for r in trained) / sum(r["epochs_trained"] for r in trained)
 
+    def folder(self, name: str) -> Path:
+        """Of the run of a student."""
+        return run_folder(self.out / "trainings", {"row": name, "seed": self.base["seeds"][0]})
+
     def _trained(self, name: str, vocabulary: int) -> Trained:
-        folder = run_folder(self.out / "trainings", {"row": name, "seed": self.base["seeds"][0]})
-        record = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-        loss = record["metrics"]["dev_loss"] * self.labels(vocabulary) / self.labels(self.whole)
-        return Trained(folder=folder / "model", loss=loss, epochs=record["epochs_trained"])
+        record = json.loads((self.folder(name) / "metrics.json").read_text(encoding="utf-8"))
+        loss = record["metrics"]["dev_loss"] * self.share_of_labels(vocabulary)
+        return Trained(folder=self.folder(name) / "model", loss=loss, epochs=record["epochs_trained"])
+
+    def share_of_labels(self, vocabulary: int) -> float:
+        """Labels of the dev split in the tokens of this vocabulary, divided by those of the original."""
+        return self.labels(vocabulary) / self.labels(self.whole)
+
+
+def _importable(trainer_class: Any, base: type[TokenBatchTrainer]) -> str:
+    """ "module:class". Raises ValueError for no subclass of `base`, and for one that another process cannot import."""
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, base)):
+        raise ValueError(
+            f"trainer_class={trainer_class!r}: must be a subclass of hf_freeze.training.{base.__name__}, which trains this task"
+        )
+    module, name = trainer_class.__module__, trainer_class.__qualname__
+    interactive = module == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
+    if interactive or getattr(sys.modules.get(module), name, None) is not trainer_class:
+        raise ValueError(
+            f"trainer_class={name}: trainings are processes of their own, which import it; define it at the top level of a file"
+        )
+    return f"{module}:{name}"

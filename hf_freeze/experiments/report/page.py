@@ -25,7 +25,7 @@ from hf_freeze.experiments.report.wording import head_scores, legend, machines, 
 _DETAILED = 300  # runs of a page; the settings of more would fill megabytes
 _TEMPLATES = jinja2.PackageLoader("hf_freeze.experiments.report", "templates")
 
-_ENVIRONMENT = jinja2.Environment(
+ENVIRONMENT = jinja2.Environment(
     loader=_TEMPLATES, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
 
@@ -33,12 +33,12 @@ _ENVIRONMENT = jinja2.Environment(
 def page(reports: Sequence[Report], out: Path | None = None) -> str:
     """The whole page, a section a report. What records hold is escaped by the template; the SVG is ours, and escaped by
     matplotlib. `out`: the folder that the page will lie in, from which it links to the grids' own."""
-    script = _text("page.js")
+    script = template_text("page.js")
     sources = list({source.letter: source for report in reports for source in report.sources}.values())
     few = sum(len(report.runs) for report in reports) <= _DETAILED
-    return _ENVIRONMENT.get_template("report.html").render(
+    return ENVIRONMENT.get_template("report.html").render(
         title=_title(sources) if len(reports) > 1 else reports[0].title,
-        style=Markup(_text("page.css")),
+        style=Markup(template_text("page.css")),
         script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         sources=[_source(source, out) for source in sources] if len(sources) > 1 else [],
@@ -47,9 +47,9 @@ def page(reports: Sequence[Report], out: Path | None = None) -> str:
     )
 
 
-def _text(name: str) -> str:
+def template_text(name: str) -> str:
     """Of a template that has nothing to fill in."""
-    return _TEMPLATES.get_source(_ENVIRONMENT, name)[0].rstrip("\n")
+    return _TEMPLATES.get_source(ENVIRONMENT, name)[0].rstrip("\n")
 
 
 def _title(sources: Sequence[Source]) -> str:

@@ -39,6 +39,8 @@ def run_grid(
     resume_anyway: bool = False,
     ray: RayOptions | None = None,
     scored_on: str = "test",
+    trainer: str | None = None,
+    watch: Callable[[dict[str, Any], dict[str, Any]], Any] = lambda run, message: None,
 ) -> list[dict[str, Any]]:
     """Execute every run of `recipe` that `out` does not hold yet, `jobs` at a time; returns the records in grid order.
     A run that starts from another one waits until that one is finished, and fails with it.
@@ -46,7 +48,8 @@ def run_grid(
     `ray`: the runs are tasks of Ray, as many at a time as its nodes have room for; `out` is on storage that all nodes see.
     Under a launcher (torchrun, accelerate launch) all processes work on one run after the other. `resume_anyway`: go on with
     a checkpoint that another version, commit, device or number of threads or processes left. `scored_on`: "dev" for runs that
-    must not see the test split.
+    must not see the test split. `trainer`: "module:class", in the place of the task's. `watch(run, message)` is called with what
+    a run says, and with {"stage": "finished"} after its end; an exception in it stops all runs at their last checkpoints.
 
     Writes `out/results.jsonl`, of all finished runs there, and `command` for the report. Raises ValueError where the recipe has
     no rows or `out` holds runs of another one, and FailedRuns at the end where runs failed; their tracebacks are in their
@@ -66,8 +69,8 @@ def run_grid(
     if not runs:
         raise ValueError(f"{recipe['name']} has no rows to run; its space is for hf-freeze search")
     every = expand({key: value for key, value in recipe.items() if key != "only"})  # the order of a report
-    if scored_on != "test":
-        runs, every = ([run | {"scored_on": scored_on} for run in some] for some in (runs, every))
+    added = ({"scored_on": scored_on} if scored_on != "test" else {}) | ({"trainer": trainer} if trainer else {})
+    runs, every = ([run | added for run in some] for some in (runs, every))
     check_files(recipe["data"])
     for name in {run["backbone"].get("pretrained") for run in runs if "backbone" in run} - {None}:
         check_exists(name)
@@ -91,7 +94,7 @@ def run_grid(
             workers = Processes(jobs, resume_anyway)
         else:
             workers = RayTasks(ray, resume_anyway, lambda text: console.print(escape(text), soft_wrap=True))
-        failed = _execute_all(waiting, out, workers, console, lambda: write_results(out, every))
+        failed = _execute_all(waiting, out, workers, console, lambda: write_results(out, every), watch)
     records = write_results(out, every)
     if failed:
         raise FailedRuns(f"{len(failed)} of {len(runs)} runs failed; see {failed[0] / 'error.log'}")
@@ -104,6 +107,7 @@ def _execute_all(
     workers: Processes | RayTasks,
     console: Console,
     finished: Callable[[], Any],
+    watch: Callable[[dict[str, Any], dict[str, Any]], Any],
 ) -> list[Path]:
     """Run all of `waiting`, calling `finished` after each; returns the folders of those that failed."""
     columns = (
@@ -131,22 +135,24 @@ def _execute_all(
                         named = f"row {running[folder]['row']} seed {running[folder]['seed']}"
                         tasks[folder] = bars.add_task(named, total=None, note=""), time.monotonic()
                     show_progress(bars, tasks[folder][0], message, console, folder.name)
+                    watch(running[folder], message)
                 for folder, reason in workers.ended():
-                    del running[folder]
+                    run = running.pop(folder)
                     task, started = tasks.pop(folder, (None, time.monotonic()))
                     if task is not None:
                         bars.remove_task(task)
                     bars.advance(everything)
                     if not _succeeded(folder, reason, time.monotonic() - started, console):
                         failed.append(folder)
-                        while run := next(
-                            (run for run in waiting if set(needed_folders(out, run)) & set(failed)), None
+                        while later := next(
+                            (other for other in waiting if set(needed_folders(out, other)) & set(failed)), None
                         ):
-                            waiting.remove(run)
-                            _give_up(out, run, failed, console)
-                            failed.append(run_folder(out, run))
+                            waiting.remove(later)
+                            _give_up(out, later, failed, console)
+                            failed.append(run_folder(out, later))
                             bars.advance(everything)
                     finished()
+                    watch(run, {"stage": "finished"})
     finally:
         workers.close()
     return failed

@@ -1,5 +1,6 @@
 """Data, tokenizer, variant, training and test scores of a transformer of text, which the Trainer trains."""
 
+import importlib
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from hf_freeze.experiments.runs.resume import check_data
 from hf_freeze.experiments.tasks import translation
 from hf_freeze.experiments.tasks.base import ProgressCallback, Task, Trained
 from hf_freeze.run_folder import teacher_folder
-from hf_freeze.training import VariantCallback, label_smoothed_loss, parameter_groups
+from hf_freeze.training import TokenBatchTrainer, VariantCallback, label_smoothed_loss, parameter_groups
 from hf_freeze.training.precision import AUTO, uses_bf16
 
 _ADAM: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-9}
@@ -93,7 +94,7 @@ def execute_text(
         callbacks.append(EarlyStoppingCallback(run["training"].get("patience", 10)))
     if until is not None:
         callbacks.append(_PauseAt(until))
-    trainer = task.trainer(
+    trainer = _trainer_class(task, run)(
         model=model,
         args=training_arguments(run, folder, best=not model.finalizable),
         train_dataset=encoded.get("train"),
@@ -142,6 +143,14 @@ def execute_text(
         test_seconds=test_seconds,
         resumed=progress.resumed,
     )
+
+
+def _trainer_class(task: Task, run: dict[str, Any]) -> type[TokenBatchTrainer]:
+    """The task's, or the one that Python named (`run_grid`); recipes name none."""
+    if "trainer" not in run:
+        return task.trainer
+    module, _, name = run["trainer"].partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _tokenising(report: ProgressCallback, name: str) -> hf_data.Progress:

@@ -33,7 +33,7 @@ def draw(report: Report, path: Path) -> None:
         draw_costs(axes, report, costs)
         draw_legend(figure, report)
         name_rows(axes, report, costs)
-        _save(figure, path)
+        save_png(figure, path)
 
 
 def draw_extra(report: Report, out: Path) -> None:
@@ -41,10 +41,10 @@ def draw_extra(report: Report, out: Path) -> None:
     with mpl.rc_context(STYLE):
         for name, plot in (("heads", heads_figure), ("schedules", schedules_figure)):
             if (figure := plot(report)) is not None:
-                _save(figure, out / report.picture(name))
+                save_png(figure, out / report.picture(name))
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_png(figure: Figure, path: Path) -> None:
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=130, facecolor="white")
     write_whole(path, file.getvalue())
@@ -65,11 +65,11 @@ def svg_plots(report: Report) -> dict[str, str]:
     with mpl.rc_context(STYLE):
         for name, plot in plots.items():
             if (figure := plot(report)) is not None:
-                svgs[name] = _svg(figure, before + name)
+                svgs[name] = svg(figure, before + name)
     return svgs
 
 
-def _svg(figure: Figure, name: str) -> str:
+def svg(figure: Figure, name: str) -> str:
     """Inline SVG, transparent, in the colours of the page; its ids are its own among the plots of a page."""
     file = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
