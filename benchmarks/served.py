@@ -95,7 +95,9 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=24, help="of each text, for times")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", nargs="+", help="rows beside row 0; all if not given")
-    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=[name for name in ENGINES if name != COMPILED])
+    parser.add_argument(
+        "--engines", nargs="+", choices=list(ENGINES), default=[name for name in ENGINES if name != COMPILED]
+    )
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
