@@ -6,6 +6,7 @@ import time
 import torch
 
 AUTO = "auto"
+_TRIES = 3  # on a loaded machine, one may come out wrong
 _SIZE, _PRODUCTS = 256, 3  # two products of 256 x 256 x 256 in bf16 take 0.4 ms natively and 70 ms emulated by AVX2
 
 
@@ -18,21 +19,25 @@ def uses_bf16(setting: bool | str) -> bool:
 def has_native_bf16() -> bool:
     """Whether the training device, the first GPU or else the CPU, multiplies in bf16 at least as fast as in fp32.
 
-    The CPU is measured once per process, in a few milliseconds, because torch reports whether bf16 works on it, but not whether
+    The CPU is measured once per process, in milliseconds (half a second where bf16 is emulated), because torch reports whether bf16 works on it, but not whether
     it is emulated.
     """
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return _seconds_of_product(torch.bfloat16) <= _seconds_of_product(torch.float32)
+    return any(_seconds_of_product(torch.bfloat16) <= _seconds_of_product(torch.float32) for _ in range(_TRIES))
 
 
 def _seconds_of_product(dtype: torch.dtype) -> float:
-    """The time of the fastest of a few products, since other load only adds time. The first product, which sets up kernels, is
-    not counted."""
+    """The time of the fastest of a few products on one thread, since other load only adds time, the more so to threads that wait
+    for each other. The first product, which sets up kernels, is not counted."""
     matrix = torch.ones(_SIZE, _SIZE, dtype=dtype)
-    times = []
-    for _ in range(1 + _PRODUCTS):
-        start = time.perf_counter()
-        torch.mm(matrix, matrix)
-        times.append(time.perf_counter() - start)
+    times, threads = [], torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(1 + _PRODUCTS):
+            start = time.perf_counter()
+            torch.mm(matrix, matrix)
+            times.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
     return min(times[1:])

@@ -57,6 +57,13 @@ def test_a_cpu_is_native_where_a_bf16_product_takes_no_longer(monkeypatch, bf16,
     assert precision.has_native_bf16.__wrapped__() is native
 
 
+def test_one_measurement_that_other_load_spoils_does_not_count(monkeypatch):
+    seconds = {torch.float32: iter([1.0, 1.0]), torch.bfloat16: iter([7.0, 0.4])}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(precision, "_seconds_of_product", lambda dtype: next(seconds[dtype]))
+    assert precision.has_native_bf16.__wrapped__()
+
+
 @pytest.mark.parametrize("supported", [True, False])
 def test_a_gpu_is_native_where_torch_says_so(monkeypatch, supported):
     asked = []
