@@ -19,8 +19,8 @@ def uses_bf16(setting: bool | str) -> bool:
 def has_native_bf16() -> bool:
     """Whether the training device, the first GPU or else the CPU, multiplies in bf16 at least as fast as in fp32.
 
-    The CPU is measured once per process, in milliseconds (half a second where bf16 is emulated), because torch reports whether bf16 works on it, but not whether
-    it is emulated.
+    The CPU is measured once per process, in milliseconds (half a second where bf16 is emulated), because torch reports whether
+    bf16 works on it, but not whether it is emulated.
     """
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)

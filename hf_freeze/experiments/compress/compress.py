@@ -110,16 +110,16 @@ class Compression:
             callback=callback,
             write=lambda: watch(self),
         )
-        self._bench = Bench(self.trainings, self.engine, budget, self._once, self.say)
-        self.whole, self.hidden = self._bench.whole, self._bench.weights.hidden
+        self.bench = Bench(self.trainings, self.engine, budget, self._once, self.say)
+        self.whole, self.hidden = self.bench.whole, self.bench.weights.hidden
         self.chosen: Shape | None = None
 
     def run(self) -> Compressed:
         before = self._original()
         measured = self._sensitivity()
         tokens = self._tokens(measured)
-        estimate = self._bench.estimate(measured, tokens)
-        self._bench.check_reach(measured, tokens, estimate)
+        estimate = self.bench.estimate(measured, tokens)
+        self.bench.check_reach(measured, tokens, estimate)
         halves = halves_of(self.whole, measured, tokens, self.hidden)
         self._plan("recover-nothing", TAUGHT, self.whole, estimate.cost(self.whole), estimated=True)
         for kind, shape in halves.items():
@@ -129,11 +129,11 @@ class Compression:
         shapes = self._once("candidates", lambda: [s.to_dict() for s in self._candidates(losses, estimate)])
         candidates = [Shape.from_dict(shape) for shape in shapes]
         for number, shape in enumerate(candidates if len(candidates) > 1 else [], start=1):  # one alone is not compared
-            self._plan(f"candidate-{number}", CANDIDATE, shape, self._bench.cost(shape, measured))
+            self._plan(f"candidate-{number}", CANDIDATE, shape, self.bench.cost(shape, measured))
         best, epochs_of_candidates = self._once("chosen", lambda: self._best(candidates, measured))
         chosen, spent = candidates[best], epochs_of_recoveries + epochs_of_candidates
         self.chosen = chosen
-        self._plan("final", FINAL, chosen, self._bench.cost(chosen, measured))
+        self._plan("final", FINAL, chosen, self.bench.cost(chosen, measured))
         trained = self._final(chosen, measured, spent)
         return self._end(chosen, trained, before, spent + trained.epochs)
 
@@ -144,10 +144,10 @@ class Compression:
         trained = self.trainings.original(self.trainings.whole)
 
         def measure() -> dict[str, Any]:
-            folder = self._bench.serve("whole", trained.folder)
+            folder = self.bench.serve("whole", trained.folder)
             items = self._measure(folder, "dev")
             np.save(self.out / "items-dev-whole.npy", items)
-            ms = self._bench.milliseconds({"whole": folder})["whole"] if self.budget.max_ms is not None else None
+            ms = self.bench.milliseconds({"whole": folder})["whole"] if self.budget.max_ms is not None else None
             return {"bytes": bytes_of(folder), "ms": ms, "score": self._score(items, "dev")}
 
         self.say("measuring the model in the engine")
@@ -253,7 +253,7 @@ class Compression:
             if found is None:
                 return None
             shape = found[0]
-            cost = self._bench.cost(shape, losses.measured)
+            cost = self.bench.cost(shape, losses.measured)
             if not self.budget.excess(cost.bytes, cost.ms):
                 return shape
             expected = estimate.cost(shape)
@@ -302,7 +302,7 @@ class Compression:
 
     def _student(self, label: str, shape: Shape, measured: Sensitivity, epochs: float) -> Student:
         return Student(
-            label=label, vocabulary=shape.vocabulary, methods=self._bench.methods(shape, measured), epochs=epochs
+            label=label, vocabulary=shape.vocabulary, methods=self.bench.methods(shape, measured), epochs=epochs
         )
 
     # -- the end ---------------------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class Compression:
             folder = serve(trained.folder, self.engine, self.out / "served")
             whole = self.out / "engine" / "whole"
             limited = self.budget.max_ms is not None
-            times = self._bench.milliseconds({"whole": whole, "served": folder}) if limited else {}
+            times = self.bench.milliseconds({"whole": whole, "served": folder}) if limited else {}
             found = {"bytes": bytes_of(folder), "ms": times.get("served"), "ms_before": times.get("whole")}
             for split in ("dev", "test"):
                 first = np.load(self.out / "items-dev-whole.npy") if split == "dev" else self._measure(whole, split)
@@ -378,7 +378,7 @@ class Compression:
 
     def _score_of(self, name: str, trained: Trained) -> float:
         """By a metric of the user's own, in the engine."""
-        return self._score(self._measure(self._bench.serve(name, trained.folder), "dev"), "dev")
+        return self._score(self._measure(self.bench.serve(name, trained.folder), "dev"), "dev")
 
     def _measure(self, folder: Path, split: str) -> np.ndarray:
         return self.scoring.measure(folder, self.engine, self.trainings.splits[split])
