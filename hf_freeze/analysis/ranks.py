@@ -217,7 +217,7 @@ class _Chooser:
 
     def decompose(self, names: Sequence[str], progress: Progress) -> None:
         for name in progress.track(names, description="Decomposing linears"):
-            linear = surgery.dense_module(self.model, name, self.method.name)
+            linear = surgery.dense_module(self.model, name, self.method.name, self.method.replaces)
             if not linear.weight.isfinite().all():
                 raise ValueError(f"the weight of {name!r} is not finite")
             try:

@@ -3,6 +3,7 @@
 Shapes: N tokens, I inputs, O outputs, R rank.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional
 from transformers import initialization
 
 from hf_freeze.layers.cost import costs_of, product
+from hf_freeze.layers.derived import taken
 from hf_freeze.layers.factorized import FactorizedLinear, left_vectors
 
 SOLVERS = ("exact", "randomized")
@@ -67,6 +69,16 @@ class LowRankLinear(FactorizedLinear):
         with torch.no_grad():
             self.up.copy_(down.T if tall else u * root)
             self.down.copy_((u * root).T if tall else down)
+
+    @property
+    def selectable(self) -> bool:
+        return True
+
+    def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
+        new = super().selected(kept, outputs=outputs)
+        name, axis = ("up", 0) if outputs else ("down", 1)
+        setattr(new, name, nn.Parameter(taken(getattr(self, name), axis, kept)))
+        return new
 
     def factor_cost(self, tokens: int, device_type: str, *, training: bool) -> float:
         costs = costs_of(device_type)

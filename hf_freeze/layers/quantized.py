@@ -19,11 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import initialization
 
 from hf_freeze.architectures.roles import table_scale
 from hf_freeze.compat.transformers import NeverDrawn
 from hf_freeze.install import how_to_install
-from hf_freeze.layers.derived import Computed, DerivedLinear, autocast_dtype, is_traced, scaled
+from hf_freeze.layers.derived import Computed, DerivedLinear, autocast_dtype, is_traced, scaled, taken
+from hf_freeze.layers.factorized_embedding import Factors, LowRankEmbedding, LowRankOutput
+from hf_freeze.layers.low_rank import LowRankLinear
 
 SCHEMES = ("int8", "nf4", "fp4")
 BLOCK = 64  # weights that share a scale in the 4-bit schemes
@@ -53,6 +56,7 @@ class Quantized(NeverDrawn, Computed):
     scales: torch.Tensor
     like: torch.Tensor
     scheme: str
+    shape: tuple[int, int]
 
     def make_buffers(self, rows: int, columns: int, scheme: str, **new: Any) -> None:
         """Register the buffers with fresh values, for a model built from a config alone."""
@@ -103,6 +107,21 @@ class Quantized(NeverDrawn, Computed):
                 first = start * weight.shape[1]
                 self.packed[first // 2 :][: packed.numel()].copy_(packed.flatten())
                 scales[first // BLOCK :][: state.absmax.numel()].copy_(state.absmax)
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether no scale is for weights of two rows, so that rows can be removed."""
+        return self.scheme == "int8" or self.shape[1] % BLOCK == 0
+
+    def rows_of_buffers(self, kept: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The buffers of the rows `kept` alone; the rows must be whole."""
+        rows = {name: taken(getattr(self, name).view(self.shape[0], -1), 0, kept) for name in STORED}
+        return {name: part if getattr(self, name).ndim == 2 else part.flatten() for name, part in rows.items()}
+
+    def set_rows(self, kept: Sequence[int]) -> None:
+        """Reduce the weight to the rows `kept`."""
+        self._buffers |= self.rows_of_buffers(kept)
+        self.shape = (len(kept), self.shape[1])
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """(O, I)"""
@@ -180,6 +199,18 @@ class QuantizedLinear(Quantized, DerivedLinear):
         new = {"device": linear.weight.device, "dtype": linear.weight.dtype}
         self.make_buffers(self.out_features, self.in_features, scheme, **new)
 
+    @property
+    def selectable(self) -> bool:
+        return self.scheme == "int8"  # a block of 4 bits lies across inputs
+
+    def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
+        new = super().selected(kept, outputs=outputs)
+        if outputs:
+            new.set_rows(kept)
+        else:
+            new.packed, new.shape = taken(self.packed, 1, kept), (self.shape[0], len(kept))
+        return new
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""
         if is_traced():
@@ -228,3 +259,99 @@ class QuantizedEmbedding(Quantized, nn.Embedding):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, scheme={self.scheme!r}"
+
+
+def equal_columns(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A factor (O, R), fp32, with columns of equal norm, and the numbers (R,) that its columns were divided by.
+
+    The scale of a row is too coarse for a small column, and those of a truncated decomposition fall; the other factor has a scale
+    for each of these numbers.
+    """
+    matrix = matrix.float()
+    norms = matrix.norm(dim=0)
+    ratios = torch.where(norms > 0, norms / norms.mean(), 1)
+    return matrix / ratios, ratios
+
+
+class QuantizedLowRankLinear(DerivedLinear):
+    """Replaces a LowRankLinear: W = up · down with both factors quantised. The bias is not."""
+
+    down: QuantizedLinear
+    up: QuantizedLinear
+
+    def __init__(self, linear: LowRankLinear, scheme: str) -> None:
+        super().__init__(linear)
+        new = {"device": linear.down.device, "dtype": linear.down.dtype}
+        sizes = {"down": (self.in_features, linear.rank), "up": (linear.rank, self.out_features)}
+        for name, (inputs, outputs) in sizes.items():
+            factor = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, **new)  # which draws nothing
+            self.add_module(name, QuantizedLinear(factor, scheme))
+
+    @torch.no_grad()
+    def fill(self, down: torch.Tensor, up: torch.Tensor) -> None:
+        """Quantise the factors `down` (R, I) and `up` (O, R)."""
+        up, ratios = equal_columns(up)
+        self.up.fill(up)
+        self.down.fill(down.float() * ratios[:, None])
+
+    def dense_weight(self) -> torch.Tensor:
+        return self.up.dense_weight() @ self.down.dense_weight()
+
+    @property
+    def selectable(self) -> bool:
+        return self.up.selectable
+
+    def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
+        new = super().selected(kept, outputs=outputs)
+        name = "up" if outputs else "down"
+        new.add_module(name, getattr(self, name).selected(kept, outputs=outputs))
+        return new
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., I) -> (..., O)"""
+        y = self.up(self.down(x))
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+def _projection_like(factors: Factors) -> nn.Parameter:
+    """(E, H), fresh"""
+    projection = nn.Parameter(torch.empty_like(factors.projection))
+    initialization.normal_(projection, std=projection.shape[0] ** -0.5)
+    return projection
+
+
+class QuantizedLowRankEmbedding(QuantizedEmbedding):
+    """Replaces a LowRankEmbedding. The table (V, E) is quantised, the projection (E, H) is not."""
+
+    take_weight = Computed.take_weight
+
+    def __init__(self, table: LowRankEmbedding, scheme: str) -> None:
+        super().__init__(table, scheme)
+        self.scale = table.scale
+        self.projection = _projection_like(table)
+
+    def dense_weight(self) -> torch.Tensor:
+        return super().dense_weight() @ self.projection
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(...) token ids -> (..., H)"""
+        rows = self.rows(input.flatten()).view(*input.shape, self.embedding_dim)
+        return scaled((rows @ self.projection).to(rows.dtype), self.scale)
+
+
+class QuantizedLowRankOutput(QuantizedLinear):
+    """Replaces a LowRankOutput: hidden states are projected to E and multiplied with the quantised table (V, E)."""
+
+    take_weight = Computed.take_weight
+
+    def __init__(self, linear: LowRankOutput, scheme: str) -> None:
+        super().__init__(linear.table(), scheme)
+        self.in_features = linear.in_features
+        self.projection = _projection_like(linear)
+
+    def dense_weight(self) -> torch.Tensor:
+        return super().dense_weight() @ self.projection
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., H) -> (..., V)"""
+        return super().forward(functional.linear(x, self.projection))

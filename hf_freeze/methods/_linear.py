@@ -31,6 +31,7 @@ class LinearMethod(Method):
     components: list[str] = field(default_factory=lambda: ["ffn"])
     layers: dict[str, list[int]] | None = None
     choices: ClassVar[tuple[str, ...]] = LINEAR_COMPONENTS
+    replaces: ClassVar[tuple[type[nn.Module], ...]] = ()  # layers of other methods that it takes, too
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -76,7 +77,7 @@ class LinearMethod(Method):
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         for name in self.linear_names(architecture, model.config):
-            linear = surgery.dense_module(model, name, self.name)
+            linear = surgery.dense_module(model, name, self.name, self.replaces)
             try:
                 replacement = self.make(linear, name, model)
             except ValueError as error:
@@ -103,10 +104,6 @@ class FactorizedMethod(LinearMethod):
             if not surgery.restored(old, name):
                 module.fill(surgery.effective_weight(old.base_model.get_submodule(name)))
             surgery.release(old, [name])
-
-    @property
-    def refers_to(self) -> frozenset[str]:
-        return super().refers_to if self.named_linears() is None else frozenset({"layers"})
 
     def named_linears(self) -> Iterable[str] | None:
         """The linears that have a setting of their own; None if one setting holds for all linears."""
@@ -138,6 +135,7 @@ class ShapedMethod(FactorizedMethod):
     """Replaces the weight of a linear by a decomposition of a tensor: both dimensions are split into factors (`shape`), and the
     decomposition has one `rank`, or a list of `ranks`."""
 
+    by_layer: ClassVar[tuple[str, ...]] = ("ranks",)
     rank: int | None = None
     ranks: list[int] | dict[str, list[int]] | None = None
     shape: list[list[int]] | None = None

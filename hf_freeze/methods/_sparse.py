@@ -19,6 +19,7 @@ class SparseMethod(LinearMethod):
     """`nonzeros`: linear -> number of its remaining weights. It is None until `finalize()` fills it in."""
 
     keeps_masks: ClassVar[bool] = True
+    by_layer: ClassVar[tuple[str, ...]] = ("nonzeros",)
     nonzeros: dict[str, int] | None = None
 
     def __post_init__(self) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type, full_name
 from hf_freeze.layers.gated import Gated
@@ -31,6 +29,7 @@ class HeadMask(Method):
 
     needs: ClassVar[frozenset[str]] = frozenset({"heads"})
     freezes: ClassVar[bool] = True
+    by_layer: ClassVar[tuple[str, ...]] = ("heads",)
     heads: dict[str, list[int]] | None = None
     trainable: bool = True
     layers: dict[str, list[int]] | None = None
@@ -40,10 +39,6 @@ class HeadMask(Method):
         if self.heads is not None:
             check_heads_type(self.heads, "HeadMask")
         check_bool(self.trainable, "HeadMask", "trainable")
-
-    @property
-    def refers_to(self) -> frozenset[str]:
-        return super().refers_to if self.heads is None else frozenset({"layers"})
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
@@ -60,16 +55,15 @@ class HeadMask(Method):
     def restructure(self, model: Model, architecture: Architecture) -> None:
         for name, attention in self._attentions(architecture, model.config).items():
             heads = surgery.count_heads(model, attention, self.name)
-            check_head(max((self.heads or {}).get(name, [0])), heads, name, "HeadMask")
-            linear = model.base_model.get_submodule(attention.o)
-            surgery.replace(model, attention.o, Gated.from_linear(linear, heads))
+            masked = (self.heads or {}).get(name, [])
+            check_head(max(masked, default=0), heads, name, "HeadMask")
+            linear = surgery.dense_module(model, attention.o, self.name)
+            surgery.replace(model, attention.o, Gated.from_linear(linear, heads, masked))
 
-    @torch.no_grad()
     def prepare(self, model: Model, architecture: Architecture) -> None:
-        for name, attention in self._attentions(architecture, model.config).items():
-            gates: Any = model.base_model.get_submodule(attention.o).gates
-            gates.fill_(1)
-            gates[(self.heads or {}).get(name, [])] = 0
+        for module in model.base_model.modules():
+            if isinstance(module, Gated):
+                module.reset()
 
     def freeze(self, model: Model, architecture: Architecture) -> Iterable[tuple[str, SeededTensor | None]]:
         if not self.trainable:

@@ -36,6 +36,7 @@ class HeadPruning(Method):
 
     needs: ClassVar[frozenset[str]] = frozenset({"heads"})
     pads: ClassVar[bool] = True
+    by_layer: ClassVar[tuple[str, ...]] = ("heads",)
     heads: dict[str, list[int]] | None = None
     share: float | None = None
     layers: dict[str, list[int]] | None = None
@@ -58,10 +59,6 @@ class HeadPruning(Method):
         architecture.check_layers(self.layers, config)
         check_attentions(self.heads, "HeadPruning", architecture, config)
         check_any_selected(self._attentions(architecture, config), self.layers, "HeadPruning")
-
-    @property
-    def refers_to(self) -> frozenset[str]:
-        return super().refers_to if self.heads is None else frozenset({"layers"})
 
     def _attentions(self, architecture: Architecture, config: Any) -> dict[str, Attention]:
         """Name -> attention, for each one that the method changes."""

@@ -60,7 +60,7 @@ class LayerSelection(Method):
                     "that the other layers need; keep it"
                 )
 
-    def _kept(self, architecture: Architecture, config: Any) -> dict[str, list[int]]:
+    def layers_kept(self, architecture: Architecture, config: Any) -> dict[str, list[int]]:
         """Stack -> the numbers of the layers to keep, for the depths in `config`."""
         if self.keep is not None:
             return self.keep
@@ -71,27 +71,27 @@ class LayerSelection(Method):
         }
 
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
-        return changes_of_layers(architecture, config, self._kept(architecture, config))
+        return changes_of_layers(architecture, config, self.layers_kept(architecture, config))
 
     def describe(self, architecture: Architecture, config: Any) -> Architecture:
-        return with_layers(architecture, self._kept(architecture, config))
+        return with_layers(architecture, self.layers_kept(architecture, config))
 
     @property
     def selects(self) -> bool:
         return True
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
-        for stack, numbers in self._kept(architecture, model.config).items():
+        for stack, numbers in self.layers_kept(architecture, model.config).items():
             surgery.take_layers(model, architecture.stacks[stack].layers, numbers)
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
         origins: dict[str, Origin] = {}
-        for stack, numbers in self._kept(architecture, model.config).items():
+        for stack, numbers in self.layers_kept(architecture, model.config).items():
             origins |= surgery.layer_origins(model, architecture.stacks[stack].layers, numbers)
         return origins
 
     def convert(self, old: Any, new: Model) -> None:
-        for stack, numbers in self._kept(new.architecture, old.config).items():
+        for stack, numbers in self.layers_kept(new.architecture, old.config).items():
             layers = new.architecture.stacks[stack].layers
             for number, old_number in enumerate(numbers):
                 source = old.base_model.get_submodule(layers.format(old_number))

@@ -121,6 +121,8 @@ class TrainingMixin(_Model):
         self.methods = [
             method.finalize(model, self.architecture) if method.finalizable else method for method in self.methods
         ]
+        pairs = zip(self.methods, self.methods_now, strict=True)
+        self.methods_now = [method if now.finalizable else now for method, now in pairs]
         self.config.set_methods(self.methods)
         model.apply_freeze()
 
@@ -169,7 +171,7 @@ class TrainingMixin(_Model):
 
     def _names_of(self, numbers: Iterable[int]) -> set[str]:
         model: Any = self
-        frozen = (pair for number in numbers for pair in self.methods[number].freeze(model, self.architecture))
+        frozen = (pair for number in numbers for pair in self.methods_now[number].freeze(model, self.architecture))
         return {name for name, definition in frozen if definition is None}
 
     def _freeze_phase(self) -> None:
