@@ -67,9 +67,15 @@ def choose_ranks(
     pattern = _pattern(method, settings)
     pattern.check(architecture, model.config)
     chooser = _Chooser(model, method, pattern, settings)
+    names = pattern.present_names(model, architecture)
+    if not names:
+        raise ValueError(
+            f"{method.__name__}(components={pattern.components}): earlier methods have removed all of these linears; choose "
+            "other components or layers"
+        )
     chosen: dict[str, Ranks] = {}
     with progress_bar() as progress:
-        chooser.decompose(pattern.linear_names(architecture, model.config), progress)
+        chooser.decompose(names, progress)
         if energy is not None:
             chosen = chooser.at(1 - energy)
         elif budget is not None:

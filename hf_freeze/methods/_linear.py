@@ -32,6 +32,7 @@ class LinearMethod(Method):
     layers: dict[str, list[int]] | None = None
     choices: ClassVar[tuple[str, ...]] = LINEAR_COMPONENTS
     replaces: ClassVar[tuple[type[nn.Module], ...]] = ()  # layers of other methods that it takes, too
+    skips_removed: ClassVar[bool] = True  # leaves out linears of attentions that have lost their heads, unless named
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -68,7 +69,18 @@ class LinearMethod(Method):
 
     def modules(self, model: Any, architecture: Architecture) -> list[tuple[str, Any]]:
         """(name, module) of each linear that the method replaces, or of its replacement."""
-        return list(surgery.modules(model, self.linear_names(architecture, model.config)))
+        return list(surgery.modules(model, self.present_names(model, architecture)))
+
+    def named_linears(self) -> Iterable[str] | None:
+        """The linears that have a setting of their own; None if one setting holds for all linears."""
+        return None
+
+    def present_names(self, model: Any, architecture: Architecture) -> list[str]:
+        """As `linear_names`, without those that an earlier method has removed, unless this method names them."""
+        names = self.linear_names(architecture, model.config)
+        if not self.skips_removed or self.named_linears() is not None:
+            return names
+        return [name for name in names if not surgery.is_removed(model, name)]
 
     def make(self, linear: Any, name: str, model: Any) -> nn.Module:
         """The replacement of `linear`, made from its shape alone. `name`: its name in `model`, which is None for a linear
@@ -76,7 +88,7 @@ class LinearMethod(Method):
         raise NotImplementedError
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
-        for name in self.linear_names(architecture, model.config):
+        for name in self.present_names(model, architecture):
             linear = surgery.dense_module(model, name, self.name, self.replaces)
             try:
                 replacement = self.make(linear, name, model)
@@ -104,10 +116,6 @@ class FactorizedMethod(LinearMethod):
             if not surgery.restored(old, name):
                 module.fill(surgery.effective_weight(old.base_model.get_submodule(name)))
             surgery.release(old, [name])
-
-    def named_linears(self) -> Iterable[str] | None:
-        """The linears that have a setting of their own; None if one setting holds for all linears."""
-        return None
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)

@@ -118,6 +118,11 @@ class FactorizedEmbedding(Method):
 
     def _restructure_normed(self, model: Model, architecture: Architecture, normed: NormedEmbeddings) -> None:
         hidden = model.config.hidden_size
+        if isinstance(model.base_model.get_submodule(normed.last), ProjectedDropout):
+            raise ValueError(
+                f"FactorizedEmbedding(rank={self.rank}): the tables of this {architecture.model_type} have a lower rank already, "
+                "and a norm over it; give the first FactorizedEmbedding the rank that you want"
+            )
         last = surgery.native_module(model, full_name(model, normed.last), nn.Dropout, self.name)
         for name in (*architecture.token_tables, *normed.others):
             table = surgery.native_module(model, full_name(model, name), nn.Embedding, self.name)

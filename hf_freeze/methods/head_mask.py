@@ -57,7 +57,7 @@ class HeadMask(Method):
             heads = surgery.count_heads(model, attention, self.name)
             masked = (self.heads or {}).get(name, [])
             check_head(max(masked, default=0), heads, name, "HeadMask")
-            linear = surgery.dense_module(model, attention.o, self.name)
+            linear = surgery.dense_module(model, attention.o, self.name, advice="leave it out by layers=")
             surgery.replace(model, attention.o, Gated.from_linear(linear, heads, masked))
 
     def prepare(self, model: Model, architecture: Architecture) -> None:

@@ -64,12 +64,19 @@ class HeadPruning(Method):
         """Name -> attention, for each one that the method changes."""
         return chosen_attentions(self.heads, self.layers, architecture, config)
 
+    def _with_heads(self, model: Any, architecture: Architecture) -> dict[str, Attention]:
+        """As `_attentions`; `share` leaves out those that have lost all their heads."""
+        attentions = self._attentions(architecture, model.config)
+        if self.heads is not None:
+            return attentions
+        return {name: attention for name, attention in attentions.items() if not surgery.is_removed(model, attention.q)}
+
     @property
     def selects(self) -> bool:
         return self.heads is not None
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
-        for name, attention in self._attentions(architecture, model.config).items():
+        for name, attention in self._with_heads(model, architecture).items():
             heads = surgery.count_heads(model, attention, self.name)
             group = attention.group_size(model.config)
             if self.heads is not None:
@@ -102,7 +109,7 @@ class HeadPruning(Method):
             )
 
     def convert(self, old: Any, new: Model) -> None:
-        for name, attention in self._attentions(new.architecture, new.config).items():
+        for name, attention in self._with_heads(old, new.architecture).items():
             heads = surgery.count_heads(old, attention, self.name)
             if self.heads is None:
                 kept = self._largest(old, attention, heads)
@@ -119,7 +126,7 @@ class HeadPruning(Method):
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
         origins: dict[str, Origin] = {}
-        for name, attention in self._attentions(architecture, model.config).items():
+        for name, attention in self._with_heads(model, architecture).items():
             heads = surgery.count_heads(model, attention, self.name)
             kept = self._kept(name, attention, model.config, heads)
             origins |= surgery.head_origins(model, attention, kept, heads)
@@ -129,7 +136,7 @@ class HeadPruning(Method):
         if self.heads is not None:
             return self
         removed = {}
-        for name, attention in self._attentions(architecture, old.config).items():
+        for name, attention in self._with_heads(old, architecture).items():
             heads = surgery.count_heads(old, attention, self.name)
             kept = self._largest(old, attention, heads)
             removed[name] = [head for head in range(heads) if head not in kept]

@@ -97,7 +97,7 @@ def resize_attention(
     """
     module: Any = model.base_model.get_submodule(attention.module)
     for name, number in attention.linears.items():
-        linear = dense_module(model, name, method)
+        linear = dense_module(model, name, method, advice=f"put {method!r} first")
         sizes = (heads * size, outputs) if name == attention.o else (inputs, number * heads * size)
         replace(model, name, linear_like(linear, *sizes))
     if getattr(module, "scale_attn_weights", True):  # GPT-2 can switch the scale off

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.compat.transformers import mark_uninitialized
 from hf_freeze.layers.derived import features, linear_like
+from hf_freeze.layers.no_attention import NoHeads
 from hf_freeze.seeded import Origin
 
 DENSE = (nn.Linear, Conv1D)
@@ -148,14 +149,24 @@ def native_module(model: Any, name: str, kind: type[T], method: str, other: type
     return module
 
 
-def dense_module(model: Any, name: str, method: str, others: tuple[type[nn.Module], ...] = ()) -> Any:
+def is_removed(model: Any, name: str) -> bool:
+    """Whether a method has removed the linear `name` (below the base model), as the projections of an attention without heads."""
+    try:
+        return isinstance(model.base_model.get_submodule(name), NoHeads)
+    except AttributeError:
+        return True
+
+
+def dense_module(
+    model: Any, name: str, method: str, others: tuple[type[nn.Module], ...] = (), advice: str | None = None
+) -> Any:
     """The linear `name`, to be replaced. Raises ValueError if a method has removed it, or replaced it by a layer that is none of
-    the classes `others`."""
+    the classes `others`. `advice`: what to do then."""
     module = _linear(model, name, method)
     if not is_dense(module) and type(module) not in others:
         raise ValueError(
-            f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made; leave it out by "
-            "components= or layers=, or merge() first"
+            f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made; "
+            f"{advice or 'leave it out by components= or layers='}, or merge() first"
         )
     return module
 
@@ -174,12 +185,9 @@ def selectable_module(model: Any, name: str, method: str) -> Any:
 
 def _linear(model: Any, name: str, method: str) -> Any:
     """The linear `name`. Raises ValueError if a method has removed it."""
-    try:
-        return model.base_model.get_submodule(name)
-    except AttributeError:
-        raise ValueError(
-            f"method {method!r}: an earlier method has removed {name!r}; leave that layer out by layers="
-        ) from None
+    if is_removed(model, name):
+        raise ValueError(f"method {method!r}: an earlier method has removed {name!r}; leave that layer out by layers=")
+    return model.base_model.get_submodule(name)
 
 
 @torch.no_grad()
@@ -269,7 +277,7 @@ def resize_ffns(model: Any, architecture: Architecture, width: int, method: str)
     """Give every FFN `width` fresh neurons. Raises ValueError if a method has replaced one of their linears."""
     for linears in architecture.ffns(model.config).values():
         for name in linears:
-            linear = dense_module(model, name, method)
+            linear = dense_module(model, name, method, advice=f"put {method!r} first")
             sizes = (width, None) if name == linears[-1] else (None, width)
             replace(model, name, linear_like(linear, *sizes))
 
