@@ -19,14 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import initialization
 
 from hf_freeze.architectures.roles import table_scale
 from hf_freeze.compat.transformers import NeverDrawn
 from hf_freeze.install import how_to_install
 from hf_freeze.layers.derived import Computed, DerivedLinear, autocast_dtype, is_traced, scaled, taken
-from hf_freeze.layers.factorized_embedding import Factors, LowRankEmbedding, LowRankOutput
-from hf_freeze.layers.low_rank import LowRankLinear
 
 SCHEMES = ("int8", "nf4", "fp4")
 BLOCK = 64  # weights that share a scale in the 4-bit schemes
@@ -119,9 +116,14 @@ class Quantized(NeverDrawn, Computed):
         return {name: part if getattr(self, name).ndim == 2 else part.flatten() for name, part in rows.items()}
 
     def set_rows(self, kept: Sequence[int]) -> None:
-        """Reduce the weight to the rows `kept`."""
-        self._buffers |= self.rows_of_buffers(kept)
+        """Reduce the weight to the rows `kept`, which must be whole, in memory of its own."""
+        self._buffers = self._buffers | self.rows_of_buffers(kept)
         self.shape = (len(kept), self.shape[1])
+
+    def set_columns(self, kept: Sequence[int]) -> None:
+        """Reduce the weight to the columns `kept`, in memory of its own; of int8, whose scales are those of rows."""
+        self._buffers = self._buffers | {"packed": taken(self.packed, 1, kept)}
+        self.shape = (self.shape[0], len(kept))
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """(O, I)"""
@@ -205,36 +207,37 @@ class QuantizedLinear(Quantized, DerivedLinear):
 
     def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
         new = super().selected(kept, outputs=outputs)
-        if outputs:
-            new.set_rows(kept)
-        else:
-            new.packed, new.shape = taken(self.packed, 1, kept), (self.shape[0], len(kept))
+        (new.set_rows if outputs else new.set_columns)(kept)
         return new
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""
-        if is_traced():
-            return functional.linear(x, self.dequantized(x.dtype), self.bias)
-        dtype = autocast_dtype(x.device.type) or x.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return _Product.apply(x.to(dtype), bias, self)  # type: ignore[return-value]
+        return product(x, self.bias, self)
 
     def extra_repr(self) -> str:
         return f"{DerivedLinear.extra_repr(self)}, scheme={self.scheme!r}"
+
+
+def product(x: torch.Tensor, bias: torch.Tensor | None, weight: Quantized) -> torch.Tensor:
+    """x Wᵀ + b: (..., I) -> (..., O), in the dtype of autocast or of x."""
+    if is_traced():
+        return functional.linear(x, weight.dequantized(x.dtype), bias)
+    dtype = autocast_dtype(x.device.type) or x.dtype
+    return _Product.apply(x.to(dtype), None if bias is None else bias.to(dtype), weight)  # type: ignore[return-value]
 
 
 class _Product(torch.autograd.Function):
     """x Wᵀ + b, without storing the dense weight between forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, layer: QuantizedLinear) -> torch.Tensor:
-        ctx.layer = layer
-        return functional.linear(x, layer.dequantized(x.dtype), bias)
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, weight: Quantized) -> torch.Tensor:
+        ctx.weight = weight
+        return functional.linear(x, weight.dequantized(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_y,) = gradients
-        grad_x = grad_y @ ctx.layer.dequantized(grad_y.dtype) if ctx.needs_input_grad[0] else None
+        grad_x = grad_y @ ctx.weight.dequantized(grad_y.dtype) if ctx.needs_input_grad[0] else None
         grad_bias = grad_y.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         return grad_x, grad_bias, None
 
@@ -259,99 +262,3 @@ class QuantizedEmbedding(Quantized, nn.Embedding):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, scheme={self.scheme!r}"
-
-
-def equal_columns(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A factor (O, R), fp32, with columns of equal norm, and the numbers (R,) that its columns were divided by.
-
-    The scale of a row is too coarse for a small column, and those of a truncated decomposition fall; the other factor has a scale
-    for each of these numbers.
-    """
-    matrix = matrix.float()
-    norms = matrix.norm(dim=0)
-    ratios = torch.where(norms > 0, norms / norms.mean(), 1)
-    return matrix / ratios, ratios
-
-
-class QuantizedLowRankLinear(DerivedLinear):
-    """Replaces a LowRankLinear: W = up · down with both factors quantised. The bias is not."""
-
-    down: QuantizedLinear
-    up: QuantizedLinear
-
-    def __init__(self, linear: LowRankLinear, scheme: str) -> None:
-        super().__init__(linear)
-        new = {"device": linear.down.device, "dtype": linear.down.dtype}
-        sizes = {"down": (self.in_features, linear.rank), "up": (linear.rank, self.out_features)}
-        for name, (inputs, outputs) in sizes.items():
-            factor = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, **new)  # which draws nothing
-            self.add_module(name, QuantizedLinear(factor, scheme))
-
-    @torch.no_grad()
-    def fill(self, down: torch.Tensor, up: torch.Tensor) -> None:
-        """Quantise the factors `down` (R, I) and `up` (O, R)."""
-        up, ratios = equal_columns(up)
-        self.up.fill(up)
-        self.down.fill(down.float() * ratios[:, None])
-
-    def dense_weight(self) -> torch.Tensor:
-        return self.up.dense_weight() @ self.down.dense_weight()
-
-    @property
-    def selectable(self) -> bool:
-        return self.up.selectable
-
-    def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
-        new = super().selected(kept, outputs=outputs)
-        name = "up" if outputs else "down"
-        new.add_module(name, getattr(self, name).selected(kept, outputs=outputs))
-        return new
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., I) -> (..., O)"""
-        y = self.up(self.down(x))
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
-
-def _projection_like(factors: Factors) -> nn.Parameter:
-    """(E, H), fresh"""
-    projection = nn.Parameter(torch.empty_like(factors.projection))
-    initialization.normal_(projection, std=projection.shape[0] ** -0.5)
-    return projection
-
-
-class QuantizedLowRankEmbedding(QuantizedEmbedding):
-    """Replaces a LowRankEmbedding. The table (V, E) is quantised, the projection (E, H) is not."""
-
-    take_weight = Computed.take_weight
-
-    def __init__(self, table: LowRankEmbedding, scheme: str) -> None:
-        super().__init__(table, scheme)
-        self.scale = table.scale
-        self.projection = _projection_like(table)
-
-    def dense_weight(self) -> torch.Tensor:
-        return super().dense_weight() @ self.projection
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(...) token ids -> (..., H)"""
-        rows = self.rows(input.flatten()).view(*input.shape, self.embedding_dim)
-        return scaled((rows @ self.projection).to(rows.dtype), self.scale)
-
-
-class QuantizedLowRankOutput(QuantizedLinear):
-    """Replaces a LowRankOutput: hidden states are projected to E and multiplied with the quantised table (V, E)."""
-
-    take_weight = Computed.take_weight
-
-    def __init__(self, linear: LowRankOutput, scheme: str) -> None:
-        super().__init__(linear.table(), scheme)
-        self.in_features = linear.in_features
-        self.projection = _projection_like(linear)
-
-    def dense_weight(self) -> torch.Tensor:
-        return super().dense_weight() @ self.projection
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., H) -> (..., V)"""
-        return super().forward(functional.linear(x, self.projection))

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_freeze.architectures.base import Architecture
@@ -39,8 +39,9 @@ class Method:
     shares_layers: ClassVar[bool] = False  # several layers use one set of parameters
     keeps_masks: ClassVar[bool] = False  # keeps a mask for each layer until `finalize`
     renumbers: ClassVar[str | None] = None  # "layers" or "tokens": the kept ones get new numbers
-
-    by_layer: ClassVar[tuple[str, ...]] = ()  # fields that may be dicts whose keys are names with a layer number
+    by_layer: ClassVar[
+        tuple[str, ...]
+    ] = ()  # fields that may be dicts from names with a layer number, as is "encoder.0.self"
 
     @property
     def refers_to(self) -> frozenset[str]:
@@ -95,15 +96,18 @@ class Method:
         return {}
 
     def renumbered(self, architecture: Architecture, kept: Kept) -> "Method":
-        """The method with the numbers that layers have after `kept` (`layers_kept` of a later method). It may name no layer
-        then, which is no setting that a config may have."""
+        """The method with the numbers that layers have after `kept` (`layers_kept` of a later method); itself if it names none.
+        The result may name no layer any more, which `__post_init__` and `check` would refuse: they are not called."""
+        changed: dict[str, Any] = {}
+        if (layers := getattr(self, "layers", None)) is not None:
+            changed["layers"] = renumbered_layers(layers, kept)
+        for name in self.by_layer:
+            if isinstance(value := getattr(self, name), dict):
+                changed[name] = renumbered_names(value, architecture, kept)
+        if not changed:
+            return self
         new = copy.copy(self)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "layers" and value is not None:
-                object.__setattr__(new, field.name, renumbered_layers(value, kept))
-            elif field.name in self.by_layer and isinstance(value, dict):
-                object.__setattr__(new, field.name, renumbered_names(value, architecture, kept))
+        vars(new).update(changed)
         return new
 
     # -- the hooks, in the order of their calls -----------------------------------------------------------------------------

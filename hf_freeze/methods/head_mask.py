@@ -52,6 +52,10 @@ class HeadMask(Method):
     def _attentions(self, architecture: Architecture, config: Any) -> dict[str, Attention]:
         return chosen_attentions(None, self.layers, architecture, config)
 
+    def _outputs(self, architecture: Architecture, config: Any) -> list[str]:
+        """Names of the output projections that have gates."""
+        return [attention.o for attention in self._attentions(architecture, config).values()]
+
     def restructure(self, model: Model, architecture: Architecture) -> None:
         for name, attention in self._attentions(architecture, model.config).items():
             heads = surgery.count_heads(model, attention, self.name)
@@ -61,16 +65,15 @@ class HeadMask(Method):
             surgery.replace(model, attention.o, Gated.from_linear(linear, heads, masked))
 
     def prepare(self, model: Model, architecture: Architecture) -> None:
-        for module in model.base_model.modules():
-            if isinstance(module, Gated):
-                module.reset()
+        for _, gated in surgery.modules(model, self._outputs(architecture, model.config)):
+            if isinstance(gated, Gated):  # a later method may have removed all heads
+                gated.reset()
 
     def freeze(self, model: Model, architecture: Architecture) -> Iterable[tuple[str, SeededTensor | None]]:
         if not self.trainable:
-            for attention in self._attentions(architecture, model.config).values():
-                yield full_name(model, f"{attention.o}.gates"), None
+            for name in self._outputs(architecture, model.config):
+                yield full_name(model, f"{name}.gates"), None
 
     def merge(self, model: Model, architecture: Architecture) -> None:
-        for attention in self._attentions(architecture, model.config).values():
-            gated = model.base_model.get_submodule(attention.o)
-            surgery.replace(model, attention.o, surgery.dense_linear(gated))
+        for name, gated in surgery.modules(model, self._outputs(architecture, model.config)):
+            surgery.replace(model, name, surgery.dense_linear(gated))

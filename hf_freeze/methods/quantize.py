@@ -12,15 +12,11 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, full_name
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
 from hf_freeze.layers.low_rank import LowRankLinear
-from hf_freeze.layers.quantized import (
-    SCHEMES,
-    STORED,
-    QuantizedEmbedding,
-    QuantizedLinear,
+from hf_freeze.layers.quantized import SCHEMES, STORED, QuantizedEmbedding, QuantizedLinear, check_installed
+from hf_freeze.layers.quantized_factors import (
     QuantizedLowRankEmbedding,
     QuantizedLowRankLinear,
     QuantizedLowRankOutput,
-    check_installed,
     equal_columns,
 )
 from hf_freeze.methods._checks import check_choice

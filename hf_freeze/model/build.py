@@ -98,15 +98,23 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
             changes = method.config_changes(self.architecture, self.config)
             kept = method.layers_kept(self.architecture, self.config)
             method.restructure(self, self.architecture)
-            if kept:
-                earlier = self.methods_now[:number]
-                self.methods_now[:number] = [before.renumbered(self.architecture, kept) for before in earlier]
+            for position, before in enumerate(self.methods_now[:number] if kept else ()):
+                # Freeze and what else has no modules of its own has always meant the layers that LayerSharing(depth=) gives.
+                if method.selects or before.structural:
+                    self.methods_now[position] = before.renumbered(self.architecture, kept)
             self.architecture = method.describe(self.architecture, self.config)
             for module in self.modules():  # encoder and decoder have a copy of the config each
                 if changes and hasattr(module, "config"):
                     set_fields(module.config, changes)
         promote_output_bias(self)
         self._restructured = True
+
+    def _set_methods(self, methods: list[Method]) -> None:
+        """Put other settings in the place of those of `methods`, after what a method holds has changed; also in the config."""
+        places = zip(self.methods, methods, self.methods_now, strict=True)
+        self.methods_now = [new if now is old else now for old, new, now in places]
+        self.methods = methods
+        self.config.set_methods(methods)
 
     # -- 3. ties -----------------------------------------------------------------------------------------------------------
 

@@ -118,12 +118,9 @@ class TrainingMixin(_Model):
         if self.device.type == "meta":
             raise ValueError("finalize() reads the weights, which have no values on meta")
         model: Any = self
-        self.methods = [
-            method.finalize(model, self.architecture) if method.finalizable else method for method in self.methods
-        ]
-        pairs = zip(self.methods, self.methods_now, strict=True)
-        self.methods_now = [method if now.finalizable else now for method, now in pairs]
-        self.config.set_methods(self.methods)
+        model._set_methods(
+            [method.finalize(model, self.architecture) if method.finalizable else method for method in self.methods]
+        )
         model.apply_freeze()
 
     def set_teacher(self, teacher: Any) -> None:

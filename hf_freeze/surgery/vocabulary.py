@@ -11,7 +11,7 @@ from hf_freeze.architectures.base import Architecture, base_name, full_name, hid
 from hf_freeze.layers.derived import taken
 from hf_freeze.layers.expanded_embedding import ExpandedEmbedding
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
-from hf_freeze.layers.quantized import Quantized
+from hf_freeze.layers.quantized import Quantized, QuantizedEmbedding, QuantizedLinear
 from hf_freeze.seeded import Origin
 from hf_freeze.surgery.replacing import is_native, native_module, put, select_features, set_values
 
@@ -80,18 +80,10 @@ def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: s
             elif module.bias is not None:
                 module.bias = nn.Parameter(module.bias.detach()[:count].clone())
             continue
-        if isinstance(module, Quantized) and module.has_whole_rows:
-            module.set_rows(range(count))
-            if isinstance(module, nn.Embedding):
-                module.num_embeddings = count
-            else:
-                module.out_features = count
-                if module.bias is not None:
-                    module.bias = nn.Parameter(module.bias.detach()[:count].clone())
-            continue
-        if is_native(module, nn.Embedding):
+        has_rows = not isinstance(module, Quantized) or module.has_whole_rows
+        if is_native(module, nn.Embedding) or (isinstance(module, QuantizedEmbedding) and has_rows):
             shorter: nn.Module = _with_rows(module, count)
-        elif type(module) is nn.Linear:
+        elif type(module) is nn.Linear or (isinstance(module, QuantizedLinear) and has_rows):
             shorter = select_features(module, count, outputs=True)
         else:
             raise ValueError(
@@ -111,7 +103,10 @@ def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: s
 def _with_rows(table: Any, count: int) -> Any:
     """A table of the same class and settings with its first `count` rows."""
     shorter = copy.copy(table)
-    shorter._parameters = {"weight": nn.Parameter(table.weight.detach()[:count].clone())}
+    if isinstance(table, Quantized):
+        shorter.set_rows(range(count))
+    else:
+        shorter._parameters = {"weight": nn.Parameter(table.weight.detach()[:count].clone())}
     shorter.num_embeddings = count
     return shorter
 

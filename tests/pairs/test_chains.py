@@ -102,7 +102,7 @@ def cases():
                     )
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", list(cases()))
 def test_a_chain_works(case, tmp_path):
     batch = case.batch()
     model, in_turn = build_anew(case), native(replace(case, methods=()))
