@@ -84,6 +84,9 @@ class QuantizedLowRankLinear(DerivedLinear):
         y = self.up(self.down(x))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={self.up.shape[1]}, scheme={self.up.scheme!r}"
+
 
 def _projection_like(factors: Factors) -> nn.Parameter:
     """(E, H), fresh"""

@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from hf_freeze import make_variant
 from hf_freeze.analysis.accounting import stored_bytes
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.layers import LowRankLinear, QuantizedLowRankLinear
 from hf_freeze.methods import (
     FactorizedEmbedding,
     FFNPruning,
@@ -194,6 +195,76 @@ def test_the_mean_of_shared_factors_is_that_of_their_products():
     full = LowRank(rank=16, components=["ffn"])
     one, other = (make_variant(native(place), chain) for chain in ([full, SHARING], [SHARING, full]))
     assert differences(outputs(one, place.batch()), outputs(other, place.batch()), 1e-5) == []
+
+
+# What is refused of the methods that a search combines, with the settings above, on a model with trained weights. A row is the
+# first method, and what may not follow it.
+REFUSED = {
+    # Quantise last: decompositions, and means of layers, need the weights themselves. One scheme for each weight.
+    "quantize": {"factorized_embedding", "low_rank", "layer_sharing", "quantize"},
+    # The setting keeps ids that are gone.
+    "vocabulary_trimming": {"vocabulary_trimming"},
+}
+
+
+def test_what_a_search_cannot_combine():
+    place = plain(ARCHITECTURES["marian"])
+    methods = (TRIMMING, TABLE, LAYERS, HEADS, NEURONS, FACTORS, SHARING, INT8)
+    backbone, refused = native(place), {}
+    for first in methods:
+        model = make_variant(backbone, [first])
+        for second in methods:
+            try:
+                make_variant(model, [second])
+            except ValueError:
+                refused.setdefault(first.name, set()).add(second.name)
+    assert refused == REFUSED
+
+
+def test_a_random_layer_is_that_of_the_definition_after_other_layers_are_gone():
+    place = plain(ARCHITECTURES["marian"])
+    last = {"encoder": [1], "decoder": [1]}
+    random = make_variant(native(place), [Freeze(ffn="random", layers=last, seed=3)])
+    fewer = make_variant(random, [FFNPruning(keep={"encoder.1.ffn": [2, 5]}), LayerSelection(keep=last)])
+    assert "model.encoder.layers.0.fc1.weight" in fewer.seeded_tensors
+    expected = random.base_model.encoder.layers[1].fc1.weight[[2, 5]]
+    torch.testing.assert_close(fewer.base_model.encoder.layers[0].fc1.weight, expected, rtol=0, atol=0)
+    expected = random.base_model.decoder.layers[1].fc2.weight
+    torch.testing.assert_close(fewer.base_model.decoder.layers[0].fc2.weight, expected, rtol=0, atol=0)
+
+
+def test_a_setting_by_layer_holds_for_the_copies_of_the_layer():
+    """LayerSharing(depth=) repeats layers. Freeze has always meant the layers that there are then."""
+    factors = LowRank(rank=4, layers={"encoder": [1]})
+    sharing = LayerSharing(stacks=["encoder"], groups=2, depth={"encoder": 4})
+    place = plain(ARCHITECTURES["marian"])
+    model = make_variant(native(place), [factors, Freeze(ffn="frozen", layers={"encoder": [0, 1]}), sharing])
+    assert differences(outputs(model.merge(), place.batch()), outputs(model, place.batch()), 1e-5) == []
+    frozen = [not layer.fc1.bias.requires_grad for layer in model.base_model.encoder.layers]
+    assert frozen == [True, True, False, False]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4"])
+def test_quantised_factors_are_close_to_the_factors(scheme):
+    """Columns of unlike size, as those of a truncated decomposition, do not lose the small ones."""
+    torch.manual_seed(0)
+    down, up = torch.randn(8, 64), torch.randn(64, 8) * 10.0 ** -torch.arange(8)
+    layer = QuantizedLowRankLinear(LowRankLinear(torch.nn.Linear(64, 64), 8, std=0.1), scheme)
+    layer.fill(down, up)
+    allowed = {"int8": 0.02, "nf4": 0.2}[scheme]
+    for rank in range(8):  # each term of the product is as exact as the first
+        term = torch.outer(up[:, rank], down[rank])
+        own = torch.outer(layer.up.dense_weight()[:, rank], layer.down.dense_weight()[rank])
+        assert (own - term).norm() < allowed * term.norm()
+
+
+def test_an_adapter_on_quantised_factors_is_one_adapter():
+    peft = pytest.importorskip("peft")
+    model = make_variant(native(plain(ARCHITECTURES["marian"])), [FACTORS, INT8])
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+    names = {name for name, _ in adapted.named_modules() if name.endswith(".lora_A")}
+    assert names
+    assert not any(".up." in name or ".down." in name for name in names)
 
 
 DERIVED = {

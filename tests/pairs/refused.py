@@ -1,0 +1,38 @@
+"""Prints the ordered pairs of methods that are refused, with the reason: `PYTHONPATH=.:tests python tests/pairs/refused.py`.
+
+Each method has the setting of its tests. A pair counts as refused if every architecture and tiny config refuses it that takes each
+of the two methods alone; a reason that differs between them is printed once. "finalize" tells whether it works after `finalize()`.
+"""
+
+import os
+
+os.environ["HF_FREEZE_TESTS"] = "all"
+
+from collections import defaultdict
+
+from support.cases import pairs
+from support.models import build_anew
+
+
+def reason(case) -> str | None:
+    """Why the pair is refused; None if it works."""
+    try:
+        build_anew(case)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def main() -> None:
+    reasons = defaultdict(list)
+    for case in pairs():
+        first, second = (method.name for method in case.methods)
+        reasons[first, second].append(reason(case))
+    refused = {pair: found for pair, found in reasons.items() if None not in found}
+    for (first, second), found in sorted(refused.items()):
+        print(f"{second} after {first}: {found[0]}")
+    print(f"{len(refused)} of {len(reasons)} ordered pairs are refused")
+
+
+if __name__ == "__main__":
+    main()
