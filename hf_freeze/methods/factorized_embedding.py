@@ -42,7 +42,8 @@ class FactorizedEmbedding(Method):
     E = H), and `merge()` raises an error.
 
     Raises ValueError for a rank outside 1..H (2..H for BERT: a norm over one number is constant), for `share` without two
-    tables or with tables of different numbers of rows, and for a table that another method has replaced.
+    tables or with tables of different numbers of rows, and for a table that another method has replaced. A factorised table may
+    get a smaller rank, except in BERT.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"vocabulary"})

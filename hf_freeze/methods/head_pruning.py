@@ -31,7 +31,8 @@ class HeadPruning(Method):
     random values. Of fresh weights, `share` then keeps the first heads.
 
     Raises ValueError for an unknown attention or head, a share outside 0..1, an incomplete group of heads, all heads of an
-    attention that must keep one, and an attention that another method has changed.
+    attention that must keep one, and an attention with layers of another method that cannot lose heads: heads of LowRank, HeadMask
+    and of Quantize with int8 can go.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"heads"})

@@ -43,8 +43,8 @@ class LayerSharing(Method):
     changes how many layers run; this costs time, not parameters. `merge()` gives a native model in which each layer has a copy.
 
     Raises ValueError for an unknown stack, more groups than layers, a depth below 1, layers of different shapes, a method that
-    names only some of the layers that share parameters, a method that keeps a mask for each layer, and a mean over layers that
-    another method has changed.
+    names only some of the layers that share parameters, a method that keeps a mask for each layer, and a mean over gated,
+    sparse or quantised weights. The mean of factors is that of their products.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"layers"})

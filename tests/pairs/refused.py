@@ -1,7 +1,7 @@
-"""Prints the ordered pairs of methods that are refused, with the reason: `PYTHONPATH=.:tests python tests/pairs/refused.py`.
+"""Prints the ordered pairs of methods that are refused, and why: `PYTHONPATH=.:tests python tests/pairs/refused.py`; minutes.
 
-Each method has the setting of its tests. A pair counts as refused if every architecture and tiny config refuses it that takes each
-of the two methods alone; a reason that differs between them is printed once. "finalize" tells whether it works after `finalize()`.
+Each method has the setting of its tests. A pair counts as refused if it is on every architecture and tiny config that takes each
+of the two methods alone; the reason is that of the first of them.
 """
 
 import os
