@@ -250,9 +250,8 @@ class DerivedLinear(Computed, DerivedWeight, nn.Linear):
         return False
 
     def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
-        """A copy with only the outputs `kept`, or the inputs if `outputs` is False."""
-        new = copy.copy(self)
-        new._parameters, new._buffers, new._modules = {**self._parameters}, {**self._buffers}, {**self._modules}
+        """A copy with only the outputs `kept`, or the inputs if `outputs` is False. It shares no tensor with this module."""
+        new = copy.deepcopy(self)
         if not outputs:
             new.in_features = len(kept)
             return new

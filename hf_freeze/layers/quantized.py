@@ -207,7 +207,10 @@ class QuantizedLinear(Quantized, DerivedLinear):
 
     def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
         new = super().selected(kept, outputs=outputs)
-        (new.set_rows if outputs else new.set_columns)(kept)
+        if outputs:
+            new.set_rows(kept)
+        else:
+            new.set_columns(kept)
         return new
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 Shapes: I inputs, O outputs, R rank; V rows of the vocabulary, E rank of the table, H hidden size.
 """
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,10 +72,10 @@ class QuantizedLowRankLinear(DerivedLinear):
 
     def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
         new = super().selected(kept, outputs=outputs)
-        name = "up" if outputs else "down"
-        factor = copy.copy(getattr(self, name))
-        (factor.set_rows if outputs else factor.set_columns)(kept)
-        new.add_module(name, factor)
+        if outputs:
+            new.up.set_rows(kept)
+        else:
+            new.down.set_columns(kept)
         return new
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

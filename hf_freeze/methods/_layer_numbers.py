@@ -5,9 +5,8 @@ from typing import Any
 
 from hf_freeze.architectures.base import Architecture
 
-Kept = Mapping[
-    str, Sequence[int]
-]  # stack -> for each of its layers, the number that the layer, or its original, had before
+# Stack -> for each of its layers, the number that the layer, or its original, had before.
+Kept = Mapping[str, Sequence[int]]
 
 
 def renumbered_layers(layers: Mapping[str, list[int]], kept: Kept) -> dict[str, list[int]]:

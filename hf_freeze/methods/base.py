@@ -39,9 +39,7 @@ class Method:
     shares_layers: ClassVar[bool] = False  # several layers use one set of parameters
     keeps_masks: ClassVar[bool] = False  # keeps a mask for each layer until `finalize`
     renumbers: ClassVar[str | None] = None  # "layers" or "tokens": the kept ones get new numbers
-    by_layer: ClassVar[
-        tuple[str, ...]
-    ] = ()  # fields that may be dicts from names with a layer number, as is "encoder.0.self"
+    by_layer: ClassVar[tuple[str, ...]] = ()  # fields that may be dicts with keys such as "encoder.0.self"
 
     @property
     def refers_to(self) -> frozenset[str]:

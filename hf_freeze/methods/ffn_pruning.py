@@ -40,8 +40,8 @@ class FFNPruning(Method):
     After a Freeze that makes an FFN random, the config names the neurons that `width` keeps, and they keep their random values.
     Of fresh weights, `width` then keeps the first neurons.
 
-    Raises ValueError for a width or neuron outside the FFN, an unknown layer or FFN, and an FFN with layers of another method that
-    cannot lose neurons: those of LowRank can, and of Quantize with int8.
+    Raises ValueError for a width or neuron outside the FFN, an unknown layer or FFN, and an FFN with layers of another method
+    that cannot lose neurons: those of LowRank can, and of Quantize with int8.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"neurons"})

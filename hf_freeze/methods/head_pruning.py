@@ -31,8 +31,8 @@ class HeadPruning(Method):
     random values. Of fresh weights, `share` then keeps the first heads.
 
     Raises ValueError for an unknown attention or head, a share outside 0..1, an incomplete group of heads, all heads of an
-    attention that must keep one, and an attention with layers of another method that cannot lose heads: heads of LowRank, HeadMask
-    and of Quantize with int8 can go.
+    attention that must keep one, and an attention with layers of another method that cannot lose heads: those of LowRank and
+    HeadMask can, and of Quantize with int8.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"heads"})

@@ -20,8 +20,9 @@ class LayerSelection(Method):
     outside `keep` stay whole. Or keep `share` of the layers of every stack, at least one, evenly spaced as LayerDrop prunes
     (Fan et al., 2020, https://arxiv.org/abs/1909.11556, "every other"): 0.5 keeps the layers 0, 2 and 4 of six.
 
-    Later methods use the new numbers. Earlier ones may name layers by number: they keep acting on the layers that stay. The config has the new depth, and `merge()` gives a native model of that depth. A deep
-    encoder with a shallow decoder translates fast (Kasai et al., 2021, https://arxiv.org/abs/2006.10369).
+    Later methods use the new numbers. Earlier ones that name layers keep acting on those of them that stay. The config has the
+    new depth, and `merge()` gives a native model of that depth. A deep encoder with a shallow decoder translates fast (Kasai et
+    al., 2021, https://arxiv.org/abs/2006.10369).
 
     Raises ValueError for an unknown stack, an unknown or repeated layer, a stack without layers, a share outside 0..1, and after
     a method that needs the layers as they are: LayerSharing with groups, and one that names layers and waits for `finalize()`.

@@ -215,12 +215,31 @@ def test_what_a_search_cannot_combine():
     backbone, refused = native(place), {}
     for first in methods:
         model = make_variant(backbone, [first])
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         for second in methods:
             try:
-                make_variant(model, [second])
+                variant = make_variant(model, [second])
             except ValueError:
                 refused.setdefault(first.name, set()).add(second.name)
+                continue
+            after = model.state_dict()
+            assert [name for name in before if not torch.equal(before[name], after[name])] == []
+            assert not memory(model) & memory(variant)
     assert refused == REFUSED
+
+
+def memory(model):
+    return {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values() if tensor.numel()}
+
+
+def test_pruned_factors_may_have_more_than_the_full_rank():
+    """The mean of shared layers is then of full rank, with zeros in the rest of the factors."""
+    place = plain(ARCHITECTURES["gpt2"])
+    pruned = make_variant(native(place), [LowRank(rank=16, components=["attention"]), HeadPruning(share=0.5)])
+    assert pruned.base_model.h[0].attn.c_proj.in_features < 16
+    shared = make_variant(pruned, [LayerSharing()])
+    expected = make_variant(make_variant(pruned.merge(), [HeadPruning(share=0.5)]), [LayerSharing()])
+    assert differences(outputs(shared, place.batch()), outputs(expected, place.batch()), 1e-5) == []
 
 
 def test_a_random_layer_is_that_of_the_definition_after_other_layers_are_gone():
