@@ -195,9 +195,9 @@ class LayerSharing(Method):
         for name, module in group[0].named_modules():
             if isinstance(module, FactorizedLinear):  # the mean of factors is not that of their products
                 weights = [layer.get_submodule(name).dense_weight().float() for layer in group]
-                module = copy.deepcopy(module)
-                module.fill(torch.stack(weights).mean(0))
-                factorized |= {f"{name}.{n}": value for n, value in module.state_dict().items() if n != "bias"}
+                factors: Any = copy.deepcopy(module)
+                factors.fill(torch.stack(weights).mean(0))
+                factorized |= {f"{name}.{n}": value for n, value in factors.state_dict().items() if n != "bias"}
             elif isinstance(module, Derived):
                 raise ValueError(
                     f"LayerSharing: the mean of the tensors in a {type(module).__name__} is not the mean of its weights; put "

@@ -168,7 +168,7 @@ class TrainingMixin(_Model):
 
     def _names_of(self, numbers: Iterable[int]) -> set[str]:
         model: Any = self
-        frozen = (pair for number in numbers for pair in self.methods_now[number].freeze(model, self.architecture))
+        frozen = (pair for number in numbers for pair in model.methods_now[number].freeze(model, self.architecture))
         return {name for name, definition in frozen if definition is None}
 
     def _freeze_phase(self) -> None:

@@ -1,12 +1,15 @@
-"""Prints the ordered pairs of methods that are refused, and why: `PYTHONPATH=.:tests python tests/pairs/refused.py`; minutes.
+"""Prints the ordered pairs of methods that are refused, and why: `python tests/pairs/refused.py`. It takes minutes.
 
 Each method has the setting of its tests. A pair counts as refused if it is on every architecture and tiny config that takes each
 of the two methods alone; the reason is that of the first of them.
 """
 
 import os
+import sys
+from pathlib import Path
 
 os.environ["HF_FREEZE_TESTS"] = "all"
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from collections import defaultdict
 
