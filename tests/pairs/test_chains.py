@@ -180,6 +180,21 @@ def test_quantised_tables_keep_the_rows_of_kept_tokens():
         torch.testing.assert_close(trimmed.get_input_embeddings()(torch.arange(len(ids))), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("before", [[NF4], [FactorizedEmbedding(rank=64), NF4]], ids=["table", "factors"])
+def test_tables_of_four_bits_with_whole_blocks_can_be_trimmed(before, tmp_path):
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=40, n_embd=128, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1
+    )
+    whole = make_variant(AutoModelForCausalLM.from_config(config), before).eval()
+    trimmed = make_variant(whole, [TRIMMING]).eval()
+    ids = torch.tensor([[3, 25, 26, 27]])
+    expected = whole(torch.tensor(TRIMMING.keep)[ids]).logits[..., TRIMMING.keep]
+    torch.testing.assert_close(trimmed(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    trimmed.save_pretrained(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(reloaded(ids).logits, trimmed(ids).logits, rtol=0, atol=0)
+
+
 def test_four_bits_across_rows_cannot_be_trimmed():
     message = "'model.shared' is a QuantizedEmbedding already.*put 'vocabulary_trimming' before that one"
     with pytest.raises(ValueError, match=message):
