@@ -114,8 +114,8 @@ def check_tokens(tokens: Any) -> int:
 
 
 def _setting(module: nn.Module) -> str:
-    """The settings of a factorised linear besides its shape, as its repr shows them; "" for other linears."""
-    if not isinstance(module, FactorizedLinear):
+    """The settings of a replaced linear besides its shape, such as a rank, as its repr shows them; "" for other linears."""
+    if not isinstance(module, DerivedLinear):
         return ""
     own = module.extra_repr().removeprefix(DerivedLinear.extra_repr(module)).removeprefix(", ")
     return own.removesuffix(", execution='auto'")

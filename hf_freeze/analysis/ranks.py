@@ -52,8 +52,8 @@ def choose_ranks(
       ranks, each measured warm and alone; in the model they compete for the cache. The energy is the highest that fits, to 1e-3.
 
     `settings` go to the method: `components`, `layers`, `shape`, `execution`. A linear whose factors would not be smaller stays
-    dense: the config does not name it, and it counts as dense in budget and latency. A share of the energy below 1e-10 counts as
-    a rounding error.
+    as it is: the config does not name it, and it counts as it is in budget and latency. LowRank takes linears that are of low
+    rank already, too: they may get a smaller one. A share of the energy below 1e-10 counts as a rounding error.
 
     Raises ValueError for another method, an unknown setting, a share outside (0, 1], a budget or latency that even rank 1 exceeds
     (the message says what is possible), a model on meta, an unknown architecture, a linear that a method has changed, weights
@@ -67,9 +67,15 @@ def choose_ranks(
     pattern = _pattern(method, settings)
     pattern.check(architecture, model.config)
     chooser = _Chooser(model, method, pattern, settings)
+    names = pattern.present_names(model, architecture)
+    if not names:
+        raise ValueError(
+            f"{method.__name__}(components={pattern.components}): earlier methods have removed all of these linears; choose "
+            "other components or layers"
+        )
     chosen: dict[str, Ranks] = {}
     with progress_bar() as progress:
-        chooser.decompose(pattern.linear_names(architecture, model.config), progress)
+        chooser.decompose(names, progress)
         if energy is not None:
             chosen = chooser.at(1 - energy)
         elif budget is not None:
@@ -202,6 +208,11 @@ def _lost(matrix: torch.Tensor) -> torch.Tensor:
     return (lost / lost[0].clamp_min(torch.finfo(lost.dtype).tiny)).cpu()
 
 
+def _size(linear: nn.Module) -> int:
+    """Number of parameters, without a bias: of the dense weight, or of the factors that an earlier method has put in."""
+    return sum(parameter.numel() for name, parameter in linear.named_parameters() if name != "bias")
+
+
 def _smallest(lost: torch.Tensor, allowed: float) -> int:
     return max(int((lost > allowed).sum()), 1)
 
@@ -217,7 +228,7 @@ class _Chooser:
 
     def decompose(self, names: Sequence[str], progress: Progress) -> None:
         for name in progress.track(names, description="Decomposing linears"):
-            linear = surgery.dense_module(self.model, name, self.method.name)
+            linear = surgery.dense_module(self.model, name, self.method.name, self.method.replaces)
             if not linear.weight.isfinite().all():
                 raise ValueError(f"the weight of {name!r} is not finite")
             try:
@@ -233,7 +244,7 @@ class _Chooser:
         choice = {}
         for name, spectrum in self.spectra.items():
             ranks = spectrum.ranks(max(loss, _ROUNDING))
-            if spectrum.size(ranks) < self.linears[name].weight.numel():
+            if spectrum.size(ranks) < _size(self.linears[name]):
                 choice[name] = ranks
         return choice
 
@@ -244,7 +255,7 @@ class _Chooser:
 
     def within_budget(self, budget: float, progress: Progress) -> dict[str, Ranks]:
         def share(chosen: dict[str, Ranks]) -> float:
-            sizes = {name: linear.weight.numel() for name, linear in self.linears.items()}
+            sizes = {name: _size(linear) for name, linear in self.linears.items()}
             new_sizes = sizes | {name: self.spectra[name].size(ranks) for name, ranks in chosen.items()}
             return sum(new_sizes.values()) / sum(sizes.values())
 
@@ -306,7 +317,7 @@ class _Chooser:
     def _measure(self, name: str, ranks: Ranks | None, tokens: int) -> float:
         """The time in ms of the linear `name` at these ranks (None: dense)."""
         linear = self.linears[name]
-        key = (features(linear), type(linear), linear.weight.dtype, linear.bias is not None, ranks)
+        key = (features(linear), type(linear), _size(linear), linear.weight.dtype, linear.bias is not None, ranks)
         if key not in self.times:
             if ranks is None:
                 layer = linear

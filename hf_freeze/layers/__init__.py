@@ -23,6 +23,9 @@ from hf_freeze.layers.no_attention import NoAttention as NoAttention
 from hf_freeze.layers.no_attention import NoHeads as NoHeads
 from hf_freeze.layers.quantized import QuantizedEmbedding as QuantizedEmbedding
 from hf_freeze.layers.quantized import QuantizedLinear as QuantizedLinear
+from hf_freeze.layers.quantized_factors import QuantizedLowRankEmbedding as QuantizedLowRankEmbedding
+from hf_freeze.layers.quantized_factors import QuantizedLowRankLinear as QuantizedLowRankLinear
+from hf_freeze.layers.quantized_factors import QuantizedLowRankOutput as QuantizedLowRankOutput
 from hf_freeze.layers.sparse import SparseLinear as SparseLinear
 from hf_freeze.layers.tensor_train import TensorTrainLinear as TensorTrainLinear
 from hf_freeze.layers.tucker import TuckerLinear as TuckerLinear

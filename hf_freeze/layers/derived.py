@@ -4,8 +4,9 @@ Shapes: I inputs, O outputs; `weight` and `dense_weight` are (O, I), as in nn.Li
 Conv1D, whose `weight` is (I, O).
 """
 
+import copy
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -40,6 +41,11 @@ def linear_like(
             else classes[0](inputs, outputs, bias=linear.bias is not None)
         )
     return new.to(reference.dtype)
+
+
+def taken(tensor: torch.Tensor, axis: int, kept: Sequence[int]) -> torch.Tensor:
+    """The positions `kept` of `tensor` along `axis`, in memory of their own."""
+    return tensor.detach().index_select(axis, torch.tensor(kept, device=tensor.device, dtype=torch.long))
 
 
 def scaled(rows: torch.Tensor, scale: float) -> torch.Tensor:
@@ -237,6 +243,22 @@ class DerivedLinear(Computed, DerivedWeight, nn.Linear):
             self.register_parameter("bias", None)
         else:
             self.bias = nn.Parameter(torch.zeros_like(linear.bias))  # type: ignore[arg-type]
+
+    @property
+    def selectable(self) -> bool:
+        """Whether `selected` can remove inputs and outputs."""
+        return False
+
+    def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
+        """A copy with only the outputs `kept`, or the inputs if `outputs` is False. It shares no tensor with this module."""
+        new = copy.deepcopy(self)
+        if not outputs:
+            new.in_features = len(kept)
+            return new
+        new.out_features = len(kept)
+        if self.bias is not None:
+            new.bias = nn.Parameter(taken(self.bias, 0, kept))
+        return new
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -111,6 +111,11 @@ class FactorizedLinear(DerivedLinear):
         y = y if self.bias is None else y + self.bias
         return y.view(*x.shape[:-1], self.out_features)
 
+    def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
+        new = super().selected(kept, outputs=outputs)
+        new._paths = {}  # the faster way depends on the sizes
+        return new
+
     def traced_as_factors(self) -> bool:
         """Whether an exported forward is computed by the factors."""
         return {self.path(tokens, "cpu") for tokens in _TRACED_FOR} == {"factors"}

@@ -53,12 +53,13 @@ class LowRankEmbedding(Factors, nn.Embedding):
     """
 
     def __init__(self, table: nn.Embedding, rank: int) -> None:
-        rows, hidden = table.weight.shape
+        hidden = (table.projection if isinstance(table, Factors) else table.weight).shape[1]
+        rows = table.weight.shape[0]
         new: dict[str, Any] = {"device": table.weight.device, "dtype": table.weight.dtype}
         # Passing `_weight` keeps nn.Embedding from drawing the table, which would change the global random state.
         super().__init__(rows, rank, table.padding_idx, _weight=torch.zeros(rows, rank, **new))
         self.projection = nn.Parameter(torch.empty(rank, hidden, **new))
-        self.scale = table_scale(table)
+        self.scale = table.scale if isinstance(table, LowRankEmbedding) else table_scale(table)
         self.initialize_parameters()
 
     def initialize_parameters(self) -> None:
@@ -87,7 +88,7 @@ class LowRankOutput(Factors, nn.Linear):
 
     def __init__(self, linear: nn.Linear, rank: int, std: float | None) -> None:
         nn.Module.__init__(self)  # nn.Linear.__init__ would draw a weight
-        rows, self.in_features = linear.weight.shape
+        rows, self.in_features = linear.weight.shape[0], linear.in_features
         self.std = std
         new: dict[str, Any] = {"device": linear.weight.device, "dtype": linear.weight.dtype}
         self.weight = nn.Parameter(torch.zeros(rows, rank, **new))

@@ -1,5 +1,6 @@
 """An output projection of attention with a gate g_n for each head n: y = Σ_n g_n W_n c_n + b, c_n the context of head n."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,28 +8,55 @@ from torch import nn
 from transformers import initialization
 from transformers.pytorch_utils import Conv1D
 
-from hf_freeze.layers.derived import DerivedWeight, linear_like
+from hf_freeze.layers.derived import DerivedWeight, features, linear_like, taken
 
 
 class Gated(DerivedWeight):
-    """A mixin for nn.Linear or Conv1D with `gates` (heads,), initially 1."""
+    """A mixin for nn.Linear or Conv1D with `gates` (heads,), initially 1, or 0 for the heads in `masked`."""
 
     weight: nn.Parameter
     gates: nn.Parameter
+    masked: Sequence[int]
 
     @classmethod
-    def from_linear(cls, linear: Any, heads: int) -> "Gated":
+    def from_linear(cls, linear: Any, heads: int, masked: Sequence[int]) -> "Gated":
         """A fresh gated linear with the shapes of `linear`."""
         gated: Any = linear_like(linear, classes=(GatedLinear, GatedConv1D))
         gated.gates = nn.Parameter(torch.ones(heads, device=linear.weight.device, dtype=linear.weight.dtype))
+        gated.masked = masked
         return gated
 
     def initialize_parameters(self) -> None:
         initialization.ones_(self.gates)
 
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Give the gates their initial values."""
+        self.gates.fill_(1)
+        self.gates[list(self.masked)] = 0
+
     def dense_weight(self) -> torch.Tensor:
         weight = self.weight.T if isinstance(self, Conv1D) else self.weight
         return weight * self.gates.repeat_interleave(weight.shape[1] // self.gates.numel())
+
+    @property
+    def selectable(self) -> bool:
+        """Whether `selected` can remove inputs and outputs."""
+        return True
+
+    def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
+        """A copy with only the inputs `kept`, those of whole heads."""
+        if outputs:
+            raise NotImplementedError("the outputs of an attention are those of the layer")
+        size = features(self)[0] // self.gates.numel()
+        new = linear_like(self, inputs=len(kept), classes=(GatedLinear, GatedConv1D))
+        new.weight = nn.Parameter(taken(self.weight, 0 if isinstance(self, Conv1D) else 1, kept))
+        heads = [position // size for position in kept[::size]]
+        new.gates = nn.Parameter(taken(self.gates, 0, heads))
+        new.masked = [position for position, head in enumerate(heads) if head in self.masked]
+        if self.bias is not None:
+            new.bias = nn.Parameter(self.bias.detach().clone())
+        return new
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, heads={self.gates.numel()}"

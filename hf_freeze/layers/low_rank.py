@@ -3,6 +3,7 @@
 Shapes: N tokens, I inputs, O outputs, R rank.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional
 from transformers import initialization
 
 from hf_freeze.layers.cost import costs_of, product
+from hf_freeze.layers.derived import taken
 from hf_freeze.layers.factorized import FactorizedLinear, left_vectors
 
 SOLVERS = ("exact", "randomized")
@@ -51,22 +53,25 @@ class LowRankLinear(FactorizedLinear):
 
     def fill(self, weight: torch.Tensor) -> None:
         """Set the best approximation of `weight` (O, I) in the Frobenius norm: U √S and √S Vᵀ of its singular value
-        decomposition; with the randomized solver, one close to the best."""
-        if self.solver == "randomized":
-            up, down = _randomized_factors(weight, self.rank)
-            with torch.no_grad():
-                self.up.copy_(up)
-                self.down.copy_(down)
-            return
-        weight = weight.double()
-        tall = weight.shape[0] > weight.shape[1]
-        u, projected = left_vectors(weight.T if tall else weight)
-        u, projected = u[:, : self.rank], projected[: self.rank]  # projected = S Vᵀ
-        root = projected.norm(dim=1).sqrt()
-        down = projected / root.clamp_min(torch.finfo(root.dtype).tiny)[:, None]
-        with torch.no_grad():
-            self.up.copy_(down.T if tall else u * root)
-            self.down.copy_((u * root).T if tall else down)
+        decomposition; with the randomized solver, one close to the best.
+
+        The factors get memory of their own: that which they have may belong to the model that is converted. Pruning may have left
+        a rank above that of any `weight`; the rest of the factors is zero then.
+        """
+        rank = min(self.rank, *weight.shape)
+        up, down = (_randomized_factors if self.solver == "randomized" else _exact_factors)(weight.detach(), rank)
+        self.up.data = functional.pad(up, (0, self.rank - rank)).to(self.up, copy=True).contiguous()
+        self.down.data = functional.pad(down, (0, 0, 0, self.rank - rank)).to(self.down, copy=True).contiguous()
+
+    @property
+    def selectable(self) -> bool:
+        return True
+
+    def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
+        new = super().selected(kept, outputs=outputs)
+        name, axis = ("up", 0) if outputs else ("down", 1)
+        setattr(new, name, nn.Parameter(taken(getattr(self, name), axis, kept)))
+        return new
 
     def factor_cost(self, tokens: int, device_type: str, *, training: bool) -> float:
         costs = costs_of(device_type)
@@ -90,6 +95,17 @@ class LowRankLinear(FactorizedLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.rank}, execution={self.execution!r}"
+
+
+def _exact_factors(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """U √S (O, R) and √S Vᵀ (R, I), fp64, of the singular value decomposition."""
+    weight = weight.double()
+    tall = weight.shape[0] > weight.shape[1]
+    u, projected = left_vectors(weight.T if tall else weight)
+    u, projected = u[:, :rank], projected[:rank]  # projected = S Vᵀ
+    root = projected.norm(dim=1).sqrt()
+    down = projected / root.clamp_min(torch.finfo(root.dtype).tiny)[:, None]
+    return (down.T, (u * root).T) if tall else (u * root, down)
 
 
 def _randomized_factors(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ from torch.nn import functional
 from hf_freeze.architectures.roles import table_scale
 from hf_freeze.compat.transformers import NeverDrawn
 from hf_freeze.install import how_to_install
-from hf_freeze.layers.derived import Computed, DerivedLinear, autocast_dtype, is_traced, scaled
+from hf_freeze.layers.derived import Computed, DerivedLinear, autocast_dtype, is_traced, scaled, taken
 
 SCHEMES = ("int8", "nf4", "fp4")
 BLOCK = 64  # weights that share a scale in the 4-bit schemes
@@ -53,6 +53,7 @@ class Quantized(NeverDrawn, Computed):
     scales: torch.Tensor
     like: torch.Tensor
     scheme: str
+    shape: tuple[int, int]
 
     def make_buffers(self, rows: int, columns: int, scheme: str, **new: Any) -> None:
         """Register the buffers with fresh values, for a model built from a config alone."""
@@ -103,6 +104,26 @@ class Quantized(NeverDrawn, Computed):
                 first = start * weight.shape[1]
                 self.packed[first // 2 :][: packed.numel()].copy_(packed.flatten())
                 scales[first // BLOCK :][: state.absmax.numel()].copy_(state.absmax)
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether no scale is for weights of two rows, so that rows can be removed."""
+        return self.scheme == "int8" or self.shape[1] % BLOCK == 0
+
+    def rows_of_buffers(self, kept: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The buffers of the rows `kept` alone; the rows must be whole."""
+        rows = {name: taken(getattr(self, name).view(self.shape[0], -1), 0, kept) for name in STORED}
+        return {name: part if getattr(self, name).ndim == 2 else part.flatten() for name, part in rows.items()}
+
+    def set_rows(self, kept: Sequence[int]) -> None:
+        """Reduce the weight to the rows `kept`, which must be whole, in memory of its own."""
+        self._buffers = self._buffers | self.rows_of_buffers(kept)
+        self.shape = (len(kept), self.shape[1])
+
+    def set_columns(self, kept: Sequence[int]) -> None:
+        """Reduce the weight to the columns `kept`, in memory of its own; of int8, whose scales are those of rows."""
+        self._buffers = self._buffers | {"packed": taken(self.packed, 1, kept)}
+        self.shape = (self.shape[0], len(kept))
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """(O, I)"""
@@ -180,30 +201,46 @@ class QuantizedLinear(Quantized, DerivedLinear):
         new = {"device": linear.weight.device, "dtype": linear.weight.dtype}
         self.make_buffers(self.out_features, self.in_features, scheme, **new)
 
+    @property
+    def selectable(self) -> bool:
+        return self.scheme == "int8"  # a block of 4 bits lies across inputs
+
+    def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
+        new = super().selected(kept, outputs=outputs)
+        if outputs:
+            new.set_rows(kept)
+        else:
+            new.set_columns(kept)
+        return new
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""
-        if is_traced():
-            return functional.linear(x, self.dequantized(x.dtype), self.bias)
-        dtype = autocast_dtype(x.device.type) or x.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return _Product.apply(x.to(dtype), bias, self)  # type: ignore[return-value]
+        return product(x, self.bias, self)
 
     def extra_repr(self) -> str:
         return f"{DerivedLinear.extra_repr(self)}, scheme={self.scheme!r}"
+
+
+def product(x: torch.Tensor, bias: torch.Tensor | None, weight: Quantized) -> torch.Tensor:
+    """x Wᵀ + b: (..., I) -> (..., O), in the dtype of autocast or of x."""
+    if is_traced():
+        return functional.linear(x, weight.dequantized(x.dtype), bias)
+    dtype = autocast_dtype(x.device.type) or x.dtype
+    return _Product.apply(x.to(dtype), None if bias is None else bias.to(dtype), weight)  # type: ignore[return-value]
 
 
 class _Product(torch.autograd.Function):
     """x Wᵀ + b, without storing the dense weight between forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, layer: QuantizedLinear) -> torch.Tensor:
-        ctx.layer = layer
-        return functional.linear(x, layer.dequantized(x.dtype), bias)
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, weight: Quantized) -> torch.Tensor:
+        ctx.weight = weight
+        return functional.linear(x, weight.dequantized(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_y,) = gradients
-        grad_x = grad_y @ ctx.layer.dequantized(grad_y.dtype) if ctx.needs_input_grad[0] else None
+        grad_x = grad_y @ ctx.weight.dequantized(grad_y.dtype) if ctx.needs_input_grad[0] else None
         grad_bias = grad_y.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         return grad_x, grad_bias, None
 

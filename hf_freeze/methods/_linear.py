@@ -31,6 +31,8 @@ class LinearMethod(Method):
     components: list[str] = field(default_factory=lambda: ["ffn"])
     layers: dict[str, list[int]] | None = None
     choices: ClassVar[tuple[str, ...]] = LINEAR_COMPONENTS
+    replaces: ClassVar[tuple[type[nn.Module], ...]] = ()  # layers of other methods that it takes, too
+    skips_removed: ClassVar[bool] = True  # leaves out linears of attentions that have lost their heads, unless named
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -67,7 +69,18 @@ class LinearMethod(Method):
 
     def modules(self, model: Any, architecture: Architecture) -> list[tuple[str, Any]]:
         """(name, module) of each linear that the method replaces, or of its replacement."""
-        return list(surgery.modules(model, self.linear_names(architecture, model.config)))
+        return list(surgery.modules(model, self.present_names(model, architecture)))
+
+    def named_linears(self) -> Iterable[str] | None:
+        """The linears that have a setting of their own; None if one setting holds for all linears."""
+        return None
+
+    def present_names(self, model: Any, architecture: Architecture) -> list[str]:
+        """As `linear_names`, without those that an earlier method has removed, unless this method names them."""
+        names = self.linear_names(architecture, model.config)
+        if not self.skips_removed or self.named_linears() is not None:
+            return names
+        return [name for name in names if not surgery.is_removed(model, name)]
 
     def make(self, linear: Any, name: str, model: Any) -> nn.Module:
         """The replacement of `linear`, made from its shape alone. `name`: its name in `model`, which is None for a linear
@@ -75,8 +88,8 @@ class LinearMethod(Method):
         raise NotImplementedError
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
-        for name in self.linear_names(architecture, model.config):
-            linear = surgery.dense_module(model, name, self.name)
+        for name in self.present_names(model, architecture):
+            linear = surgery.dense_module(model, name, self.name, self.replaces)
             try:
                 replacement = self.make(linear, name, model)
             except ValueError as error:
@@ -104,14 +117,6 @@ class FactorizedMethod(LinearMethod):
                 module.fill(surgery.effective_weight(old.base_model.get_submodule(name)))
             surgery.release(old, [name])
 
-    @property
-    def refers_to(self) -> frozenset[str]:
-        return super().refers_to if self.named_linears() is None else frozenset({"layers"})
-
-    def named_linears(self) -> Iterable[str] | None:
-        """The linears that have a setting of their own; None if one setting holds for all linears."""
-        return None
-
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
         choices = surgery.linear_names(architecture, config, self.components, self.layers)
@@ -138,6 +143,7 @@ class ShapedMethod(FactorizedMethod):
     """Replaces the weight of a linear by a decomposition of a tensor: both dimensions are split into factors (`shape`), and the
     decomposition has one `rank`, or a list of `ranks`."""
 
+    by_layer: ClassVar[tuple[str, ...]] = ("ranks",)
     rank: int | None = None
     ranks: list[int] | dict[str, list[int]] | None = None
     shape: list[list[int]] | None = None

@@ -19,6 +19,8 @@ class SparseMethod(LinearMethod):
     """`nonzeros`: linear -> number of its remaining weights. It is None until `finalize()` fills it in."""
 
     keeps_masks: ClassVar[bool] = True
+    skips_removed: ClassVar[bool] = False  # `nonzeros` has all linears
+    by_layer: ClassVar[tuple[str, ...]] = ("nonzeros",)
     nonzeros: dict[str, int] | None = None
 
     def __post_init__(self) -> None:

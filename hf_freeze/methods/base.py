@@ -1,10 +1,12 @@
 """`Method`: the base class of all techniques, with the hooks that the model calls."""
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_freeze.architectures.base import Architecture
+from hf_freeze.methods._layer_numbers import Kept, renumbered_layers, renumbered_names
 from hf_freeze.methods.parts import Model as Model
 from hf_freeze.methods.parts import P, Part
 from hf_freeze.seeded import SeededTensor
@@ -37,12 +39,19 @@ class Method:
     shares_layers: ClassVar[bool] = False  # several layers use one set of parameters
     keeps_masks: ClassVar[bool] = False  # keeps a mask for each layer until `finalize`
     renumbers: ClassVar[str | None] = None  # "layers" or "tokens": the kept ones get new numbers
+    by_layer: ClassVar[tuple[str, ...]] = ()  # fields that may be dicts with keys such as "encoder.0.self"
 
     @property
     def refers_to(self) -> frozenset[str]:
         """The items ("layers", "tokens") that the setting refers to by number or name: renumbering them would change its
         meaning."""
-        return frozenset() if getattr(self, "layers", None) is None else frozenset({"layers"})
+        named = any(isinstance(getattr(self, name), dict) for name in self.by_layer)
+        return frozenset({"layers"} if named or getattr(self, "layers", None) is not None else ())
+
+    @property
+    def follows_layers(self) -> bool:
+        """Whether a later method may remove or repeat layers that the setting names: `renumbered` gives it their new numbers."""
+        return not self.finalizable
 
     @property
     def selects(self) -> bool:
@@ -79,6 +88,25 @@ class Method:
     def advice(cls, architecture: Architecture, config: Any) -> str | None:
         """The settings that this model needs because the usual ones do not reach all of it; None if they do."""
         return None
+
+    def layers_kept(self, architecture: Architecture, config: Any) -> Kept:
+        """Stack -> the old numbers of its new layers, in order, for the stacks whose layers get new numbers."""
+        return {}
+
+    def renumbered(self, architecture: Architecture, kept: Kept) -> "Method":
+        """The method with the numbers that layers have after `kept` (`layers_kept` of a later method); itself if it names none.
+        The result may name no layer any more, which `__post_init__` and `check` would refuse: they are not called."""
+        changed: dict[str, Any] = {}
+        if (layers := getattr(self, "layers", None)) is not None:
+            changed["layers"] = renumbered_layers(layers, kept)
+        for name in self.by_layer:
+            if isinstance(value := getattr(self, name), dict):
+                changed[name] = renumbered_names(value, architecture, kept)
+        if not changed:
+            return self
+        new = copy.copy(self)
+        vars(new).update(changed)
+        return new
 
     # -- the hooks, in the order of their calls -----------------------------------------------------------------------------
 

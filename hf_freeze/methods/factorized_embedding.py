@@ -11,6 +11,7 @@ from torch import nn
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, NormedEmbeddings, full_name, hidden_size
 from hf_freeze.layers.factorized_embedding import (
+    Factors,
     LowRankEmbedding,
     LowRankOutput,
     ProjectedDropout,
@@ -41,7 +42,8 @@ class FactorizedEmbedding(Method):
     E = H), and `merge()` raises an error.
 
     Raises ValueError for a rank outside 1..H (2..H for BERT: a norm over one number is constant), for `share` without two
-    tables or with tables of different numbers of rows, and for a table that another method has replaced.
+    tables or with tables of different numbers of rows, and for a table that another method has replaced. A factorised table may
+    get a smaller rank, except in BERT.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"vocabulary"})
@@ -71,12 +73,24 @@ class FactorizedEmbedding(Method):
             self._restructure_normed(model, architecture, architecture.normed_embeddings)
             return
         for name in surgery.token_tables(model, architecture):
-            table = surgery.native_module(model, name, nn.Embedding, self.name)
+            table: Any = surgery.native_module(model, name, nn.Embedding, self.name, LowRankEmbedding)
+            self._check_rank(table, name)
             surgery.replace_by_full_name(model, name, LowRankEmbedding(table, self.rank))
         if (output := surgery.output_name(model, architecture)) is not None:
-            linear = surgery.native_module(model, output, nn.Linear, self.name)
-            std = None if f"{output}.weight" in model.all_tied_weights_keys else surgery.drawn_std(linear)
+            linear: Any = surgery.native_module(model, output, nn.Linear, self.name, LowRankOutput)
+            self._check_rank(linear, output)
+            std = linear.std if isinstance(linear, LowRankOutput) else surgery.drawn_std(linear)
+            if f"{output}.weight" in model.all_tied_weights_keys:
+                std = None
             surgery.replace_by_full_name(model, output, LowRankOutput(linear, self.rank, std))
+
+    def _check_rank(self, module: Any, name: str) -> None:
+        """Raise ValueError if `module` has factors of a smaller rank."""
+        if isinstance(module, Factors) and self.rank > len(module.projection):
+            raise ValueError(
+                f"FactorizedEmbedding(rank={self.rank}): {name!r} has the rank {len(module.projection)} already; give one in "
+                f"1..{len(module.projection)}"
+            )
 
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
         if architecture.normed_embeddings is not None:
@@ -105,6 +119,11 @@ class FactorizedEmbedding(Method):
 
     def _restructure_normed(self, model: Model, architecture: Architecture, normed: NormedEmbeddings) -> None:
         hidden = model.config.hidden_size
+        if isinstance(model.base_model.get_submodule(normed.last), ProjectedDropout):
+            raise ValueError(
+                f"FactorizedEmbedding(rank={self.rank}): the tables of this {architecture.model_type} have a lower rank already, "
+                "and a norm over it; give the first FactorizedEmbedding the rank that you want"
+            )
         last = surgery.native_module(model, full_name(model, normed.last), nn.Dropout, self.name)
         for name in (*architecture.token_tables, *normed.others):
             table = surgery.native_module(model, full_name(model, name), nn.Embedding, self.name)
@@ -134,12 +153,12 @@ class FactorizedEmbedding(Method):
             self._convert_normed(old, new, architecture.normed_embeddings)
             return
         modules = _untied(surgery.vocabulary_modules(new, architecture), new.all_tied_weights_keys)
-        tables = [name for name, module in modules.items() if isinstance(module, LowRankEmbedding)]
-        groups = [[name] for name in modules]
-        if self.share:  # one decomposition of all tables together
-            groups = [tables, *([name] for name in modules if name not in tables)]
-        for names in groups:
-            table, projections = nearest_factors([old.get_submodule(name).weight for name in names], self.rank)
+        groups: dict[str, list[str]] = {}  # one decomposition of tables that are one: by `share`
+        for name in modules:
+            groups.setdefault(new.all_tied_weights_keys.get(f"{name}.weight", f"{name}.weight"), []).append(name)
+        for names in groups.values():
+            weights = [_dense(old.get_submodule(name)) for name in names]
+            table, projections = nearest_factors(weights, self.rank)
             for name, projection in zip(names, projections, strict=True):
                 surgery.set_values(modules[name].weight, table)
                 surgery.set_values(modules[name].projection, projection)
@@ -195,6 +214,11 @@ class _ResizedTables(ResizedTables):
 def _untied(modules: dict[str, Any], ties: dict[str, str]) -> dict[str, Any]:
     """The modules whose projection is not tied to another one."""
     return {name: module for name, module in modules.items() if f"{name}.projection" not in ties}
+
+
+def _dense(module: Any) -> torch.Tensor:
+    """(V, H): the weight of a table or output matrix."""
+    return module.dense_weight() if isinstance(module, Factors) else module.weight
 
 
 def _device_and_dtype(module: Any) -> dict[str, Any]:

@@ -40,11 +40,13 @@ class FFNPruning(Method):
     After a Freeze that makes an FFN random, the config names the neurons that `width` keeps, and they keep their random values.
     Of fresh weights, `width` then keeps the first neurons.
 
-    Raises ValueError for a width or neuron outside the FFN, an unknown layer or FFN, and an FFN that another method has changed.
+    Raises ValueError for a width or neuron outside the FFN, an unknown layer or FFN, and an FFN with layers of another method
+    that cannot lose neurons: those of LowRank can, and of Quantize with int8.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"neurons"})
     pads: ClassVar[bool] = True
+    by_layer: ClassVar[tuple[str, ...]] = ("keep",)
     width: int | None = None
     keep: dict[str, surgery.Kept] | None = None
     layers: dict[str, list[int]] | None = None
@@ -115,10 +117,6 @@ class FFNPruning(Method):
         check_any_selected(self._blocks(architecture, config), self.layers, "FFNPruning")
 
     @property
-    def refers_to(self) -> frozenset[str]:
-        return super().refers_to if self.keep is None else frozenset({"layers"})
-
-    @property
     def selects(self) -> bool:
         return self.keep is not None
 
@@ -135,7 +133,7 @@ class FFNPruning(Method):
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         for block, (neurons, count) in self._blocks(architecture, model.config).items():
-            neurons.check_native(model, self.name)
+            neurons.check_selectable(model, self.name)
             width = neurons.count(model)
             if self.keep is None and count > width:
                 field = "width" if count == self.width else "expert_width"
@@ -159,7 +157,7 @@ class FFNPruning(Method):
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
         origins: dict[str, Origin] = {}
         for block, (neurons, count) in self._blocks(architecture, model.config).items():
-            neurons.check_native(model, self.name)
+            neurons.check_selectable(model, self.name)
             origins |= neurons.origins(model, neurons.first(model, count) if self.keep is None else self.keep[block])
         return origins
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type, full_name
 from hf_freeze.layers.gated import Gated
@@ -31,6 +29,7 @@ class HeadMask(Method):
 
     needs: ClassVar[frozenset[str]] = frozenset({"heads"})
     freezes: ClassVar[bool] = True
+    by_layer: ClassVar[tuple[str, ...]] = ("heads",)
     heads: dict[str, list[int]] | None = None
     trainable: bool = True
     layers: dict[str, list[int]] | None = None
@@ -40,10 +39,6 @@ class HeadMask(Method):
         if self.heads is not None:
             check_heads_type(self.heads, "HeadMask")
         check_bool(self.trainable, "HeadMask", "trainable")
-
-    @property
-    def refers_to(self) -> frozenset[str]:
-        return super().refers_to if self.heads is None else frozenset({"layers"})
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
@@ -57,26 +52,28 @@ class HeadMask(Method):
     def _attentions(self, architecture: Architecture, config: Any) -> dict[str, Attention]:
         return chosen_attentions(None, self.layers, architecture, config)
 
+    def _outputs(self, architecture: Architecture, config: Any) -> list[str]:
+        """Names of the output projections that have gates."""
+        return [attention.o for attention in self._attentions(architecture, config).values()]
+
     def restructure(self, model: Model, architecture: Architecture) -> None:
         for name, attention in self._attentions(architecture, model.config).items():
             heads = surgery.count_heads(model, attention, self.name)
-            check_head(max((self.heads or {}).get(name, [0])), heads, name, "HeadMask")
-            linear = model.base_model.get_submodule(attention.o)
-            surgery.replace(model, attention.o, Gated.from_linear(linear, heads))
+            masked = (self.heads or {}).get(name, [])
+            check_head(max(masked, default=0), heads, name, "HeadMask")
+            linear = surgery.dense_module(model, attention.o, self.name, advice="leave it out by layers=")
+            surgery.replace(model, attention.o, Gated.from_linear(linear, heads, masked))
 
-    @torch.no_grad()
     def prepare(self, model: Model, architecture: Architecture) -> None:
-        for name, attention in self._attentions(architecture, model.config).items():
-            gates: Any = model.base_model.get_submodule(attention.o).gates
-            gates.fill_(1)
-            gates[(self.heads or {}).get(name, [])] = 0
+        for _, gated in surgery.modules(model, self._outputs(architecture, model.config)):
+            if isinstance(gated, Gated):  # a later method may have removed all heads
+                gated.reset()
 
     def freeze(self, model: Model, architecture: Architecture) -> Iterable[tuple[str, SeededTensor | None]]:
         if not self.trainable:
-            for attention in self._attentions(architecture, model.config).values():
-                yield full_name(model, f"{attention.o}.gates"), None
+            for name in self._outputs(architecture, model.config):
+                yield full_name(model, f"{name}.gates"), None
 
     def merge(self, model: Model, architecture: Architecture) -> None:
-        for attention in self._attentions(architecture, model.config).values():
-            gated = model.base_model.get_submodule(attention.o)
-            surgery.replace(model, attention.o, surgery.dense_linear(gated))
+        for name, gated in surgery.modules(model, self._outputs(architecture, model.config)):
+            surgery.replace(model, name, surgery.dense_linear(gated))

@@ -31,11 +31,13 @@ class HeadPruning(Method):
     random values. Of fresh weights, `share` then keeps the first heads.
 
     Raises ValueError for an unknown attention or head, a share outside 0..1, an incomplete group of heads, all heads of an
-    attention that must keep one, and an attention that another method has changed.
+    attention that must keep one, and an attention with layers of another method that cannot lose heads: those of LowRank and
+    HeadMask can, and of Quantize with int8.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"heads"})
     pads: ClassVar[bool] = True
+    by_layer: ClassVar[tuple[str, ...]] = ("heads",)
     heads: dict[str, list[int]] | None = None
     share: float | None = None
     layers: dict[str, list[int]] | None = None
@@ -59,20 +61,23 @@ class HeadPruning(Method):
         check_attentions(self.heads, "HeadPruning", architecture, config)
         check_any_selected(self._attentions(architecture, config), self.layers, "HeadPruning")
 
-    @property
-    def refers_to(self) -> frozenset[str]:
-        return super().refers_to if self.heads is None else frozenset({"layers"})
-
     def _attentions(self, architecture: Architecture, config: Any) -> dict[str, Attention]:
         """Name -> attention, for each one that the method changes."""
         return chosen_attentions(self.heads, self.layers, architecture, config)
+
+    def _with_heads(self, model: Any, architecture: Architecture) -> dict[str, Attention]:
+        """As `_attentions`; `share` leaves out those that have lost all their heads."""
+        attentions = self._attentions(architecture, model.config)
+        if self.heads is not None:
+            return attentions
+        return {name: attention for name, attention in attentions.items() if not surgery.is_removed(model, attention.q)}
 
     @property
     def selects(self) -> bool:
         return self.heads is not None
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
-        for name, attention in self._attentions(architecture, model.config).items():
+        for name, attention in self._with_heads(model, architecture).items():
             heads = surgery.count_heads(model, attention, self.name)
             group = attention.group_size(model.config)
             if self.heads is not None:
@@ -105,7 +110,7 @@ class HeadPruning(Method):
             )
 
     def convert(self, old: Any, new: Model) -> None:
-        for name, attention in self._attentions(new.architecture, new.config).items():
+        for name, attention in self._with_heads(old, new.architecture).items():
             heads = surgery.count_heads(old, attention, self.name)
             if self.heads is None:
                 kept = self._largest(old, attention, heads)
@@ -122,7 +127,7 @@ class HeadPruning(Method):
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
         origins: dict[str, Origin] = {}
-        for name, attention in self._attentions(architecture, model.config).items():
+        for name, attention in self._with_heads(model, architecture).items():
             heads = surgery.count_heads(model, attention, self.name)
             kept = self._kept(name, attention, model.config, heads)
             origins |= surgery.head_origins(model, attention, kept, heads)
@@ -132,7 +137,7 @@ class HeadPruning(Method):
         if self.heads is not None:
             return self
         removed = {}
-        for name, attention in self._attentions(architecture, old.config).items():
+        for name, attention in self._with_heads(old, architecture).items():
             heads = surgery.count_heads(old, attention, self.name)
             kept = self._largest(old, attention, heads)
             removed[name] = [head for head in range(heads) if head not in kept]

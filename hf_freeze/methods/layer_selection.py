@@ -20,11 +20,12 @@ class LayerSelection(Method):
     outside `keep` stay whole. Or keep `share` of the layers of every stack, at least one, evenly spaced as LayerDrop prunes
     (Fan et al., 2020, https://arxiv.org/abs/1909.11556, "every other"): 0.5 keeps the layers 0, 2 and 4 of six.
 
-    Later methods use the new numbers. The config has the new depth, and `merge()` gives a native model of that depth. A deep
-    encoder with a shallow decoder translates fast (Kasai et al., 2021, https://arxiv.org/abs/2006.10369).
+    Later methods use the new numbers. Earlier ones that name layers keep acting on those of them that stay. The config has the
+    new depth, and `merge()` gives a native model of that depth. A deep encoder with a shallow decoder translates fast (Kasai et
+    al., 2021, https://arxiv.org/abs/2006.10369).
 
     Raises ValueError for an unknown stack, an unknown or repeated layer, a stack without layers, a share outside 0..1, and after
-    a method that refers to layers by number, because the numbers would change their meaning.
+    a method that needs the layers as they are: LayerSharing with groups, and one that names layers and waits for `finalize()`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"layers"})
@@ -60,7 +61,7 @@ class LayerSelection(Method):
                     "that the other layers need; keep it"
                 )
 
-    def _kept(self, architecture: Architecture, config: Any) -> dict[str, list[int]]:
+    def layers_kept(self, architecture: Architecture, config: Any) -> dict[str, list[int]]:
         """Stack -> the numbers of the layers to keep, for the depths in `config`."""
         if self.keep is not None:
             return self.keep
@@ -71,27 +72,27 @@ class LayerSelection(Method):
         }
 
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
-        return changes_of_layers(architecture, config, self._kept(architecture, config))
+        return changes_of_layers(architecture, config, self.layers_kept(architecture, config))
 
     def describe(self, architecture: Architecture, config: Any) -> Architecture:
-        return with_layers(architecture, self._kept(architecture, config))
+        return with_layers(architecture, self.layers_kept(architecture, config))
 
     @property
     def selects(self) -> bool:
         return True
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
-        for stack, numbers in self._kept(architecture, model.config).items():
+        for stack, numbers in self.layers_kept(architecture, model.config).items():
             surgery.take_layers(model, architecture.stacks[stack].layers, numbers)
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
         origins: dict[str, Origin] = {}
-        for stack, numbers in self._kept(architecture, model.config).items():
+        for stack, numbers in self.layers_kept(architecture, model.config).items():
             origins |= surgery.layer_origins(model, architecture.stacks[stack].layers, numbers)
         return origins
 
     def convert(self, old: Any, new: Model) -> None:
-        for stack, numbers in self._kept(new.architecture, old.config).items():
+        for stack, numbers in self.layers_kept(new.architecture, old.config).items():
             layers = new.architecture.stacks[stack].layers
             for number, old_number in enumerate(numbers):
                 source = old.base_model.get_submodule(layers.format(old_number))

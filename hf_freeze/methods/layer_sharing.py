@@ -1,6 +1,7 @@
 """One set of parameters for several layers (Dabre & Fujita, 2019, https://arxiv.org/abs/1807.05353; Lan et al., 2020, "ALBERT",
 https://arxiv.org/abs/1909.11942)."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from hf_freeze.architectures.base import (
 )
 from hf_freeze.architectures.roles import has_module
 from hf_freeze.layers.derived import Derived
+from hf_freeze.layers.factorized import FactorizedLinear
 from hf_freeze.layers.quantized import STORED, Quantized
 from hf_freeze.methods._checks import check_choice, check_positive
 from hf_freeze.methods._linear import set_field
@@ -41,8 +43,8 @@ class LayerSharing(Method):
     changes how many layers run; this costs time, not parameters. `merge()` gives a native model in which each layer has a copy.
 
     Raises ValueError for an unknown stack, more groups than layers, a depth below 1, layers of different shapes, a method that
-    names only some of the layers that share parameters, a method that keeps a mask for each layer, and a mean over layers that
-    another method has changed.
+    names only some of the layers that share parameters, a method that keeps a mask for each layer, and a mean over gated,
+    sparse or quantised weights. The mean of factors is that of their products.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"layers"})
@@ -74,6 +76,10 @@ class LayerSharing(Method):
     def refers_to(self) -> frozenset[str]:
         return frozenset({"layers"} if self.groups > 1 else ())  # a layer's number decides its group
 
+    @property
+    def follows_layers(self) -> bool:
+        return False  # the groups of fewer layers would be others
+
     def check(self, architecture: Architecture, config: Any) -> None:
         shared = self._shared(architecture, config)
         for stack in self.stacks or ():
@@ -103,12 +109,12 @@ class LayerSharing(Method):
         for stack, depth in (self.depth or {}).items():
             if depth > LARGEST_DEPTH:  # refused by the check of sizes, before a list of so many layers is made
                 return {architecture.stacks[stack].depth: depth}
-        return changes_of_layers(architecture, config, self._new_layers(architecture, config))
+        return changes_of_layers(architecture, config, self.layers_kept(architecture, config))
 
     def describe(self, architecture: Architecture, config: Any) -> Architecture:
-        return with_layers(architecture, self._new_layers(architecture, config))
+        return with_layers(architecture, self.layers_kept(architecture, config))
 
-    def _new_layers(self, architecture: Architecture, config: Any) -> dict[str, list[int]]:
+    def layers_kept(self, architecture: Architecture, config: Any) -> dict[str, list[int]]:
         """Stack of another depth -> for each of its layers, the number of the old layer that it copies."""
         depths = architecture.depths(config)
         return {stack: _stretched(depths[stack], depth) for stack, depth in (self.depth or {}).items()}
@@ -185,15 +191,24 @@ class LayerSharing(Method):
         """The state dict that the layers of a group start from."""
         if self.start == "middle":
             return group[len(group) // 2].state_dict()
-        for module in (module for layer in group for module in layer.modules()):
-            if isinstance(module, Derived):
+        factorized: dict[str, torch.Tensor] = {}
+        for name, module in group[0].named_modules():
+            if isinstance(module, FactorizedLinear):  # the mean of factors is not that of their products
+                weights = [layer.get_submodule(name).dense_weight().float() for layer in group]
+                factors: Any = copy.deepcopy(module)
+                factors.fill(torch.stack(weights).mean(0))
+                factorized |= {f"{name}.{n}": value for n, value in factors.state_dict().items() if n != "bias"}
+            elif isinstance(module, Derived):
                 raise ValueError(
                     f"LayerSharing: the mean of the tensors in a {type(module).__name__} is not the mean of its weights; put "
                     "LayerSharing first, or use start='middle'"
                 )
         states = [layer.state_dict() for layer in group]
         names = dict.fromkeys(name for state in states for name in state)
-        return {name: torch.stack([state[name].float() for state in states if name in state]).mean(0) for name in names}
+        means = {
+            name: torch.stack([state[name].float() for state in states if name in state]).mean(0) for name in names
+        }
+        return means | factorized
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         """The native model gets a copy of the parameters for each layer, except for those that only its first layer has."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -27,10 +27,14 @@ class LowRank(FactorizedMethod):
     in fp64, or "randomized", in fp32, which is many times faster for wide layers and small ranks, and whose error is that of the
     nearest matrix to some percent where the singular values fall (`benchmarks/low_rank_solvers.py`).
 
-    Raises ValueError for a rank below 1 or above min(I, O), an unknown linear, component, layer, execution or solver, or a linear
-    that another method has changed.
+    Factors may get a smaller rank, heads and neurons of them may be pruned, and Quantize may follow.
+
+    Raises ValueError for a rank below 1, above min(I, O) or above that of factors, an unknown linear, component, layer, execution
+    or solver, or a linear that another method has changed.
     """
 
+    replaces: ClassVar[tuple[type[nn.Module], ...]] = (LowRankLinear,)
+    by_layer: ClassVar[tuple[str, ...]] = ("rank",)
     rank: int | dict[str, int]
     solver: str = "exact"
 
@@ -51,6 +55,8 @@ class LowRank(FactorizedMethod):
 
     def make(self, linear: Any, name: str, model: Any) -> nn.Module:
         rank = self.rank[name] if isinstance(self.rank, dict) else self.rank
+        if isinstance(linear, LowRankLinear) and rank > linear.rank:
+            raise ValueError(f"rank={rank}: must be in 1..{linear.rank}, the rank that it has already")
         return LowRankLinear(
             linear, rank, std=_dense_std(linear, name, model), execution=self.execution, solver=self.solver
         )
@@ -63,6 +69,8 @@ def _dense_std(linear: Any, name: str, model: Any) -> float:
     backbone has just drawn, because some backbones scale it by depth. If no weight has been drawn (on meta, or before trained
     weights are loaded), the value does not matter, and Glorot's serves.
     """
+    if isinstance(linear, LowRankLinear):
+        return linear.std
     if model is not None and getattr(model.config, "init", None) == "marian":
         inputs, outputs = features(linear)
         return (2 / (inputs + outputs // architecture_for(model).parts(f"{name}.weight"))) ** 0.5

@@ -40,8 +40,14 @@ def _conflict(method: Method, before: Method) -> str | None:
     first = f"put {own} first"
     if type(method) is type(before) and not method.repeatable:
         return ": it can be applied only once; give one setting, or finalize() and merge() before the second"
-    if method.renumbers is not None and method.renumbers in before.refers_to:
-        return f", which names {method.renumbers} by number: the {method.renumbers} get new numbers; {first}"
+    can_follow = method.renumbers == "layers" and method.selects
+    if (
+        method.renumbers is not None
+        and method.renumbers in before.refers_to
+        and not (can_follow and before.follows_layers)
+    ):
+        other = ", or finalize() before" if can_follow and before.finalizable else ""
+        return f", which names {method.renumbers} by number: the {method.renumbers} get new numbers; {first}{other}"
     if method.replaces_blocks and before.finalizable:
         return f", which needs the old blocks until finalize(); {first}"
     if method.replaces_blocks and before.replaces_blocks:

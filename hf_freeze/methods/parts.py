@@ -20,6 +20,7 @@ class Model(Protocol):
 
     config: Any
     methods: list[Any]
+    methods_now: list[Any]
     base_model_prefix: str
     all_tied_weights_keys: dict[str, str]
 

@@ -10,7 +10,15 @@ from torch import nn
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, full_name
+from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
+from hf_freeze.layers.low_rank import LowRankLinear
 from hf_freeze.layers.quantized import SCHEMES, STORED, QuantizedEmbedding, QuantizedLinear, check_installed
+from hf_freeze.layers.quantized_factors import (
+    QuantizedLowRankEmbedding,
+    QuantizedLowRankLinear,
+    QuantizedLowRankOutput,
+    equal_columns,
+)
 from hf_freeze.methods._checks import check_choice
 from hf_freeze.methods._linear import LinearMethod
 from hf_freeze.methods.base import Model
@@ -29,14 +37,17 @@ class Quantize(LinearMethod):
     matrix, tied or not. Position tables, norms and the heads of other tasks stay unchanged. Needs bitsandbytes, the extra
     `quantize`. Fresh weights of a config are drawn as usual and then quantised.
 
-    Weights drawn from a seed are refused: they take no storage, and quantised they would. Factors and other layers that a method
-    has put in are refused too. `merge()` gives the dense weights that quantised layers compute with.
+    Of LowRank, both factors are quantised; of FactorizedEmbedding, the table, while the projection is trained. Other layers that
+    a method has put in are refused, and so are weights drawn from a seed: they take no storage, and quantised they would.
+    `merge()` gives the dense weights that quantised layers compute with. Heads, neurons and tokens may still be removed: all of
+    int8, and tokens of 4 bits if the rows of the table are whole blocks of 64 weights.
 
     Raises ValueError for an unknown scheme, component or layer, weights drawn from a seed, a module that another method has
     changed, weights that are not finite, and a missing bitsandbytes.
     """
 
     converts_fresh: ClassVar[bool] = True
+    replaces: ClassVar[tuple[type[nn.Module], ...]] = (LowRankLinear,)
     choices: ClassVar[tuple[str, ...]] = (*LINEAR_COMPONENTS, "embeddings")
 
     scheme: str
@@ -61,7 +72,8 @@ class Quantize(LinearMethod):
         return surgery.linear_names(architecture, config, self._linear_components, self.layers)
 
     def make(self, linear: Any, name: str, model: Any) -> nn.Module:
-        return QuantizedLinear(linear, self.scheme)
+        kind = QuantizedLowRankLinear if isinstance(linear, LowRankLinear) else QuantizedLinear
+        return kind(linear, self.scheme)
 
     def _tables(self, model: Model, architecture: Architecture) -> dict[str, Any]:
         """Full name -> module, for each module with a row for each token."""
@@ -74,16 +86,22 @@ class Quantize(LinearMethod):
         tables = self._tables(model, architecture)
         self._check_sources(model, architecture, tables)
         for name, module in tables.items():
-            is_table = isinstance(module, nn.Embedding)
-            native: Any = surgery.native_module(model, name, nn.Embedding if is_table else nn.Linear, self.name)
-            quantized = QuantizedEmbedding(native, self.scheme) if is_table else QuantizedLinear(native, self.scheme)
-            surgery.replace_by_full_name(model, name, quantized)
+            surgery.replace_by_full_name(model, name, self._quantized_table(model, name, module))
+
+    def _quantized_table(self, model: Model, name: str, module: Any) -> nn.Module:
+        if type(module) is LowRankEmbedding:
+            return QuantizedLowRankEmbedding(module, self.scheme)
+        if type(module) is LowRankOutput:
+            return QuantizedLowRankOutput(module, self.scheme)
+        if isinstance(module, nn.Embedding):
+            return QuantizedEmbedding(surgery.native_module(model, name, nn.Embedding, self.name), self.scheme)
+        return QuantizedLinear(surgery.native_module(model, name, nn.Linear, self.name), self.scheme)
 
     def _check_stored(self, model: Model, architecture: Architecture) -> None:
         """Raise ValueError if an earlier method draws one of the weights from a seed."""
         names = [full_name(model, name) for name in self.linear_names(architecture, model.config)]
         names += self._tables(model, architecture)
-        for method in model.methods:
+        for method in model.methods_now:
             for name, definition in method.freeze(model, architecture):
                 if definition is not None and name.removesuffix(".weight") in names:
                     raise ValueError(
@@ -113,11 +131,19 @@ class Quantize(LinearMethod):
     def convert(self, old: Any, new: Model) -> None:
         architecture = new.architecture
         for name, module in self.modules(new, architecture):
-            module.fill(surgery.effective_weight(old.base_model.get_submodule(name)))
+            linear = old.base_model.get_submodule(name)
+            if isinstance(module, QuantizedLowRankLinear):
+                module.fill(linear.down, linear.up)
+            else:
+                module.fill(surgery.effective_weight(linear))
             surgery.release(old, [name])
         for name, module in self._tables(new, architecture).items():
+            weight = old.get_submodule(name).weight
+            if isinstance(module, QuantizedLowRankEmbedding | QuantizedLowRankOutput):
+                weight, ratios = equal_columns(weight)
+                surgery.set_values(module.projection, old.get_submodule(name).projection * ratios[:, None])
             if f"{name}.packed" not in new.all_tied_weights_keys:
-                module.fill(old.get_submodule(name).weight)
+                module.fill(weight)
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         super().merge(model, architecture)

@@ -142,18 +142,19 @@ class Theseus(Method):
         return {stack: max(depth // 2, 1) for stack, depth in architecture.depths(config).items()}
 
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
-        return changes_of_layers(architecture, config, self._kept(architecture, config))
+        return changes_of_layers(architecture, config, self.layers_kept(architecture, config))
 
     def describe(self, architecture: Architecture, config: Any) -> Architecture:
-        return with_layers(architecture, self._kept(architecture, config))
+        return with_layers(architecture, self.layers_kept(architecture, config))
 
-    def _kept(self, architecture: Architecture, config: Any) -> dict[str, Sequence[int]]:
+    def layers_kept(self, architecture: Architecture, config: Any) -> dict[str, Sequence[int]]:
         """Stack -> the layers whose kind the successor layers have: the first ones."""
         return {stack: range(depth) for stack, depth in self._depths(architecture, config).items()}
 
     @property
     def refers_to(self) -> frozenset[str]:
-        return frozenset({"layers"})  # a predecessor layer is found by the number of its successor
+        # A predecessor layer is found by the number of its successor.
+        return frozenset() if self.finalized else frozenset({"layers"})
 
     # -- the modules -----------------------------------------------------------------------------------------------------
 

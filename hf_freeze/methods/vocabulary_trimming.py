@@ -33,7 +33,7 @@ class VocabularyTrimming(Method):
 
     Raises ValueError for ids that are repeated, not in ascending order or not in the vocabulary, for an empty `keep`, for a
     missing special token of the config, for two vocabularies of different sizes, and after a method that has replaced the
-    embeddings.
+    embeddings, other than FactorizedEmbedding, DeFINE, DeLighT and a Quantize whose scales are each of one row.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"vocabulary"})

@@ -47,10 +47,12 @@ from hf_freeze.seeded import Origin, SeededTensor
 class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
     """In front of a native class: builds the structure from the config, freezes, and regenerates what is not stored.
 
-    `methods`: those applied, in order. `seeded_tensors`: full name -> definition of each tensor that is not stored.
+    `methods`: those applied, in order; `methods_now`: the same, where they name layers, by the numbers that layers have after all
+    methods. `seeded_tensors`: full name -> definition of each tensor that is not stored.
     """
 
     methods: list[Method]
+    methods_now: list[Method]
     architecture: Architecture
     seeded_tensors: dict[str, SeededTensor]
 
@@ -88,19 +90,31 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
     # -- 2. structure ----------------------------------------------------------------------------------------------------
 
     def _restructure(self, methods: list[Method]) -> None:
-        self.methods = methods
+        self.methods, self.methods_now = methods, list(methods)
         self._origins: list[dict[str, Origin]] = []  # of each method: where it took the values of a parameter
         for number, method in enumerate(methods):
             selection = method.part(Selection) if any(parts_of(methods[:number], SeededValues)) else None
             self._origins.append({} if selection is None else selection.origins(self, self.architecture))
             changes = method.config_changes(self.architecture, self.config)
+            kept = method.layers_kept(self.architecture, self.config)
             method.restructure(self, self.architecture)
+            for position, before in enumerate(self.methods_now[:number] if kept else ()):
+                # Freeze and what else has no modules of its own has always meant the layers that LayerSharing(depth=) gives.
+                if method.selects or before.structural:
+                    self.methods_now[position] = before.renumbered(self.architecture, kept)
             self.architecture = method.describe(self.architecture, self.config)
             for module in self.modules():  # encoder and decoder have a copy of the config each
                 if changes and hasattr(module, "config"):
                     set_fields(module.config, changes)
         promote_output_bias(self)
         self._restructured = True
+
+    def _set_methods(self, methods: list[Method]) -> None:
+        """Put other settings in the place of those of `methods`, after what a method holds has changed; also in the config."""
+        places = zip(self.methods, methods, self.methods_now, strict=True)
+        self.methods_now = [new if now is old else now for old, new, now in places]
+        self.methods = methods
+        self.config.set_methods(methods)
 
     # -- 3. ties -----------------------------------------------------------------------------------------------------------
 
@@ -111,9 +125,11 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         self._gone_ties = {target for target, source in native.items() if not {target, source} <= names}
         native = {target: source for target, source in native.items() if target not in self._gone_ties}
         by_methods: dict[str, str] = {}
-        for method in self.methods:
+        for method in self.methods_now:
             by_methods |= method.ties(self, self.architecture)
-        check_shared_layers(self.methods, by_methods, lambda name: self.architecture.layer_of(base_name(self, name)))
+        check_shared_layers(
+            self.methods_now, by_methods, lambda name: self.architecture.layer_of(base_name(self, name))
+        )
         ties = native | by_methods
         # A native tie whose source is tied by a method now ends there.
         self._own_ties = {t: _end_of(ties, s) for t, s in ties.items() if t in by_methods or s in by_methods}
@@ -168,7 +184,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         `requires_grad`."""
         self._frozen = set(self._constants)
         self.seeded_tensors = {}
-        for number, method in enumerate(self.methods):
+        for number, method in enumerate(self.methods_now):
             always = frozen_at(method, None)
             for name, definition in method.freeze(self, self.architecture):
                 if definition is not None:

@@ -121,7 +121,7 @@ def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, s
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         model = variant_class(_variant_config(variant_class, config, methods[:fresh], init))
-    for method in model.methods:
+    for method in model.methods_now:
         _prepare(method, model)
     regenerate(model)  # `prepare` may have copied fresh values over seeded ones
     return _from_model(model, methods[fresh:], copy=False) if methods[fresh:] else model

@@ -141,8 +141,8 @@ class ResizingMixin(_Model):
         resized = [field for field in self.architecture.token_tables.values() if field in fields]
         if not resized or not added:
             return
-        self.methods, vocabulary = resize_kept_tokens(self.methods, fields[resized[0]], added)
-        self.config.set_methods(self.methods)
+        methods, vocabulary = resize_kept_tokens(self.methods, fields[resized[0]], added)
+        self._set_methods(methods)
         fields |= dict.fromkeys(resized, vocabulary)
         for number, method in enumerate(self.methods):
             if (tokens := method.part(KeptTokens)) is not None:

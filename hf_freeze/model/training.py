@@ -118,10 +118,9 @@ class TrainingMixin(_Model):
         if self.device.type == "meta":
             raise ValueError("finalize() reads the weights, which have no values on meta")
         model: Any = self
-        self.methods = [
-            method.finalize(model, self.architecture) if method.finalizable else method for method in self.methods
-        ]
-        self.config.set_methods(self.methods)
+        model._set_methods(
+            [method.finalize(model, self.architecture) if method.finalizable else method for method in self.methods]
+        )
         model.apply_freeze()
 
     def set_teacher(self, teacher: Any) -> None:
@@ -169,7 +168,7 @@ class TrainingMixin(_Model):
 
     def _names_of(self, numbers: Iterable[int]) -> set[str]:
         model: Any = self
-        frozen = (pair for number in numbers for pair in self.methods[number].freeze(model, self.architecture))
+        frozen = (pair for number in numbers for pair in model.methods_now[number].freeze(model, self.architecture))
         return {name for name, definition in frozen if definition is None}
 
     def _freeze_phase(self) -> None:

@@ -27,6 +27,7 @@ from hf_freeze.surgery.replacing import effective_weight as effective_weight
 from hf_freeze.surgery.replacing import feature_origins as feature_origins
 from hf_freeze.surgery.replacing import is_dense as is_dense
 from hf_freeze.surgery.replacing import is_native as is_native
+from hf_freeze.surgery.replacing import is_removed as is_removed
 from hf_freeze.surgery.replacing import linear_names as linear_names
 from hf_freeze.surgery.replacing import make_releasable as make_releasable
 from hf_freeze.surgery.replacing import modules as modules

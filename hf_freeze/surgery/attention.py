@@ -14,6 +14,7 @@ from hf_freeze.layers.fixed_heads import FixedHeads, Words
 from hf_freeze.layers.no_attention import NoAttention, NoHeads
 from hf_freeze.seeded import Origin
 from hf_freeze.surgery.replacing import (
+    dense_linear,
     dense_module,
     effective_weight,
     feature_origins,
@@ -22,14 +23,15 @@ from hf_freeze.surgery.replacing import (
     modules,
     replace,
     select_features,
+    selectable_module,
     weight_axis,
 )
 
 
 def count_heads(model: Any, attention: Attention, method: str) -> int:
     """The number of heads of `attention` (with names below the base model). Raises ValueError if a method has replaced one of
-    its linears."""
-    linears = {name: dense_module(model, name, method) for name in attention.linears}
+    its linears by a layer that cannot lose heads."""
+    linears = {name: selectable_module(model, name, method) for name in attention.linears}
     heads = features(linears[attention.o])[0] // attention.head_size(model.config)
     expected = attention.features(model.config, attention.q, range(heads), heads)
     if features(linears[attention.q])[1] != len(expected):
@@ -95,7 +97,7 @@ def resize_attention(
     """
     module: Any = model.base_model.get_submodule(attention.module)
     for name, number in attention.linears.items():
-        linear = dense_module(model, name, method)
+        linear = dense_module(model, name, method, advice=f"put {method!r} first")
         sizes = (heads * size, outputs) if name == attention.o else (inputs, number * heads * size)
         replace(model, name, linear_like(linear, *sizes))
     if getattr(module, "scale_attn_weights", True):  # GPT-2 can switch the scale off
@@ -184,7 +186,7 @@ def pad_heads(model: Any, attention: Attention, kept: Sequence[int] | None = Non
         size = len(attention.features(model.config, name, range(heads), heads))
         places = range(count) if kept is None else kept
         index = torch.tensor(attention.features(model.config, name, places, heads), dtype=torch.long)
-        old = module.removed[name] if headless else model.base_model.get_submodule(name)
+        old = module.removed[name] if headless else dense_linear(model.base_model.get_submodule(name))
         padded = linear_like(old, *((None, size) if outputs else (size, None)), device=model.device)
         padded.weight.zero_()
         if padded.bias is not None:

@@ -13,7 +13,6 @@ from hf_freeze.compat.transformers import mark_uninitialized
 from hf_freeze.layers.derived import features
 from hf_freeze.seeded import Origin, take
 from hf_freeze.surgery.replacing import (
-    dense_module,
     feature_origins,
     finished,
     neuron_features,
@@ -21,6 +20,7 @@ from hf_freeze.surgery.replacing import (
     release,
     replace,
     select_features,
+    selectable_module,
     spread_features,
 )
 
@@ -44,8 +44,8 @@ class Neurons(Protocol):
         """The number of neurons, of each expert if there are several."""
         ...
 
-    def check_native(self, model: Any, method: str) -> None:
-        """Raise ValueError if another method has replaced or removed the FFN."""
+    def check_selectable(self, model: Any, method: str) -> None:
+        """Raise ValueError if another method has removed the FFN, or replaced it by layers that cannot lose neurons."""
         ...
 
     def resize(self, model: Any, count: int) -> None:
@@ -97,9 +97,9 @@ class LinearNeurons:
     def count(self, model: Any) -> int:
         return features(model.base_model.get_submodule(self.linears[-1]))[0]
 
-    def check_native(self, model: Any, method: str) -> None:
+    def check_selectable(self, model: Any, method: str) -> None:
         for name in self.linears:
-            dense_module(model, name, method)
+            selectable_module(model, name, method)
 
     def resize(self, model: Any, count: int) -> None:
         for name, linear, outputs in self._modules(model):
@@ -153,7 +153,7 @@ class ExpertNeurons:
     def count(self, model: Any) -> int:
         return self._matrices(model)[1].shape[2]
 
-    def check_native(self, model: Any, method: str) -> None:
+    def check_selectable(self, model: Any, method: str) -> None:
         """No method replaces experts."""
 
     def resize(self, model: Any, count: int) -> None:

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.compat.transformers import mark_uninitialized
 from hf_freeze.layers.derived import features, linear_like
+from hf_freeze.layers.no_attention import NoHeads
 from hf_freeze.seeded import Origin
 
 DENSE = (nn.Linear, Conv1D)
@@ -136,35 +137,65 @@ def is_dense(module: nn.Module) -> bool:
     return any(is_native(module, kind) for kind in DENSE)
 
 
-def native_module(model: Any, name: str, kind: type[T], method: str) -> T:
-    """The module of this full name and class, to be replaced. Raises ValueError if another method has replaced it."""
+def native_module(model: Any, name: str, kind: type[T], method: str, other: type[nn.Module] | None = None) -> T:
+    """The module of this full name and class, to be replaced. Raises ValueError if another method has replaced it by a module
+    that is not of the class `other`."""
     module = model.get_submodule(name)
-    if not is_native(module, kind):
+    if not is_native(module, kind) and type(module) is not other:
         raise ValueError(
-            f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made; merge() first"
+            f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made; leave one of the two "
+            "out, or merge() first"
         )
     return module
 
 
-def dense_module(model: Any, name: str, method: str) -> Any:
-    """The linear `name`, to be replaced. Raises ValueError if a method has replaced or removed it."""
+def is_removed(model: Any, name: str) -> bool:
+    """Whether a method has removed the linear `name` (below the base model), as the projections of an attention without heads."""
     try:
-        module = model.base_model.get_submodule(name)
+        return isinstance(model.base_model.get_submodule(name), NoHeads)
     except AttributeError:
+        return True
+
+
+def dense_module(
+    model: Any, name: str, method: str, others: tuple[type[nn.Module], ...] = (), advice: str | None = None
+) -> Any:
+    """The linear `name`, to be replaced. Raises ValueError if a method has removed it, or replaced it by a layer that is none of
+    the classes `others`. `advice`: what to do then."""
+    module = _linear(model, name, method)
+    if not is_dense(module) and type(module) not in others:
         raise ValueError(
-            f"method {method!r}: an earlier method has removed {name!r}; leave that layer out by layers="
-        ) from None
-    if not is_dense(module):
-        raise ValueError(
-            f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made; leave it out by "
-            "components= or layers=, or merge() first"
+            f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made; "
+            f"{advice or 'leave it out by components= or layers='}, or merge() first"
         )
     return module
+
+
+def selectable_module(model: Any, name: str, method: str) -> Any:
+    """The linear `name`, to be reduced by `select_features`. Raises ValueError if a method has removed it, or replaced it by a
+    layer whose inputs and outputs cannot be removed."""
+    module = _linear(model, name, method)
+    if not is_dense(module) and not getattr(module, "selectable", False):
+        raise ValueError(
+            f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made, and which cannot lose "
+            f"inputs or outputs; put {method!r} before that method, or merge() first"
+        )
+    return module
+
+
+def _linear(model: Any, name: str, method: str) -> Any:
+    """The linear `name`. Raises ValueError if a method has removed it."""
+    if is_removed(model, name):
+        raise ValueError(f"method {method!r}: an earlier method has removed {name!r}; leave that layer out by layers=")
+    return model.base_model.get_submodule(name)
 
 
 @torch.no_grad()
 def dense_linear(module: Any) -> nn.Module:
-    """The native linear that computes the same as `module`: an nn.Linear or Conv1D, as before the replacement."""
+    """The native linear that computes the same as `module`: an nn.Linear or Conv1D, as before the replacement. It is `module`
+    itself if that is one."""
+    if is_dense(module):
+        return module
     weight = module.dense_weight()
     linear = linear_like(module, device="meta")
     weight = weight.T if isinstance(linear, Conv1D) else weight
@@ -178,6 +209,8 @@ def dense_linear(module: Any) -> nn.Module:
 def select_features(linear: Any, kept: Sequence[int] | int, *, outputs: bool) -> Any:
     """A copy of `linear` with only the outputs `kept`, or the inputs if `outputs` is False. If `kept` is a number, a linear with
     that many outputs (or inputs) and arbitrary values."""
+    if not is_dense(linear):
+        return linear.selected(range(kept) if isinstance(kept, int) else kept, outputs=outputs)
     count = kept if isinstance(kept, int) else len(kept)
     selected = linear_like(linear, outputs=count) if outputs else linear_like(linear, inputs=count)
     if not isinstance(kept, int):
@@ -220,7 +253,8 @@ def effective_weight(module: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def spread_features(linear: Any, places: Sequence[int], count: int, *, outputs: bool) -> Any:
-    """A linear with `count` outputs (or inputs): those of `linear` at `places`, and zeros elsewhere."""
+    """A native linear with `count` outputs (or inputs): those of `linear` at `places`, and zeros elsewhere."""
+    linear = dense_linear(linear)
     wide = linear_like(linear, outputs=count) if outputs else linear_like(linear, inputs=count)
     index = torch.tensor(places, device=linear.weight.device, dtype=torch.long)
     wide.weight.zero_().index_copy_(weight_axis(linear, outputs=outputs), index, linear.weight)
@@ -243,7 +277,7 @@ def resize_ffns(model: Any, architecture: Architecture, width: int, method: str)
     """Give every FFN `width` fresh neurons. Raises ValueError if a method has replaced one of their linears."""
     for linears in architecture.ffns(model.config).values():
         for name in linears:
-            linear = dense_module(model, name, method)
+            linear = dense_module(model, name, method, advice=f"put {method!r} first")
             sizes = (width, None) if name == linears[-1] else (None, width)
             replace(model, name, linear_like(linear, *sizes))
 

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from hf_freeze.architectures.base import Architecture, base_name, full_name, hidden_size, read
+from hf_freeze.layers.derived import taken
 from hf_freeze.layers.expanded_embedding import ExpandedEmbedding
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
+from hf_freeze.layers.quantized import Quantized, QuantizedEmbedding, QuantizedLinear
 from hf_freeze.seeded import Origin
 from hf_freeze.surgery.replacing import is_native, native_module, put, select_features, set_values
 
@@ -50,7 +52,9 @@ def drawn_std(module: Any) -> float:
 
 @torch.no_grad()
 def dense_table(module: Any) -> nn.Embedding:
-    """The nn.Embedding that computes the same as `module`, the replacement of a table."""
+    """The nn.Embedding that computes the same as `module`, the replacement of a table. It is `module` itself if that is one."""
+    if is_native(module, nn.Embedding):
+        return module
     weight = module.dense_weight()
     padding = getattr(module, "dense_padding_idx", module.padding_idx)  # a banded table has one per band
     return nn.Embedding(*weight.shape, padding_idx=padding, _weight=weight.clone())
@@ -76,9 +80,10 @@ def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: s
             elif module.bias is not None:
                 module.bias = nn.Parameter(module.bias.detach()[:count].clone())
             continue
-        if is_native(module, nn.Embedding):
+        has_rows = not isinstance(module, Quantized) or module.has_whole_rows
+        if is_native(module, nn.Embedding) or (isinstance(module, QuantizedEmbedding) and has_rows):
             shorter: nn.Module = _with_rows(module, count)
-        elif type(module) is nn.Linear:
+        elif type(module) is nn.Linear or (isinstance(module, QuantizedLinear) and has_rows):
             shorter = select_features(module, count, outputs=True)
         else:
             raise ValueError(
@@ -98,7 +103,10 @@ def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: s
 def _with_rows(table: Any, count: int) -> Any:
     """A table of the same class and settings with its first `count` rows."""
     shorter = copy.copy(table)
-    shorter._parameters = {"weight": nn.Parameter(table.weight.detach()[:count].clone())}
+    if isinstance(table, Quantized):
+        shorter.set_rows(range(count))
+    else:
+        shorter._parameters = {"weight": nn.Parameter(table.weight.detach()[:count].clone())}
     shorter.num_embeddings = count
     return shorter
 
@@ -115,10 +123,13 @@ def copy_tokens(old: Any, new: Any, architecture: Architecture, kept: Sequence[i
     """Fill tables, output matrix and output bias of `new` with the rows `kept` of those of `old`."""
     for name, module in vocabulary_modules(new, architecture).items():
         source = old.get_submodule(name)
-        index = torch.tensor(kept, device=source.weight.device)
-        set_values(module.weight, source.weight[index])
+        if isinstance(module, Quantized):
+            for buffer, values in source.rows_of_buffers(kept).items():
+                module.get_buffer(buffer).copy_(values)
+        else:
+            set_values(module.weight, taken(source.weight, 0, kept))
         if getattr(module, "bias", None) is not None:
-            set_values(module.bias, source.bias[index])
+            set_values(module.bias, taken(source.bias, 0, kept))
     if (output := output_bias(new, architecture)) is not None:
         source = output_bias(old, architecture)[2]  # type: ignore[index]
         output[2].copy_(source[..., torch.tensor(kept, device=source.device)])
@@ -146,7 +157,8 @@ def output_bias_name(model: Any, architecture: Architecture) -> str | None:
     output = output_name(model, architecture)
     if output is None or architecture.output_bias is not None:
         return None if output is None else architecture.output_bias
-    rows, inside = model.get_submodule(output).weight.shape[0], full_name(model, "")
+    module, inside = model.get_submodule(output), full_name(model, "")
+    rows = module.shape[0] if isinstance(module, Quantized) else module.weight.shape[0]
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     for name, tensor in tensors:
         outside = not name.startswith((f"{output}.", *([inside] if inside else [])))

@@ -113,6 +113,16 @@ def test_what_would_not_become_smaller_stays_dense():
         analysis.choose_ranks(model, methods.LowRank, energy=0.9)
 
 
+def test_the_budget_of_factors_is_a_share_of_the_factors():
+    once = make_variant(native(BERT), [methods.LowRank(rank=8)])
+    chosen = analysis.choose_ranks(once, methods.LowRank, budget=0.5)
+    before, after = (
+        [p.numel() for name, p in model.named_parameters() if name.endswith((".up", ".down"))]
+        for model in (once, make_variant(once, [chosen]))
+    )
+    assert sum(before) / 4 < sum(after) <= sum(before) / 2
+
+
 def test_settings_go_to_the_method():
     model = native(ARCHITECTURES["marian"])
     settings = {"components": ["attention"], "layers": {"decoder": [1]}, "execution": "factors"}
@@ -272,7 +282,9 @@ def test_wrong_methods_and_models_are_refused():
         with pytest.raises(ValueError, match="squeezebert: no list of layers with linears"):
             function(other)
     with pytest.raises(ValueError, match="is a LowRankLinear already"):
-        analysis.choose_ranks(make_variant(model, [methods.LowRank(rank=3)]), methods.LowRank, energy=0.5)
+        analysis.choose_ranks(make_variant(model, [methods.LowRank(rank=3)]), methods.Tucker, energy=0.5)
+    with pytest.raises(ValueError, match="no factors would be smaller"):
+        analysis.choose_ranks(make_variant(model, [methods.LowRank(rank=1)]), methods.LowRank, energy=0.5)
     with pytest.raises(ValueError, match=r"'encoder.layer.0.intermediate.dense': shape=.* the linear has 16 inputs"):
         analysis.choose_ranks(model, methods.TensorTrain, energy=0.5, shape=((2, 4), (4, 6)))
     model.base_model.encoder.layer[1].output.dense.weight.data[0, 0] = math.nan

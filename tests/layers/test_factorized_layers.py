@@ -898,8 +898,15 @@ def test_a_prime_width_is_refused():
 FACTORIZED = [methods.LowRank(rank=2), methods.TensorTrain(rank=2), methods.Tucker(rank=2)]
 
 
-@pytest.mark.parametrize("second", FACTORIZED, ids=lambda m: m.name)
-@pytest.mark.parametrize("first", [*FACTORIZED, methods.MagnitudePruning(sparsity=0.5)], ids=lambda m: m.name)
+CHANGED_TWICE = [  # all but LowRank twice: factors may get a smaller rank
+    (first, second)
+    for first in [*FACTORIZED, methods.MagnitudePruning(sparsity=0.5)]
+    for second in FACTORIZED
+    if not first.name == second.name == "low_rank"
+]
+
+
+@pytest.mark.parametrize(("first", "second"), CHANGED_TWICE, ids=lambda m: m.name)
 def test_a_linear_is_changed_once(first, second):
     message = rf"^method '{second.name}': '{FC1}' is a \w+Linear already, which another method made; .*$"
     with pytest.raises(ValueError, match=message):

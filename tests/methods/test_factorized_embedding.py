@@ -666,12 +666,20 @@ def test_tables_of_unlike_sizes_are_not_shared():
     assert factorized(native).lm_head.weight.shape == (50, E)
 
 
-@pytest.mark.parametrize("native", [backbone("gpt2"), bert(BertForMaskedLM)], ids=["gpt2", "bert"])
-def test_a_table_is_factorised_once(native):
-    once = factorized(native, H)
-    for target in (once, copy.deepcopy(native)):
-        applied = [methods.FactorizedEmbedding(rank=4)] * (1 if target is once else 2)
-        with pytest.raises(
-            ValueError, match=r"\Amethod 'factorized_embedding': .* already, which another method made.*\Z"
-        ):
-            make_variant(target, applied)
+@pytest.mark.parametrize(
+    ("native", "message"),
+    [
+        (backbone("gpt2"), r"rank=4\): 'transformer\.wte' has the rank 3 already; give one in 1\.\.3"),
+        (
+            bert(BertForMaskedLM),
+            "lower rank already, and a norm over it; give the first FactorizedEmbedding the rank that",
+        ),
+    ],
+    ids=["gpt2", "bert"],
+)
+def test_a_factorised_table_that_cannot_have_another_rank(native, message):
+    once = factorized(native, 3)
+    applied = [methods.FactorizedEmbedding(rank=3), methods.FactorizedEmbedding(rank=4)]
+    for target, added in ((once, applied[1:]), (copy.deepcopy(native), applied)):
+        with pytest.raises(ValueError, match=message):
+            make_variant(target, added)

@@ -15,7 +15,7 @@ from hf_freeze import count_parameters, make_variant, multiply_adds
 from hf_freeze.analysis import head_importance, word_continuations
 from hf_freeze.data import train_tokenizer
 from hf_freeze.layers.fixed_heads import Positions, Words, context, padding_mask
-from hf_freeze.methods import FixedAttention, HeadMask, HeadPruning, LowRank, VocabularyTrimming
+from hf_freeze.methods import FixedAttention, HeadMask, HeadPruning, TensorTrain, VocabularyTrimming
 
 SUPPORTED = [case for case in BASELINES if FixedAttention.supports(case.architecture)]
 every_backbone = pytest.mark.parametrize("case", SUPPORTED, ids=[case.architecture.model_type for case in SUPPORTED])
@@ -283,7 +283,10 @@ def test_a_setting_that_makes_no_sense_is_refused(arguments, message):
         ),
         ([FixedAttention(patterns=[1], layers={"encoder": [2]})], "no layer 2 in stack 'encoder'"),
         ([FixedAttention(patterns=[1], layers={"encoder": []})], "names no layer"),
-        ([LowRank(rank=2, components=["attention"]), FixedAttention(patterns=[1])], "is a LowRankLinear already"),
+        (
+            [TensorTrain(rank=2, components=["attention"]), FixedAttention(patterns=[1])],
+            "is a TensorTrainLinear already",
+        ),
         ([FixedAttention(patterns=[1]), HeadPruning(share=0.5)], "has fixed heads, without queries and keys"),
         ([FixedAttention(patterns=[1, 2]), HeadMask()], "an earlier method has removed"),
     ],

@@ -100,6 +100,15 @@ def test_what_does_not_fit_is_refused(methods, message):
         make_variant(native(MARIAN), methods())
 
 
+def test_the_gates_of_other_layers_stay():
+    first = make_variant(native(MARIAN), [HeadMask(layers={"encoder": [0]})])
+    learnt = head_gates(first)["encoder.0.self"].fill_(0.3)
+    first.base_model.encoder.layers[0].self_attn.out_proj.gates.data.copy_(learnt)
+    gates = head_gates(make_variant(first, [HeadMask(layers={"encoder": [1]})]))
+    assert torch.equal(gates["encoder.0.self"], learnt)
+    assert set(gates["encoder.1.self"].tolist()) == {1}
+
+
 def test_a_model_without_gates_has_none_to_read():
     with pytest.raises(ValueError, match="this MarianMTModel has no gates: apply HeadMask first"):
         head_gates(native(MARIAN))

@@ -136,12 +136,8 @@ def test_settings_that_are_refused(setting, message):
 @pytest.mark.parametrize(
     ("before", "message"),
     [
-        (methods.LowRank(rank=2, layers={"encoder": [5]}), "after 'low_rank', which names layers by number"),
-        (methods.FFNPruning(keep={"encoder.5.ffn": [0, 1]}), "after 'ffn_pruning', which names layers by number"),
-        (
-            methods.TensorTrain(ranks={"encoder.layers.5.fc1": [1, 2, 1]}, shape=[[4, 4], [4, 6]]),
-            "after 'tensor_train'",
-        ),
+        (methods.LayerSharing(groups=2), "after 'layer_sharing', which names layers by number"),
+        (methods.Theseus(successor={"encoder": 3}), "after 'theseus', which names layers by number"),
         (methods.MagnitudePruning(sparsity=0.5), "after 'magnitude_pruning', which names layers by number"),
     ],
 )

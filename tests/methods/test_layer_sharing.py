@@ -268,7 +268,7 @@ def test_settings_that_are_refused(settings, message):
             [methods.LayerSharing(), methods.Freeze(ffn="frozen", layers={"encoder": [1]})],
             r"'freeze' of layers \[1\] of stack",
         ),
-        ([methods.LowRank(rank=2), methods.LayerSharing()], "the mean of the tensors in a LowRankLinear"),
+        ([methods.HeadMask(), methods.LayerSharing()], "the mean of the tensors in a GatedLinear"),
         (
             [methods.LayerSharing(groups=2), methods.LayerSelection(share=0.5)],
             "after 'layer_sharing', which names layers",

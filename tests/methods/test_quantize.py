@@ -297,11 +297,11 @@ def test_an_unknown_setting_is_refused(settings, message):
             {"components": ["embeddings"]},
             "'freeze' draws 'model.shared.weight' from a seed",
         ),
-        (methods.LowRank(rank=2), {}, "'encoder.layers.0.fc1' is a LowRankLinear already"),
+        (methods.TensorTrain(rank=2), {}, "'encoder.layers.0.fc1' is a TensorTrainLinear already"),
         (
-            methods.FactorizedEmbedding(rank=4),
+            methods.AdaptiveEmbedding(cutoffs=[20]),
             {"components": ["embeddings"]},
-            "'model.shared' is a LowRankEmbedding already",
+            "'model.shared' is a AdaptiveInputEmbedding already.*leave one of the two out",
         ),
         (methods.Quantize(scheme="int8"), {}, "is a QuantizedLinear already"),
         (

@@ -49,9 +49,10 @@ def test_a_pair_works_or_is_refused(case: Case, tmp_path):
     if message is not None:
         assert re.fullmatch(".+", message), message  # one line
         in_turn = build_anew(replace(case, methods=(first,)))
-        for finish in [lambda model: model] + [finished] * first.finalizable:
-            with pytest.raises(ValueError, match=r"\A.+\Z"):  # one after the other is no way around it
-                make_variant(finish(in_turn), [second])
+        with pytest.raises(ValueError, match=r"\A.+\Z"):  # one after the other is no way around it
+            make_variant(in_turn, [second])
+        if first.finalizable:
+            check_after_finalize(finished(in_turn), second, case, tmp_path, works="or finalize() before" in message)
         return
     batch = case.batch()
     check_in_turn(build_anew(replace(case, methods=(first,))), second, model, batch)
@@ -90,6 +91,18 @@ def check_in_turn(in_turn, second, model, batch):
     assert in_turn.config.methods == model.config.methods
     assert differences(outputs(in_turn, batch), outputs(model, batch)) == []
     assert trainability(in_turn) == trainability(model)
+
+
+def check_after_finalize(in_turn, second, case, folder, *, works):
+    """That `second` can be applied to the finalized model if the message of the refusal says so, and only then."""
+    if not works:
+        with pytest.raises(ValueError, match=r"\A.+\Z"):
+            make_variant(in_turn, [second])
+        return
+    model = make_variant(in_turn, [second])
+    merged = merge_or_none(model)
+    assert merged is None or differences(outputs(merged, case.batch()), outputs(model, case.batch()), 1e-5) == []
+    check_opened(model, case, folder, case.batch())
 
 
 def check_opened(model, pair, folder, batch):
