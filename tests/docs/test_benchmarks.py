@@ -2,9 +2,11 @@
 
 import importlib
 import json
+import math
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -463,3 +465,42 @@ def test_sharded(run, in_this_process, monkeypatch):
     assert len(re.findall(r"^\| 0\.1 (?:native|variant) \| 0 \| 0 \| (?:one|1 of 2|2 of 2) \|", printed, re.M)) == 6
     assert "losses to 0.0001: passed in all 4" in printed
     assert "5 steps resumed to 0.0001: passed in all 4" in printed
+
+
+def test_hypervolumes_are_those_of_boxes(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    hypervolume = importlib.import_module("searched").hypervolume
+
+    def model(bleu, size, work):  # ln(size) and ln(work) below the corner
+        costs = {"parameters": {"stored_bytes": math.exp(-size)}, "multiply_adds": math.exp(-work)}
+        return {"metrics": {"test_bleu": bleu}, **costs}
+
+    corner = (1.0, 1.0)
+    assert hypervolume([model(10, 2, 3)], corner) == pytest.approx(60)
+    assert hypervolume([model(10, 2, 3), model(10, 1, 1)], corner) == pytest.approx(60)  # one within the other
+    assert hypervolume([model(10, 2, 3), model(20, 1, 1)], corner) == pytest.approx(60 + 20 - 10)
+    assert hypervolume([model(10, 2, 0)], corner) == 0
+
+
+def test_a_budget_is_kept_if_it_is_met_or_refused_with_the_nearest(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(FOLDER)
+    budgets = importlib.import_module("budgets")
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "model").write_bytes(b"x" * 1000)
+
+    def trial(size, ms=None, **end):
+        return budgets.Trial(budgets.Budget(max_bytes=size, max_ms=ms), tmp_path, **end)
+
+    done = SimpleNamespace(after=SimpleNamespace(ms=2.0))
+    assert budgets.kept(trial(1000, 2.0, result=done), 5000, None)
+    assert not budgets.kept(trial(999, 2.0, result=done), 5000, None)
+    assert not budgets.kept(trial(1000, 1.9, result=done), 5000, None)
+    met = "the model is within the budget already: 5.0 kB"
+    assert budgets.kept(trial(5000, refused=met), 5000, None)
+    assert not budgets.kept(trial(4999, refused=met), 5000, None)
+    refused = trial(
+        10, refused="the budget of 10 B is out of reach: the smallest shape (1 layer) has 1.0 kB; give it at least that"
+    )
+    assert budgets.kept(refused, 5000, trial(1001, result=done))
+    assert not budgets.kept(refused, 5000, None)
+    assert not budgets.kept(refused, 5000, trial(1001, refused="out of reach"))
