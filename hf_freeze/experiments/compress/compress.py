@@ -354,7 +354,7 @@ class Compression:
             difference=(difference, lower, upper),
             resolution=(high - low) / 2,
             epochs=epochs,
-            seconds=self.phases.seconds,
+            seconds=self.phases.seconds + trained.seconds,
         )
 
     # -- shared ----------------------------------------------------------------------------------------------------------------

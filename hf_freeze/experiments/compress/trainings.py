@@ -41,11 +41,12 @@ class Student:
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     """`loss`: in nats on the dev split, divided by its number of labels in the tokens of the original, so that models of
-    different vocabularies can be compared. `folder`: of the model and its tokenizer."""
+    different vocabularies can be compared. `folder`: of the model and its tokenizer. `seconds`: of the run."""
 
     folder: Path
     loss: float
     epochs: float
+    seconds: float
 
 
 class Trainings:
@@ -206,7 +207,8 @@ class Trainings:
     def _trained(self, name: str, vocabulary: int) -> Trained:
         record = json.loads((self.folder(name) / "metrics.json").read_text(encoding="utf-8"))
         loss = record["metrics"]["dev_loss"] * self.share_of_labels(vocabulary)
-        return Trained(folder=self.folder(name) / "model", loss=loss, epochs=record["epochs_trained"])
+        epochs, seconds = record["epochs_trained"], record["seconds"]["all"]
+        return Trained(folder=self.folder(name) / "model", loss=loss, epochs=epochs, seconds=seconds)
 
     def share_of_labels(self, vocabulary: int) -> float:
         """Labels of the dev split in the tokens of this vocabulary, divided by those of the original."""
