@@ -97,6 +97,34 @@ class PackageRunner:
         return dict(zip(self.outputs, found, strict=True))
 
 
+class LoweredRunner:
+    """Runs a file of ExecuTorch."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        _check_no(options)
+        require("executorch", "executorch")
+        from executorch.runtime import Runtime
+
+        try:
+            names = json.loads(path.with_name(f"{path.stem}.{NAMES}").read_text(encoding="utf-8"))
+            self._run: Any = Runtime.get().load_program(path).load_method("forward")
+            described = self._run.metadata
+            self._limits = {name: described.input_tensor_meta(i).sizes() for i, name in enumerate(names["shapes"])}
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{path} cannot be opened ({type(error).__name__}); export it again") from error
+        self.shapes, self.outputs, self._path = names["shapes"], names["outputs"], path
+
+    def __call__(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name, limit in self._limits.items():
+            if any(size > most for size, most in zip(inputs[name].shape, limit, strict=True)):
+                raise ValueError(
+                    f"{self._path} takes {name} of at most {tuple(limit)}, not {tuple(inputs[name].shape)}; give it fewer or "
+                    "shorter texts"
+                )
+        found = self._run.execute([inputs[name].contiguous() for name in self.shapes])
+        return dict(zip(self.outputs, found, strict=True))
+
+
 def _check_no(options: dict[str, Any]) -> None:
     if options:
         raise ValueError(
@@ -108,4 +136,5 @@ RUNNERS: dict[str, tuple[str, Any]] = {
     "onnx": (".onnx", OnnxRunner),
     "torch": (".pt2", ProgramRunner),
     "aotinductor": (".pt2", PackageRunner),
+    "executorch": (".pte", LoweredRunner),
 }
