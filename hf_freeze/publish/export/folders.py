@@ -1,20 +1,14 @@
 """Shared by all export formats: the model to export, optional packages, and the marker file of an exported folder."""
 
 import importlib
-import importlib.metadata
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
-
 from hf_freeze.install import how_to_install
 
-_EARLIEST = {
-    "executorch": "1.5"
-}  # packages that an extra of their name installs, with the first release that is tested
 MARK = "hf_freeze_export.json"  # marks an exported folder; holds format, quantization, task and positions
 
 
@@ -31,17 +25,12 @@ class Export:
 
 
 def require(package: str, format: str) -> Any:
-    """The imported package. Raises ValueError if it is not installed, or too old."""
-    install = how_to_install(package if package in _EARLIEST else "export")
+    """The imported package. Raises ValueError if it is not installed."""
+    extra = "executorch" if format == "executorch" else "export"
     try:
-        module = importlib.import_module(package)
+        return importlib.import_module(package)
     except ImportError as error:
-        raise ValueError(f"{format} needs {package}, which is missing; {install}") from error
-    if package in _EARLIEST:
-        found = importlib.metadata.version(package)
-        if Version(found) < Version(_EARLIEST[package]):
-            raise ValueError(f"{format} needs {package} {_EARLIEST[package]} or later, not {found}; {install}")
-    return module
+        raise ValueError(f"{format} needs {package}, which is missing; {how_to_install(extra)}") from error
 
 
 def read_mark(folder: Path, format: str | None, task: str) -> dict[str, Any]:

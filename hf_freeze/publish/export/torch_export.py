@@ -32,7 +32,7 @@ def write(export: Export, folder: Path) -> None:
     for part in parts:
         export.say(f"tracing the {part.name}")
         program = traced(part)
-        torch.export.save(program, folder / f"{part.name}.pt2", extra_files={NAMES: names_in(part)})
+        torch.export.save(program, folder / f"{part.name}.pt2", extra_files={NAMES: json.dumps(names_of_part(part))})
     compare(export, parts, open_parts(folder, "torch", {}))
 
 
@@ -88,10 +88,10 @@ def _exported(module: nn.Module, part: Part, limits: Mapping[str, int] | None) -
     return torch.export.export(module, tuple(part.inputs.values()), dynamic_shapes=shapes, strict=False)
 
 
-def names_in(part: Part) -> str:
-    """The names of a part, in JSON."""
+def names_of_part(part: Part) -> dict[str, Any]:
+    """What a runner has to know of a part: shapes of inputs, with names where they vary, and names of outputs."""
     shapes = {
         name: [part.axes[name].get(axis, size) for axis, size in enumerate(value.shape)]
         for name, value in part.inputs.items()
     }
-    return json.dumps({"shapes": shapes, "outputs": part.outputs})
+    return {"shapes": shapes, "outputs": part.outputs}
