@@ -51,10 +51,13 @@ def write(export: Export, folder: Path) -> None:
 
 
 def _lowered(programs: dict[str, Any]) -> bytes:
+    from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS, UnsqueezeCopyConfig
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
+    # XNNPACK claims this operation, but then takes a single dynamic length.
+    partitioner = XnnpackPartitioner([each for each in ALL_PARTITIONER_CONFIGS if each is not UnsqueezeCopyConfig])
     # The check runs the program, which fixes the number of rows.
     settings = EdgeCompileConfig(_check_ir_validity=False)
-    lowered = to_edge_transform_and_lower(programs, partitioner=[XnnpackPartitioner()], compile_config=settings)
+    lowered = to_edge_transform_and_lower(programs, partitioner=[partitioner], compile_config=settings)
     return lowered.to_executorch().buffer
