@@ -318,7 +318,7 @@ def test_wrong_input_is_one_line_and_leaves_nothing(classifier, tmp_path, monkey
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     refused("onnx needs onnxscript, which is missing", classifier, "onnx")
     monkeypatch.setitem(sys.modules, "executorch", None)
-    missing = r'executorch needs executorch, which is missing; from a clone: pip install .* "\.\[executorch\]"'
+    missing = r'executorch needs executorch.runtime, which is missing; from a clone: pip install .* "\.\[executorch\]"'
     refused(missing, classifier, "executorch")
 
 

@@ -14,12 +14,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from hf_freeze.publish.export.folders import Export
+from hf_freeze.publish.export.folders import Export, require
 from hf_freeze.publish.export.parts import parts_of, positions
 from hf_freeze.publish.export.runners import NAMES, open_parts
 from hf_freeze.publish.export.torch_export import compare, names_of_part, traced
 
-PACKAGES = ("executorch",)
+PACKAGES = ("executorch.runtime",)
 QUANTIZATIONS: tuple[str, ...] = ()
 SUPPORTED_TASKS = None
 NEEDS_TOKENIZER = False
@@ -51,13 +51,14 @@ def write(export: Export, folder: Path) -> None:
 
 
 def _lowered(programs: dict[str, Any]) -> bytes:
-    from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS, UnsqueezeCopyConfig
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
-
-    # XNNPACK claims this operation, but then takes a single dynamic length.
-    partitioner = XnnpackPartitioner([each for each in ALL_PARTITIONER_CONFIGS if each is not UnsqueezeCopyConfig])
-    # The check runs the program, which fixes the number of rows.
-    settings = EdgeCompileConfig(_check_ir_validity=False)
-    lowered = to_edge_transform_and_lower(programs, partitioner=[partitioner], compile_config=settings)
+    exir = require("executorch.exir", "executorch")
+    xnnpack = require("executorch.backends.xnnpack.partition.config", "executorch")
+    partition = require("executorch.backends.xnnpack.partition.xnnpack_partitioner", "executorch")
+    # XNNPACK claims to unsqueeze any tensor, but lowering fails for one with two dynamic lengths.
+    configs = [each for each in xnnpack.ALL_PARTITIONER_CONFIGS if each is not xnnpack.UnsqueezeCopyConfig]
+    partitioner = partition.XnnpackPartitioner(configs)
+    settings = exir.EdgeCompileConfig(
+        _check_ir_validity=False
+    )  # the check runs the program, which fixes the number of rows
+    lowered = exir.to_edge_transform_and_lower(programs, partitioner=[partitioner], compile_config=settings)
     return lowered.to_executorch().buffer

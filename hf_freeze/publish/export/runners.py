@@ -118,12 +118,10 @@ class LoweredRunner:
     def open(cls, path: Path, **options: Any) -> dict[str, "LoweredRunner"]:
         """part -> its runner, of a program with several methods"""
         _check_no(options)
-        require("executorch", "executorch")
-        from executorch.runtime import Runtime
-
+        runtime = require("executorch.runtime", "executorch")
         try:
             names = json.loads(path.with_suffix(f".{NAMES}").read_text(encoding="utf-8"))
-            program = Runtime.get().load_program(path)
+            program = runtime.Runtime.get().load_program(path)
             return {part: cls(program.load_method(part), names[part], path) for part in names}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(f"{path} cannot be opened ({type(error).__name__}); export it again") from error
