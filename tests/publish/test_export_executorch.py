@@ -1,8 +1,9 @@
 """Exports to ExecuTorch compute what the variant computes, with a cache, at any length that they have memory for."""
 
 import json
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassificati
 from hf_freeze import make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.install import how_to_install
-from hf_freeze.publish.export import export_model
+from hf_freeze.publish.export import executorch, export_model
 from hf_freeze.publish.export.runners import LoweredRunner
 
 
@@ -46,6 +47,19 @@ def test_rows_run_in_batches_and_limits_are_named():
     too_long = r"model.pte has memory for b of the shape \(3,\) a row, not \(4,\); give it shorter texts, or fewer new"
     with pytest.raises(ValueError, match=too_long):
         run({"a": ones, "b": torch.ones(5, 4)})
+
+
+def test_a_model_that_cannot_be_lowered_is_refused_in_one_line(tmp_path, monkeypatch):
+    def fails(programs: dict) -> bytes:
+        raise RuntimeError("a page\nof text")
+
+    for name in ("executorch", "executorch.runtime"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(executorch, "_lowered", fails)
+    source = save(tmp_path / "model", build(plain(ARCHITECTURES["bert"], task="sequence-classification")))
+    with pytest.raises(ValueError, match=r"^ExecuTorch cannot lower this model: RuntimeError$"):
+        export_model(source, "executorch")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @slow
