@@ -57,8 +57,7 @@ def _lowered(programs: dict[str, Any]) -> bytes:
     # XNNPACK claims to unsqueeze any tensor, but lowering fails for one with two dynamic lengths.
     configs = [each for each in xnnpack.ALL_PARTITIONER_CONFIGS if each is not xnnpack.UnsqueezeCopyConfig]
     partitioner = partition.XnnpackPartitioner(configs)
-    settings = exir.EdgeCompileConfig(
-        _check_ir_validity=False
-    )  # the check runs the program, which fixes the number of rows
+    # The check runs the program, which fixes the number of rows.
+    settings = exir.EdgeCompileConfig(_check_ir_validity=False)
     lowered = exir.to_edge_transform_and_lower(programs, partitioner=[partitioner], compile_config=settings)
     return lowered.to_executorch().buffer
