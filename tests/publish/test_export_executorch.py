@@ -56,6 +56,7 @@ def test_a_model_that_cannot_be_lowered_is_refused_in_one_line(tmp_path, monkeyp
     for name in ("executorch", "executorch.runtime"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(executorch, "_lowered", fails)
+    monkeypatch.setattr(executorch, "traced", lambda part, limits: part)  # which takes seconds
     source = save(tmp_path / "model", build(plain(ARCHITECTURES["bert"], task="sequence-classification")))
     with pytest.raises(ValueError, match=r"^ExecuTorch cannot lower this model: RuntimeError$"):
         export_model(source, "executorch")
