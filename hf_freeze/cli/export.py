@@ -12,7 +12,10 @@ from hf_freeze.cli import terminal
 def export(
     model: Annotated[str, typer.Argument(help="Directory or Hub id of a variant or a native model.")],
     format: Annotated[
-        str, typer.Option(help="onnx, torch (torch.export), ctranslate2, or dense (native, without hf_freeze).")
+        str,
+        typer.Option(
+            help="onnx, torch (.pt2 files), aotinductor, executorch, ctranslate2, or dense (without hf_freeze)."
+        ),
     ],
     quantization: Annotated[
         str | None, typer.Option(help="Number format of the weights, such as int8; fp32 if not given.")

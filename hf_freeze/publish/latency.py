@@ -25,7 +25,7 @@ from hf_freeze.publish.export.parts import GENERATING
 
 BATCHES = (1, 32)
 _ALONE, _TOGETHER = 16, 128  # texts of a round in batches of one, and in the others
-_MODEL_FILES = (".safetensors", ".bin", ".onnx", ".data", ".pt2")
+_MODEL_FILES = (".safetensors", ".bin", ".onnx", ".data", ".pt2", ".pte")
 FILES = ("latency.json", "latency.md", "latency.png")
 
 

@@ -48,7 +48,7 @@ def size(folder: Path, *kinds: str) -> int:
 
 
 def test_some_formats_keep_the_structure():
-    assert KEEPING == ["onnx", "torch", "aotinductor"]
+    assert KEEPING == ["onnx", "torch", "aotinductor", "executorch"]
 
 
 # -- every method ------------------------------------------------------------------------------------------------------------
@@ -317,6 +317,9 @@ def test_wrong_input_is_one_line_and_leaves_nothing(classifier, tmp_path, monkey
     refused(message, tmp_path / "vit", "onnx", texts=["w3"], **static)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     refused("onnx needs onnxscript, which is missing", classifier, "onnx")
+    monkeypatch.setitem(sys.modules, "executorch", None)
+    missing = r'executorch needs executorch.runtime, which is missing; from a clone: pip install .* "\.\[executorch\]"'
+    refused(missing, classifier, "executorch")
 
 
 def test_a_full_disk_leaves_the_earlier_export(classifier, tmp_path, monkeypatch):

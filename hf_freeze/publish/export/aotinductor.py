@@ -6,6 +6,7 @@ The files are those of `torch_export`, compiled: model.pt2, or encoder.pt2 and d
 
 import contextlib
 import io
+import json
 import shutil
 import warnings
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from hf_freeze.publish.export.folders import Export
 from hf_freeze.publish.export.parts import parts_of
 from hf_freeze.publish.export.runners import NAMES, open_parts
-from hf_freeze.publish.export.torch_export import compare, names_in, traced
+from hf_freeze.publish.export.torch_export import compare, names_of_part, traced
 
 PACKAGES: tuple[str, ...] = ()
 QUANTIZATIONS: tuple[str, ...] = ()
@@ -40,5 +41,5 @@ def write(export: Export, folder: Path) -> None:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=_SETTINGS)
-        (folder / f"{part.name}.{NAMES}").write_text(names_in(part), encoding="utf-8")
+        (folder / f"{part.name}.{NAMES}").write_text(json.dumps(names_of_part(part)), encoding="utf-8")
     compare(export, parts, open_parts(folder, "aotinductor", {}))

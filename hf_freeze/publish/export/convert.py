@@ -14,7 +14,7 @@ from hf_freeze.compat.pipelines import max_positions
 from hf_freeze.io import whole_folder
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import load_model, load_tokenizer
-from hf_freeze.publish.export import aotinductor, calibration, ctranslate2, dense, onnx, torch_export
+from hf_freeze.publish.export import aotinductor, calibration, ctranslate2, dense, executorch, onnx, torch_export
 from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, require
 from hf_freeze.publish.sentence_files import copy_sentence_files
@@ -23,6 +23,7 @@ FORMATS: dict[str, Any] = {
     "onnx": onnx,
     "torch": torch_export,
     "aotinductor": aotinductor,
+    "executorch": executorch,
     "ctranslate2": ctranslate2,
     "dense": dense,
 }
@@ -45,8 +46,9 @@ def export_model(
     folder is replaced, any other content only with `force`. `texts`: to calibrate int8-static with. The tokenizer and the
     generation settings are exported too. `say` is called with a message before each slow step.
 
-    `onnx`, `torch` and `aotinductor` keep the methods of a variant: what is smaller stays smaller. For `ctranslate2` and `dense`
-    they are merged, and `say` gets what that costs in bytes. The exported model is compared with PyTorch before it is quantized.
+    `onnx`, `torch`, `aotinductor` and `executorch` keep the methods of a variant: what is smaller stays smaller. For
+    `ctranslate2` and `dense` they are merged, and `say` gets what that costs in bytes. The exported model is compared with
+    PyTorch before it is quantized.
 
     Raises ValueError for an unknown format or quantization, a missing package, a source without a model, a model that the
     format cannot represent, an `out` that must not be replaced, and an engine whose results differ from PyTorch's.

@@ -26,10 +26,11 @@ class Export:
 
 def require(package: str, format: str) -> Any:
     """The imported package. Raises ValueError if it is not installed."""
+    extra = "executorch" if format == "executorch" else "export"
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ValueError(f"{format} needs {package}, which is missing; {how_to_install('export')}") from error
+        raise ValueError(f"{format} needs {package}, which is missing; {how_to_install(extra)}") from error
 
 
 def read_mark(folder: Path, format: str | None, task: str) -> dict[str, Any]:

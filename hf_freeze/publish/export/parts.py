@@ -84,9 +84,13 @@ def largest_difference(parts: list[Part], runners: Mapping[str, Runner]) -> floa
 
 def _long(part: Part) -> int:
     """A length above that of the example. The model must have positions for twice as many tokens, and for a few special ones."""
-    config: Any = part.module.model.config  # type: ignore[union-attr]
+    return max(1, min([_LONG, *(limit // 2 - 2 for limit in positions(part.module.model.config))]))  # type: ignore[union-attr]
+
+
+def positions(config: Any) -> list[int]:
+    """How many tokens the encoder and the decoder have positions for, where they are limited."""
     limits = [max_positions(each, side) for each in (config, config.get_text_config()) for side in _SIDES]
-    return max(1, min([_LONG, *(limit // 2 - 2 for limit in limits if limit)]))
+    return [limit for limit in limits if limit]
 
 
 def _resized(part: Part, rows: int, size: int) -> dict[str, Tensor]:

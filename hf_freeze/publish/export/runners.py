@@ -20,11 +20,16 @@ NAMES = "names.json"  # within a file of torch.export, and as a suffix beside on
 def open_parts(folder: Path, format: str, options: dict[str, Any]) -> dict[str, Any]:
     """part -> its runner. `options`: settings of the engine. Raises ValueError for a folder without parts, a file that cannot be
     opened, and an unknown setting."""
-    suffix, runner = RUNNERS[format]
+    suffix, opened = RUNNERS[format]
     files = sorted(folder.glob(f"*{suffix}"))
     if not files:
         raise ValueError(f"{folder} has no file *{suffix}; export it again")
-    return {path.stem: runner(path, **options) for path in files}
+    return {part: runner for path in files for part, runner in opened(path, **options).items()}
+
+
+def _alone(runner: Any) -> Any:
+    """Opens files that hold one part each, whose name is that of the file."""
+    return lambda path, **options: {path.stem: runner(path, **options)}
 
 
 class OnnxRunner:
@@ -97,6 +102,44 @@ class PackageRunner:
         return dict(zip(self.outputs, found, strict=True))
 
 
+class LoweredRunner:
+    """Runs a method of a program of ExecuTorch, for as many rows at a time as it has memory for. `names`: those of its inputs and
+    outputs.
+
+    Raises ValueError for inputs with more tokens than it has memory for.
+    """
+
+    def __init__(self, method: Any, names: dict[str, Any], path: Path) -> None:
+        self.shapes, self.outputs, self._path, self._run = names["shapes"], names["outputs"], path, method
+        described = method.metadata
+        self._limits = {name: described.input_tensor_meta(i).sizes() for i, name in enumerate(self.shapes)}
+
+    @classmethod
+    def open(cls, path: Path, **options: Any) -> dict[str, "LoweredRunner"]:
+        """part -> its runner, of a program with several methods"""
+        _check_no(options)
+        runtime = require("executorch.runtime", "executorch")
+        try:
+            names = json.loads(path.with_suffix(f".{NAMES}").read_text(encoding="utf-8"))
+            program = runtime.Runtime.get().load_program(path)
+            return {part: cls(program.load_method(part), names[part], path) for part in names}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"{path} cannot be opened ({type(error).__name__}); export it again") from error
+
+    def __call__(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        feed = [inputs[name] for name in self.shapes]
+        for (name, limit), tensor in zip(self._limits.items(), feed, strict=True):
+            if any(size > most for size, most in zip(tensor.shape[1:], limit[1:], strict=True)):
+                raise ValueError(
+                    f"{self._path} has memory for {name} of the shape {tuple(limit[1:])} a row, not {tuple(tensor.shape[1:])}; "
+                    "give it shorter texts, or fewer new tokens"
+                )
+        rows = next(iter(self._limits.values()))[0]
+        batches = zip(*(tensor.split(rows) for tensor in feed), strict=True)
+        found = [self._run.execute([tensor.contiguous() for tensor in batch]) for batch in batches]
+        return dict(zip(self.outputs, map(torch.cat, zip(*found, strict=True)), strict=True))
+
+
 def _check_no(options: dict[str, Any]) -> None:
     if options:
         raise ValueError(
@@ -105,7 +148,8 @@ def _check_no(options: dict[str, Any]) -> None:
 
 
 RUNNERS: dict[str, tuple[str, Any]] = {
-    "onnx": (".onnx", OnnxRunner),
-    "torch": (".pt2", ProgramRunner),
-    "aotinductor": (".pt2", PackageRunner),
+    "onnx": (".onnx", _alone(OnnxRunner)),
+    "torch": (".pt2", _alone(ProgramRunner)),
+    "aotinductor": (".pt2", _alone(PackageRunner)),
+    "executorch": (".pte", LoweredRunner.open),
 }

@@ -6,6 +6,7 @@ encoder and decoder have in common, such as a token table, is in both files.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def write(export: Export, folder: Path) -> None:
     for part in parts:
         export.say(f"tracing the {part.name}")
         program = traced(part)
-        torch.export.save(program, folder / f"{part.name}.pt2", extra_files={NAMES: names_in(part)})
+        torch.export.save(program, folder / f"{part.name}.pt2", extra_files={NAMES: json.dumps(names_of_part(part))})
     compare(export, parts, open_parts(folder, "torch", {}))
 
 
@@ -46,12 +47,12 @@ def compare(export: Export, parts: list[Part], runners: Any) -> None:
 
 
 @torch.no_grad()
-def traced(part: Part) -> Any:
-    """The program (torch.export.ExportedProgram) of a part, which holds only what it reads. Raises ValueError if `torch.export`
-    fails."""
+def traced(part: Part, limits: Mapping[str, int] | None = None) -> Any:
+    """The program (torch.export.ExportedProgram) of a part, which holds only what it reads. `limits`: the largest value of each
+    of its `axes`; None is any. Raises ValueError if `torch.export` fails."""
     try:
         # Without operations in place, all that no output depends on is dead, once nothing checks its dtype.
-        program: Any = _exported(part.module.eval(), part).run_decompositions({}).module(check_guards=False)
+        program: Any = _exported(part.module.eval(), part, limits).run_decompositions({}).module(check_guards=False)
         _erase_checks(program.graph)
         program.graph.eliminate_dead_code()
         read = {node.target for node in program.graph.nodes if node.op == "get_attr"}
@@ -59,7 +60,7 @@ def traced(part: Part) -> Any:
             module, _, own = name.rpartition(".")
             delattr(program.get_submodule(module), own)
         program.recompile()
-        traced_again = _exported(program, part)
+        traced_again = _exported(program, part, limits)
     except Exception as error:  # torch raises many kinds, with messages of pages
         raise ValueError(f"torch.export cannot trace the {part.name} of this model: {type(error).__name__}") from error
     _erase_checks(traced_again.graph)
@@ -76,17 +77,21 @@ def _erase_checks(graph: torch.fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _exported(module: nn.Module, part: Part) -> Any:
-    shapes = tuple(dict.fromkeys(part.axes[name], torch.export.Dim.DYNAMIC) for name in part.inputs)
+def _exported(module: nn.Module, part: Part, limits: Mapping[str, int] | None) -> Any:
+    dynamic: Any = torch.export.Dim.DYNAMIC
+    shapes = tuple(
+        {axis: dynamic if limits is None else dynamic(max=limits[size]) for axis, size in part.axes[name].items()}
+        for name in part.inputs
+    )
     # The forwards take *inputs, which is one argument.
     shapes = (shapes,) if not isinstance(module, torch.fx.GraphModule) else shapes
     return torch.export.export(module, tuple(part.inputs.values()), dynamic_shapes=shapes, strict=False)
 
 
-def names_in(part: Part) -> str:
-    """The names of a part, in JSON."""
+def names_of_part(part: Part) -> dict[str, Any]:
+    """What a runner has to know of a part: shapes of inputs, with names where they vary, and names of outputs."""
     shapes = {
         name: [part.axes[name].get(axis, size) for axis, size in enumerate(value.shape)]
         for name, value in part.inputs.items()
     }
-    return json.dumps({"shapes": shapes, "outputs": part.outputs})
+    return {"shapes": shapes, "outputs": part.outputs}
