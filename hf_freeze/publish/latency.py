@@ -105,6 +105,8 @@ def measure(
         if value < 1:
             raise ValueError(f"{name}={value}: must be at least 1")
     settings = {"new_tokens": new_tokens, "exactly": exactly, "threads": threads}
+    if busy := _busy():
+        say(f"this machine is busy ({busy}): times will be too long")
     servers: list[_Server] = []
     try:
         for number, folder in enumerate(folders, start=1):
@@ -121,6 +123,13 @@ def measure(
     finally:
         for server in servers:
             server.close()
+
+
+def _busy() -> str:
+    """How many processes want the cores, where there are more of them than cores; "" where the system does not tell."""
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return f"{load:.1f} processes for {cores} cores" if load > cores else ""
 
 
 class _Server:

@@ -82,6 +82,7 @@ def test_folders_take_turns_and_do_the_same_work(translator, tmp_path):
     assert results[0].megabytes == pytest.approx((translator / "model.safetensors").stat().st_size / 1e6)
     middle, low, high = results[1].ratio_to(results[0], 1)
     assert 0 < low <= middle <= high
+    said = [line for line in said if "busy" not in line]
     assert said[0] == f"opening {translator} (1 of 2)"
     assert said[-1] == "round 2 of 2"
 
@@ -112,6 +113,18 @@ def test_a_classifier_and_a_language_model(tmp_path, forked):
         "memory, MB",
     }
     assert other.sizes == {2: [(2, 8)] * 2}
+
+
+def test_a_busy_machine_is_named(translator, monkeypatch, forked):
+    for load, expected in [
+        (99.0, ["this machine is busy (99.0 processes for 2 cores): times will be too long"]),
+        (1.0, []),
+    ]:
+        monkeypatch.setattr(latency.os, "getloadavg", lambda load=load: (load, 0.0, 0.0), raising=False)
+        monkeypatch.setattr(latency.os, "cpu_count", lambda: 2)
+        said = []
+        measure([translator], TEXTS, batches=(1,), new_tokens=1, rounds=1, say=said.append)
+        assert [line for line in said if "busy" in line] == expected
 
 
 def test_what_cannot_be_measured(translator, tmp_path, forked):
