@@ -21,6 +21,7 @@ from hf_freeze.cli import (
     merge,
     methods,
     push,
+    recipes,
     report,
     run,
     search,
@@ -51,6 +52,7 @@ def _program(
 
 
 for _command in (
+    recipes.recipes,
     run.run,
     search.search,
     compress.compress,

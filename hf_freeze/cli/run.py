@@ -16,7 +16,7 @@ _PLACES = ("local", "ray", "slurm")
 
 
 def run(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, such as recipes/freeze_ablation/recipe.yaml.")],
+    recipe: Annotated[Path, typer.Argument(help="A recipe: a YAML file, or a name that `hf-freeze recipes` lists.")],
     out: Annotated[Path | None, typer.Option(help="Folder of the runs; runs/NAME if not given.")] = None,
     settings: options.Settings = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Run seeds 1 to N instead of the recipe's seeds.")] = None,
@@ -48,11 +48,11 @@ def run(
 ) -> None:
     """Run a grid: every row and seed of a recipe. Finished runs are skipped, interrupted runs resume.
 
-    Example: hf-freeze run recipes/freeze_ablation/multi30k.yaml --set data.root=data/multi30k --seeds 3
+    Example: hf-freeze run freeze_ablation/multi30k --set data.root=data/multi30k --seeds 3
 
-    Example: hf-freeze run recipes/freeze_ablation/recipe.yaml --on slurm --sbatch "--gres=gpu:1 --time=4:00:00" > jobs.sh
+    Example: hf-freeze run freeze_ablation --on slurm --sbatch "--gres=gpu:1 --time=4:00:00" > jobs.sh
 
-    Example: hf-freeze run recipes/freeze_ablation/recipe.yaml --on ray --address auto --gpus 0.5 --out /shared/runs
+    Example: hf-freeze run freeze_ablation --on ray --address auto --gpus 0.5 --out /shared/runs
     """
     from hf_freeze.experiments.recipes.load import load_recipe
     from hf_freeze.experiments.runs.grid import FailedRuns, run_grid

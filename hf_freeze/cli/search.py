@@ -21,7 +21,7 @@ _NOT_IN_TERMINALS = ("chrF", "dev ppl", "best epoch", "epochs", "parameters", "t
 
 
 def search(
-    recipe: Annotated[Path, typer.Argument(help="A recipe with a space, such as recipes/search/recipe.yaml.")],
+    recipe: Annotated[Path, typer.Argument(help="A recipe with a space: a YAML file or a name, such as search.")],
     trials: Annotated[int, typer.Option(min=1, help="Trials to train; those that are refused do not count.")] = 30,
     out: Annotated[Path | None, typer.Option(help="Folder of the search; runs/NAME if not given.")] = None,
     settings: options.Settings = None,
@@ -36,9 +36,9 @@ def search(
     A stopped search goes on where it was; several processes of one machine may share a folder. The search sees the training and
     dev splits; the test split scores the front alone, at the end.
 
-    Example: hf-freeze search recipes/search/recipe.yaml --trials 20 --jobs 2
+    Example: hf-freeze search search --trials 20 --jobs 2
 
-    Example: hf-freeze search recipes/search/recipe.yaml --trials 20 --sampler random --out runs/search-random
+    Example: hf-freeze search search --trials 20 --sampler random --out runs/search-random
     """
     from hf_freeze.install import how_to_install
 

@@ -8,6 +8,7 @@ from hf_freeze.training.precision import AUTO
 
 FIELDS = {
     "name": str,
+    "about": str,  # what it is for, in a line, for `hf-freeze recipes`
     "task": str,
     "data": dict,
     "tokenizer": dict,
