@@ -12,7 +12,8 @@ from hf_freeze.cli import options, terminal
 def compress(
     model: Annotated[str, typer.Argument(help="Directory or Hub id of a trained model, with its tokenizer.")],
     data: Annotated[
-        Path, typer.Option(help="A recipe, a YAML file or a name: its task, data, training and decoding are used; its rows are not.")
+        Path,
+        typer.Option(help="A recipe, a file or a name: its task, data, training and decoding are used; not its rows."),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the smaller model, and all that leads to it.")],
     max_bytes: Annotated[

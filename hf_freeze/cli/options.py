@@ -28,6 +28,10 @@ Settings = Annotated[
 Smoke = Annotated[
     bool, typer.Option("--smoke", help="Use the quick version in the recipe, to see whether everything works.")
 ]
+ReportTo = Annotated[
+    str | None,
+    typer.Option(help="Show the curves in a tracker: tensorboard, trackio or wandb; one run there for each run."),
+]
 ResumeAnyway = Annotated[
     bool,
     typer.Option(

@@ -29,6 +29,7 @@ def search(
     jobs: Annotated[int, typer.Option(min=1, help="Trials at the same time, each in its own process.")] = 1,
     sampler: Annotated[str, typer.Option(help="tpe; nsga2; or random, to compare with.")] = "tpe",
     seed: Annotated[int, typer.Option(min=0, help="Of the sampler; trainings have the recipe's first seed.")] = 0,
+    report_to: options.ReportTo = None,
     resume_anyway: options.ResumeAnyway = False,
 ) -> None:
     """Search a recipe's space for models that are good for their size and work, and test those that no other beats.
@@ -54,7 +55,8 @@ def search(
         from hf_freeze.experiments.search.search import Search
 
         settings = settings or []
-        loaded = load_recipe(recipe, settings, smoke=smoke)
+        tracked = [f"report_to={report_to}"] if report_to else []
+        loaded = load_recipe(recipe, [*settings, *tracked], smoke=smoke)
         if "space" not in loaded:
             raise ValueError(f"{recipe} has no 'space' to search; hf-freeze run is for its rows")
         folder = out or Path("runs") / (loaded["name"] + ("-smoke" if smoke else ""))

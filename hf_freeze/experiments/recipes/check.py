@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_freeze.architectures.base import TRAINED
 from hf_freeze.data.columns import kind_of
-from hf_freeze.experiments.recipes.fields import DATA_FIELDS, FIELDS, SECTIONS, TAKES, TASK_FIELDS
+from hf_freeze.experiments.recipes.fields import DATA_FIELDS, FIELDS, SECTIONS, TAKES, TASK_FIELDS, TRACKERS
 from hf_freeze.experiments.recipes.merge import merge
 from hf_freeze.experiments.recipes.rows import (
     OF_A_ROW,
@@ -62,6 +62,10 @@ def check(recipe: dict[str, Any], path: Any) -> None:
         recipe["training"].setdefault("bf16", AUTO)
     if "axis" in recipe:
         _check_axis(recipe["axis"], path)
+    if (tracker := recipe.get("report_to", TRACKERS[0])) not in TRACKERS:
+        raise ValueError(f"{path}: unknown tracker report_to={tracker!r}; choose from {list(TRACKERS)}")
+    if "report_to" in recipe and task == "image-classification":
+        raise ValueError(f"{path}: report_to is of tasks that the Trainer trains, not of {task!r}")
     seeds = recipe["seeds"]
     if not seeds or any(type(seed) is not int or not 0 <= seed < 2**32 for seed in seeds):
         raise ValueError(f"{path}: seeds must be integers, not {seeds!r}; each in 0..2^32-1")

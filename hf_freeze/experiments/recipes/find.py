@@ -1,4 +1,4 @@
-"""Where a recipe is: in a file of the user's, or among those that come with hf_freeze, which have names such as `theseus/multi30k`."""
+"""Where a recipe is: a file of the user's, or one of those that come with hf_freeze, such as `theseus/multi30k`."""
 
 import difflib
 from pathlib import Path

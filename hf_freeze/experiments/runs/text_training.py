@@ -1,6 +1,7 @@
 """Data, tokenizer, variant, training and test scores of a transformer of text, which the Trainer trains."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,10 @@ def execute_text(
     checkpoint: str | None,
     start: Path | None,
     until: float | None = None,
+    trackers: Sequence[TrainerCallback] = (),
 ) -> Trained:
-    """The transformers of text, which the Trainer trains; `until`, `scored_on`: as `execute` says."""
+    """The transformers of text, which the Trainer trains; `until`, `scored_on`: as `execute` says. `trackers`: what sees the
+    curves of the training, and the test scores."""
     scored_on = run.get("scored_on", "test")
     splits = task.load(run["data"])
     fields = task.config(splits["train"])
@@ -88,7 +91,7 @@ def execute_text(
     encoded = {name: task.encode(splits[name], tokenizer, run, _tokenising(report, name)) for name in used}
     check_data(folder, checkpoint, encoded)
     progress = _ReportProgress(report)
-    callbacks = [progress, VariantCallback()]
+    callbacks = [progress, VariantCallback(), *trackers]
     if not model.finalizable:
         callbacks.append(EarlyStoppingCallback(run["training"].get("patience", 10)))
     if until is not None:
@@ -113,6 +116,8 @@ def execute_text(
     else:
         trainer.state.epoch, progress.ended = 0.0, True
     train_seconds = time.perf_counter() - began
+    for tracker in trackers:  # what is evaluated from here on is the best checkpoint, not the last step
+        trainer.remove_callback(tracker)
     model = trainer.accelerator.unwrap_model(trainer.model)
     if model.finalizable:
         model.finalize()
@@ -131,6 +136,8 @@ def execute_text(
         tokenizer.save_pretrained(folder / "model")
     on_dev = {name.replace("eval_", "dev_"): value for name, value in dev.items() if name.startswith("eval_")}
     metrics = outcome.metrics | on_dev
+    for tracker in trackers:
+        tracker.on_log(trainer.args, trainer.state, trainer.control, logs=dict(outcome.metrics), model=model)
     return Trained(
         model=model,
         outcome=replace(outcome, metrics=metrics),
@@ -192,7 +199,9 @@ def training_arguments(run: dict[str, Any], folder: Path, *, best: bool = True) 
         logging_steps=20,
         seed=run["seed"],
         accelerator_config={"even_batches": False},
-        report_to="none",
+        report_to="none",  # the callbacks of tracking.py
+        run_name=folder.name,
+        project=run["name"],
         disable_tqdm=True,
         dataloader_pin_memory=torch.cuda.is_available(),
     )
