@@ -15,6 +15,7 @@ from support import ROOT
 from support.cases import native_config
 from support.processes import two_processes
 from support.schedules import STEPS, scheduled_model, trainer
+from support.tensorboard import events, scalars
 from torch.distributed.fsdp import fully_shard
 from transformers import MarianMTModel
 
