@@ -16,6 +16,7 @@ from hf_freeze.cli import (
     describe,
     diff,
     export,
+    init,
     inspect,
     latency,
     merge,
@@ -52,6 +53,7 @@ def _program(
 
 
 for _command in (
+    init.init,
     recipes.recipes,
     run.run,
     search.search,

@@ -2,7 +2,7 @@
 `search`, how a recipe is read; of `export`, `latency` and `trim`, which column of a file holds the texts."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -38,3 +38,7 @@ ResumeAnyway = Annotated[
         "--resume-anyway", help="Resume checkpoints of another version, device, precision or number of threads."
     ),
 ]
+
+
+def title_of(recipe: dict[str, Any]) -> str:
+    return recipe["name"] + (f": preset {recipe['preset']}" if "preset" in recipe else "")

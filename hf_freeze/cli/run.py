@@ -76,7 +76,7 @@ def run(
         ray = _ray_options(ray_settings) if on == "ray" else None
         command = _command(recipe, settings, seeds, smoke, jobs, on, ray_settings)
         if is_first_process():
-            terminal.say(f"{loaded['name']}: preset {loaded['preset']}, runs in {folder}")
+            terminal.say(f"{options.title_of(loaded)}, runs in {folder}")
         failed: Exception | None = None
         try:
             run_grid(

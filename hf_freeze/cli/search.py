@@ -67,7 +67,7 @@ def search(
         words_of_options += ["--smoke"] * smoke + [f"--jobs {jobs}"] * (jobs > 1)
         words = ["hf-freeze search", str(recipe), f"--trials {trials}", f"--sampler {sampler}", f"--seed {seed}"]
         command = " ".join([*words, *words_of_options])
-        terminal.say(f"{loaded['name']}: preset {loaded['preset']}, {sampler}, search in {folder}")
+        terminal.say(f"{options.title_of(loaded)}, {sampler}, search in {folder}")
         one = Search(
             *(loaded, folder),
             sampler=sampler,

@@ -88,6 +88,7 @@ SECTIONS = {
         "label",
         "unit",
         "holdout",
+        "holdout_test",
         "limit",
     },
     "tokenizer": {"kind", "vocab_size"},

@@ -34,6 +34,8 @@ def read_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: b
     check_types(recipe, path)
     preset = recipe.get("preset")
     presets = recipe.get("presets", {})
+    if preset is None and not presets:
+        return recipe
     if preset not in presets:
         raise ValueError(f"{path}: unknown preset {preset!r}; choose from {sorted(presets)}")
     ordered = list(recipe.get("rows", ()))  # as the recipe names them, whatever the preset adds to some

@@ -66,7 +66,9 @@ def execute_text(
         weights = start / "model" if start is not None else run["backbone"]["pretrained"]
         tokenizer = transformers.AutoTokenizer.from_pretrained(weights)
         model = _load_pretrained(weights, task, fields, run["seed"])
-        tokenizer.model_max_length = min(tokenizer.model_max_length, model.config.max_position_embeddings)
+        tokenizer.model_max_length = min(
+            tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", tokenizer.model_max_length)
+        )
         methods = [method_of(method, tokenizer) for method in run["methods"]]
         if start is not None and "heads" in run:
             methods.append(measured_heads.pruning(run["heads"], start, model, run["seed"]))
