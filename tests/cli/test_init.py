@@ -81,7 +81,7 @@ def tiny(task, folder):
         return saved(MarianMTModel(MarianConfig(vocab_size=90, **sizes, **ids)), "bpe", folder)
     if task == "lm":
         return saved(
-            GPT2LMHeadModel(GPT2Config(vocab_size=90, n_embd=16, n_layer=2, n_head=2, n_positions=34)), "bpe", folder
+            GPT2LMHeadModel(GPT2Config(vocab_size=90, n_embd=16, n_layer=2, n_head=2, n_positions=10)), "bpe", folder
         )
     return saved(BertForSequenceClassification(BertConfig(**bert)), "wordpiece", folder)
 

@@ -43,7 +43,8 @@ def builtin_data(task: str) -> dict[str, Any]:
 def backbone_for(task: str, name: str, data: str) -> Backbone:
     """`name`: "new", or a folder or Hub id. Raises ValueError and OSError, in one line, where the model cannot be had, has no
     tokenizer, or does not fit the task."""
-    head = task_of(task).head
+    of_text: Any = task_of(task)
+    head = of_text.head
     if name == NEW:
         recipe, on_builtin, on_files = _PRESETS[task]
         preset = read_recipe(recipe, [f"preset={on_builtin if data == BUILTIN else on_files}"])

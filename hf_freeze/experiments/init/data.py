@@ -49,7 +49,8 @@ def data_section(
     )
     missing = {"dev": "holdout", "test": "holdout_test"}
     missing = {split: field for split, field in missing.items() if split not in files}
-    items = len(task_of(task).load(section | dict.fromkeys(missing.values(), 1))["train"]) + len(missing)
+    of_text: Any = task_of(task)
+    items = len(of_text.load(section | dict.fromkeys(missing.values(), 1))["train"]) + len(missing)
     drawn = min(max(items // 10, 1), 1000)
     return section | dict.fromkeys(missing.values(), drawn)
 

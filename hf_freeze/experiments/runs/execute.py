@@ -61,8 +61,10 @@ def execute(
     transformers.set_seed(run["seed"])
     task = task_of(run["task"])
     with tracked(run, folder) as trackers:
-        of_text = functools.partial(execute_text, task, until=until, trackers=trackers)
-        train = task.execute if isinstance(task, OwnTask) else of_text
+        if isinstance(task, OwnTask):
+            train = task.execute
+        else:
+            train = functools.partial(execute_text, task, until=until, trackers=trackers)
         trained = train(run, folder, report, checkpoint=checkpoint, start=start)
     parameters = count_parameters(trained.model)
     record = {

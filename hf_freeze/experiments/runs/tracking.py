@@ -1,6 +1,7 @@
 """The learning curves of a grid in a tracker: one run there for each run of the grid, under the name of its folder, in a project
 (and, of Weights & Biases, a group) with the name of the recipe."""
 
+import importlib
 import importlib.util
 import os
 import uuid
@@ -36,7 +37,7 @@ def tracked(run: dict[str, Any], folder: Path) -> Iterator[list[Any]]:
         yield []
         return
     check_tracker(name)
-    from transformers import integrations  # here: it looks for every tracker that there is
+    integrations: Any = importlib.import_module("transformers.integrations")  # here: it looks for every tracker
 
     if name == "tensorboard":
         callback = integrations.TensorBoardCallback()
