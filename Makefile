@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all families quality style clean
+.PHONY: demo test test-all families quality style wheel clean
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process of the tests would compile hf_freeze anew
 
@@ -37,5 +37,8 @@ style: $(STAMP)  ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+wheel: $(STAMP)  ## the package with its recipes, into dist/
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+
 clean:
-	rm -rf $(VENV) build runs .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache

@@ -16,11 +16,13 @@ from hf_freeze.cli import (
     describe,
     diff,
     export,
+    init,
     inspect,
     latency,
     merge,
     methods,
     push,
+    recipes,
     report,
     run,
     search,
@@ -51,6 +53,8 @@ def _program(
 
 
 for _command in (
+    init.init,
+    recipes.recipes,
     run.run,
     search.search,
     compress.compress,

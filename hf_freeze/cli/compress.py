@@ -11,7 +11,8 @@ from hf_freeze.cli import options, terminal
 def compress(
     model: Annotated[str, typer.Argument(help="Directory or Hub id of a trained model, with its tokenizer.")],
     data: Annotated[
-        Path, typer.Option(help="A recipe: its task, data, training and decoding are used; its rows are not.")
+        Path,
+        typer.Option(help="A recipe, a file or a name: its task, data, training and decoding are used; not its rows."),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the smaller model, and all that leads to it.")],
     max_bytes: Annotated[
@@ -40,7 +41,7 @@ def compress(
     Measures what layers, heads, neurons, tokens and ranks are worth, chooses what to keep, trains it with distillation from the
     model, exports it, and measures again. A stopped one goes on where it was. The test split is used once, at the end.
 
-    Example: hf-freeze compress runs/served/row-0-seed-1/model --data recipes/served/recipe.yaml --max-bytes 400kB --out small
+    Example: hf-freeze compress runs/served/row-0-seed-1/model --data served --max-bytes 400kB --out small
     """
     with terminal.one_line_errors():
         from hf_freeze.search import Budget

@@ -2,7 +2,7 @@
 `search`, how a recipe is read; of `export`, `latency` and `trim`, which column of a file holds the texts."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,9 +28,17 @@ Settings = Annotated[
 Smoke = Annotated[
     bool, typer.Option("--smoke", help="Use the quick version in the recipe, to see whether everything works.")
 ]
+ReportTo = Annotated[
+    str | None,
+    typer.Option(help="Show the curves in a tracker: tensorboard, trackio or wandb; one run there for each run."),
+]
 ResumeAnyway = Annotated[
     bool,
     typer.Option(
         "--resume-anyway", help="Resume checkpoints of another version, device, precision or number of threads."
     ),
 ]
+
+
+def title_of(recipe: dict[str, Any]) -> str:
+    return recipe["name"] + (f": preset {recipe['preset']}" if "preset" in recipe else "")

@@ -16,12 +16,13 @@ _PLACES = ("local", "ray", "slurm")
 
 
 def run(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, such as recipes/freeze_ablation/recipe.yaml.")],
+    recipe: Annotated[Path, typer.Argument(help="A recipe: a YAML file, or a name that `hf-freeze recipes` lists.")],
     out: Annotated[Path | None, typer.Option(help="Folder of the runs; runs/NAME if not given.")] = None,
     settings: options.Settings = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Run seeds 1 to N instead of the recipe's seeds.")] = None,
     smoke: options.Smoke = False,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, each in its own process.")] = 1,
+    report_to: options.ReportTo = None,
     resume_anyway: options.ResumeAnyway = False,
     on: Annotated[
         str, typer.Option(help="local; ray; or slurm, which prints a script of job arrays and runs nothing.")
@@ -48,11 +49,13 @@ def run(
 ) -> None:
     """Run a grid: every row and seed of a recipe. Finished runs are skipped, interrupted runs resume.
 
-    Example: hf-freeze run recipes/freeze_ablation/multi30k.yaml --set data.root=data/multi30k --seeds 3
+    Example: hf-freeze run freeze_ablation/multi30k --set data.root=data/multi30k --seeds 3
 
-    Example: hf-freeze run recipes/freeze_ablation/recipe.yaml --on slurm --sbatch "--gres=gpu:1 --time=4:00:00" > jobs.sh
+    Example: hf-freeze run freeze_ablation --report-to tensorboard; tensorboard --logdir runs/freeze-ablation
 
-    Example: hf-freeze run recipes/freeze_ablation/recipe.yaml --on ray --address auto --gpus 0.5 --out /shared/runs
+    Example: hf-freeze run freeze_ablation --on slurm --sbatch "--gres=gpu:1 --time=4:00:00" > jobs.sh
+
+    Example: hf-freeze run freeze_ablation --on ray --address auto --gpus 0.5 --out /shared/runs
     """
     from hf_freeze.experiments.recipes.load import load_recipe
     from hf_freeze.experiments.runs.grid import FailedRuns, run_grid
@@ -63,16 +66,17 @@ def run(
     ray_settings = {name: value for name, value in ray_settings.items() if value is not None}
     with terminal.one_line_errors():
         with_seeds = [*settings, f"seeds={list(range(1, seeds + 1))}"] if seeds else settings
-        loaded = load_recipe(recipe, with_seeds, smoke=smoke)
+        all_settings = [*with_seeds, f"report_to={report_to}"] if report_to else with_seeds
+        loaded = load_recipe(recipe, all_settings, smoke=smoke)
         folder = out or Path("runs") / (loaded["name"] + ("-smoke" if smoke else ""))
         _check_place(on, sbatch, ray_settings)
         if on == "slurm":
-            _print_job_script(recipe, loaded, with_seeds, folder, sbatch, smoke=smoke, resume_anyway=resume_anyway)
+            _print_job_script(recipe, loaded, all_settings, folder, sbatch, smoke=smoke, resume_anyway=resume_anyway)
             return
         ray = _ray_options(ray_settings) if on == "ray" else None
         command = _command(recipe, settings, seeds, smoke, jobs, on, ray_settings)
         if is_first_process():
-            terminal.say(f"{loaded['name']}: preset {loaded['preset']}, runs in {folder}")
+            terminal.say(f"{options.title_of(loaded)}, runs in {folder}")
         failed: Exception | None = None
         try:
             run_grid(

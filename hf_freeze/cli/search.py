@@ -21,7 +21,7 @@ _NOT_IN_TERMINALS = ("chrF", "dev ppl", "best epoch", "epochs", "parameters", "t
 
 
 def search(
-    recipe: Annotated[Path, typer.Argument(help="A recipe with a space, such as recipes/search/recipe.yaml.")],
+    recipe: Annotated[Path, typer.Argument(help="A recipe with a space: a YAML file or a name, such as search.")],
     trials: Annotated[int, typer.Option(min=1, help="Trials to train; those that are refused do not count.")] = 30,
     out: Annotated[Path | None, typer.Option(help="Folder of the search; runs/NAME if not given.")] = None,
     settings: options.Settings = None,
@@ -29,6 +29,7 @@ def search(
     jobs: Annotated[int, typer.Option(min=1, help="Trials at the same time, each in its own process.")] = 1,
     sampler: Annotated[str, typer.Option(help="tpe; nsga2; or random, to compare with.")] = "tpe",
     seed: Annotated[int, typer.Option(min=0, help="Of the sampler; trainings have the recipe's first seed.")] = 0,
+    report_to: options.ReportTo = None,
     resume_anyway: options.ResumeAnyway = False,
 ) -> None:
     """Search a recipe's space for models that are good for their size and work, and test those that no other beats.
@@ -36,9 +37,9 @@ def search(
     A stopped search goes on where it was; several processes of one machine may share a folder. The search sees the training and
     dev splits; the test split scores the front alone, at the end.
 
-    Example: hf-freeze search recipes/search/recipe.yaml --trials 20 --jobs 2
+    Example: hf-freeze search search --trials 20 --jobs 2
 
-    Example: hf-freeze search recipes/search/recipe.yaml --trials 20 --sampler random --out runs/search-random
+    Example: hf-freeze search search --trials 20 --sampler random --out runs/search-random
     """
     from hf_freeze.install import how_to_install
 
@@ -54,7 +55,8 @@ def search(
         from hf_freeze.experiments.search.search import Search
 
         settings = settings or []
-        loaded = load_recipe(recipe, settings, smoke=smoke)
+        tracked = [f"report_to={report_to}"] if report_to else []
+        loaded = load_recipe(recipe, [*settings, *tracked], smoke=smoke)
         if "space" not in loaded:
             raise ValueError(f"{recipe} has no 'space' to search; hf-freeze run is for its rows")
         folder = out or Path("runs") / (loaded["name"] + ("-smoke" if smoke else ""))
@@ -65,7 +67,7 @@ def search(
         words_of_options += ["--smoke"] * smoke + [f"--jobs {jobs}"] * (jobs > 1)
         words = ["hf-freeze search", str(recipe), f"--trials {trials}", f"--sampler {sampler}", f"--seed {seed}"]
         command = " ".join([*words, *words_of_options])
-        terminal.say(f"{loaded['name']}: preset {loaded['preset']}, {sampler}, search in {folder}")
+        terminal.say(f"{options.title_of(loaded)}, {sampler}, search in {folder}")
         one = Search(
             *(loaded, folder),
             sampler=sampler,

@@ -3,7 +3,6 @@
 import functools
 import json
 import shlex
-import struct
 from inspect import signature
 
 import pytest
@@ -16,6 +15,7 @@ from support import ROOT
 from support.cases import native_config
 from support.processes import two_processes
 from support.schedules import STEPS, scheduled_model, trainer
+from support.tensorboard import events, scalars
 from torch.distributed.fsdp import fully_shard
 from transformers import MarianMTModel
 
@@ -103,33 +103,19 @@ def test_fsdp2_finds_the_layers(architecture):
 # -- trackers ------------------------------------------------------------------------------------------------------------------
 
 
-def records(path):
-    """Of a file of TensorBoard: length, its checksum, data, their checksum."""
-    data, at = path.read_bytes(), 0
-    while at < len(data):
-        (length,) = struct.unpack_from("<Q", data, at)
-        yield data[at + 12 : at + 12 + length]
-        at += 16 + length
-
-
 def test_tensorboard_gets_the_losses_and_methods_of_a_variant(tmp_path, monkeypatch):
     pytest.importorskip("tensorboardX")
-    from tensorboardX.proto.event_pb2 import Event
-
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "seen"))
     settings = {"report_to": ["tensorboard"], "logging_strategy": "steps", "logging_steps": 1}
     model = scheduled_model()
     running = trainer(model, tmp_path, **settings)
     assert any(isinstance(each, VariantCallback) for each in running.callback_handler.callbacks)
     running.train()
-    seen, text = {}, ""
-    for path in (tmp_path / "seen").rglob("events.*"):
-        for event in map(Event.FromString, records(path)):
-            for value in event.summary.value:
-                if value.tag == "train/loss":
-                    seen[event.step] = value.simple_value
-                elif value.tag.startswith("model_config"):
-                    text += b"".join(value.tensor.string_val).decode()
+    seen, text = scalars(tmp_path / "seen")["train/loss"], ""
+    for event in events(tmp_path / "seen"):
+        for value in event.summary.value:
+            if value.tag.startswith("model_config"):
+                text += b"".join(value.tensor.string_val).decode()
     logged = {entry["step"]: entry["loss"] for entry in running.state.log_history if "loss" in entry}
     assert len(logged) == STEPS
     assert seen == pytest.approx(logged, rel=1e-6)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_freeze.architectures.base import TRAINED
 from hf_freeze.data.columns import kind_of
-from hf_freeze.experiments.recipes.fields import DATA_FIELDS, FIELDS, SECTIONS, TAKES, TASK_FIELDS
+from hf_freeze.experiments.recipes.fields import DATA_FIELDS, FIELDS, SECTIONS, TAKES, TASK_FIELDS, TRACKERS
 from hf_freeze.experiments.recipes.merge import merge
 from hf_freeze.experiments.recipes.rows import (
     OF_A_ROW,
@@ -62,6 +62,10 @@ def check(recipe: dict[str, Any], path: Any) -> None:
         recipe["training"].setdefault("bf16", AUTO)
     if "axis" in recipe:
         _check_axis(recipe["axis"], path)
+    if (tracker := recipe.get("report_to", TRACKERS[0])) not in TRACKERS:
+        raise ValueError(f"{path}: unknown tracker report_to={tracker!r}; choose from {list(TRACKERS)}")
+    if "report_to" in recipe and task == "image-classification":
+        raise ValueError(f"{path}: report_to is of tasks that the Trainer trains, not of {task!r}")
     seeds = recipe["seeds"]
     if not seeds or any(type(seed) is not int or not 0 <= seed < 2**32 for seed in seeds):
         raise ValueError(f"{path}: seeds must be integers, not {seeds!r}; each in 0..2^32-1")
@@ -184,7 +188,8 @@ def _check_training(training: dict[str, Any], task: str, path: Any) -> None:
 def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
     form, parallel, files = data_form(data), task == "translation", TASK_FIELDS[task].files
     without_dev = "holdout" in data or (task == "image-classification" and "dev" not in data)
-    splits = [split for split in SPLITS if split != "dev" or not without_dev]
+    drawn = {"dev": without_dev, "test": "holdout_test" in data}
+    splits = [split for split in SPLITS if not drawn.get(split)]
     needed = {"builtin": [], "hub": [*(["source", "target"] if parallel else []), *splits]}.get(form or "", splits)
     for key in needed:
         if key not in data:
@@ -199,10 +204,11 @@ def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
             wanted = "a list of files" if files is None else f"two files, {files}"
             others = "; JSONL and Parquet files hold both" if TASK_FIELDS[task].tables else ""
             raise ValueError(f"{path}: data.{split} must be {wanted}, not {named!r}{others}")
-    if "holdout" in data and (type(data["holdout"]) is not int or data["holdout"] < 1 or "dev" in data):
-        raise ValueError(
-            f"{path}: data.holdout={data['holdout']!r} must be a number of training items, and takes the place of data.dev"
-        )
+    for key, split in (("holdout", "dev"), ("holdout_test", "test")):
+        if key in data and (type(data[key]) is not int or data[key] < 1 or split in data):
+            raise ValueError(
+                f"{path}: data.{key}={data[key]!r} must be a number of training items, and takes the place of data.{split}"
+            )
     columns = data.get("columns", ["sentence"])
     if (
         not isinstance(columns, list)

@@ -8,6 +8,7 @@ from hf_freeze.training.precision import AUTO
 
 FIELDS = {
     "name": str,
+    "about": str,  # what it is for, in a line, for `hf-freeze recipes`
     "task": str,
     "data": dict,
     "tokenizer": dict,
@@ -17,6 +18,7 @@ FIELDS = {
     "training": dict,
     "decoding": dict,
     "start": str,  # the folder of another grid, where each row starts from the run of the same row and seed
+    "report_to": str,  # a tracker, which sees the runs as they train
     "axis": str,  # a setting of a method, such as factorized_embedding.rank, that the report draws the score against
     "rows": dict,
     "only": list,
@@ -25,6 +27,8 @@ FIELDS = {
     "search": dict,  # its goals, bounds and rungs
     "smoke": dict,
 }
+
+TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
 def _precision(value: Any) -> Any:
@@ -84,6 +88,7 @@ SECTIONS = {
         "label",
         "unit",
         "holdout",
+        "holdout_test",
         "limit",
     },
     "tokenizer": {"kind", "vocab_size"},

@@ -7,16 +7,25 @@ from typing import Any
 import yaml
 
 from hf_freeze.experiments.recipes.check import check, check_types
+from hf_freeze.experiments.recipes.find import find_recipe
 from hf_freeze.experiments.recipes.merge import merge
 
 
 def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: bool = False) -> dict[str, Any]:
-    """Read a recipe. `extends: other.yaml` starts from another; the chosen preset fills what the recipe leaves open;
-    `smoke` applies the recipe's `smoke` section; `settings` (`"training.epochs=3"`) come last.
+    """Read a recipe, a file or one that comes with hf_freeze (`find_recipe`). `extends: other.yaml` starts from another; the
+    chosen preset fills what the recipe leaves open; `smoke` applies the recipe's `smoke` section; `settings`
+    (`"training.epochs=3"`) come last.
 
-    Raises ValueError for unknown fields, wrong types, unknown presets, rows or methods.
+    Raises ValueError for unknown recipes and fields, wrong types, unknown presets, rows or methods.
     """
-    recipe = _read(Path(path))
+    recipe = read_recipe(path, settings, smoke=smoke)
+    check(recipe, path)
+    return recipe
+
+
+def read_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: bool = False) -> dict[str, Any]:
+    """As `load_recipe`, but what the recipe leaves to the user, such as a pretrained model, may be missing."""
+    recipe = _read(find_recipe(path))
     # The preset may itself be chosen by --smoke or --set, so these are applied first to find it and again at the end.
     overrides = copy.deepcopy(recipe.get("smoke", {})) if smoke else {}
     for setting in settings or []:
@@ -25,13 +34,14 @@ def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: b
     check_types(recipe, path)
     preset = recipe.get("preset")
     presets = recipe.get("presets", {})
+    if preset is None and not presets:
+        return recipe
     if preset not in presets:
         raise ValueError(f"{path}: unknown preset {preset!r}; choose from {sorted(presets)}")
     ordered = list(recipe.get("rows", ()))  # as the recipe names them, whatever the preset adds to some
     recipe = merge(presets[preset], recipe)
     if "rows" in recipe:
         recipe["rows"] = {name: recipe["rows"][name] for name in dict.fromkeys([*ordered, *recipe["rows"]])}
-    check(recipe, path)
     return recipe
 
 
@@ -59,7 +69,10 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if base is not None and not isinstance(base, str):
         raise ValueError(f"{path}: 'extends' names another recipe, not {base!r}")
     check_types(recipe, path)
-    return recipe if base is None else merge(_read(path.parent / base, (*seen, path.resolve())), recipe)
+    if base is None:
+        return recipe
+    extended = path.parent / base
+    return merge(_read(extended if extended.is_file() else find_recipe(base), (*seen, path.resolve())), recipe)
 
 
 def _parse_setting(setting: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def check_folder(folder: Path, run: dict[str, Any]) -> None:
         recorded = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is damaged ({error}); remove {folder}") from error
-    wanted = json.loads(json.dumps(run))
+    wanted = json.loads(json.dumps(_changing_results(run)))
     noted = noted_precision(folder.parent)
     auto = uses_bf16(AUTO) if noted is None else noted == "bf16"
     for settings in (recorded, wanted):
@@ -78,4 +78,9 @@ def claim_all(runs: list[dict[str, Any]], out: Path, command: str | None) -> lis
 def _claim(folder: Path, run: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "run.json").exists():
-        write_whole(folder / "run.json", json.dumps(run, indent=1, ensure_ascii=False) + "\n")
+        write_whole(folder / "run.json", json.dumps(_changing_results(run), indent=1, ensure_ascii=False) + "\n")
+
+
+def _changing_results(run: dict[str, Any]) -> dict[str, Any]:
+    """The settings without those that a resumed run may change freely."""
+    return {key: value for key, value in run.items() if key != "report_to"}

@@ -16,6 +16,7 @@ from hf_freeze.experiments.runs.environment import environment, peak_memory
 from hf_freeze.experiments.runs.launcher import is_first_process
 from hf_freeze.experiments.runs.resume import agreed_precision, check_origin, last_whole_checkpoint
 from hf_freeze.experiments.runs.text_training import execute_text
+from hf_freeze.experiments.runs.tracking import tracked
 from hf_freeze.experiments.tasks.base import OwnTask, ProgressCallback
 from hf_freeze.experiments.tasks.items import digest_of_test_set
 from hf_freeze.experiments.tasks.registry import task_of
@@ -59,8 +60,12 @@ def execute(
     check_origin(folder, checkpoint if not resume_anyway else None, precision, start=start, teacher=teacher)
     transformers.set_seed(run["seed"])
     task = task_of(run["task"])
-    train = task.execute if isinstance(task, OwnTask) else functools.partial(execute_text, task, until=until)
-    trained = train(run, folder, report, checkpoint=checkpoint, start=start)
+    with tracked(run, folder) as trackers:
+        if isinstance(task, OwnTask):
+            train = task.execute
+        else:
+            train = functools.partial(execute_text, task, until=until, trackers=trackers)
+        trained = train(run, folder, report, checkpoint=checkpoint, start=start)
     parameters = count_parameters(trained.model)
     record = {
         "recipe": run["name"],

@@ -21,6 +21,7 @@ from hf_freeze.experiments.runs.on_ray import RayOptions, RayTasks
 from hf_freeze.experiments.runs.precision import precision_of
 from hf_freeze.experiments.runs.processes import Processes
 from hf_freeze.experiments.runs.progress import show_progress, summary_line
+from hf_freeze.experiments.runs.tracking import check_tracker
 from hf_freeze.model.loading import check_exists
 from hf_freeze.run_folder import needed_folders, run_folder, start_folder
 
@@ -72,6 +73,7 @@ def run_grid(
     added = ({"scored_on": scored_on} if scored_on != "test" else {}) | ({"trainer": trainer} if trainer else {})
     runs, every = ([run | added for run in some] for some in (runs, every))
     check_files(recipe["data"])
+    check_tracker(recipe.get("report_to"))
     for name in {run["backbone"].get("pretrained") for run in runs if "backbone" in run} - {None}:
         check_exists(name)
     for run in runs:

@@ -2,6 +2,7 @@
 
 import importlib
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,10 @@ def execute_text(
     checkpoint: str | None,
     start: Path | None,
     until: float | None = None,
+    trackers: Sequence[TrainerCallback] = (),
 ) -> Trained:
-    """The transformers of text, which the Trainer trains; `until`, `scored_on`: as `execute` says."""
+    """The transformers of text, which the Trainer trains; `until`, `scored_on`: as `execute` says. `trackers`: what sees the
+    curves of the training, and the test scores."""
     scored_on = run.get("scored_on", "test")
     splits = task.load(run["data"])
     fields = task.config(splits["train"])
@@ -64,7 +67,9 @@ def execute_text(
         weights = start / "model" if start is not None else run["backbone"]["pretrained"]
         tokenizer = transformers.AutoTokenizer.from_pretrained(weights)
         model = _load_pretrained(weights, task, fields, run["seed"])
-        tokenizer.model_max_length = min(tokenizer.model_max_length, model.config.max_position_embeddings)
+        tokenizer.model_max_length = min(
+            tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", tokenizer.model_max_length)
+        )
         methods = [method_of(method, tokenizer) for method in run["methods"]]
         if start is not None and "heads" in run:
             methods.append(measured_heads.pruning(run["heads"], start, model, run["seed"]))
@@ -89,7 +94,7 @@ def execute_text(
     encoded = {name: task.encode(splits[name], tokenizer, run, _tokenising(report, name)) for name in used}
     check_data(folder, checkpoint, encoded)
     progress = _ReportProgress(report)
-    callbacks = [progress, VariantCallback()]
+    callbacks = [progress, VariantCallback(), *trackers]
     if not model.finalizable:
         callbacks.append(EarlyStoppingCallback(run["training"].get("patience", 10)))
     if until is not None:
@@ -114,6 +119,8 @@ def execute_text(
     else:
         trainer.state.epoch, progress.ended = 0.0, True
     train_seconds = time.perf_counter() - began
+    for tracker in trackers:  # what is evaluated from here on is the best checkpoint, not the last step
+        trainer.remove_callback(tracker)
     model = trainer.accelerator.unwrap_model(trainer.model)
     if model.finalizable:
         model.finalize()
@@ -132,6 +139,8 @@ def execute_text(
         tokenizer.save_pretrained(folder / "model")
     on_dev = {name.replace("eval_", "dev_"): value for name, value in dev.items() if name.startswith("eval_")}
     metrics = outcome.metrics | on_dev
+    for tracker in trackers:
+        tracker.on_log(trainer.args, trainer.state, trainer.control, logs=dict(outcome.metrics), model=model)
     return Trained(
         model=model,
         outcome=replace(outcome, metrics=metrics),
@@ -201,7 +210,9 @@ def training_arguments(run: dict[str, Any], folder: Path, *, best: bool = True) 
         logging_steps=20,
         seed=run["seed"],
         accelerator_config={"even_batches": False},
-        report_to="none",
+        report_to="none",  # the callbacks of tracking.py
+        run_name=folder.name,
+        project=run["name"],
         disable_tqdm=True,
         dataloader_pin_memory=torch.cuda.is_available(),
     )

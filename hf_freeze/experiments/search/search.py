@@ -25,6 +25,7 @@ from hf_freeze.experiments.runs.collect import write_results
 from hf_freeze.experiments.runs.grid import FailedRuns
 from hf_freeze.experiments.runs.processes import Processes
 from hf_freeze.experiments.runs.progress import show_progress
+from hf_freeze.experiments.runs.tracking import check_tracker
 from hf_freeze.experiments.search import study as study_module
 from hf_freeze.experiments.search.costs import Costs, Counter, costs_of
 from hf_freeze.experiments.search.halving import Point, front_of, goes_on
@@ -86,6 +87,7 @@ class Search:
         resume_anyway: bool = False,
     ) -> None:
         check_files(recipe["data"])
+        check_tracker(recipe.get("report_to"))
         self.recipe, self.out, self.grid = recipe, out, out / "trials"
         self._command, self._resume_anyway, self._jobs = command, resume_anyway, jobs
         self.console = console or Console()
@@ -352,7 +354,7 @@ class Search:
 
 def _identity(recipe: dict[str, Any]) -> dict[str, Any]:
     """What must be the same for a search to go on. Where the data lies may change, and which rows stand beside the space."""
-    left_out = ("presets", "smoke", "rows", "only", "axis")
+    left_out = ("presets", "smoke", "rows", "only", "axis", "about", "report_to")
     identity = {key: value for key, value in recipe.items() if key not in left_out}
     identity["seeds"] = recipe["seeds"][:1]
     identity["data"] = {key: value for key, value in recipe["data"].items() if key != "root"}

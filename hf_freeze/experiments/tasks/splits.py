@@ -10,17 +10,24 @@ from hf_freeze.experiments.tasks.data_forms import SPLITS
 
 
 def take(splits: dict[str, datasets.Dataset], settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
-    """`splits`, a dev split drawn from train where `holdout` says how many, each cut to the first `limit` items.
+    """`splits`, a dev and a test split drawn from train where `holdout` and `holdout_test` say how many, each cut to the first
+    `limit` items.
 
-    Raises ValueError where train is not larger than the holdout.
+    Raises ValueError where train is not larger than what is held out.
     """
-    if holdout := settings.get("holdout"):
+    held = {"dev": settings.get("holdout", 0), "test": settings.get("holdout_test", 0)}
+    if sum(held.values()):
         size = len(splits["train"])
-        if size <= holdout:
-            raise ValueError(f"data.holdout={holdout} leaves nothing to train on: the training split has {size} items")
+        if size <= sum(held.values()):
+            words = [f"data.{name}={settings[name]}" for name in ("holdout", "holdout_test") if name in settings]
+            raise ValueError(f"{' and '.join(words)} leaves nothing to train on: the training split has {size} items")
         order = np.random.default_rng(0).permutation(size)  # files may be sorted
-        splits["dev"] = splits["train"].select(np.sort(order[:holdout]))
-        splits["train"] = splits["train"].select(np.sort(order[holdout:]))
+        train = splits["train"]
+        for name, count in held.items():
+            if count:
+                splits[name] = train.select(np.sort(order[:count]))
+            order = order[count:]
+        splits["train"] = train.select(np.sort(order))
     limit = settings.get("limit")
     return {name: splits[name].select(range(min(limit or len(splits[name]), len(splits[name])))) for name in SPLITS}
 
