@@ -72,7 +72,9 @@ def test_a_recipe_extends_another_by_its_name(tmp_path):
     mine.write_text("extends: freeze_ablation\nname: mine\nonly: ['0', '3']\n", encoding="utf-8")
     assert load_recipe(mine) == load_recipe("freeze_ablation") | {"name": "mine", "only": ["0", "3"]}
     mine.write_text("extends: freeze_ablatoin\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"no recipe 'freeze_ablatoin'.*the closest names are freeze_ablation, "):
+    with pytest.raises(
+        FileNotFoundError, match=r"no recipe 'freeze_ablatoin'.*the closest names are freeze_ablation, "
+    ):
         load_recipe(mine)
 
 

@@ -26,7 +26,7 @@ def packaged_recipes() -> dict[str, Path]:
 
 def find_recipe(name: str | Path) -> Path:
     """The file that `name` means: a path; the name of a packaged recipe; or the latter's path in a clone, which the pages use,
-    such as `recipes/theseus/rte.yaml`. Raises ValueError, with the closest names, where there is none."""
+    such as `recipes/theseus/rte.yaml`. Raises FileNotFoundError, with the closest names, where there is none."""
     if Path(name).is_file():
         return Path(name)
     packaged, wanted = packaged_recipes(), Path(name).as_posix()
@@ -39,4 +39,6 @@ def find_recipe(name: str | Path) -> Path:
     closest = [other for other in packaged if other.startswith(f"{short}/")]
     closest += [other for other in difflib.get_close_matches(short, packaged, n=3) if other not in closest]
     hint = f"; the closest names are {', '.join(closest)}" if closest else ""
-    raise ValueError(f"no recipe {wanted!r}: there is no such file, and none of that name in `hf-freeze recipes`{hint}")
+    raise FileNotFoundError(
+        f"no recipe {wanted!r}: there is no such file, and none of that name in `hf-freeze recipes`{hint}"
+    )

@@ -16,7 +16,7 @@ def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: b
     chosen preset fills what the recipe leaves open; `smoke` applies the recipe's `smoke` section; `settings`
     (`"training.epochs=3"`) come last.
 
-    Raises ValueError for unknown recipes and fields, wrong types, unknown presets, rows or methods.
+    Raises FileNotFoundError for an unknown recipe; ValueError for unknown fields, wrong types, unknown presets, rows or methods.
     """
     recipe = read_recipe(path, settings, smoke=smoke)
     check(recipe, path)
