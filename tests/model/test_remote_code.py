@@ -166,7 +166,8 @@ def test_what_needs_no_layer_of_ours_loads_even_then(applied, tmp_path):
     printed = printed_by(NATIVELY, tmp_path / "model", tmp_path / "out")
 
     assert printed.startswith("BertForSequenceClassification True\n")
-    assert torch.equal(torch.load(tmp_path / "out"), variant(**BATCH).logits)
+    # Files are mapped there, and where tensors lie in memory decides in which order some CPUs add.
+    torch.testing.assert_close(torch.load(tmp_path / "out"), variant(**BATCH).logits, rtol=0, atol=1e-6)
     # It was trained there: what it saved is a native model with all tensors, and nothing regenerates them.
     native = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out.again").eval()
     assert type(native) is BertForSequenceClassification
