@@ -52,8 +52,9 @@ if RUNS_TESTS:
     PreTrainedConfig.__repr__ = object.__repr__
 
     @pytest.fixture(autouse=True)
-    def _same_random_state():
+    def _same_state():
         torch.manual_seed(0)
+        torch.set_num_threads(1)  # a test whose trainings are in this process may have changed it
 
 
 @atexit.register
