@@ -30,6 +30,7 @@ $(DOCS_STAMP): $(STAMP)
 	touch $(DOCS_STAMP)
 
 docs: export NO_MKDOCS_2_WARNING := 1
+docs: export PATH := $(abspath $(BIN)):$(PATH)  # ruff formats the signatures
 docs: $(DOCS_STAMP)  ## the documentation site, in build/site; a warning, such as a link that leads nowhere, is an error
 	$(BIN)/mkdocs build --strict
 

@@ -43,6 +43,7 @@ def repository_path(src_uri: str) -> str:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links are written for GitHub, where docs/ is a folder like others: lead them to where the files are on the site."""
+    markdown = markdown.replace("']['", "']\\['")  # of Python, in messages of families.md: no reference
     here = repository_path(page.file.src_uri)
 
     def moved(match: re.Match[str]) -> str:
