@@ -56,3 +56,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     pieces = re.split(f"({CODE.pattern})", markdown, flags=CODE.flags)
     return "".join(piece if number % 2 else LINK.sub(moved, piece) for number, piece in enumerate(pieces))
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Name the dialog and the box of the search, which the theme leaves to those who see them."""
+    output = output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
+    return output.replace('data-md-toggle="search"', 'data-md-toggle="search" aria-label="Search"')
+
+
+on_post_template = on_post_page  # of 404.html
