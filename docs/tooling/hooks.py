@@ -12,9 +12,6 @@ ROOT = Path(__file__).parents[2]
 OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "recipes/**/*.md", "recipes/**/*.yaml", "recipes/**/*.py")
 REPORTS = "docs/results/*.html"
 HOME = "index.md"  # of the site; README.md is the front door on GitHub
-UNWRITTEN = {
-    "#a-classifier-and-a-sentence-encoder-in-onnx-runtime"
-}  # a section that pages link to before it is measured
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
@@ -49,7 +46,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def moved(match: re.Match[str]) -> str:
         opening, link, anchor, closing = match.groups()
         target = posixpath.normpath(posixpath.join(posixpath.dirname(here), link))
-        if target == "README.md" or anchor in UNWRITTEN:  # the sections of README.md are pages of their own here
+        if target == "README.md":  # the sections of README.md are pages of their own here
             anchor = ""
         new = posixpath.relpath(site_path(target), posixpath.dirname(page.file.src_uri) or ".")
         return f"{opening}{new}{anchor or ''}{closing}"

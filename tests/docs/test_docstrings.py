@@ -17,18 +17,32 @@ from transformers import BertConfig, BertForSequenceClassification, MarianConfig
 from hf_freeze import data
 from hf_freeze.architectures.registry import ARCHITECTURES
 
-ROOMS = ["", "analysis", "data", "metrics", "methods", "training", "publish.export", "seeded", "layers", "surgery"]
+ROOMS = [
+    "",
+    "analysis",
+    "data",
+    "metrics",
+    "methods",
+    "training",
+    "search",
+    "publish.export",
+    "seeded",
+    "layers",
+    "surgery",
+]
 OF_TRANSFORMERS = {"methods", "layers"}  # whose classes have the methods of a base class, which says what they do
 REFERENCE = "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
 
 
 def exported(room):
-    """Names that the room gives to others: imported as themselves (`import a as a`), or in __all__."""
-    path = ROOT / "hf_freeze" / room.replace(".", "/") / "__init__.py"
-    imports = [
-        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)
-    ]
-    names = {alias.name for node in imports for alias in node.names if alias.asname == alias.name}
+    """Names that a room gives to others: imported as themselves (`import a as a`), in __all__, or functions of one file."""
+    path = ROOT / "hf_freeze" / room.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    imports = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    names = {alias.name for alias in imports if alias.asname == alias.name}
+    if path.name != "__init__.py":
+        names |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"}
     return sorted(names or importlib.import_module(f"hf_freeze.{room}").__all__)
 
 
