@@ -2,8 +2,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: demo test test-all families quality style wheel clean
+.PHONY: demo test test-all docs families quality style wheel clean
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process of the tests would compile hf_freeze anew
 
@@ -23,6 +24,15 @@ test: $(STAMP)  ## all tests
 
 test-all: export HF_FREEZE_TESTS := all
 test-all: test  ## the tests with every combination that they are drawn from: hours
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $(DOCS_STAMP)
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: export PATH := $(abspath $(BIN)):$(PATH)  # ruff formats the signatures
+docs: $(DOCS_STAMP)  ## the documentation site, in build/site; a warning, such as a link that leads nowhere, is an error
+	$(BIN)/mkdocs build --strict
 
 families: $(STAMP)  ## derive, prove and test every family of transformers, and write docs/families.md: about an hour
 	$(BIN)/python tests/families/run.py docs

@@ -28,7 +28,7 @@ def choose_cutoffs(
     """Cut-offs for `AdaptiveEmbedding(cutoffs=..., width=width, factor=factor)` that give frequent tokens wide rows.
 
         counts = analysis.count_tokens(tokenizer, texts)
-        cutoffs = analysis.choose_cutoffs(counts, 0.25, width=512)
+        cutoffs = analysis.choose_cutoffs(counts, 0.5, width=model.config.d_model)
 
     `token_counts` (V,): the number of occurrences of each id, or shares. `budget`: the number of parameters of tables and
     projections, or a share in (0, 1) of the V x `hidden_size` parameters of a dense table (`hidden_size` None: `width`).

@@ -15,7 +15,7 @@ def extract_depth(model: Any, layers: Mapping[str, int]) -> LayerSelection:
     Every ⌊1 / p⌋-th layer is removed, where p is the share to remove. If that would leave another number of layers, the kept
     ones lie at even distances, the first and the last layer among them. `model` may be a config.
 
-    >>> shallow = make_variant(model, [analysis.extract_depth(model, {"encoder": 3, "decoder": 3})])
+        shallow = make_variant(model, [analysis.extract_depth(model, {"encoder": 3, "decoder": 3})])
 
     Raises ValueError for an unsupported model, an unknown stack, and a number outside 1..the layers of the stack.
     """

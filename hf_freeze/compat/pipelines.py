@@ -2,9 +2,9 @@
 
 `register_pipelines()` (run by `import hf_freeze`) makes these work for every encoder-decoder model:
 
-    pipeline("translation", model=...)("Merhaba")              # [{"translation_text": "Hello"}]
-    pipeline("translation_tr_to_en", model=...)(["a", "b"])    # one dict per text; any pair of languages
-    pipeline("text2text-generation", model=...)(generator)     # streams; one list of dicts per text
+    pipeline("translation", model=folder)("Merhaba")              # [{"translation_text": "Hello"}]
+    pipeline("translation_tr_to_en", model=folder)(["a", "b"])    # one dict per text; any pair of languages
+    pipeline("text2text-generation", model=folder)(generator)     # streams; one list of dicts per text
 
 The pipeline for speech recognition is that of transformers, which also takes variants for the kind of model that they are.
 

@@ -40,6 +40,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         self.bounds = _bounds(np.bincount(self.targets), max_tokens)
 
     def set_epoch(self, epoch: int) -> None:
+        """Draw the batches of this epoch, counted from 0, from now on."""
         self.epoch = epoch
 
     @property

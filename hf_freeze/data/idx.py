@@ -1,6 +1,6 @@
 """Reader for idx files, the format of MNIST (LeCun et al., 1998): a magic number, the lengths of the axes, then the data.
 
->>> images, labels = read_idx("train-images-idx3-ubyte.gz"), read_idx("train-labels-idx1-ubyte.gz")
+images, labels = read_idx("train-images-idx3-ubyte.gz"), read_idx("train-labels-idx1-ubyte.gz")
 """
 
 import math

@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerFast
 from hf_freeze.data.cache import cached_folder, open_tables
 from hf_freeze.data.tokenization import check_ids, id_outside, train_tokenizer
 
-Progress = Callable[[int, int], None]  # receives the number of rows that are done, and of all rows
+Progress = Callable[[int, int], None]
+"""A function that receives the number of rows that are done, and of all rows."""
 IDS = pa.list_(pa.int32())
 _ROWS = 1000  # tokenised at a time
 _RESIDENT = 1 << 29  # bytes of mapped files that count as memory of the process, before their pages are given back

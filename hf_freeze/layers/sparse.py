@@ -21,6 +21,8 @@ class SparseLinear(NeverDrawn, DerivedLinear):
 
     `columns` holds the bytes of 16- or 32-bit integers: DistributedDataParallel sends all buffers, and neither NCCL nor gloo
     can send 16-bit integers.
+
+    Raises ValueError for `nonzeros` outside 0..O I.
     """
 
     def __init__(self, linear: Any, nonzeros: int) -> None:

@@ -18,6 +18,7 @@ from .translation import ChrF, SacreBLEU
 METRICS: dict[str, type[OfflineMetric]] = {
     metric.name: metric for metric in (SacreBLEU, ChrF, Perplexity, Accuracy, F1, MatthewsCorrelation)
 }
+"""Name -> metric, such as `"sacrebleu"`, `"perplexity"` or `"accuracy"`."""
 
 
 def load(name: str, **kwargs: Any) -> OfflineMetric:

@@ -54,7 +54,8 @@ class OfflineMetric(evaluate.Metric):
         self.add_batch(**{name: [value] for name, value in example.items() if value is not None})
 
     def compute(self, **kwargs: Any) -> dict[str, Any] | None:
-        """Score the stored examples and those in `kwargs`, which are stored first."""
+        """Score the stored examples and those in `kwargs`, which are stored first; None in all processes but the first.
+        Raises ValueError if there are none, and for an unknown or impossible option."""
         inputs = {name: kwargs.pop(name) for name in (*self.inputs, "predictions", "references") if name in kwargs}
         inputs = {name: values for name, values in inputs.items() if values is not None}
         self._refuse_unknown(kwargs, list(self.options))

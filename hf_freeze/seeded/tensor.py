@@ -184,7 +184,8 @@ class Origin:
 
 
 def take(value: torch.Tensor, dimension: int, index: Index) -> torch.Tensor:
-    """The entries `index` of `value` along `dimension`; for each entry of dimension 0 its own, if `index` has such."""
+    """The entries `index` of `value`, of any shape, along `dimension`, which gets their number as its size; for each entry of
+    dimension 0 its own, if `index` has such."""
     if not any(isinstance(entry, tuple) for entry in index):
         return value.index_select(dimension, torch.tensor(index, dtype=torch.long, device=value.device))
     return torch.stack(
@@ -245,14 +246,14 @@ class SeededTensor:
         return replace(self, name=origin.name, shape=tuple(shape), kept=kept, parts=parts)
 
     def generate(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The tensor in fp32. Raises ValueError for an unknown scheme."""
+        """The tensor in fp32, in the shape that is left of `shape` after `kept`. Raises ValueError for an unknown scheme."""
         value = self._mixed(self._generate_unsliced(device))
         for dimension, index in self.kept:
             value = take(value, dimension, index)
         return value
 
     def generate_rows(self, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The rows [start, stop) of `generate()`. Of a whole random matrix nothing else is computed."""
+        """The rows [start, stop) of `generate()`, fp32 (stop - start, ...). Of a whole random matrix nothing else is computed."""
         if self.scheme in ("glorot", "embedding") and len(self.shape) == 2 and not (self.kept or self.parts):
             total = self.shape[1] if self.scheme == "embedding" else sum(self.shape) / 2
             return uniform(self.seed, self.name, self.shape, math.sqrt(3 / total), rows=(start, stop), device=device)
@@ -315,7 +316,7 @@ class SeededTensor:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """128 bits of SHA-256 over the fp32 values of `tensor`, as 32 hexadecimal digits."""
+    """128 bits of SHA-256 over the fp32 values of `tensor`, of any shape, as 32 hexadecimal digits."""
     data: Any = tensor.detach().to("cpu", torch.float32).contiguous().view(torch.uint8).flatten()
     return hashlib.sha256(data.numpy()).hexdigest()[:32]
 

@@ -24,7 +24,8 @@ from hf_freeze.surgery.replacing import (
     spread_features,
 )
 
-Kept: TypeAlias = list[int] | list[list[int]]  # neurons to keep, in ascending order; or such a list for each expert
+Kept: TypeAlias = list[int] | list[list[int]]
+"""Neurons to keep, in ascending order; or such a list for each expert."""
 
 
 class Neurons(Protocol):

@@ -67,7 +67,8 @@ def finished(model: Any, module: nn.Module) -> None:
 
 @torch.no_grad()
 def set_values(parameter: Any, values: torch.Tensor) -> None:
-    """Give a parameter new values, in memory of its own: that which it has may belong to the model that is converted."""
+    """Give a parameter new `values`, in its shape and in memory of its own: the old memory may belong to the model that is
+    converted."""
     parameter.data = values.to(parameter, copy=True).contiguous()
 
 

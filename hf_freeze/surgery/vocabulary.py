@@ -143,7 +143,8 @@ def ties_to_module(target: str, source_weight: str, parameters: Iterable[str]) -
 
 
 def output_bias(model: Any, architecture: Architecture) -> tuple[Any, str, torch.Tensor] | None:
-    """(module, its attribute, value) of the bias on the logits outside the output matrix; None if the model has none."""
+    """(module, its attribute, value of (V,) or (1, V)) of the bias on the logits outside the output matrix; None if the model has
+    none."""
     name = output_bias_name(model, architecture)
     if name is None:
         return None

@@ -21,6 +21,7 @@ class VariantCallback(TrainerCallback, ExportableState):
     schedules: list[dict[str, Any]] | None = None  # of the methods of the trained model; saved in checkpoints
 
     def state(self) -> dict[str, Any]:
+        """The schedules, as the Trainer stores them in its checkpoints."""
         return {"args": {}, "attributes": {"schedules": self.schedules}}
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -28,6 +29,7 @@ class VariantCallback(TrainerCallback, ExportableState):
         self._rewind(model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Check the schedules, and tell the model the first step. Raises ValueError as the class says."""
         variant = _variant(model)
         if variant is None:
             return

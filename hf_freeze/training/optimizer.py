@@ -18,9 +18,9 @@ def carried_optimizer(optimizer: Any, old: Any, new: Any) -> torch.optim.Optimiz
     LayerSelection, VocabularyTrimming. Each remaining value keeps its part of the state (in Adam: both moments and the step), its
     parameter group and the settings of the group. `optimizer` may be wrapped by the Trainer.
 
-    >>> pruned = make_variant(model, [analysis.select_heads(scores, fraction=0.3)])
-    >>> optimizer = carried_optimizer(trainer.optimizer, model, pruned)
-    >>> Trainer(model=pruned, optimizers=(optimizer, None), ...)  # the learning rate schedule starts again
+        pruned = make_variant(model, [analysis.select_heads(scores, fraction=0.3)])
+        optimizer = carried_optimizer(optimizer, model, pruned)
+        Trainer(model=pruned, optimizers=(optimizer, None), train_dataset=dataset)  # the learning rate schedule starts again
 
     Raises ValueError if `new` is not `old` with more methods, if a method is not one of these, if the optimizer has a parameter
     that is not in `old`, and if a state is neither a single number nor a tensor of its parameter's shape.

@@ -17,11 +17,10 @@ def gradual_unfreezing(backbone: Any, *, until: float = 0.5) -> list[Freeze]:
     embeddings last, at the share `until` of training (if it is 1, they are never trained). In an encoder-decoder, the decoder is
     unfrozen before the encoder. The task head, and norms outside the layers, are trained from the start.
 
-    >>> methods = gradual_unfreezing(BertConfig(num_hidden_layers=4), until=0.4)
-    >>> [method.end for method in methods]  # layers 2, 1, 0 and the embeddings
-    [0.1, 0.2, 0.3, 0.4]
-    >>> model = make_variant("bert-base-uncased", methods, task="sequence-classification")
-    >>> Trainer(model=model, callbacks=[VariantCallback()], ...).train()
+        methods = gradual_unfreezing(BertConfig(num_hidden_layers=4), until=0.4)
+        [method.end for method in methods]  # layers 2, 1, 0 and the embeddings: [0.1, 0.2, 0.3, 0.4]
+        model = make_variant("bert-base-uncased", methods, task="sequence-classification")
+        Trainer(model=model, callbacks=[VariantCallback()], train_dataset=labelled).train()
 
     Raises ValueError for an unsupported backbone or an `until` outside 0 < until <= 1.
     """
@@ -53,8 +52,8 @@ def parameter_groups(
     They contain every parameter that is trained at some time, including those that a schedule currently freezes. Tied parameters
     appear once, in the group of their source. Norms and biases have no weight decay. A scheduler scales the rate of each group:
 
-    >>> groups = parameter_groups(model, {"embeddings": 1e-4}, lr=1e-3, weight_decay=0.01)
-    >>> Trainer(model=model, optimizers=(torch.optim.AdamW(groups), None), ...)
+        groups = parameter_groups(model, {"embeddings": 1e-4}, lr=1e-3, weight_decay=0.01)
+        Trainer(model=model, optimizers=(torch.optim.AdamW(groups), None), train_dataset=dataset)
 
     Raises ValueError for an unknown component, a rate or weight decay that is not a number of at least 0, a rate of a component
     without trainable parameters, and an unsupported model.

@@ -24,6 +24,8 @@ class TokenBatchTrainer(Seq2SeqTrainer):
     same number of batches. `evaluate` returns the mean negative log-likelihood of a target token in nats, and its exponential.
     Every token counts once, and labels are not smoothed; the Trainer's own evaluation averages the means of batches and smooths
     labels.
+
+    Raises ValueError for `compute_metrics`, and in training for what `TokenBatchSampler` refuses.
     """
 
     length_columns: tuple[str, str] = (
@@ -110,12 +112,14 @@ class TokenBatchTrainer(Seq2SeqTrainer):
     # -- a loss that is not finite ---------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the Trainer's; returns the loss, a scalar, and adds it to the sum that `log` checks."""
         loss = super().training_step(*args, **kwargs)
         # Summed without reading the value, which would wait for the GPU; `log` and `_save_checkpoint` check it.
         self._sum_of_losses = self._sum_of_losses + loss
         return loss
 
     def log(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's. Raises FloatingPointError if the training loss is not finite."""
         self._check_finite(self._sum_of_losses, "the training loss")
         super().log(*args, **kwargs)
 

@@ -88,7 +88,7 @@ def place(request, tmp_path, monkeypatch):
     monkeypatch.setattr(
         huggingface_hub.constants, "HF_HUB_OFFLINE", True
     )  # what is not put here must not be looked for
-    for name in ("recipes", "benchmarks", "tests"):
+    for name in ("recipes", "benchmarks", "docs", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
 
     def put(text):

@@ -44,6 +44,7 @@ class Budget:
         return found
 
     def words(self) -> str:
+        """The limits, such as "at most 2.00 MB, a score of at least 30"."""
         limits = [f"at most {in_bytes(self.max_bytes)}"] if self.max_bytes is not None else []
         limits += [f"at most {self.max_ms:g} ms a text"] if self.max_ms is not None else []
         limits += [f"a score of at least {self.min_score:g}"] if self.min_score is not None else []

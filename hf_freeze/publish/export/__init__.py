@@ -4,7 +4,7 @@ transformers without hf_freeze.
 from hf_freeze.publish.export import CTranslate2Translator, export_model
 
 folder = export_model("runs/theseus/row-0-seed-1/model", "ctranslate2", quantization="int8")
-CTranslate2Translator(folder)("Guten Morgen")                       # [{"translation_text": "good morning"}]
+CTranslate2Translator(folder)("Guten Morgen")                   # [{"translation_text": "good morning"}]
 """
 
 import importlib

@@ -1,0 +1,45 @@
+// axe on every page of the site, in light and dark colours, and a search without a network:
+//     npm install --no-save axe-core puppeteer-core && CHROMIUM=/usr/bin/chromium node docs/tooling/axe.mjs build/site
+// It fails for a serious or critical finding, a request to a network, and a search that finds nothing. A minute or two.
+import fs from "node:fs";
+import path from "node:path";
+import puppeteer from "puppeteer-core";
+
+const site = path.resolve(process.argv[2]);
+const axe = fs.readFileSync("node_modules/axe-core/axe.min.js", "utf8");
+// Headless Chromium has no mouse, and the theme then makes no code block focusable.
+const mouse = "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4";
+const more = (process.env.CHROMIUM_ARGS ?? "").split(" ").filter(Boolean);
+const args = ["--no-sandbox", "--allow-file-access-from-files", mouse, ...more];
+const browser = await puppeteer.launch({ executablePath: process.env.CHROMIUM, args, headless: "shell" });
+// Reports are pages of their own, and 404.html has addresses for a server.
+const pages = fs.readdirSync(site, { recursive: true }).filter((name) => name.endsWith(".html") && !/_report|404/.test(name));
+let faults = pages.length ? 0 : 1;
+
+const complain = (words) => {
+  faults += 1;
+  console.log(words);
+};
+
+for (const name of pages) {
+  const page = await browser.newPage();
+  page.on("request", (request) => /^(https?|wss?):/.test(request.url()) && complain(`${name}: asks ${request.url()}`));
+  await page.goto(`file://${site}/${name}`, { waitUntil: "load" });
+  await page.evaluate(axe);
+  for (const scheme of ["default", "slate"]) {
+    await page.evaluate((value) => document.body.setAttribute("data-md-color-scheme", value), scheme);
+    await new Promise((resolve) => setTimeout(resolve, 700)); // colours change slowly
+    for (const { id, impact, nodes } of (await page.evaluate(() => axe.run(document))).violations)
+      if (["serious", "critical"].includes(impact)) complain(`${name}, ${scheme}: ${impact} ${id}: ${nodes[0].html.slice(0, 150)}`);
+  }
+  await page.close();
+}
+
+const page = await browser.newPage();
+await page.goto(`file://${site}/index.html`);
+await page.type("input.md-search__input", "philox");
+const found = await page.waitForSelector(".md-search-result__link", { timeout: 20000 }).catch(() => null);
+if (!found) complain("the search finds nothing");
+await browser.close();
+console.log(`${pages.length} pages, ${faults} faults`);
+process.exit(faults ? 1 : 0);

@@ -1,0 +1,64 @@
+"""What mkdocs does beyond its settings: pages from outside docs/, links as GitHub reads them, and search without a network."""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+# What the site shows from outside docs/. On the site these files keep their path, and those of docs/ lose the first folder.
+OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "recipes/**/*.md", "recipes/**/*.yaml", "recipes/**/*.py")
+REPORTS = "docs/results/*.html"
+HOME = "index.md"  # of the site; README.md is the front door on GitHub
+LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
+CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages from outside docs/, and the reports, whose names are those of pages: `a.md` becomes `a.html` too."""
+    for pattern in (*OUTSIDE, REPORTS):
+        for path in sorted(ROOT.glob(pattern)):
+            files.append(File.generated(config, site_path(path.relative_to(ROOT).as_posix()), abs_src_path=str(path)))
+    return files
+
+
+def site_path(path: str) -> str:
+    """The place on the site of a file of the repository."""
+    if path == "README.md":
+        return HOME
+    if Path(path).match(REPORTS):
+        path = path.replace(".html", "_report.html")
+    return path.removeprefix("docs/")
+
+
+def repository_path(src_uri: str) -> str:
+    """The place in the repository of a file of the site."""
+    return src_uri if any(Path(src_uri).match(pattern) for pattern in OUTSIDE) else f"docs/{src_uri}"
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links are written for GitHub, where docs/ is a folder like others: lead them to where the files are on the site."""
+    markdown = markdown.replace("']['", "']\\['")  # of Python, in messages of families.md: no reference
+    here = repository_path(page.file.src_uri)
+
+    def moved(match: re.Match[str]) -> str:
+        opening, link, anchor, closing = match.groups()
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(here), link))
+        if target == "README.md":  # the sections of README.md are pages of their own here
+            anchor = ""
+        new = posixpath.relpath(site_path(target), posixpath.dirname(page.file.src_uri) or ".")
+        return f"{opening}{new}{anchor or ''}{closing}"
+
+    pieces = re.split(f"({CODE.pattern})", markdown, flags=CODE.flags)
+    return "".join(piece if number % 2 else LINK.sub(moved, piece) for number, piece in enumerate(pieces))
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Name the dialog and the box of the search, which the theme leaves to those who see them."""
+    output = output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
+    return output.replace('data-md-toggle="search"', 'data-md-toggle="search" aria-label="Search"')
+
+
+on_post_template = on_post_page  # of 404.html
