@@ -31,7 +31,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".hf_freeze_{socket.gethostname()}_"
     for left in folder.parent.glob(f"{prefix}*"):
-        if not _runs(int(left.name.removeprefix(prefix).partition("_")[0])):
+        pid = left.name.removeprefix(prefix).partition("_")[0]
+        if pid.isdecimal() and not _runs(int(pid)):  # the name of another machine may begin with that of this one
             shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}_", dir=folder.parent) as temporary:
         written = Path(temporary) / "written"
