@@ -78,12 +78,10 @@ def init(
             raise ValueError(
                 f"--goal budget is for translation and classification, not for {task}: choose study or shrink"
             )
-        if answers["data"] == "builtin" and (
-            extra := {"--dev": dev, "--test": test, "--columns": columns, "--label": label}
-        ):
-            for option, given in extra.items():
-                if given is not None:
-                    raise ValueError(f"{option} {given}: the built-in data has its own; leave it out")
+        of_files = {"dev": dev, "test": test, "columns": columns, "label": label}
+        for option, value in of_files.items():
+            if value is not None and answers["data"] == "builtin":
+                raise ValueError(f"--{option} {value}: the built-in data has its own; leave it out")
         if label is not None and full_task != "sequence-classification":
             raise ValueError(f"--label {label} is of classification, not of {task}")
         import datasets
@@ -105,7 +103,7 @@ def init(
             section = data_section(full_task, answers["data"], dev, test, names, label)
         backbone = backbone_for(full_task, answers["model"], answers["data"])
         chosen = goal_of(goal, backbone)
-        given = answers | {"dev": dev, "test": test, "columns": columns, "label": label}
+        given = answers | of_files
         words = [f"--{option} {shlex.quote(value)}" for option, value in given.items() if value is not None]
         name = recipe_name(out)
         command = " ".join(["hf-freeze init", *words, f"--out {shlex.quote(str(out))}"])
