@@ -16,7 +16,6 @@ import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import _shared
 import torch
@@ -24,8 +23,10 @@ from rich.console import Console
 
 from hf_freeze.experiments.compress import serving
 from hf_freeze.experiments.compress.budget import in_bytes, read_bytes
-from hf_freeze.experiments.compress.compress import Compression
+from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.tasks.registry import task_of
 from hf_freeze.io import bytes_of
+from hf_freeze.model.loading import load_tokenizer
 from hf_freeze.search import Budget, Compressed, compress
 
 _NEAREST = re.compile(r"the smallest shape .*? has ([\d.,]+ [kM]?B)")
@@ -125,16 +126,14 @@ def report(options: argparse.Namespace, out: Path) -> None:
 def dense(options: argparse.Namespace, out: Path) -> tuple[int, float]:
     """Bytes and ms of the model in the engine."""
     folder = serving.serve(options.model, serving.ENGINES[options.engine], out)
-    return bytes_of(folder), milliseconds(options, {"dense": folder}, out.parent / "timing")["dense"]
+    return bytes_of(folder), milliseconds(options, {"dense": folder})["dense"]
 
 
-def milliseconds(options: argparse.Namespace, folders: dict[str, Path], out: Path) -> dict[str, float]:
+def milliseconds(options: argparse.Namespace, folders: dict[str, Path]) -> dict[str, float]:
     """As a compression measures them."""
-    from hf_freeze.experiments.recipes.load import load_recipe
-
     recipe = load_recipe(options.data, options.set)
-    asked: Any = Compression(str(options.model), recipe, Budget(max_ms=1), out, engine=options.engine, epochs=1)
-    return asked.bench.milliseconds(folders)
+    dev = task_of(recipe["task"]).load(recipe["data"])["dev"]
+    return serving.milliseconds(folders, recipe["task"], dev, load_tokenizer(options.model), lambda line: None)
 
 
 def timed_again(options: argparse.Namespace, trials: list[tuple[Trial, Trial | None]]) -> dict[Path, str]:
@@ -142,7 +141,7 @@ def timed_again(options: argparse.Namespace, trials: list[tuple[Trial, Trial | N
     limited = {str(one.served): one.served for one, _ in trials if one.result and one.budget.max_ms}
     if not limited:
         return {}
-    times = milliseconds(options, limited, options.runs or Path(tempfile.mkdtemp()))
+    times = milliseconds(options, limited)
     return {Path(name): f"{times[name]:.2f}" for name in limited}
 
 

@@ -76,8 +76,9 @@ def main() -> None:
     items = items_of(
         [whole, *(folder for row in rows for folder in row.folders)], options.engine, recipe, splits["test"]
     )
-    times = times_of(list(items), recipe["task"], splits["dev"])
-    report(options, SCORING[recipe["task"]], whole, rows, items, times)
+    names = {str(folder): folder for folder in items}
+    times = serving.milliseconds(names, recipe["task"], splits["dev"], load_tokenizer(whole), print)
+    report(options, SCORING[recipe["task"]], whole, rows, items, {names[name]: ms for name, ms in times.items()})
 
 
 def items_of(folders: list[Path], engine: str, recipe: dict[str, Any], test: Any) -> dict[Path, np.ndarray]:
@@ -85,17 +86,6 @@ def items_of(folders: list[Path], engine: str, recipe: dict[str, Any], test: Any
     return {
         folder: serving.items_of(folder, serving.ENGINES[engine], recipe["task"], test, decoding) for folder in folders
     }
-
-
-def times_of(folders: list[Path], task: str, dev: Any) -> dict[Path, float]:
-    """Milliseconds of one text alone, as a compression measures them."""
-    texts, tokens = list(dev["source" if task == "translation" else "sentence"]), 1
-    if task == "translation":
-        tokens = round(
-            float(np.mean([len(ids) for ids in load_tokenizer(folders[0])(list(dev["target"]))["input_ids"]]))
-        )
-    times = serving.milliseconds({str(folder): folder for folder in folders}, texts, tokens, print)
-    return {Path(name): ms for name, ms in times.items()}
 
 
 def report(

@@ -118,7 +118,8 @@ class Bench:
 
     def milliseconds(self, folders: Mapping[str, Path]) -> dict[str, float]:
         """Of one text alone in each folder; they take turns."""
-        return milliseconds(folders, self._trainings.texts(), self._trainings.new_tokens(), self._say)
+        task, dev = self._trainings.base["task"], self._trainings.splits["dev"]
+        return milliseconds(folders, task, dev, self._trainings.tokenizer, self._say)
 
 
 def phase_of(shape: Shape) -> str:

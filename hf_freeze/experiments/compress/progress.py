@@ -131,11 +131,9 @@ class Progress:
             total = sum(epochs[trial.name] for trial in trials if trial.kind != FINAL) + final
         ended = any(trial.kind == FINAL and trial.loss is not None for trial in trials)
         share = 1.0 if ended else min(sum(epochs.values()) / total, 1.0)
-        finished = [trial for trial in trials if trial.loss is not None and trial.epochs]
         limits = []
-        if finished:
-            seconds = sum(trial.seconds for trial in finished) / sum(trial.epochs for trial in finished)
-            limits.append((1 - share) * total * seconds)
+        if any(trial.loss is not None and trial.epochs for trial in trials):
+            limits.append((1 - share) * total * self._trainings.seconds_per_epoch())
         if self._hours is not None:
             spent = self._phases.seconds + time.monotonic() - self._phase_began
             limits.append(max(self._hours * 3600 - spent, 0.0))

@@ -16,6 +16,10 @@ from hf_freeze.publish.cards import COMPRESSION, model_card, read_trained_model
 from hf_freeze.publish.hub import write_record
 
 FILES = ("compressed.json", "report.md")
+_PUBLISHED = {  # task -> its pipeline, its score in a card, and the unit of that score
+    "translation": ("translation", "test_bleu", 1.0),
+    "sequence-classification": ("text-classification", "test_accuracy", 0.01),
+}
 
 
 def write_result(compression: Compression, result: Compressed) -> list[str]:
@@ -41,8 +45,7 @@ def _write_cards(compression: Compression, result: Compressed, rows: list[dict[s
     """A model card beside the variant, and one in the folder of the compression. The folder for the engine has none: it would
     take bytes of the budget."""
     test_score = result.after.test_score or 0.0
-    names = {"translation": ("test_bleu", 1.0), "sequence-classification": ("test_accuracy", 0.01)}
-    key, unit = names[compression.trainings.base["task"]]
+    pipeline, key, unit = _PUBLISHED[compression.trainings.base["task"]]
     record = {
         "budget": compression.budget.words(),
         "kept": result.words,
@@ -51,7 +54,7 @@ def _write_cards(compression: Compression, result: Compressed, rows: list[dict[s
         "facts": facts,
         "engine": compression.engine.format or "torch",
         "served": result.after.folder.name,
-        "pipeline": {"translation": "translation"}.get(compression.trainings.base["task"], "text-classification"),
+        "pipeline": pipeline,
         "command": compression.command,
         "metrics": {key: test_score * unit} if compression.scoring.metric is None else {},
     }

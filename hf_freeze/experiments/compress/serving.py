@@ -1,7 +1,7 @@
 """The engine that a compressed model is served by: folders for it, what they cost and how good they are."""
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,13 @@ def serve(source: Path, engine: Engine, out: Path) -> Path:
 
 
 def milliseconds(
-    folders: Mapping[str, Path], texts: Sequence[str], new_tokens: int, say: Callable[[str], Any]
+    folders: Mapping[str, Path], task: str, split: Any, tokenizer: Any, say: Callable[[str], Any]
 ) -> dict[str, float]:
-    """The median time of a text alone on one thread, for each folder; they take turns. Models that generate make exactly
-    `new_tokens` tokens for each text."""
+    """The median time of an input of `split` alone on one thread, for each folder; they take turns. Models that generate make
+    exactly as many tokens for each as its targets have in the mean, in those of `tokenizer`."""
+    texts, new_tokens = list(split["source" if task == "translation" else "sentence"]), 1
+    if task == "translation":
+        new_tokens = round(float(np.mean([len(ids) for ids in tokenizer(list(split["target"]))["input_ids"]])))
     results = measure(
         list(folders.values()),
         texts,

@@ -133,20 +133,6 @@ class Trainings:
             self._labels[vocabulary] = sum(count_labels(model, batch) for batch in batches)
         return self._labels[vocabulary]
 
-    # -- what the engine is asked ----------------------------------------------------------------------------------------------
-
-    def texts(self) -> list[str]:
-        """The inputs of the dev split."""
-        return list(self.splits["dev"]["source" if self.base["task"] == "translation" else "sentence"])
-
-    def new_tokens(self) -> int:
-        """The mean number of tokens that are to be generated; 1 where none are."""
-        if self.base["task"] != "translation":
-            return 1
-        return round(
-            float(np.mean([len(ids) for ids in self.tokenizer(list(self.splits["dev"]["target"]))["input_ids"]]))
-        )
-
     # -- training --------------------------------------------------------------------------------------------------------------
 
     def train(self, students: Mapping[str, Student]) -> dict[str, Trained]:

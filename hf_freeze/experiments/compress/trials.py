@@ -28,7 +28,6 @@ class Trial:
     estimated: bool = False
     share_of_labels: float = 1.0
     epochs: float = 0.0
-    seconds: float = 0.0
     loss: float | None = None
     score: float | None = None
     curve: tuple[tuple[float, float], ...] = ()
@@ -43,9 +42,8 @@ class Trial:
         if (run / "metrics.json").exists():
             record = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
             log = [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-            epochs, seconds = record["epochs_trained"], record["seconds"]["train"]
             loss = record["metrics"]["dev_loss"] * self.share_of_labels
-            return replace(self, epochs=epochs, seconds=seconds, loss=loss, curve=self._curve(log))
+            return replace(self, epochs=record["epochs_trained"], loss=loss, curve=self._curve(log))
         checkpoint = last_whole_checkpoint(run / "checkpoints")
         if checkpoint is None:
             return self
