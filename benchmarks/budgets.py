@@ -100,7 +100,7 @@ def report(options: argparse.Namespace, out: Path) -> None:
         one = trial(options, Budget(max_bytes=round(share * whole), max_ms=limit), out / f"trial-{number}")
         named = _NEAREST.search(one.refused)
         nearest = None
-        if named and one.budget.max_ms is None:
+        if named:
             size = round(1.001 * read_bytes(named[1].replace(",", "")))  # it is rounded to three digits or more
             nearest = trial(options, Budget(max_bytes=size), out / f"trial-{number}-nearest")
         trials.append((one, nearest))
