@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from hf_freeze.analysis.sensitivity import Sensitivity
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.experiments.compress.allocation import Losses, options_of_stack, smallest
-from hf_freeze.experiments.compress.budget import Budget, in_bytes
+from hf_freeze.experiments.compress.budget import TIME_RESERVE, Budget, in_bytes
 from hf_freeze.experiments.compress.costs import Cost, Estimate, probes
 from hf_freeze.experiments.compress.serving import Engine, milliseconds, serve
 from hf_freeze.experiments.compress.shapes import Shape, StackShape, count_weights, methods_of, whole_shape
@@ -17,6 +18,8 @@ from hf_freeze.experiments.compress.trainings import Trainings
 from hf_freeze.io import bytes_of, whole_folder
 from hf_freeze.methods.registry import method_from_dict
 from hf_freeze.model.make import make_variant
+
+_TIMES = 3  # a result above the limit of time is measured at most
 
 
 class Bench:
@@ -72,20 +75,22 @@ class Bench:
                 continue
             shape = smallest(self.whole, losses, estimate, cost)
             least = getattr(self.cost(shape, measured), cost)
+            if cost == "ms":
+                least /= 1 - TIME_RESERVE
             if least > limit:
-                least_words, limit_words = (
-                    in_bytes(value) if cost == "bytes" else f"{value:.2f} ms" for value in (least, limit)
-                )
+                words = f"{limit:g} ms", f"{math.ceil(100 * least) / 100:.2f} ms"
                 tokenizer = ""
                 if cost == "bytes":
+                    words = in_bytes(limit), in_bytes(least)
                     folder = self._out / "engine" / label_of(shape)
                     size = sum(
                         path.stat().st_size for path in folder.iterdir() if "token" in path.name or "vocab" in path.name
                     )
                     tokenizer = f", of which its tokenizer takes {in_bytes(size)}"
+                takes = "needs" if cost == "ms" else "has"
                 raise ValueError(
-                    f"the budget of {limit_words} is out of reach: the smallest shape ({shape.words(self.whole)}) has "
-                    f"{least_words}{tokenizer}; give it at least that"
+                    f"the budget of {words[0]} is out of reach: the smallest shape ({shape.words(self.whole)}) {takes} "
+                    f"{words[1]}{tokenizer}; give it at least that"
                 )
 
     def methods(self, shape: Shape, measured: Sensitivity) -> list[dict[str, Any]]:
@@ -120,6 +125,22 @@ class Bench:
         """Of one text alone in each folder; they take turns."""
         task, dev = self._trainings.base["task"], self._trainings.splits["dev"]
         return milliseconds(folders, task, dev, self._trainings.tokenizer, self._say)
+
+    def times_at_the_end(self, whole: Path, served: Path) -> dict[str, float]:
+        """The ms of "whole" and "served". Where that of `served` is above the limit it is measured again, since other work on the
+        machine makes times longer, never shorter. Raises ValueError if it stays above."""
+        tries = []
+        for _ in range(_TIMES):
+            tries.append(self.milliseconds({"whole": whole, "served": served}))
+            best = min(tries, key=lambda times: times["served"])
+            excess = self._budget.excess(0, best["served"])
+            if not excess:
+                return best
+            self._say(f"above the limit: {excess[0]}, perhaps by other work on this machine")
+        raise ValueError(
+            f"the trained model misses the budget: {excess[0]}, in the shortest of {_TIMES} measurements. It is in {served}; "
+            "give it more time, or run the same command when the machine is quiet, which only measures again"
+        )
 
 
 def phase_of(shape: Shape) -> str:

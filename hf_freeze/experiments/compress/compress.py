@@ -247,21 +247,22 @@ class Compression:
 
     def _within(self, losses: Losses, estimate: Estimate) -> Shape | None:
         """The best shape that is within the budget as measured; the estimate's errors are corrected on the way."""
-        limit = Cost(bytes=self.budget.max_bytes or np.inf, ms=self.budget.max_ms)
+        budget = self.budget.with_reserve()
+        limit = Cost(bytes=budget.max_bytes or np.inf, ms=budget.max_ms)
         for attempt in range(_TRIES):
             found = allocate(self.whole, losses, estimate, limit)
             if found is None:
                 return None
             shape = found[0]
             cost = self.bench.cost(shape, losses.measured)
-            if not self.budget.excess(cost.bytes, cost.ms):
+            if not budget.excess(cost.bytes, cost.ms):
                 return shape
             expected = estimate.cost(shape)
             factor = min(1.0, expected.bytes / cost.bytes) * 0.995
             ms = limit.ms
             if ms is not None and cost.ms is not None and expected.ms is not None:
-                ms = self.budget.max_ms * min(1.0, expected.ms / cost.ms) * 0.99 ** (attempt + 1)
-            limit = Cost(bytes=(self.budget.max_bytes or np.inf) * factor, ms=ms)
+                ms = budget.max_ms * min(1.0, expected.ms / cost.ms) * 0.99 ** (attempt + 1)
+            limit = Cost(bytes=(budget.max_bytes or np.inf) * factor, ms=ms)
         return None
 
     def _best(self, candidates: list[Shape], measured: Sensitivity) -> tuple[int, float]:
@@ -312,8 +313,7 @@ class Compression:
             self.say("measuring the compressed model in the engine")
             folder = serve(trained.folder, self.engine, self.out / "served")
             whole = self.out / "engine" / "whole"
-            limited = self.budget.max_ms is not None
-            times = self.bench.milliseconds({"whole": whole, "served": folder}) if limited else {}
+            times = self.bench.times_at_the_end(whole, folder) if self.budget.max_ms is not None else {}
             found = {"bytes": bytes_of(folder), "ms": times.get("served"), "ms_before": times.get("whole")}
             for split in ("dev", "test"):
                 first = np.load(self.out / "items-dev-whole.npy") if split == "dev" else self._measure(whole, split)
