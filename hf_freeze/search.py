@@ -19,7 +19,8 @@ from hf_freeze.experiments.compress.page import write_page
 from hf_freeze.experiments.compress.progress import Step as Step
 from hf_freeze.experiments.compress.progress import Stopped as Stopped
 from hf_freeze.experiments.compress.result import write_result
-from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.experiments.recipes.check import check
+from hf_freeze.experiments.recipes.load import read_recipe
 from hf_freeze.training import TokenBatchTrainer
 
 
@@ -62,7 +63,7 @@ def compress(
     FileNotFoundError for data that is not there; FailedRuns where a training failed.
     """
     folder, console = Path(out), console or Console()
-    recipe = load_recipe(Path(data), list(settings), smoke=smoke)
+    recipe = _used(read_recipe(Path(data), list(settings), smoke=smoke), fspath(model), data)
     command = _command(fspath(model), data, budget, hours, engine, epochs, seed, settings, smoke)
     with _no_bars():
         compression = Compression(
@@ -90,6 +91,14 @@ def compress(
     return result
 
 
+def _used(recipe: dict[str, Any], model: str, path: Any) -> dict[str, Any]:
+    """What is used of a recipe, checked; the rest, such as the backbone of its rows, may be missing or wrong."""
+    used = {key: recipe[key] for key in ("task", "data", "training", "decoding", "report_to") if key in recipe}
+    used |= {"name": "compress", "seeds": [1], "backbone": {"pretrained": model}, "rows": {}}
+    check(used, path)
+    return used
+
+
 def _command(
     model: str,
     data: Any,
@@ -106,7 +115,7 @@ def _command(
     limits = {"max-bytes": budget.max_bytes, "max-ms": budget.max_ms, "min-score": budget.min_score}
     limits |= {"hours": hours, "epochs": epochs, "seed": seed}
     words += [f"--{name} {value}" for name, value in limits.items() if value is not None]
-    words += [f"--set {shlex.quote(one)}" for one in settings if not one.startswith("data.root=")]
+    words += [f"--set {shlex.quote(one)}" for one in settings if not one.startswith(("data.root=", "report_to="))]
     return " ".join([*words, *["--smoke"] * smoke])
 
 

@@ -34,6 +34,7 @@ def compress(
     seed: Annotated[int, typer.Option(min=0, help="Of the trainings.")] = 1,
     settings: options.Settings = None,
     smoke: options.Smoke = False,
+    report_to: options.ReportTo = None,
     jobs: Annotated[int, typer.Option(min=1, help="Trainings at the same time, each in its own process.")] = 1,
 ) -> None:
     """Make a trained model small enough for a budget of bytes and milliseconds, and say what that costs.
@@ -56,7 +57,7 @@ def compress(
             engine=engine,
             epochs=epochs,
             seed=seed,
-            settings=settings or (),
+            settings=[*(settings or ()), *([f"report_to={report_to}"] if report_to else [])],
             smoke=smoke,
             jobs=jobs,
             console=terminal.console,

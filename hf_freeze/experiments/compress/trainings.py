@@ -83,7 +83,7 @@ class Trainings:
         assert isinstance(task, Task)
         self.task = task
         self.trainer = None if trainer_class is None else _importable(trainer_class, task.trainer)
-        self.base = {key: recipe[key] for key in ("task", "data", "training", "decoding") if key in recipe}
+        self.base = {key: recipe[key] for key in ("task", "data", "training", "decoding", "report_to") if key in recipe}
         self.base |= {"name": "compress", "seeds": [seed], "backbone": {"pretrained": source}}
         self._rows: dict[str, dict[str, Any]] = {}
         self.splits = task.load(recipe["data"])
