@@ -9,16 +9,16 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 # What the site shows from outside docs/. On the site these files keep their path, and those of docs/ lose the first folder.
-OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "recipes/**/*.md", "recipes/**/*.yaml", "recipes/**/*.py")
+OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff", "recipes/**/*.md", "recipes/**/*.yaml", "recipes/**/*.py")
 REPORTS = "docs/results/*.html"
-HOME = "index.md"  # of the site; README.md is the front door on GitHub
+HOME = "index.md"  # of the site is README.md
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages from outside docs/, and the reports, whose names are those of pages: `a.md` becomes `a.html` too."""
-    for pattern in (*OUTSIDE, REPORTS):
+    for pattern in ("README.md", *OUTSIDE, REPORTS):
         for path in sorted(ROOT.glob(pattern)):
             files.append(File.generated(config, site_path(path.relative_to(ROOT).as_posix()), abs_src_path=str(path)))
     return files
@@ -35,6 +35,8 @@ def site_path(path: str) -> str:
 
 def repository_path(src_uri: str) -> str:
     """The place in the repository of a file of the site."""
+    if src_uri == HOME:
+        return "README.md"
     return src_uri if any(Path(src_uri).match(pattern) for pattern in OUTSIDE) else f"docs/{src_uri}"
 
 
@@ -46,8 +48,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def moved(match: re.Match[str]) -> str:
         opening, link, anchor, closing = match.groups()
         target = posixpath.normpath(posixpath.join(posixpath.dirname(here), link))
-        if target == "README.md":  # the sections of README.md are pages of their own here
-            anchor = ""
         new = posixpath.relpath(site_path(target), posixpath.dirname(page.file.src_uri) or ".")
         return f"{opening}{new}{anchor or ''}{closing}"
 

@@ -22,6 +22,7 @@ from hf_freeze.publish.export.survival import surviving_formats
 
 FOLDER = Path(__file__).parents[1] / "methods"
 INDEX = FOLDER / "index.md"
+README = Path(__file__).parents[2] / "README.md"
 SECTIONS = [
     "What it does",
     "When it pays",
@@ -90,6 +91,20 @@ def overview() -> str:
     return "\n".join(lines)
 
 
+def summary() -> str:
+    """The table of README.md: methods that work on the same families and whose savings the same formats keep, in one line."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for method in METHODS.values():
+        families = works_on(method)
+        families = "all" if families == "any family" else families
+        families = "all where proved" if families.endswith("others where proved") else families
+        key = families, kept_by(method).replace("no saving to keep", "–")
+        groups.setdefault(key, []).append(f"`{method.__name__}`")
+    lines = ["| methods | families | survives export to |", "| --- | --- | --- |"]
+    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
+    return "\n".join([*lines, *(f"| {', '.join(names)} | {' | '.join(key)} |" for key, names in ordered)])
+
+
 def settings(method: type[Method], meanings: dict[str, str]) -> str:
     """The table of settings. `meanings`: setting -> its last column, by hand."""
     lines = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
@@ -140,6 +155,7 @@ def main() -> None:
         path = guide_of(method)
         text = path.read_text(encoding="utf-8") if path.exists() else skeleton(method)
         path.write_text(with_generated(text, method), encoding="utf-8")
+    README.write_text(replaced(README.read_text(encoding="utf-8"), "methods", summary()), encoding="utf-8")
     INDEX.write_text(replaced(INDEX.read_text(encoding="utf-8"), "methods", overview()), encoding="utf-8")
 
 

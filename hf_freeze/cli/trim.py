@@ -36,7 +36,7 @@ def trim(
 ) -> None:
     """Remove the tokens that your texts do not need: a smaller model and tokenizer, the same vectors for covered text, a card.
 
-    Example: hf-freeze trim sentence-transformers/all-MiniLM-L6-v2 --texts passages.txt --coverage 0.999 --out minilm-small
+    Example: hf-freeze trim MODEL --texts passages.txt --coverage 0.999 --out small
     """
     from hf_freeze.data import read_text
     from hf_freeze.io import bytes_of

@@ -24,7 +24,7 @@ PAGES = {
     if "```" in page.read_text(encoding="utf-8")
 }
 TRANSLATOR = re.compile(r"Helsinki-NLP/[\w-]+")
-CLASSIFIER = re.compile(r"bert-base-uncased")
+CLASSIFIER = re.compile(r"textattack/bert-base-uncased-SST-2|(?<!/)bert-base-uncased")
 OTHER_TOOLS = ("sentence_transformers", "trl")
 RUN = re.compile(r"runs/(?:[\w-]+/)row-[\w.-]+-seed-\d+")  # a folder that a grid wrote
 PUBLISHED = re.compile(r"(?<=model=\")me/[\w-]+")  # its model, on the Hub
@@ -65,7 +65,7 @@ def translator(tmp_path_factory):
 def classifier(tmp_path_factory):
     folder = tmp_path_factory.mktemp("classifier")
     tokenizer = tokenizer_of("wordpiece")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 2048}
     BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

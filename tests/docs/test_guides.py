@@ -9,6 +9,7 @@ from support import ROOT
 from hf_freeze.methods.registry import METHODS
 
 sys.path.insert(0, str(ROOT / "docs" / "tooling"))
+import commands
 import method_guides as guides
 
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -42,3 +43,7 @@ def test_a_guide_that_is_out_of_date_is_found():
     changed = text.replace("| `solver` | str | `'exact'` |", "| `solver` | str | `'fast'` |")
     assert text == guides.with_generated(changed, method) != changed
     assert "| `rank` |" in guides.with_generated(text.replace("| `rank` |", "| `gone` |"), method)
+
+
+def test_the_page_of_commands_is_their_help():
+    assert commands.PAGE.read_text(encoding="utf-8") == commands.page(), "run: python docs/tooling/commands.py"

@@ -1,11 +1,17 @@
 """The README says what the code does."""
 
 import re
+import sys
 
 import pytest
+import yaml
 from support import ROOT
 
-from hf_freeze.cli.methods import methods_by_architectures
+from hf_freeze import __version__
+from hf_freeze.methods.registry import METHODS
+
+sys.path.insert(0, str(ROOT / "docs" / "tooling"))
+import method_guides as guides
 
 PAGES = [
     ROOT / "README.md",
@@ -16,8 +22,15 @@ PAGES = [
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_table_of_methods_is_the_registries():
-    assert methods_by_architectures() in README
+def test_the_table_of_methods_is_the_registrys():
+    assert guides.replaced(README, "methods", guides.summary()) == README, "run: python docs/tooling/method_guides.py"
+    assert all(f"`{method.__name__}`" in README for method in METHODS.values())
+
+
+def test_the_citation_names_the_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == __version__
+    assert citation["license"] == "Apache-2.0"
 
 
 def anchors_of(page):

@@ -13,7 +13,7 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
 SETTINGS = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
-HOME = ROOT / "docs" / "index.md"
+HOME = ROOT / "README.md"
 
 
 def pages_of(nav):
@@ -26,7 +26,9 @@ NAV = list(pages_of(SETTINGS["nav"]))
 
 
 def source_of(path):
-    """The file of a page of the navigation. Those from outside docs/ keep their path."""
+    """The file of a page of the navigation. Those from outside docs/ keep their path, but for the front page."""
+    if path == "index.md":
+        return HOME
     return (
         ROOT / path
         if path.startswith("recipes/") or path in ("CONTRIBUTING.md", "CHANGELOG.md")
@@ -39,7 +41,7 @@ def links_of(page):
     for link in re.findall(r"\]\(([^)\s#:]+)", text):
         target = ROOT / posixpath.normpath(posixpath.join(page.relative_to(ROOT).parent.as_posix(), link))
         if target.suffix == ".md":
-            yield HOME if target == ROOT / "README.md" else target
+            yield target
 
 
 def test_every_page_is_in_the_navigation_once():

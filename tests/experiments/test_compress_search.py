@@ -261,7 +261,10 @@ def test_a_browser_shows_the_page(tmp_path):
 def test_what_is_not_used_of_a_recipe_may_be_missing(tmp_path):
     """Recipes whose backbone the user names lack it, and one that was written for compress has no rows."""
     path = tmp_path / "mine.yaml"
-    path.write_text("task: sequence-classification\ndata: {train: [a.jsonl], dev: [a.jsonl], test: [a.jsonl]}\ntraining: {epochs: 1, max_tokens: 500, warmup_steps: 10}\n")
+    path.write_text(
+        "task: sequence-classification\ndata: {train: [a.jsonl], dev: [a.jsonl], test: [a.jsonl]}\n"
+        "training: {epochs: 1, max_tokens: 500, warmup_steps: 10}\n"
+    )
     out = tmp_path / "out"
     with pytest.raises(ValueError, match=r"mine.yaml: training.learning_rate is missing"):
         compress(tmp_path, data=path, budget=Budget(max_bytes="1MB"), out=out)
