@@ -42,6 +42,7 @@ quality: $(STAMP)  ## what CI checks besides the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python docs/tooling/language/check.py
 
 style: $(STAMP)  ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,4 @@
-"""Whether a recipe says what it must, and nothing that it cannot."""
+"""Whether a recipe has all required fields, and only fields that exist."""
 
 import re
 from collections.abc import Collection
