@@ -53,9 +53,9 @@ def init(
     label: Annotated[
         str | None, typer.Option(help="Column of the label of a classification; label if not given.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a recipe that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing recipe.")] = False,
 ) -> None:
-    """Write a recipe of your own: for your task, model, data and goal, with comments. Asks for what is not given.
+    """Write a recipe of your own: for your task, model, data and goal, with comments. Asks for options that are not given.
 
     Files, columns and model are checked at once. In a terminal it asks; elsewhere it names the missing option.
 
