@@ -38,7 +38,7 @@ def compress(
     """Make a trained model small enough for a budget of bytes and milliseconds, and say what that costs.
 
     Measures what layers, heads, neurons, tokens and ranks are worth, chooses what to keep, trains it with distillation from the
-    model, exports it, and measures again. A stopped compression resumes. The test split is used once, at the end.
+    model, exports it, and measures again. The same command resumes a stopped one. The test split is used once, at the end.
 
     Example: hf-freeze compress runs/served/row-0-seed-1/model --data served --max-bytes 400kB --out small
     """

@@ -34,8 +34,8 @@ def search(
 ) -> None:
     """Search a recipe's space for the Pareto front of loss, size and multiply-adds, and test its models.
 
-    A stopped search resumes; several processes of one machine may share a folder. The search uses the training and
-    dev splits; the test split scores the front alone, at the end.
+    The same command resumes a stopped search; several processes of one machine may share a folder. The search uses the
+    training and dev splits; the test split scores the front alone, at the end.
 
     Example: hf-freeze search search --trials 20 --jobs 2
 
