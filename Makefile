@@ -42,6 +42,8 @@ quality: $(STAMP)  ## what CI checks besides the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python docs/tooling/language/check.py
+	$(BIN)/python docs/tooling/language/check.py --front-door README.md
 
 style: $(STAMP)  ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .

@@ -26,7 +26,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yields a new folder to write to, which then becomes `folder`, in the place of what is there. If writing fails, or the
+    """Yields a new folder to write to, which then replaces `folder`. If writing fails, or the
     process is killed, `folder` is as before; a kill leaves a hidden folder beside it, which a later call removes."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".hf_freeze_{socket.gethostname()}_"

@@ -25,7 +25,7 @@ INDEX = FOLDER / "index.md"
 README = Path(__file__).parents[2] / "README.md"
 SECTIONS = [
     "What it does",
-    "When it pays",
+    "When to use it",
     "Settings",
     "Example",
     "Formulas",

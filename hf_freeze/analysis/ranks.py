@@ -161,7 +161,8 @@ class _TuckerSpectrum(_Spectrum):
 
 class _TensorTrainSpectrum(_Spectrum):
     """As `layers.tensor_train.tt_svd` with a loss, but several times faster: it computes no factors, and takes eigenvectors of
-    the smaller Gram matrix instead of singular vectors. Each rank depends on the previous ones, so each loss is computed anew."""
+    the smaller Gram matrix instead of singular vectors. Each rank depends on the previous ones, so each loss is computed
+    again."""
 
     step = 1e-4
 

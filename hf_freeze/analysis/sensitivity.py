@@ -26,8 +26,8 @@ class Sensitivity:
 
     `loss`: of the whole model. `removal`: stack -> its layers in the order of removal, the least missed first. `layers`: stack ->
     number of layers kept -> loss. `neurons` and `heads`: stack -> share kept -> loss. `ranks`: rank of the token tables -> loss.
-    `neuron_scores` and `head_scores` say which ones go first (`ffn_importance`, `head_importance`). What cannot be removed from a
-    model has no entries.
+    `neuron_scores` and `head_scores` say which ones go first (`ffn_importance`, `head_importance`). Only parts that can be
+    removed from a model have entries.
     """
 
     labels: int

@@ -226,7 +226,7 @@ def _role_of_norm(name: str, module: nn.Module, sizes: set[int]) -> str:
 
 
 def _beside_convolution(layer: nn.Module, name: str) -> bool:
-    """Whether the module of a linear has a convolution too: it mixes tokens in the place of an attention, and is no FFN."""
+    """Whether the module of a linear has a convolution too: it mixes tokens instead of an attention, and is no FFN."""
     owner = name.rpartition(".")[0]
     return bool(owner) and any(isinstance(module, nn.Conv1d) for module in layer.get_submodule(owner).modules())
 

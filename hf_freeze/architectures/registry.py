@@ -7,7 +7,7 @@ from hf_freeze.architectures.derive import derive
 from hf_freeze.architectures.describe import NotDerived
 
 ARCHITECTURES: dict[str, Architecture] = {}
-LOOKUP = " (`hf-freeze describe TYPE` tells what is understood of a model type; docs/families.md lists all types)"
+LOOKUP = " (`hf-freeze describe TYPE` shows the parts found in a model type; docs/families.md lists all types)"
 VARIANT_PREFIX = "hf_freeze_"  # a variant's `model_type` is this prefix and the native one
 
 

@@ -125,7 +125,7 @@ def _check_plain(value: Any, depth: int = 0) -> None:
 def _check_types(described: Any, data: Any) -> None:
     """Raise ValueError unless `data` has values for the fields of this dataclass, of their types, and nothing else."""
     if not isinstance(data, dict):
-        raise ValueError(f"{described.__name__.lower()}: a {type(data).__name__} in the place of its fields")
+        raise ValueError(f"{described.__name__.lower()}: a {type(data).__name__} instead of its fields")
     hints, owner = get_type_hints(described), described.__name__.lower()
     for name, value in data.items():
         if name not in hints:

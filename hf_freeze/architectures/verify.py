@@ -328,7 +328,7 @@ def _only_in_first(probe: Probe, stack: Stack) -> tuple[str, ...]:
 
 
 def _unread(probe: Probe, stack: Stack, own: Sequence[str]) -> bool:
-    """Whether a copy of the first layer, in the place of the second, computes the same whatever its parameters `own` are."""
+    """Whether a copy of the first layer, instead of the second, computes the same whatever its parameters `own` are."""
     layers: Any = probe.model.get_submodule(stack.layers.removesuffix(".{}"))
     second, copied = layers[1], copy.deepcopy(layers[0])
     for name, module in copied.named_modules():

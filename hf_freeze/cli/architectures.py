@@ -8,7 +8,7 @@ from hf_freeze.cli import terminal
 def architectures() -> None:
     """List the model families that are described by hand, their tasks and their stacks of layers.
 
-    All others are derived: `hf-freeze describe MODEL` shows what is understood of one.
+    All others are derived: `hf-freeze describe MODEL` shows the parts of one.
 
     Example: hf-freeze architectures
     """

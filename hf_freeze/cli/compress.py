@@ -14,24 +14,22 @@ def compress(
         Path,
         typer.Option(help="A recipe, a file or a name: its task, data, training and decoding are used; not its rows."),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the smaller model, and all that leads to it.")],
+    out: Annotated[Path, typer.Option(help="Folder for the smaller model and the runs that lead to it.")],
     max_bytes: Annotated[
-        str | None, typer.Option(help="Of the folder that is served, tokenizer included, such as 2MB or 500kB.")
+        str | None, typer.Option(help="Bytes of the folder that is served, tokenizer included, such as 2MB or 500kB.")
     ] = None,
     max_ms: Annotated[float | None, typer.Option(help="Milliseconds of one text alone, on one thread.")] = None,
     min_score: Annotated[
         float | None, typer.Option(help="BLEU or accuracy on the dev split that the result must have in the engine.")
     ] = None,
-    hours: Annotated[
-        float | None, typer.Option(help="Time for all of it; trainings become shorter, if need be.")
-    ] = None,
+    hours: Annotated[float | None, typer.Option(help="Time limit; trainings become shorter if needed.")] = None,
     engine: Annotated[
         str, typer.Option(help="What serves the model: ctranslate2 or onnx, in int8; or torch.")
     ] = "ctranslate2",
     epochs: Annotated[
-        float | None, typer.Option(help="Of all trainings together; four times the recipe's if not given.")
+        float | None, typer.Option(help="Epochs of all trainings together; four times the recipe's if not given.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the trainings.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the trainings.")] = 1,
     settings: options.Settings = None,
     smoke: options.Smoke = False,
     report_to: options.ReportTo = None,
@@ -40,7 +38,7 @@ def compress(
     """Make a trained model small enough for a budget of bytes and milliseconds, and say what that costs.
 
     Measures what layers, heads, neurons, tokens and ranks are worth, chooses what to keep, trains it with distillation from the
-    model, exports it, and measures again. A stopped one goes on where it was. The test split is used once, at the end.
+    model, exports it, and measures again. The same command resumes a stopped one. The test split is used once, at the end.
 
     Example: hf-freeze compress runs/served/row-0-seed-1/model --data served --max-bytes 400kB --out small
     """

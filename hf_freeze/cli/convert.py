@@ -18,7 +18,7 @@ def convert(
         str, typer.Option(help="Size of the files that are written; about as much is in memory.")
     ] = "1GB",
 ) -> None:
-    """Make a variant of a model that is larger than the memory. After a kill, the same command goes on.
+    """Make a variant of a model that is larger than the memory. If interrupted, the same command resumes.
 
     Example: hf-freeze convert llama-7b llama-7b-low-rank --methods methods.yaml
     """

@@ -20,7 +20,7 @@ def describe(
     ] = False,
     out: Annotated[Path, typer.Option(help="The folder that --all writes to.")] = Path("docs"),
 ) -> None:
-    """Show what is understood of a model: its stacks, heads and FFNs, what was proved of them, and which methods work on it.
+    """Show the parts of a model: its stacks, heads and FFNs, what was proved of them, and which methods work on it.
 
     Example: hf-freeze describe roberta
 
@@ -62,7 +62,7 @@ def _describe_one(name: str) -> None:
 def _stacks(model: Any, architecture: Any) -> Table:
     """Each stack, with one row for each kind of attention and each FFN; modules are named below the layer."""
     config = model.config
-    table = Table("stack", "part", "modules", "sizes", title=f"{architecture.model_type}: what is understood")
+    table = Table("stack", "part", "modules", "sizes", title=f"{architecture.model_type}: parts found")
     for name, stack in architecture.stacks.items():
         depth = architecture.depths(config)[name]
         table.add_row(name, "layers", stack.layers, f"{depth} ({stack.depth})")

@@ -32,7 +32,7 @@ def export(
         bool, typer.Option("--force", help="Replace the folder even if it holds no earlier export.")
     ] = False,
 ) -> None:
-    """Write a model for another engine, with its tokenizer, and compare it with PyTorch. Says what stays small and what does not.
+    """Write a model for another engine, with its tokenizer, and compare it with PyTorch. Says which savings it keeps.
 
     Example: hf-freeze export runs/small-translator/row-tt-seed-1/model --format onnx --quantization int8
     """

@@ -53,9 +53,9 @@ def init(
     label: Annotated[
         str | None, typer.Option(help="Column of the label of a classification; label if not given.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a recipe that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing recipe.")] = False,
 ) -> None:
-    """Write a recipe of your own: for your task, model, data and goal, with comments. Asks for what is not given.
+    """Write a recipe of your own: for your task, model, data and goal, with comments. Asks for options that are not given.
 
     Files, columns and model are checked at once. In a terminal it asks; elsewhere it names the missing option.
 
@@ -65,7 +65,7 @@ def init(
     """
     with terminal.one_line_errors():
         if out.exists() and not force:
-            raise ValueError(f"{out} is there already; --force writes over it, and --out FILE elsewhere")
+            raise ValueError(f"{out} exists; use --force to overwrite it, or --out FILE")
         answers = _asked({"task": task, "model": model, "data": data, "goal": goal})
         task, goal = answers["task"], answers["goal"]
         full_names = _TASKS | {name: name for name in _TASKS.values()}
@@ -83,7 +83,7 @@ def init(
             if value is not None and answers["data"] == "builtin":
                 raise ValueError(f"--{option} {value}: the built-in data has its own; leave it out")
         if label is not None and full_task != "sequence-classification":
-            raise ValueError(f"--label {label} is of classification, not of {task}")
+            raise ValueError(f"--label {label} is for classification, not for {task}")
         import datasets
         from transformers.utils import logging
 

@@ -18,12 +18,14 @@ def merge(
         bool,
         typer.Option(
             "--uneven",
-            help="Keep layers of unequal sizes, by per_layer_config, instead of filling them up with zeros. Needs a family of "
-            "which transformers reads it.",
+            help="Keep layers of unequal sizes, by per_layer_config, instead of filling them up with zeros. Needs a "
+            "family whose per_layer_config transformers reads.",
         ),
     ] = False,
 ) -> None:
-    """Make a native model of a variant that is larger than the memory: loading it needs no hf_freeze. After a kill, run it again.
+    """Make a native model of a variant that is larger than the memory. Loading it needs no hf_freeze.
+
+    If a merge is interrupted, run it again.
 
     Example: hf-freeze merge llama-7b-low-rank llama-7b-dense
     """

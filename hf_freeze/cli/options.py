@@ -10,8 +10,8 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a model o
 Datasets = Annotated[
     list[str] | None, typer.Option("--dataset", help="Hub id of a data set it was trained on; may be repeated.")
 ]
-Languages = Annotated[list[str] | None, typer.Option("--language", help="ISO 639 code; may be repeated.")]
-License = Annotated[str | None, typer.Option(help="Such as apache-2.0.")]
+Languages = Annotated[list[str] | None, typer.Option("--language", help="ISO 639 code of a language; may be repeated.")]
+License = Annotated[str | None, typer.Option(help="License, such as apache-2.0.")]
 BaseModel = Annotated[str | None, typer.Option(help="Hub id of the model that it was made from.")]
 RemoteCode = Annotated[
     bool,
@@ -20,7 +20,7 @@ RemoteCode = Annotated[
     ),
 ]
 
-Column = Annotated[str, typer.Option(help="Where the texts are in JSONL and Parquet files.")]
+Column = Annotated[str, typer.Option(help="Column of the texts in JSONL and Parquet files.")]
 
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")

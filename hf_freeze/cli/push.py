@@ -10,10 +10,8 @@ from hf_freeze.cli.options import BaseModel, Datasets, Folder, Languages, Licens
 
 def push(
     folder: Folder,
-    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="Such as me/my-small-translator.")],
-    private: Annotated[
-        bool | None, typer.Option("--private/--public", help="Visibility, if the repository is new.")
-    ] = None,
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="Hub repository, such as me/my-small-translator.")],
+    private: Annotated[bool | None, typer.Option("--private/--public", help="Visibility of a new repository.")] = None,
     revision: Annotated[str | None, typer.Option(help="A branch, created if it does not exist.")] = None,
     remote_code: RemoteCode = False,
     datasets: Datasets = None,

@@ -28,14 +28,14 @@ def search(
     smoke: options.Smoke = False,
     jobs: Annotated[int, typer.Option(min=1, help="Trials at the same time, each in its own process.")] = 1,
     sampler: Annotated[str, typer.Option(help="tpe; nsga2; or random, to compare with.")] = "tpe",
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampler; trainings have the recipe's first seed.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampler; trainings have the recipe's first seed.")] = 0,
     report_to: options.ReportTo = None,
     resume_anyway: options.ResumeAnyway = False,
 ) -> None:
-    """Search a recipe's space for models that are good for their size and work, and test those that no other beats.
+    """Search a recipe's space for the Pareto front of loss, size and multiply-adds, and test its models.
 
-    A stopped search goes on where it was; several processes of one machine may share a folder. The search sees the training and
-    dev splits; the test split scores the front alone, at the end.
+    The same command resumes a stopped search; several processes of one machine may share a folder. The search uses the
+    training and dev splits; the test split scores the front alone, at the end.
 
     Example: hf-freeze search search --trials 20 --jobs 2
 

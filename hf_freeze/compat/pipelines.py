@@ -162,7 +162,7 @@ class Text2TextGenerationPipeline(Pipeline):
         return_tensors: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> list[dict[str, Any]]:
-        """output_ids (1, R, T) -> R dicts. Token ids come without padding, hence the same in a batch as alone."""
+        """output_ids (1, R, T) -> R dicts. Token ids come without padding, so they are the same in a batch as alone."""
         rows = model_outputs["output_ids"][0]
         if return_tensors:
             return [{f"{self.return_name}_token_ids": self._strip_padding(row)} for row in rows]

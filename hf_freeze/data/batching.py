@@ -10,7 +10,7 @@ from torch.utils.data import Sampler
 class TokenBatchSampler(Sampler[list[int]]):
     """Batches of indices whose padded targets hold at most `max_tokens` tokens.
 
-    Sentences are sorted by target length, then roughly by source length. Ties and the order of batches are drawn anew in each
+    Sentences are sorted by target length, then roughly by source length. Ties and the order of batches are drawn again in each
     epoch from (seed, epoch) alone, so a resumed run sees the same data. The number of batches is the same in every epoch,
     because batch boundaries depend only on the target lengths. `multiple_of` repeats a few batches so that every process gets
     the same number.

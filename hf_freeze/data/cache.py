@@ -46,7 +46,7 @@ def digest(key: Any) -> str:
 
 
 def stamp(path: str | Path) -> list[Any]:
-    """What changes where somebody writes another file of this name."""
+    """Path, size and time of a file: they change if another file is written under its name."""
     path = Path(path).resolve()
     status = path.stat()
     return [str(path), status.st_size, status.st_mtime_ns]

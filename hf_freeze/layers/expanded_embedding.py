@@ -20,7 +20,7 @@ class ExpandedEmbedding(Derived, nn.Embedding):
     An embedding depends on the token id alone. Eval mode without gradients computes all V rows once, caches them until a
     parameter changes, and looks tokens up. With gradients, each distinct token of the batch is computed once. With dropout,
     every token is computed separately, so that no two share a dropout mask. The padding row of `weight` gets no gradient, as
-    in nn.Embedding; its embedding is the network's output, and thus need not be zero.
+    in nn.Embedding; its embedding is the network's output, so it need not be zero.
     """
 
     once_per_id = True  # False has an id computed at each of its places, as on meta

@@ -169,7 +169,7 @@ class TensorLinear(FactorizedLinear):
 
 
 def left_vectors(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Left singular vectors U (rows, rank), and Uᵀ · matrix. The norms of the rows of the latter are the singular values,
+    """Left singular vectors U (rows, rank), and Uᵀ · matrix. The norms of the rows of this product are the singular values,
     descending.
 
     For a wide matrix, U consists of the eigenvectors of its small Gram matrix, which is many times faster than a singular value

@@ -18,7 +18,7 @@ class LongShortAttention(nn.Module):
     """Replaces a self-attention: `attention` (h inputs and outputs) and `conv` side by side.
 
     For generation, the inputs of the convolution are stored in the cache of the attention, as additional heads of its keys and
-    values. Every kind of cache thus stores them, reorders them for beam search, and grows and shrinks with them.
+    values. So every kind of cache stores them, reorders them for beam search, and grows and shrinks with them.
     """
 
     def __init__(self, attention: Any, conv: KernelConvolution, head_size: int) -> None:

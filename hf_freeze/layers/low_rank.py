@@ -55,7 +55,7 @@ class LowRankLinear(FactorizedLinear):
         """Set the best approximation of `weight` (O, I) in the Frobenius norm: U √S and √S Vᵀ of its singular value
         decomposition; with the randomized solver, one close to the best.
 
-        The factors get memory of their own: that which they have may belong to the model that is converted. Pruning may have left
+        The factors get memory of their own, since the old one may belong to the model that is converted. Pruning may have left
         a rank above that of any `weight`; the rest of the factors is zero then.
         """
         rank = min(self.rank, *weight.shape)

@@ -86,7 +86,7 @@ def check_training_span(begin: Any, end: Any, owner: str) -> None:
 
 
 def training_span(begin: float | None, end: float | None) -> tuple[float, float]:
-    """(begin, end) as shares of training, with 0 and 1 in the place of None."""
+    """(begin, end) as shares of training, with 0 and 1 instead of None."""
     return begin or 0.0, 1.0 if end is None else end
 
 

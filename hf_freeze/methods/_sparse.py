@@ -57,7 +57,7 @@ class SparseMethod(LinearMethod):
             )
 
     def training_module(self, linear: Any) -> nn.Module:
-        """The module in the place of `linear` before `finalize()`. Its `sparse()` returns the `SparseLinear` for afterwards."""
+        """The module that replaces `linear` before `finalize()`. Its `sparse()` returns the `SparseLinear` for afterwards."""
         raise NotImplementedError
 
     def make(self, linear: Any, name: str, model: Any) -> nn.Module:

@@ -79,8 +79,8 @@ class Freeze(Method):
             if self.phase != (0, 1) and getattr(self, component) not in _KEEP:
                 raise ValueError(
                     f"Freeze({component}={getattr(self, component)!r}, begin={self.begin!r}, end={self.end!r}): weights that a "
-                    "seed regenerates are not stored, so they cannot thaw; use 'frozen' (fresh weights of a config are random "
-                    "as well)"
+                    "seed regenerates are not stored, so they cannot be unfrozen; use 'frozen' (fresh weights of a config are "
+                    "random as well)"
                 )
 
     @property

@@ -22,7 +22,7 @@ class LayerDrop(Method):
     of their layers or fewer. Lower the ordinary dropout by about 0.1. The authors report that LayerDrop in fine-tuning only does
     not work well.
 
-    The draws are a function of `seed` and the step, hence equal in all processes, in accumulated batches and in a resumed run; so
+    The draws are a function of `seed` and the step. All processes, accumulated batches and a resumed run get equal draws, so
     training needs `VariantCallback` or `model.advance`. DistributedDataParallel needs `find_unused_parameters=True`. The method
     works on all architectures. It refuses the `encoder_layerdrop` and `decoder_layerdrop` of some native configs, which draw
     separately in each process.

@@ -25,7 +25,7 @@ class LowRank(FactorizedMethod):
     `rank` may be a dict from the name of a linear to its rank (`analysis.choose_ranks`); linears outside the dict stay dense.
     `components`, `layers`: which linears. `execution`: how inference computes (`hf_freeze.layers.factorized`). `solver`: "exact",
     in fp64, or "randomized", in fp32, which is many times faster for wide layers and small ranks, and whose error is that of the
-    nearest matrix to some percent where the singular values fall (`benchmarks/low_rank_solvers.py`).
+    nearest matrix to a few % where the singular values fall (`benchmarks/low_rank_solvers.py`).
 
     Factors may get a smaller rank, heads and neurons of them may be pruned, and Quantize may follow.
 

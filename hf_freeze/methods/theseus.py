@@ -54,7 +54,7 @@ class Theseus(Method):
     successors run. None: with a schedule, the end of training; with `rate`, predecessors run until `finalize()`, and training
     should continue after that.
 
-    The draws are a function of `seed` and the step, hence equal in all processes and in a resumed run; so training needs
+    The draws are a function of `seed` and the step. All processes and a resumed run get equal draws, so training needs
     `VariantCallback` or `model.advance`. DistributedDataParallel needs `find_unused_parameters=True`.
 
     `init`: the successor starts from the backbone's `"first"` layers, as in the released code, or from the first layer of each

@@ -110,7 +110,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         self._restructured = True
 
     def _set_methods(self, methods: list[Method]) -> None:
-        """Put other settings in the place of those of `methods`, after what a method holds has changed; also in the config."""
+        """Replace the settings of `methods`, after what a method holds has changed; also in the config."""
         places = zip(self.methods, methods, self.methods_now, strict=True)
         self.methods_now = [new if now is old else now for old, new, now in places]
         self.methods = methods

@@ -178,7 +178,7 @@ class SavingMixin(_Model):
                 raise ValueError(f"{where} lacks trained tensors: {sorted(info['missing_keys'])[:5]}")
             if info["unexpected_keys"]:
                 raise ValueError(
-                    f"{where} holds tensors that its config knows nothing of: {sorted(info['unexpected_keys'])[:5]}"
+                    f"{where} holds tensors that its config does not describe: {sorted(info['unexpected_keys'])[:5]}"
                 )
         model._check_seeded(in_memory, pretrained_model_name_or_path)
         return (model, info) if with_info else model

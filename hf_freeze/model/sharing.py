@@ -16,8 +16,8 @@ _BY_MAKING = "make_variant(copy=False), which gave its tensors to the variant; u
 
 @torch.no_grad()
 def share_tensors(old: Any, new: Any) -> None:
-    """Give `new` the parameters and stored buffers of `old` that have the same name and shape, in the same memory, but for seeded
-    ones. Those of the same name and another shape, which a method fills, get the dtype of the old ones."""
+    """Give `new` the parameters and stored buffers of `old` that have the same name and shape, in the same memory, except for
+    seeded ones. Those of the same name and another shape, which a method fills, get the dtype of the old ones."""
     tensors = dict(old.named_parameters(remove_duplicate=False)) | dict(old.named_buffers(remove_duplicate=False))
     own: dict[int, nn.Parameter] = {}  # a tied parameter of `old` becomes a tied one of `new`
     for prefix, module in new.named_modules():

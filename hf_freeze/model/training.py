@@ -85,7 +85,7 @@ class TrainingMixin(_Model):
             schedule.advance(model, self.architecture, step, total_steps)
 
     def rewind(self) -> None:
-        """Undo all `advance` calls, for a new optimiser or another training: thaws what a schedule froze."""
+        """Undo all `advance` calls, for a new optimiser or another training: unfreezes what a schedule froze."""
         self.progress = None
         self._freeze_phase()
         model: Any = self
@@ -172,7 +172,7 @@ class TrainingMixin(_Model):
         return {name for name, definition in frozen if definition is None}
 
     def _freeze_phase(self) -> None:
-        """Freeze and thaw for `progress`. Called in every step, so it looks at the parameters only if the phase changes."""
+        """Freeze and unfreeze for `progress`. Called in every step, so it looks at the parameters only if the phase changes."""
         active = tuple(
             i
             for i, method in enumerate(self.methods)
@@ -194,7 +194,7 @@ class TrainingMixin(_Model):
         self._active, self._frozen_now = active, frozenset(frozen_now)
         if frozen_now and not any(parameter.requires_grad for parameter in self.parameters()):
             raise ValueError(
-                f"nothing is left to train at progress {self.progress}: {sorted(frozen_now)[0]!r} and all else is frozen"
+                f"nothing is left to train at progress {self.progress}: {sorted(frozen_now)[0]!r} and everything else is frozen"
             )
 
     def _forget_phase(self) -> None:

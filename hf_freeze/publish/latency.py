@@ -89,7 +89,7 @@ def measure(
     A round has 16 texts one by one, first for one token and then for all, and up to 128 texts in each other batch size. Each
     process has `threads` threads. `say` is called with a line before each slow step.
 
-    Raises ValueError for no folder or no text, a number below 1, and what cannot be opened or answers with an error.
+    Raises ValueError for no folder or no text, a number below 1, and a folder that cannot be opened or answers with an error.
     """
     lines = [text for text in texts if text.strip()][:_TOGETHER]
     if not folders:

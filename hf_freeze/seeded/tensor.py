@@ -173,7 +173,7 @@ def draws(seed: int, name: str, count: int) -> list[float]:
 class Origin:
     """The source of a parameter in a model that keeps parts of another.
 
-    The values come from the parameter `name` of the former model: the entries `index` along `dimension`, which had `size`
+    The values come from the parameter `name` of that other model: the entries `index` along `dimension`, which had `size`
     entries. `dimension` None: all values.
     """
 

@@ -61,7 +61,7 @@ def add_predecessors(model: Any, layers: str, count: int) -> None:
 
 
 def drop_predecessors(layers: Iterable[Any]) -> None:
-    """Undo `add_predecessors`, but for the number of layers: remove the old layers."""
+    """Undo `add_predecessors`, except for the number of layers: remove the old layers."""
     for layer in layers:
         Replaced.of(layer).remove()
         del layer.predecessor

@@ -1,4 +1,4 @@
-"""`hf-freeze describe`: what is understood of a family or of a saved model."""
+"""`hf-freeze describe`: the parts of a family or of a saved model."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def refused(*arguments):
 
 def test_a_family_is_described():
     lines = described("roberta")
-    assert "roberta: what is understood" in lines
+    assert "roberta: parts found" in lines
     assert "encoder layers encoder.layer.{} 12 (num_hidden_layers)" in lines
     assert "self attention attention.self.query 12 heads of 64" in lines
     ffn = lines.index("FFN intermediate.dense 3072 neurons (intermediate_size)")
@@ -79,7 +79,7 @@ def test_a_saved_variant_is_described_with_its_sizes(tmp_path):
     variant = make_variant(config, methods, task="masked-lm")
     variant.save_pretrained(tmp_path)
     lines = described(tmp_path)
-    assert "roberta: what is understood" in lines
+    assert "roberta: parts found" in lines
     assert "encoder layers encoder.layer.{} 2 (num_hidden_layers)" in lines
     assert "self attention attention.self.query 0 to 3 heads of 8" in lines
     assert "FFN intermediate.dense 16 neurons, of 48 (intermediate_size)" in lines

@@ -177,7 +177,7 @@ def test_methods_that_do_not_work_on_a_model_are_left_out_with_the_reason(place)
 def test_a_recipe_is_not_written_over(place):
     (place / "recipe.yaml").write_text("mine")
     command = ("init", "--task", "lm", "--model", "new", "--data", "builtin", "--goal", "study")
-    assert "recipe.yaml is there already; --force writes over it" in one_line_error(*command)
+    assert "recipe.yaml exists; use --force to overwrite it" in one_line_error(*command)
     assert (place / "recipe.yaml").read_text() == "mine"
     cli(*command, "--force")
     assert yaml.safe_load((place / "recipe.yaml").read_text())["name"] == "recipe"

@@ -213,7 +213,7 @@ def test_row_names_must_be_quoted(tmp_path):
         (b"- a\n", "a recipe is a mapping, not list"),
         (b"", "a recipe is a mapping, not NoneType"),
         (b"x: !!python/object/apply:os.getcwd []\n", "not a YAML file"),
-        (b"extends: r.yaml\n", "'extends' goes in a circle"),
+        (b"extends: r.yaml\n", "'extends' refers to itself"),
     ],
 )
 def test_files_that_are_no_recipe(tmp_path, content, message):
@@ -620,7 +620,7 @@ def test_settings_of_one_form_of_data_are_merged(recipe_file):
         ("data={train: [a], dev: [a, b], test: [a, b]}", r"data\.train must be two files, .* not \['a'\]"),
         (
             "data={train: [a, b], dev: [a, b], test: [a, b], holdout: 9}",
-            r"data\.holdout=9 must be .* the place of data\.dev",
+            r"data\.holdout=9 must be .* it replaces data\.dev",
         ),
         ("data={train: [a, b], test: [a, b], holdout: 0}", r"data\.holdout=0 must be a number of training items"),
         ("data.unit=words", r"unknown data\.unit 'words'; choose from \['lines', 'documents'\]"),

@@ -136,7 +136,7 @@ def test_bad_pretrained_backbones_are_refused(tmp_path, case):
 
 
 def test_masking_is_of_masked_language_models(tmp_path):
-    with pytest.raises(ValueError, match=r"training\.masking is of task 'masked-lm', not of 'translation'"):
+    with pytest.raises(ValueError, match=r"training\.masking is for task 'masked-lm', not for 'translation'"):
         load_recipe(write_recipe(tmp_path / "r.yaml", **{"presets/small/training/masking": 0.4}))
     with pytest.raises(ValueError, match=r"training.masking=1\.5 must be above 0 and at most 1"):
         load_recipe(write_recipe(tmp_path / "r.yaml", **MASKED | {"presets/small/training/masking": 1.5}))

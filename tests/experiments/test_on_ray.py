@@ -201,7 +201,7 @@ def test_a_grid_whose_nodes_are_all_lost_ends(cluster, tmp_path, monkeypatch):
     killer.start()
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", rows=rows("goes on")))
     with pytest.raises(
-        ConnectionError, match=r"no node with 1 CPU and 1 GPU is left, for 1 s: the same command goes on"
+        ConnectionError, match=r"no node with 1 CPU and 1 GPU is left, for 1 s: the same command resumes"
     ):
         run_grid(recipe, tmp_path / "o", ray=RayOptions(address=cluster.address))
     killer.join()

@@ -248,7 +248,11 @@ BAD_COMMANDS = {
         {"rows/1": {"label": "x", "methods": [], "start": "0"}},
         "row '1' has 'start': rows beside a space train from",
     ),
-    "name": ([], {"rows/t1": {"label": "x", "methods": []}}, "row 't1': trials have such names; choose another"),
+    "name": (
+        [],
+        {"rows/t1": {"label": "x", "methods": []}},
+        "row 't1': the name is reserved for trials; choose another",
+    ),
 }
 
 

@@ -124,10 +124,10 @@ def test_a_run_of_pairs_is_scored_as_its_model_answers(pairs, tmp_path):
         ),
         (
             {"data/unit": "lines"},
-            r"data\.unit is of the tasks \['language-modelling', 'masked-lm'\], not of 'sequence-c",
+            r"data\.unit is for the tasks \['language-modelling', 'masked-lm'\], not for 'sequence-c",
         ),
-        ({"data/label": "tense"}, r"data\.label is of data of the form \['files', 'hub'\], not 'builtin'"),
-        ({"data/name": "sst2"}, r"data\.name is of data of the form \['hub'\], not 'builtin'"),
+        ({"data/label": "tense"}, r"data\.label is for data of the form \['files', 'hub'\], not 'builtin'"),
+        ({"data/name": "sst2"}, r"data\.name is for data of the form \['hub'\], not 'builtin'"),
         ({"start": "there"}, "has both 'start' and 'backbone': it takes the backbone of the grid there"),
         ({"start": 3}, "start must be a str, not 3"),
         ({"presets/small/backbone": ...}, "'backbone' is missing"),

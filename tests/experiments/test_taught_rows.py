@@ -148,7 +148,7 @@ def test_a_student_fails_with_its_teacher(grid, tmp_path):
     ("row", "message"),
     [
         ({"teacher": "9"}, "teacher='9' is no row; choose from"),
-        ({"teacher": "1"}, "'teacher' goes in a circle: 1 <- 1"),
+        ({"teacher": "1"}, "'teacher' refers to itself: 1 <- 1"),
         ({"teacher": "0"}, "it has none of these"),
         ({"methods": [{"method": "distillation"}]}, "it has no 'teacher'"),
         ({"targets": "teacher"}, "it has no 'teacher'"),

@@ -73,7 +73,7 @@ def test_an_unknown_tracker_is_one_line_with_the_choices(command, tmp_path):
     error = one_line_error(command, write_recipe(tmp_path / "recipe.yaml"), "--report-to", "mlflow")
     assert "unknown tracker report_to='mlflow'; choose from ['tensorboard', 'trackio', 'wandb']" in error
     error = one_line_error("run", "ffn_compression/mnist", "--report-to", "wandb")
-    assert "report_to is of tasks that the Trainer trains, not of 'image-classification'" in error
+    assert "report_to is for tasks that the Trainer trains, not for 'image-classification'" in error
 
 
 @pytest.mark.parametrize("name", tracking._PACKAGES)

@@ -62,7 +62,9 @@ def test_begin_is_below_end(phase):
 
 @pytest.mark.parametrize("mode", ["random", "diagonal", "zero_diagonal"])
 def test_what_is_not_stored_cannot_thaw(mode):
-    with pytest.raises(ValueError, match=rf"Freeze\(ffn='{mode}', begin=None, end=0.5\): .* cannot thaw; use 'frozen'"):
+    with pytest.raises(
+        ValueError, match=rf"Freeze\(ffn='{mode}', begin=None, end=0.5\): .* cannot be unfrozen; use 'frozen'"
+    ):
         Freeze(ffn=mode, end=0.5)
     assert not Freeze(ffn=mode, begin=0, end=1).part(Schedule)
 
@@ -172,7 +174,7 @@ def test_a_freeze_of_all_that_is_left_is_refused():
     model = scheduled_model(phases=[Freeze(**parts), Freeze(ffn="frozen", begin=0.5)])
     model.advance(3, 8)
     with pytest.raises(
-        ValueError, match=r"nothing is left to train at progress 0\.5: 'model\..*' and all else is frozen"
+        ValueError, match=r"nothing is left to train at progress 0\.5: 'model\..*' and everything else is frozen"
     ):
         model.advance(4, 8)
 

@@ -143,4 +143,4 @@ class Progress:
             self._write()
             self._written = time.monotonic()
         if self._callback is not None and self._callback(self.last) is True:
-            raise Stopped(f"the callback stopped it after “{text}”; the same call goes on from there")
+            raise Stopped(f"the callback stopped it after “{text}”; the same call resumes from there")

@@ -77,7 +77,7 @@ def backbone_for(task: str, name: str, data: str) -> Backbone:
 
 
 def _config(sections: dict[str, Any]) -> Any:
-    """As a run makes it (`text_training.backbone_config`), but for the size of the vocabulary, which the data decide."""
+    """As a run makes it (`text_training.backbone_config`), except for the size of the vocabulary, which the data decide."""
     from transformers import AutoConfig
 
     fields: dict[str, Any] = {"vocab_size": sections["tokenizer"]["vocab_size"], "pad_token_id": 0, "eos_token_id": 1}

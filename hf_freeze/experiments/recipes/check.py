@@ -1,4 +1,4 @@
-"""Whether a recipe says what it must, and nothing that it cannot."""
+"""Whether a recipe has all required fields, and only fields that exist."""
 
 import re
 from collections.abc import Collection
@@ -65,7 +65,7 @@ def check(recipe: dict[str, Any], path: Any) -> None:
     if (tracker := recipe.get("report_to", TRACKERS[0])) not in TRACKERS:
         raise ValueError(f"{path}: unknown tracker report_to={tracker!r}; choose from {list(TRACKERS)}")
     if "report_to" in recipe and task == "image-classification":
-        raise ValueError(f"{path}: report_to is of tasks that the Trainer trains, not of {task!r}")
+        raise ValueError(f"{path}: report_to is for tasks that the Trainer trains, not for {task!r}")
     seeds = recipe["seeds"]
     if not seeds or any(type(seed) is not int or not 0 <= seed < 2**32 for seed in seeds):
         raise ValueError(f"{path}: seeds must be integers, not {seeds!r}; each in 0..2^32-1")
@@ -177,7 +177,7 @@ def _check_training(training: dict[str, Any], task: str, path: Any) -> None:
                 f"{path}: unknown component training.learning_rates.{component}; choose from {list(TRAINED)}"
             )
     if "masking" in training and task != "masked-lm":
-        raise ValueError(f"{path}: training.masking is of task 'masked-lm', not of {task!r}")
+        raise ValueError(f"{path}: training.masking is for task 'masked-lm', not for {task!r}")
     if not 0 < training.get("masking", 1) <= 1:
         raise ValueError(f"{path}: training.masking={training['masking']} must be above 0 and at most 1")
     for key, least in (("block_size", 1), ("evaluations", 1), ("batch_size", 1), ("epochs", 0)):
@@ -207,7 +207,7 @@ def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
     for key, split in (("holdout", "dev"), ("holdout_test", "test")):
         if key in data and (type(data[key]) is not int or data[key] < 1 or split in data):
             raise ValueError(
-                f"{path}: data.{key}={data[key]!r} must be a number of training items, and takes the place of data.{split}"
+                f"{path}: data.{key}={data[key]!r} must be a number of training items; it replaces data.{split}"
             )
     columns = data.get("columns", ["sentence"])
     if (
@@ -220,6 +220,6 @@ def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
         raise ValueError(f"{path}: unknown data.unit {data['unit']!r}; choose from ['lines', 'documents']")
     for field, (tasks, forms) in DATA_FIELDS.items():
         if field in data and task not in tasks:
-            raise ValueError(f"{path}: data.{field} is of the tasks {sorted(tasks)}, not of {task!r}")
+            raise ValueError(f"{path}: data.{field} is for the tasks {sorted(tasks)}, not for {task!r}")
         if field in data and form is not None and form not in forms:
-            raise ValueError(f"{path}: data.{field} is of data of the form {sorted(forms)}, not {form!r}")
+            raise ValueError(f"{path}: data.{field} is for data of the form {sorted(forms)}, not {form!r}")

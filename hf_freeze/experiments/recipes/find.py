@@ -25,7 +25,7 @@ def packaged_recipes() -> dict[str, Path]:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The file that `name` means: a path; the name of a packaged recipe; or the latter's path in a clone, which the pages use,
+    """The file that `name` means: a path; the name of a packaged recipe; or its path in a clone, as the pages write it,
     such as `recipes/theseus/rte.yaml`. Raises FileNotFoundError, with the closest names, where there is none."""
     if Path(name).is_file():
         return Path(name)

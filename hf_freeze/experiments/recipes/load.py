@@ -58,7 +58,7 @@ class _Loader(yaml.SafeLoader):
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in seen:
-        raise ValueError(f"{path}: 'extends' goes in a circle")
+        raise ValueError(f"{path}: 'extends' refers to itself")
     try:
         recipe = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -26,7 +26,7 @@ def check_heads(row: dict[str, Any], rows: dict[str, Any], task: str, elsewhere:
     """`head_scores: [importance]`, and `heads: {by: importance, fraction: 0.3}`, which may name the `attentions` too."""
     for field in ("heads", "head_scores"):
         if field in row and task == "image-classification":
-            raise ValueError(f"{path}: {field} is of transformers, not of task {task!r}")
+            raise ValueError(f"{path}: {field} is for transformers, not for task {task!r}")
     scores = row.get("head_scores", [])
     if not isinstance(scores, list) or any(score not in HEAD_SCORES for score in scores):
         raise ValueError(f"{path}: head_scores={scores!r} must be a list; choose from {list(HEAD_SCORES)}")
@@ -88,7 +88,7 @@ def _check_way(way: list[str], rows: dict[str, Any], path: Any) -> None:
         if not isinstance(needed, str) or needed not in rows:
             raise ValueError(f"{path}: {field}={needed!r} is no row; choose from {list(rows)}")
         if needed in way:
-            raise ValueError(f"{path}: {field!r} goes in a circle: {' <- '.join([*way, needed])}")
+            raise ValueError(f"{path}: {field!r} refers to itself: {' <- '.join([*way, needed])}")
         _check_way([*way, needed], rows, path)
 
 
@@ -110,7 +110,7 @@ def check_teacher(row: dict[str, Any], task: str, path: Any) -> None:
             + ("none of these" if "teacher" in row else "no 'teacher'")
         )
     if "teacher" in row and task == "image-classification":
-        raise ValueError(f"{path}: teacher is of transformers, not of task {task!r}")
+        raise ValueError(f"{path}: teacher is for transformers, not for task {task!r}")
 
 
 def method_of(data: Any, tokenizer: Any = None) -> Method:

@@ -98,7 +98,7 @@ def space_of(recipe: dict[str, Any], path: Any) -> Space:
     where = f"{path}: space"
     data = recipe["space"]
     if recipe["task"] == "image-classification":
-        raise ValueError(f"{where} is of transformers, not of task 'image-classification'")
+        raise ValueError(f"{where} is for transformers, not for task 'image-classification'")
     if "start" in recipe or is_pretrained(recipe.get("backbone")):
         raise ValueError(
             f"{where}: trials train from fresh weights, so there can be no 'start' or 'backbone.pretrained'"
@@ -134,7 +134,7 @@ def search_settings(recipe: dict[str, Any], path: Any) -> SearchSettings:
             raise ValueError(f"{where}: unknown goal {goal!r}; choose from {list(GOALS)}")
     bounds = data.get("bounds", {})
     if not isinstance(bounds, dict):
-        raise ValueError(f"{where}.bounds={bounds!r} must say the most of a cost, such as {{stored_bytes: 2e6}}")
+        raise ValueError(f"{where}.bounds={bounds!r} must give the maximum of a cost, such as {{stored_bytes: 2e6}}")
     for cost in bounds:
         if cost not in COSTS:
             raise ValueError(f"{where}: unknown bound {cost!r}; choose from {list(COSTS)}")

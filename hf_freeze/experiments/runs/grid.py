@@ -49,7 +49,7 @@ def run_grid(
     `ray`: the runs are tasks of Ray, as many at a time as its nodes have room for; `out` is on storage that all nodes see.
     Under a launcher (torchrun, accelerate launch) all processes work on one run after the other. `resume_anyway`: go on with
     a checkpoint that another version, commit, device or number of threads or processes left. `scored_on`: "dev" for runs that
-    must not see the test split. `trainer`: "module:class", in the place of the task's. `watch(run, message)` is called with what
+    must not see the test split. `trainer`: "module:class", instead of the task's. `watch(run, message)` is called with what
     a run says, and with {"stage": "finished"} after its end; an exception in it stops all runs at their last checkpoints.
 
     Writes `out/results.jsonl`, of all finished runs there, and `command` for the report. Raises ValueError where the recipe has

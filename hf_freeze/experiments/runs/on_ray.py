@@ -132,7 +132,7 @@ class RayTasks:
         except queue.Empty:
             return None
         except self._ray.exceptions.RayError as error:
-            raise ConnectionError(f"Ray is lost ({_in_short(error)}): the same command goes on where it was") from error
+            raise ConnectionError(f"Ray is lost ({_in_short(error)}): the same command resumes") from error
 
     def ended(self) -> list[tuple[Path, str]]:
         """The folders of the runs that ended since the last call, each with what to say where it left no figures and no error.
@@ -197,9 +197,7 @@ class RayTasks:
             return
         self._stuck_since = self._stuck_since or time.monotonic()
         if time.monotonic() - self._stuck_since > _PATIENCE:
-            raise ConnectionError(
-                f"no node with {self._wanted()} is left, for {_PATIENCE} s: the same command goes on where it was"
-            )
+            raise ConnectionError(f"no node with {self._wanted()} is left, for {_PATIENCE} s: the same command resumes")
 
 
 def _in_words(resources: dict[str, float]) -> str:

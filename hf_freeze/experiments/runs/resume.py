@@ -44,7 +44,7 @@ def agreed_precision(out: Path, run: dict[str, Any], resume_anyway: bool) -> str
 
 
 def check_origin(folder: Path, checkpoint: str | None, precision: str, **origins: Path | None) -> None:
-    """Raise ValueError where a resumed run would not end with the figures of an undisturbed one; else note who runs it."""
+    """Raise ValueError where a resumed run would not end with the results of an uninterrupted one; else note who runs it."""
     path = folder / "environment.json"
     now = environment() | {"processes": int(os.environ.get("WORLD_SIZE", "1")), "precision": precision}
     for name, origin in origins.items():
@@ -55,7 +55,7 @@ def check_origin(folder: Path, checkpoint: str | None, precision: str, **origins
         then = json.loads(path.read_text(encoding="utf-8"))
         if differs := [f"{key} {then.get(key)!r}, now {now[key]!r}" for key in now if then.get(key) != now[key]]:
             raise ValueError(
-                f"{checkpoint} was made with {'; '.join(differs)}: going on would not give the figures of one undisturbed run. "
+                f"{checkpoint} was made with {'; '.join(differs)}: going on would not give the results of one uninterrupted run. "
                 f"Run it as it was, remove {folder}, or add --resume-anyway"
             )
     if is_first_process():

@@ -240,7 +240,7 @@ def choose_attention(model: Any) -> None:
 
 
 class _PauseAt(TrainerCallback):
-    """Leaves the training, as a kill would, at the first checkpoint of `epochs` or more. A stop that the Trainer knows of would
+    """Leaves the training, as a kill would, at the first checkpoint of `epochs` or more. An ordinary stop of the Trainer would
     reload the best checkpoint and remove the last one, from which the run is to go on."""
 
     def __init__(self, epochs: float) -> None:

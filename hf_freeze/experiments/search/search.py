@@ -100,7 +100,7 @@ class Search:
                 )
         for name in recipe["rows"]:
             if re.fullmatch(r"t\d+", name):
-                raise ValueError(f"row {name!r}: trials have such names; choose another")
+                raise ValueError(f"row {name!r}: the name is reserved for trials; choose another")
         self._hand_made = [run | {"scored_on": "dev"} for run in self._expand(recipe["rows"], recipe["seeds"][:1])]
         self.grid.mkdir(parents=True, exist_ok=True)
         self.study = Study(out, self._settings, _identity(recipe), sampler, seed)

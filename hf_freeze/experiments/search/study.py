@@ -89,7 +89,7 @@ class Study:
         return count
 
     def count_trained(self, *, ended: bool = False) -> int:
-        """Trials that were or are being trained; `ended`: without the latter."""
+        """Trials that were or are being trained; `ended`: without those in training."""
         kinds = [outcome_of(trial)[0] for trial in self.trials()]
         return sum(kind in _TRAINED or (not ended and not kind) for kind in kinds)
 

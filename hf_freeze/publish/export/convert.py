@@ -98,7 +98,7 @@ def export_model(
 
 
 def _compact(folder: Path) -> None:
-    """Write the vocabularies anew without white space, which is more than half of the bytes of a tokenizer of ours."""
+    """Rewrite the vocabularies without white space, which is more than half of the bytes of a tokenizer trained here."""
     for path in (*folder.glob("tokenizer.json"), *folder.glob("*vocabulary.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
