@@ -5,7 +5,8 @@
 
 Claim: every folder is within its budget, as measured again here, and at most `--loss` points below the model.
 
-`FOLDERS` are those of finished compressions; those with one budget, which may differ in their seed, are a row. Bytes are counted,
+`FOLDERS` are those of finished compressions; those with one budget, which may differ in their seed, are a row. `--label TEXT NAME`:
+those whose command contains TEXT are rows of their own, with NAME behind the budget. Bytes are counted,
 scores computed, and times of one text alone measured anew here, with all folders in turns on one thread. The interval of the
 difference to the model is over test items, and over seeds where there are several.
 """
@@ -47,12 +48,13 @@ class Row:
     kept: list[str]
 
 
-def rows_of(folders: list[Path]) -> list[Row]:
+def rows_of(folders: list[Path], labels: list[tuple[str, str]]) -> list[Row]:
     rows: dict[str, Row] = {}
     for folder in folders:
         record = json.loads((folder / "compressed.json").read_text(encoding="utf-8"))
         budget = Budget(**{name: record["budget"][name] for name in _LIMITS})
-        row = rows.setdefault(budget.words(), Row(budget.words(), budget, [], []))
+        name = ", ".join([budget.words(), *(label for text, label in labels if text in record["command"])])
+        row = rows.setdefault(name, Row(name, budget, [], []))
         row.kept.append(record["words"])
         row.folders.append(folder / "served")
     return sorted(rows.values(), key=lambda row: (-(row.budget.max_bytes or 0), row.budget.max_ms or 0))
@@ -66,12 +68,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the recipe that they had")
     parser.add_argument("--set", action="append", default=[], help="change a setting of the recipe")
     parser.add_argument("--engine", default="ctranslate2", choices=list(serving.ENGINES))
+    parser.add_argument("--label", nargs=2, action="append", default=[], metavar=("TEXT", "NAME"), help="see above")
     parser.add_argument("--loss", type=float, default=1.0, help="points of the score")
     parser.add_argument("--picture", type=Path, help="a PNG file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     recipe = load_recipe(options.data, options.set)
-    whole, rows = options.folders[0] / "engine" / "whole", rows_of(options.folders)
+    whole, rows = options.folders[0] / "engine" / "whole", rows_of(options.folders, options.label)
     splits = task_of(recipe["task"]).load(recipe["data"])
     items = items_of(
         [whole, *(folder for row in rows for folder in row.folders)], options.engine, recipe, splits["test"]
