@@ -204,12 +204,14 @@ def test_the_answer_comes_with_its_interval_and_seeds(tmp_path):
         make_runs(folder, rows=rows, **kwargs)
         return answer(make_report([folder], lambda text: None))
 
-    lossless = (
-        r"Smallest without a measurable loss: ✓✓✗ FFN random \(row 3\), 0\.00 MB, BLEU [+−]?\d\.\d against row 0 "
-        r"\(95 % interval [+−]\d\.\d\d to [+−]\d\.\d\d; {}\)\."
+    row = (
+        r": ✓✓✗ FFN random \(row 3\), 0\.00 MB, BLEU [+−]?\d\.\d against row 0 "
+        r"\(95 % interval [+−]\d\.\d\d to [+−]\d\.\d\d; "
     )
-    assert re.fullmatch(lossless.format("3 seeds"), answer_of(ROWS))
-    assert re.fullmatch(lossless.format("one seed; too few seeds to test"), answer_of(ROWS, seeds=(1,)))
+    assert re.fullmatch(f"Smallest without a measurable loss{row}" + r"3 seeds\)\.", answer_of(ROWS))
+    few = r"Smallest without a significant loss on these 200 sentences \(too few seeds to test\)"
+    assert re.fullmatch(few + row + r"one seed\)\.", answer_of(ROWS, seeds=(1,)))
+    assert answer_of(ROWS | {"3": ("better", 0.95)}).startswith("Smallest without a loss, and better: better (row 3), ")
     worse = answer_of({"0": ROWS["0"], "1": ("bad", 0.3), "2": ("less bad", 0.5)})
     assert worse.startswith(
         "Every smaller row is measurably worse than ✓✓✓ all trained (row 0); closest: less bad (row 2), "

@@ -18,7 +18,7 @@ def answer(report: Report) -> str:
     smaller = [row for row in tested if row["stored"][0] < first["stored"][0]]
     if kept := [row for row in smaller if not _worse(report, row)]:
         least = min(kept, key=lambda row: (row["stored"][0], _sign(report) * row[task.quality][0]))
-        return f"Smallest without a measurable loss: {_against_first(report, least)}."
+        return f"{_without_loss(report, least)}: {_against_first(report, least)}."
     if smaller:
         least = min(smaller, key=lambda row: _sign(report) * row[task.quality][0])
         every = "Every smaller row is" if len(smaller) > 1 else "The smaller row is"
@@ -27,6 +27,16 @@ def answer(report: Report) -> str:
     if best is first or best not in tested:
         return f"{top} ({_seeds(best)}); no smaller row was tested."
     return f"{'Highest' if task.higher else 'Lowest'} {task.name}: {_against_first(report, best)}."
+
+
+def _without_loss(report: Report, row: dict[str, Any]) -> str:
+    """In what sense the smallest row that is not significantly worse than the first loses nothing."""
+    _, test = report.to_first(row)
+    if test is not None and test.significant_to_first:
+        return "Smallest without a loss, and better"
+    if test is not None and not test.seeds:
+        return f"Smallest without a significant loss on these {report.items:,} {report.task.item} ({TOO_FEW})"
+    return "Smallest without a measurable loss"
 
 
 def _sign(report: Report) -> int:
@@ -55,10 +65,7 @@ def _against_first(report: Report, row: dict[str, Any]) -> str:
     unit, form = task.columns["stored"][0].split()[-1], task.columns["stored"][2]
     size, whole = (f"{each['stored'][0]:{form}}" for each in (row, first))
     size = f"{size} {unit} in place of {whole}" if size != whole else f"{size} {unit}"
-    said = [interval(report, test)] if test else []
-    said.append(_seeds(first, row))
-    if test and not test.significant_to_first and not test.seeds:
-        said.append(TOO_FEW)
+    said = [*([interval(report, test)] if test else []), _seeds(first, row)]
     return (
         f"{_named(row)}, {size}, {task.name} {task.signed(difference)} against row {first['row']} ({'; '.join(said)})"
     )

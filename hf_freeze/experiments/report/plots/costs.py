@@ -51,7 +51,9 @@ def draw_costs(plots: list[Any], report: Report, costs: list[str], signs: dict[s
         set_score_axis(axes, report)
         if edge is not None:
             axes.set_ylim(**{"bottom" if task.higher else "top": edge})
-            axes.set_title("hollow: far beyond this edge, at the score in brackets", fontsize=8, loc="right")
+            told = any(row["row"] in signs and _beyond(report, row[task.quality][0], edge) for row in report.rows)
+            hint = "hollow: far beyond this edge, at the score in brackets" if told else "on the edge: far worse"
+            axes.set_title(hint, fontsize=8, loc="right")
         costs_of_rows = [_point(report, row, cost)[0] for row in report.rows]
         if cost != "share" and 0 < 10 * min(costs_of_rows) < max(costs_of_rows):
             axes.set_xscale("log")  # or the small ones would lie on each other

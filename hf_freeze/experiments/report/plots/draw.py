@@ -18,7 +18,6 @@ from hf_freeze.experiments.report.plots.training import curves_figure, schedules
 from hf_freeze.experiments.report.report import Report
 from hf_freeze.io import write_whole
 
-
 FEW = 7  # rows that a picture can name and a reader can tell apart
 WIDTH = 7.2  # inches: shown 600 pixels wide, its letters are 10 pixels high
 
