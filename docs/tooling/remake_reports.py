@@ -2,11 +2,12 @@
 
     python docs/tooling/remake_reports.py docs/results/*.html
 
-Scores, sizes and times come from the records (NAME.jsonl beside NAME.html). Intervals, p-values, settings, learning curves, scores of
-heads and times of decoding come from the page itself, which is replaced, with its pictures. Curves are read off the drawing. It
+Scores, sizes and times come from the records (NAME.jsonl beside NAME.html). Intervals, p-values, settings, learning curves, scores
+of heads and times of decoding come from the page itself, which is replaced, with its pictures. Curves are read off the drawing. It
 stops where a number would change. Where the folders of the runs exist, `hf-freeze report` makes the page.
 """
 
+import functools
 import html
 import json
 import math
@@ -42,7 +43,7 @@ def remake(path: Path) -> None:
         grid.mkdir()
         shutil.copy(path.with_suffix(".jsonl"), grid / "results.jsonl")
         records = [json.loads(line) for line in (grid / "results.jsonl").read_text(encoding="utf-8").splitlines()]
-        write_runs(page, records, grid)
+        write_runs(path, page, records, grid)
         report = as_tested(make_report([grid], lambda _: None), page)
         check(report, page)
         write_pages([report], out)
@@ -52,14 +53,15 @@ def remake(path: Path) -> None:
                 shutil.copy(out / f"{name}.png", path.with_name(f"{path.stem}{end}.png"))
 
 
-def write_runs(page: str, records: list[dict[str, Any]], grid: Path) -> None:
-    """What the page holds of each run, in the files that a report reads."""
-    settings = re.findall(r"<summary>Row (\S+), seed (\d+):.*?<pre tabindex=\"0\">(.*?)</pre>", page, re.DOTALL)
-    texts = {(html.unescape(row), int(seed)): html.unescape(text) for row, seed, text in settings}
+def write_runs(path: Path, page: str, records: list[dict[str, Any]], grid: Path) -> None:
+    """What the page in `path` holds of each run, in the files that a report reads."""
+    settings = settings_of(path)
     for record in records:
         folder = run_folder(grid, record)
-        folder.mkdir()
-        (folder / "run.json").write_text(texts[record["row"], record["seed"]], encoding="utf-8")
+        (folder / "model").mkdir(parents=True)
+        (folder / "run.json").write_text(json.dumps(settings[record["row"], record["seed"]]), encoding="utf-8")
+        methods = json.dumps({"methods": methods_of(path, record["row"], record["seed"])})
+        (folder / "model" / "config.json").write_text(methods, encoding="utf-8")
     made = page.split(">How it was made<")[1].split('<p class="mute">')[0]
     commands = [html.unescape(command) for command in re.findall(r"<pre>(.*?)</pre>", made, re.DOTALL)]
     (grid / "command.txt").write_text("".join(f"{command}\n" for command in commands), encoding="utf-8")
@@ -69,6 +71,25 @@ def write_runs(page: str, records: list[dict[str, Any]], grid: Path) -> None:
         scores = json.dumps(head_scores(drawing))
         (grid / f"row-{row}-seed-{seed}" / HEAD_SCORES).write_text(scores, encoding="utf-8")
     write_latencies(page, records, grid)
+
+
+@functools.cache
+def settings_of(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """Row and seed -> the settings of the run, in the page as it was at first."""
+    pattern = r"<summary>Row (\S+), seed (\d+):.*?<pre tabindex=\"0\">(.*?)</pre>"
+    runs = re.findall(pattern, path.read_text(encoding="utf-8"), re.DOTALL)
+    return {(html.unescape(row), int(seed)): json.loads(html.unescape(text)) for row, seed, text in runs}
+
+
+def methods_of(path: Path, row: str, seed: int) -> list[dict[str, Any]]:
+    """Those that a run started with, from this grid or that of another page, and its own."""
+    settings = settings_of(path).get((row, seed), {})
+    start, own = settings.get("start"), settings.get("methods", [])
+    if not start:
+        return own
+    grid = Path(start["grid"]).name.replace("-", "_") if "grid" in start else path.stem
+    other = path.with_name(f"{grid}.html")
+    return (methods_of(other, start["row"], start["seed"]) if other.exists() else []) + own
 
 
 def write_logs(page: str, records: list[dict[str, Any]], grid: Path) -> None:

@@ -49,7 +49,9 @@ def check(text):
     assert Outline(text).faults == []
     assert text.count("<h1") == 1
     assert '<html lang="en">' in text
-    order = [text.index(part) for part in ("<h1", 'class="answer"', "<table", "<figure", ">In words<", ">How it was made<")]
+    order = [
+        text.index(part) for part in ("<h1", 'class="answer"', "<table", "<figure", ">In words<", ">How it was made<")
+    ]
     assert order == sorted(order), "what is looked for first comes first"
     codes = re.findall(r">((?:encoder|decoder)\.\d+\.\w+|\w+_\w+\.\w+)</text>", text)
     assert codes == [], "labels of drawings are words"

@@ -57,7 +57,8 @@ def draw_costs(plots: list[Any], report: Report, costs: list[str], signs: dict[s
         costs_of_rows = [_point(report, row, cost)[0] for row in report.rows]
         if cost != "share" and 0 < 10 * min(costs_of_rows) < max(costs_of_rows):
             axes.set_xscale("log")  # or the small ones would lie on each other
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            digits = (1, 2, 5) if max(costs_of_rows) < 10_000 else (1, 3)  # long numbers need room
+            axes.xaxis.set_major_locator(LogLocator(subs=digits))
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
             axes.xaxis.set_minor_formatter(NullFormatter())
             axes.margins(x=0.1)

@@ -27,7 +27,7 @@ def draw(report: Report, path: Path) -> None:
     with mpl.rc_context(STYLE):
         costs, series = list(report.axes), report.series()
         signs, names = report.signs(), named(report)
-        if not series and len(report.rows) > FEW:
+        if FEW < len(names) == len(report.rows):
             signs = {row: number for number, row in enumerate(outstanding_rows(report))}
             names = {number: report.name_of(row) for row, number in signs.items()}
         lines = len(names) / legend_columns(names, WIDTH)
