@@ -2,9 +2,9 @@
 
     python docs/tooling/remake_reports.py docs/results/*.html
 
-Scores, sizes and times come from the records (NAME.jsonl beside NAME.html). Intervals, p-values, settings, learning curves, scores
-of heads and times of decoding come from the page itself, which is replaced, with its pictures. Curves are read off the drawing. It
-stops where a number would change. Where the folders of the runs exist, `hf-freeze report` makes the page.
+Scores, sizes and times come from the records (NAME.jsonl beside NAME.html). Intervals, p-values, settings, learning curves,
+scores of heads and times of decoding come from the page itself, which is replaced, with its pictures. Curves are read off the
+drawing. It stops where a number would change. Where the folders of the runs exist, `hf-freeze report` makes the page.
 """
 
 import functools

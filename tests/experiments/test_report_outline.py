@@ -1,4 +1,4 @@
-"""What a report page says to a keyboard and a screen reader, as far as no browser is needed (docs/tooling/reports.mjs has one)."""
+"""What a report page tells a keyboard and a screen reader, without a browser (docs/tooling/reports.mjs has one)."""
 
 import re
 from html.parser import HTMLParser

@@ -37,7 +37,8 @@ def draw(report: Report, path: Path) -> None:
             draw_setting(plots["setting"], report)
         axes = [plots[cost] for cost in costs]
         draw_costs(axes, report, costs, signs)
-        axes[-1].set_ylabel("")
+        for beside in axes[1:]:
+            beside.set_ylabel("")
         draw_legend(figure, names, report, others=len(signs) < len(report.rows))
         name_rows(axes, report, costs, signs)
         save_png(figure, path)
