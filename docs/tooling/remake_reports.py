@@ -127,7 +127,7 @@ def curves(drawing: ElementTree.Element) -> list[tuple[bool, Points]]:
         if marks := list(line.iter(USE)):
             places = [(mark.get("x", ""), mark.get("y", "")) for mark in marks]
         else:
-            places = re.findall(r"[ML] (\S+) (\S+)", line.find(PATH).get("d"))  # pyright: ignore[reportOptionalMemberAccess]
+            places = re.findall(r"[ML] (\S+) (\S+)", line.find(PATH).get("d", ""))  # pyright: ignore[reportOptionalMemberAccess]
         lines.append((bool(marks), [(x(float(a)), y(float(b))) for a, b in places]))
     return lines
 

@@ -47,7 +47,8 @@ def _draw_fronts(plots: Mapping[str, Any], trials: Sequence[Trial], budget: Budg
     limits = {"front": budget.max_bytes and budget.max_bytes / unit, "time": budget.max_ms}
     named = []
     for cost, axes in plots.items():
-        values, limit = [trial.ms if cost == "time" else trial.bytes / unit for trial in trials], limits[cost]
+        values: list[Any] = [trial.ms if cost == "time" else trial.bytes / unit for trial in trials]
+        limit = limits[cost]
         points = [(x, trial.score, trial) for x, trial in zip(values, trials, strict=True)]
         points = [
             point for point in points if point[0] is not None and point[1] is not None and point[2].kind in _STYLES
@@ -128,7 +129,7 @@ def draw_picture(path: Path, trials: Sequence[Trial], budget: Budget, score: str
     """One picture to show: scores against costs and, where a shape is chosen, what it is made of."""
     with mpl.rc_context(STYLE):
         fronts = ["front", "time"] if budget.max_ms is not None else ["front"]
-        layout = [fronts] + [["parts"] * len(fronts)] * bool(parts)
+        layout: list[Any] = [fronts] + [["parts"] * len(fronts)] * bool(parts)
         figure = Figure(figsize=(WIDTH, 4.2 + 2.6 * (len(layout) - 1)), layout="constrained")
         plots = figure.subplot_mosaic(layout)
         if parts:

@@ -5,6 +5,7 @@ import io
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -32,7 +33,8 @@ def draw(report: Report, path: Path) -> None:
             names = {number: report.name_of(row) for row, number in signs.items()}
         lines = len(names) / legend_columns(names, WIDTH)
         figure = Figure(figsize=(WIDTH, 3.6 + 3.2 * bool(series) + 0.2 * lines), layout="constrained")
-        plots = figure.subplot_mosaic([["setting"] * len(costs)] * bool(series) + [costs])
+        layout: list[Any] = [["setting"] * len(costs)] * bool(series) + [costs]
+        plots = figure.subplot_mosaic(layout)
         if series:
             draw_setting(plots["setting"], report)
         axes = [plots[cost] for cost in costs]
