@@ -3,16 +3,11 @@
 // It fails for a serious or critical finding, a request to a network, and a search that finds nothing. A minute or two.
 import fs from "node:fs";
 import path from "node:path";
-import puppeteer from "puppeteer-core";
+import { launch, violations } from "./browser.mjs";
 
 const site = path.resolve(process.argv[2]);
-const axe = fs.readFileSync("node_modules/axe-core/axe.min.js", "utf8");
-// Headless Chromium has no mouse, and the theme then makes no code block focusable.
-const mouse = "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4";
-const more = (process.env.CHROMIUM_ARGS ?? "").split(" ").filter(Boolean);
-const args = ["--no-sandbox", "--allow-file-access-from-files", mouse, ...more];
-const browser = await puppeteer.launch({ executablePath: process.env.CHROMIUM, args, headless: "shell" });
-// Reports are pages of their own, and 404.html has addresses for a server.
+const browser = await launch();
+// Reports are pages of their own (reports.mjs), and 404.html has addresses for a server.
 const pages = fs.readdirSync(site, { recursive: true }).filter((name) => name.endsWith(".html") && !/_report|404/.test(name));
 let faults = pages.length ? 0 : 1;
 
@@ -25,12 +20,10 @@ for (const name of pages) {
   const page = await browser.newPage();
   page.on("request", (request) => /^(https?|wss?):/.test(request.url()) && complain(`${name}: asks ${request.url()}`));
   await page.goto(`file://${site}/${name}`, { waitUntil: "load" });
-  await page.evaluate(axe);
   for (const scheme of ["default", "slate"]) {
     await page.evaluate((value) => document.body.setAttribute("data-md-color-scheme", value), scheme);
     await new Promise((resolve) => setTimeout(resolve, 700)); // colours change slowly
-    for (const { id, impact, nodes } of (await page.evaluate(() => axe.run(document))).violations)
-      if (["serious", "critical"].includes(impact)) complain(`${name}, ${scheme}: ${impact} ${id}: ${nodes[0].html.slice(0, 150)}`);
+    for (const words of await violations(page)) complain(`${name}, ${scheme}: ${words}`);
   }
   await page.close();
 }

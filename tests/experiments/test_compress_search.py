@@ -19,7 +19,7 @@ from hf_freeze import data
 from hf_freeze.data import builtin_tenses
 from hf_freeze.experiments.compress.budget import in_bytes
 from hf_freeze.experiments.compress.page import Story, write_story
-from hf_freeze.experiments.compress.pictures import front_figure
+from hf_freeze.experiments.compress.pictures import front_figures
 from hf_freeze.experiments.compress.progress import Step
 from hf_freeze.experiments.compress.scores import Scoring
 from hf_freeze.experiments.compress.shapes import Shape, StackShape, parts_of_shape
@@ -241,8 +241,9 @@ def test_the_page_while_it_runs(tmp_path):
 def test_at_most_seven_points_have_names_and_the_budget_is_drawn():
     shown = story()
     with mpl.rc_context(STYLE):
-        figure = front_figure(shown.trials, shown.budget, "BLEU")
-    for axes, limit in zip(figure.axes, (1.0, 1.5), strict=True):
+        figures = front_figures(shown.trials, shown.budget, "BLEU")
+    for name, limit in (("front", 1.0), ("time", 1.5)):
+        (axes,) = figures[name].axes
         names = [text.get_text() for text in axes.texts]
         assert sorted(names) == ["candidate 1", "candidate 2", "candidate 3", "the model"], (
             "the last one has no score yet"

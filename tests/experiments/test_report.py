@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hf_freeze.cli import app
 from hf_freeze.experiments.report.build import make_report
-from hf_freeze.experiments.report.findings import findings
+from hf_freeze.experiments.report.findings import answer, findings
 from hf_freeze.experiments.report.finished_runs import read_results, read_runs
 from hf_freeze.experiments.report.plots.draw import draw, svg_plots
 from hf_freeze.experiments.report.plots.style import named
@@ -186,10 +186,46 @@ def test_one_seed_is_said(tmp_path):
         "One seed: the intervals and marks cover the choice of the test items only; another seed may differ by more."
     )
     for name in ("report.md", "report.html"):
-        assert note in (tmp_path / name).read_text(encoding="utf-8")
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert note in text
+        assert "others: too few seeds to test" in text
+        assert "Too few seeds to test against row 0" in text
+        assert "may be chance" not in text
     assert "±" not in (tmp_path / "report.md").read_text(encoding="utf-8")
     make_runs(tmp_path / "more", seeds=(2,), rows={"0": ROWS["0"]})
     assert make_report([tmp_path, tmp_path / "more"]).notes[0].startswith("One seed of row 2.1, 3: ")
+
+
+def test_the_answer_comes_with_its_interval_and_seeds(tmp_path):
+    """By what could be tested: the smallest row that loses nothing, else the one that loses least, else the best."""
+
+    def answer_of(rows, **kwargs):
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        make_runs(folder, rows=rows, **kwargs)
+        return answer(make_report([folder], lambda text: None))
+
+    row = (
+        r": ✓✓✗ FFN random \(row 3\), 0\.00 MB, BLEU [+−]?\d\.\d against row 0 "
+        r"\(95 % interval [+−]\d\.\d\d to [+−]\d\.\d\d; "
+    )
+    assert re.fullmatch(f"Smallest without a measurable loss{row}" + r"3 seeds\)\.", answer_of(ROWS))
+    few = r"Smallest without a significant loss on these 200 sentences \(too few seeds to test\)"
+    assert re.fullmatch(few + row + r"one seed\)\.", answer_of(ROWS, seeds=(1,)))
+    assert answer_of(ROWS | {"3": ("better", 0.95)}).startswith("Smallest without a loss, and better: better (row 3), ")
+    worse = answer_of({"0": ROWS["0"], "1": ("bad", 0.3), "2": ("less bad", 0.5)})
+    assert worse.startswith(
+        "Every smaller row is measurably worse than ✓✓✓ all trained (row 0); closest: less bad (row 2), "
+    )
+    assert re.fullmatch(
+        r"Highest BLEU: ✓✓✓ all trained \(row 0\), \d\d\.\d \(one seed\)\.", answer_of({"0": ROWS["0"]}, seeds=(1,))
+    )
+    one_size = sizes(1000, 1000, 1000)
+    assert answer_of(ROWS | {"3": ("better", 0.95)}, seeds=(1,), changes=one_size).startswith(
+        "Highest BLEU: better (row 3), "
+    )
+    assert answer_of(ROWS | {"3": ("bad", 0.3)}, seeds=(1,), changes=one_size).endswith(
+        "(one seed); no smaller row was tested."
+    )
 
 
 @pytest.mark.parametrize("role", ["start", "teacher"])
@@ -302,6 +338,20 @@ def test_the_picture(tmp_path):
     assert pixels.std() > 0.05, "an empty picture"
 
 
+def test_a_picture_of_many_rows_names_seven(tmp_path, monkeypatch):
+    """The first, the best for their size, then the best; the others are grey."""
+    figures = []
+    monkeypatch.setattr("hf_freeze.experiments.report.plots.draw.save_png", lambda figure, path: figures.append(figure))
+    rows = {str(i): (f"label {i}", 0.9 - i / 20) for i in range(10)}
+    make_runs(tmp_path, rows=rows, seeds=(1,))
+    draw(make_report([tmp_path], lambda text: None), tmp_path / "report.png")
+    (legend,) = figures[0].legends
+    names = [text.get_text().strip() for text in legend.get_texts()]
+    assert names[:8] == [*(f"label {i}" for i in (0, 1, 2, 3, 4, 5)), "label 9", "other rows of the table"]
+    assert {text.get_text() for text in figures[0].axes[0].texts} == set(names[:7])
+    assert figures[0].get_figwidth() <= 7.5, "letters would be too small at 600 pixels"
+
+
 def test_names_of_points_do_not_collide(tmp_path):
     from hf_freeze.experiments.report.plots.costs import cost_figure
 
@@ -405,7 +455,7 @@ def test_scores_against_a_setting(tmp_path, task, pictures):
     drawn = [list(line.get_ydata()) for line in axes.lines]
     assert [scores["full"]] * 2 in drawn
     assert [scores["e2"], scores["e8"]] in drawn
-    assert "against factorized_embedding.rank" in (tmp_path / "report.html").read_text("utf-8")
+    assert "against rank of factorized embedding" in (tmp_path / "report.html").read_text("utf-8")
 
 
 def test_no_line_joins_rows_of_unlike_recipes(tmp_path):
@@ -491,6 +541,8 @@ def test_the_page_holds_all_it_shows(tmp_path, pictures):
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     page = Page(text)
     assert page.scripts == 1
+    order = [text.index(part) for part in ('<p class="answer">', "<table", "<figure", "In words", "How it was made")]
+    assert order == sorted(order), "what is looked for first comes first"
     assert all(link.startswith("#") for link in page.links)
     assert not re.search(r"url\((?!#)", text)
     assert {link[1:] for link in page.links} <= set(page.ids)

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from hf_freeze.experiments.compress.budget import Budget, in_bytes
 from hf_freeze.experiments.compress.compress import Compressed, Compression
-from hf_freeze.experiments.compress.pictures import curves_figure, draw_picture, front_figure, parts_figure
+from hf_freeze.experiments.compress.pictures import curves_figure, draw_picture, front_figures, parts_figure
 from hf_freeze.experiments.compress.progress import Step
 from hf_freeze.experiments.compress.result import about, rows_of, sentences
 from hf_freeze.experiments.compress.scores import Scoring
@@ -72,12 +72,13 @@ def write_story(story: Story, out: Path) -> None:
 def page(story: Story) -> str:
     """The whole page. The template escapes what names and commands hold; the SVG is ours, and escaped by matplotlib."""
     step, scoring, finished = story.step, story.scoring, story.result is not None
-    findings = [("Budget", f"{story.budget.words()}.")]
+    findings, answer = [("Budget", f"{story.budget.words()}.")], ""
     if story.result is not None:
-        findings += [("Kept", f"{story.result.words}."), *sentences(story.result, scoring, story.examples)]
+        (_, answer), *others = sentences(story.result, scoring, story.examples)
+        findings += [("Kept", f"{story.result.words}."), *others]
     elif step.best is not None:
         loss = f", dev loss {step.best.loss:.3f}" if step.best.loss is not None else ""
-        findings.append(("Best so far", f"{step.best.label}: {step.best.words}; {in_bytes(step.best.bytes)}{loss}."))
+        answer = f"Best so far: {step.best.label}: {step.best.words}; {in_bytes(step.best.bytes)}{loss}."
     return ENVIRONMENT.get_template("compress.html").render(
         title=f"{story.name}, {'compressed' if finished else 'being compressed'}",
         style=Markup(template_text("page.css")),
@@ -87,6 +88,7 @@ def page(story: Story) -> str:
         share=f"{step.share:.3f}",
         percent=f"{step.share:.0%}",
         left="" if step.seconds_left is None else _duration(step.seconds_left),
+        answer=answer,
         findings=findings,
         figures=rows_of(story.result, scoring) if story.result is not None else [],
         score=scoring.name[:1].upper() + scoring.name[1:],
@@ -104,7 +106,7 @@ def _plots(story: Story) -> dict[str, str]:
     if not story.trials:
         return {}
     with mpl.rc_context(STYLE):
-        figures = {"front": front_figure(story.trials, story.budget, story.scoring.name)}
+        figures = front_figures(story.trials, story.budget, story.scoring.name)
         if story.parts:
             figures["parts"] = parts_figure(story.parts)
         if (curves := curves_figure(story.trials)) is not None:

@@ -1,6 +1,6 @@
 """Pictures of a compression: scores against bytes and time, what is kept of the model, and the curves of its trainings."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from hf_freeze.experiments.compress.budget import Budget
 from hf_freeze.experiments.compress.shapes import Part
 from hf_freeze.experiments.compress.trials import CANDIDATE, FINAL, MODEL, PART, TAUGHT, Trial
-from hf_freeze.experiments.report.plots.draw import save_png
+from hf_freeze.experiments.report.plots.draw import WIDTH, save_png
 from hf_freeze.experiments.report.plots.point_names import name_points
 from hf_freeze.experiments.report.plots.style import INK, SIZE, STYLE
 
@@ -32,27 +32,23 @@ _LEGEND = {
 _NAMED = (MODEL, CANDIDATE, FINAL)
 
 
-def front_figure(trials: Sequence[Trial], budget: Budget, score: str) -> Figure:
-    panels = 1 + (budget.max_ms is not None)
-    figure = Figure(figsize=(SIZE[0] * panels, SIZE[1] + 0.3), layout="constrained")
-    _draw_fronts(figure.subplots(1, panels, squeeze=False)[0], trials, budget, score)
-    return figure
+def front_figures(trials: Sequence[Trial], budget: Budget, score: str) -> dict[str, Figure]:
+    """`front`, the score against bytes, and `time`, against that of a text, where the budget limits it."""
+    figures = {}
+    for name in ("front", "time") if budget.max_ms is not None else ("front",):
+        figures[name] = Figure(figsize=(SIZE[0], SIZE[1] + 0.5), layout="constrained")
+        _draw_fronts({name: figures[name].subplots()}, trials, budget, score)
+    return figures
 
 
-def _draw_fronts(plots: Sequence[Any], trials: Sequence[Trial], budget: Budget, score: str) -> None:
-    """Score against bytes in the first plot, against ms in the second, if there is one."""
+def _draw_fronts(plots: Mapping[str, Any], trials: Sequence[Trial], budget: Budget, score: str) -> None:
+    """Into the plots of these names, of one figure, as `front_figures` says."""
     unit, name = (1e6, "MB") if any(trial.bytes >= 1e6 for trial in trials) else (1e3, "kB")
-    costs: list[tuple[str, list[Any], float | None]] = [
-        (
-            f"served folder, {name}",
-            [trial.bytes / unit for trial in trials],
-            budget.max_bytes and budget.max_bytes / unit,
-        )
-    ]
-    if len(plots) > 1:
-        costs.append(("one text alone, ms", [trial.ms for trial in trials], budget.max_ms))
+    limits = {"front": budget.max_bytes and budget.max_bytes / unit, "time": budget.max_ms}
     named = []
-    for axes, (label, values, limit) in zip(plots, costs, strict=False):
+    for cost, axes in plots.items():
+        values: list[Any] = [trial.ms if cost == "time" else trial.bytes / unit for trial in trials]
+        limit = limits[cost]
         points = [(x, trial.score, trial) for x, trial in zip(values, trials, strict=True)]
         points = [
             point for point in points if point[0] is not None and point[1] is not None and point[2].kind in _STYLES
@@ -63,17 +59,18 @@ def _draw_fronts(plots: Sequence[Any], trials: Sequence[Trial], budget: Budget, 
                 axes.plot(*zip(*some, strict=True), linestyle="", label=_LEGEND[kind], **style)
         if limit is not None:
             axes.axvline(limit, color=INK, linewidth=1.2, linestyle="--", label="budget")
+        label = "time of one text alone, ms" if cost == "time" else f"size of the served folder, {name}"
         axes.set(xlabel=label, ylabel=f"{score}, dev split (higher is better)")
         axes.set_xlim(0, 1.12 * max([x for x, _, _ in points] + [limit or 0.0] + [1e-9]))
         axes.margins(y=0.2)
         axes.grid()
         named.append([(x, y, trial.label) for x, y, trial in points if trial.kind in _NAMED])
-    figure = plots[0].figure
-    handles, labels = plots[0].get_legend_handles_labels()
+    figure = axes.figure
+    handles, labels = axes.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=1, fontsize=8)
     figure.draw_without_rendering()  # or it is not known where the points lie
-    for axes, points in zip(plots, named, strict=True):
+    for axes, points in zip(plots.values(), named, strict=True):
         name_points(axes, points)
 
 
@@ -120,7 +117,7 @@ def curves_figure(trials: Sequence[Trial]) -> Figure | None:
     for trial in trials:
         if trial.kind == MODEL and trial.loss is not None:
             axes.axhline(trial.loss, color=_LINES[MODEL], linestyle=":", linewidth=1.2, label="the model as it was")
-    axes.set(xlabel="epoch", ylabel="dev loss, nats a label (lower is better)")
+    axes.set(xlabel="epoch", ylabel="dev loss (lower is better)")
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
     axes.grid()
@@ -131,11 +128,11 @@ def curves_figure(trials: Sequence[Trial]) -> Figure | None:
 def draw_picture(path: Path, trials: Sequence[Trial], budget: Budget, score: str, parts: Sequence[Part]) -> None:
     """One picture to show: scores against costs and, where a shape is chosen, what it is made of."""
     with mpl.rc_context(STYLE):
-        fronts = 1 + (budget.max_ms is not None)
-        panels = fronts + bool(parts)
-        figure = Figure(figsize=(5.2 * panels, 4.4), layout="constrained")
-        plots = figure.subplots(1, panels, squeeze=False)[0]
+        fronts = ["front", "time"] if budget.max_ms is not None else ["front"]
+        layout: list[Any] = [fronts] + [["parts"] * len(fronts)] * bool(parts)
+        figure = Figure(figsize=(WIDTH, 4.2 + 2.6 * (len(layout) - 1)), layout="constrained")
+        plots = figure.subplot_mosaic(layout)
         if parts:
-            _draw_parts(plots[-1], parts)
-        _draw_fronts(plots[:fronts], trials, budget, score)
+            _draw_parts(plots["parts"], parts)
+        _draw_fronts({name: plots[name] for name in fronts}, trials, budget, score)
         save_png(figure, path)

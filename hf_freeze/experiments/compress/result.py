@@ -92,7 +92,7 @@ def sentences(result: Compressed, scoring: Scoring, examples: int) -> list[tuple
             "Resolution",
             f"The dev split of {examples:,} {scoring.item} tells no difference below {scoring.shown(result.resolution)}.",
         ),
-        ("Trained", f"{result.epochs:g} epochs, {result.seconds / 60:.0f} minutes in all."),
+        ("Trained", f"{result.epochs:.4g} epochs, {result.seconds / 60:.0f} minutes in all."),
     ]
 
 

@@ -3,7 +3,72 @@
 from typing import Any
 
 from hf_freeze.experiments.report.report import Report
-from hf_freeze.experiments.report.significance import MANY, Difference
+from hf_freeze.experiments.report.significance import MANY, TOO_FEW, Difference
+
+
+def answer(report: Report) -> str:
+    """What a reader looks for first, in one sentence: the smallest row without a measurable loss, else the smaller row that loses
+    least, else the best row; with its difference from the first row."""
+    task, rows, first = report.task, report.rows, report.rows[0]
+    best = min(rows, key=lambda row: _sign(report) * row[task.quality][0])
+    top = f"{'Highest' if task.higher else 'Lowest'} {task.name}: {_named(best)}, {quality(report, best)}"
+    tested = [row for row in rows[1:] if report.to_first(row)[1] is not None]
+    if not tested:
+        return f"{top} ({_seeds(best)}{'; no difference was tested' * (len(rows) > 1)})."
+    smaller = [row for row in tested if row["stored"][0] < first["stored"][0]]
+    if kept := [row for row in smaller if not _worse(report, row)]:
+        least = min(kept, key=lambda row: (row["stored"][0], _sign(report) * row[task.quality][0]))
+        return f"{_without_loss(report, least)}: {_against_first(report, least)}."
+    if smaller:
+        least = min(smaller, key=lambda row: _sign(report) * row[task.quality][0])
+        every = "Every smaller row is" if len(smaller) > 1 else "The smaller row is"
+        closest = "; closest: " if len(smaller) > 1 else ": "
+        return f"{every} measurably worse than {_named(first)}{closest}{_against_first(report, least)}."
+    if best is first or best not in tested:
+        return f"{top} ({_seeds(best)}); no smaller row was tested."
+    return f"{'Highest' if task.higher else 'Lowest'} {task.name}: {_against_first(report, best)}."
+
+
+def _without_loss(report: Report, row: dict[str, Any]) -> str:
+    """In what sense the smallest row that is not significantly worse than the first loses nothing."""
+    _, test = report.to_first(row)
+    if test is not None and test.significant_to_first:
+        return "Smallest without a loss, and better"
+    if test is not None and not test.seeds:
+        return f"Smallest without a significant loss on these {report.items:,} {report.task.item} ({TOO_FEW})"
+    return "Smallest without a measurable loss"
+
+
+def _sign(report: Report) -> int:
+    """By which scores are multiplied, so that less is better."""
+    return -1 if report.task.higher else 1
+
+
+def _worse(report: Report, row: dict[str, Any]) -> bool:
+    difference, test = report.to_first(row)
+    return test is not None and test.significant_to_first and difference * _sign(report) > 0
+
+
+def _named(row: dict[str, Any]) -> str:
+    return f"{row['label']} (row {row['row']})"
+
+
+def _seeds(*rows: dict[str, Any]) -> str:
+    counts = sorted({row["seeds"] for row in rows})
+    return "one seed" if counts == [1] else f"{' and '.join(map(str, counts))} seeds"
+
+
+def _against_first(report: Report, row: dict[str, Any]) -> str:
+    """A row, its size and its difference from the first row, with what is known of that."""
+    task, first = report.task, report.rows[0]
+    difference, test = report.to_first(row)
+    unit, form = task.columns["stored"][0].split()[-1], task.columns["stored"][2]
+    size, whole = (f"{each['stored'][0]:{form}}" for each in (row, first))
+    size = f"{size} {unit} in place of {whole}" if size != whole else f"{size} {unit}"
+    said = [*([interval(report, test)] if test else []), _seeds(first, row)]
+    return (
+        f"{_named(row)}, {size}, {task.name} {task.signed(difference)} against row {first['row']} ({'; '.join(said)})"
+    )
 
 
 def findings(report: Report) -> list[tuple[str, str]]:
@@ -51,7 +116,7 @@ def findings(report: Report) -> list[tuple[str, str]]:
 
 
 def _significant(report: Report) -> list[tuple[str, str]]:
-    groups: dict[str, list[str]] = {"worse": [], "better": [], "unclear": []}
+    groups: dict[str, list[str]] = {"worse": [], "better": [], "unclear": [], "one seed": []}
     for row in report.rows[1:]:
         difference, test = report.to_first(row)
         if test is None:
@@ -60,7 +125,7 @@ def _significant(report: Report) -> list[tuple[str, str]]:
         if test.significant_to_first:
             groups["better" if (difference > 0) is report.task.higher else "worse"].append(text)
         else:
-            groups["unclear"].append(f"{text} ({interval(report, test)})")
+            groups["unclear" if test.seeds else "one seed"].append(f"{text} ({interval(report, test)})")
     first = report.rows[0]["row"]
     sentences = [
         (f"Significantly {side} than row {first}", _listed(groups[side]) + ".")
@@ -73,6 +138,8 @@ def _significant(report: Report) -> list[tuple[str, str]]:
             + ". These differences may be chance, which does not show that the rows are equal."
         )
         sentences.append((f"No significant difference from row {first}", unclear))
+    if groups["one seed"]:
+        sentences.append((f"{TOO_FEW.capitalize()} against row {first}", _listed(groups["one seed"]) + "."))
     return sentences
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from hf_freeze.experiments.report.findings import findings
+from hf_freeze.experiments.report.findings import answer, findings
 from hf_freeze.experiments.report.report import Report
 from hf_freeze.experiments.report.table import table_cells
 from hf_freeze.experiments.report.wording import (
@@ -18,7 +18,8 @@ from hf_freeze.experiments.report.wording import (
 
 
 def markdown(report: Report) -> str:
-    lines = [f"# {report.title}", "", *markdown_table(*table_cells(report), left=2), ""]
+    lines = [f"# {report.title}", "", f"**{_escape(answer(report))}**", ""]
+    lines += [*markdown_table(*table_cells(report), left=2), ""]
     against = "trained share" if "share" in report.axes else "parameters"
     lines += [f"![{report.task.name} against {against} and stored size]({report.picture('report')})", ""]
     lines += [report.tested_on, ""] * bool(report.tested_on)

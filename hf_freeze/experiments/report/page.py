@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from hf_freeze.experiments.report.findings import findings
+from hf_freeze.experiments.report.findings import answer, findings
 from hf_freeze.experiments.report.finished_runs import Run, Source, label_of
 from hf_freeze.experiments.report.fronts import default_axes, measures
 from hf_freeze.experiments.report.page_table import commit_of, filter_values, folder_name, method_names, rows_table
@@ -20,7 +20,16 @@ from hf_freeze.experiments.report.plots.style import named
 from hf_freeze.experiments.report.plots.training import has_dev
 from hf_freeze.experiments.report.report import Report
 from hf_freeze.experiments.report.signs import MARKERS, style_of
-from hf_freeze.experiments.report.wording import head_scores, legend, machines, method, pair_cells, signatures
+from hf_freeze.experiments.report.wording import (
+    head_scores,
+    legend,
+    machines,
+    method,
+    pair_cells,
+    setting_in_words,
+    signatures,
+    unmarked,
+)
 
 _DETAILED = 300  # runs of a page; the settings of more would fill megabytes
 _TEMPLATES = jinja2.PackageLoader("hf_freeze.experiments.report", "templates")
@@ -68,6 +77,7 @@ def _group(report: Report, detailed: bool) -> dict[str, Any]:
         "first": report.rows[0]["row"],
         "quality": report.task.name,
         "notes": report.notes,
+        "answer": answer(report),
         "findings": findings(report),
         "keys": [(*_key(number), name) for number, name in named(report).items()],
         "columns": columns,
@@ -79,11 +89,12 @@ def _group(report: Report, detailed: bool) -> dict[str, Any]:
         "legend": legend(report),
         "plots": {name: Markup(svg) for name, svg in svg_plots(report).items()},
         "axes": report.axes,
-        "setting": report.setting,
+        "setting": setting_in_words(report),
         "head_scores": head_scores(report),
         "has_dev": has_dev(report),
         "matrix": _matrix(report) if report.all_pairs else [],
         "all_pairs": report.all_pairs,
+        "unmarked": unmarked(report),
         "pairs": pair_cells(report),
         "method": method(report),
         "commands": report.commands,

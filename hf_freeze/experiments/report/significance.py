@@ -12,6 +12,7 @@ import numpy as np
 
 MANY = 24  # rows, of which all pairs would fill pages
 LEVEL = 0.05  # a difference is called significant where its corrected p lies below
+TOO_FEW = "too few seeds to test"
 _CHUNK = 1 << 22  # item weights that are held at a time
 
 
@@ -36,6 +37,11 @@ class Difference:
     @property
     def significant_to_first(self) -> bool:
         return self.p_first is not None and self.p_first < LEVEL
+
+    @property
+    def unmarked(self) -> str:
+        """What is said of it where it is not significant: of one seed nothing is known of other seeds."""
+        return "may be chance" if self.seeds else TOO_FEW
 
 
 def compare(

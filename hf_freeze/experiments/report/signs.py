@@ -1,20 +1,10 @@
 """The colours and markers that tell rows apart in plots and in their legends."""
 
-COLOURS = (
-    "#1f77b4",
-    "#e8710a",
-    "#2a9d4a",
-    "#d62728",
-    "#9467bd",
-    "#a9745b",
-    "#e377c2",
-    "#7f7f7f",
-    "#a8a410",
-    "#17a5b8",
-)
+# Okabe and Ito's, which people of any colour vision tell apart, without black and yellow, which a dark or a white page hides.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7f7f7f")
 
 MARKERS = dict(zip("os^Dv<>Ph*X", "●■▲◆▼◀▶✚⬢★✖", strict=True))  # matplotlib's, and the signs like them
-SIGNS = len(COLOURS) * len(MARKERS)  # as many rows can be told apart
+SIGNS = len(COLOURS) * len(MARKERS)  # as many rows can be told apart: the two lengths have no common divisor
 
 
 def style_of(index: int) -> tuple[str, str]:

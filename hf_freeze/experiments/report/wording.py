@@ -2,7 +2,7 @@
 
 from hf_freeze.experiments.report.findings import p_value
 from hf_freeze.experiments.report.report import Report
-from hf_freeze.experiments.report.significance import LEVEL, enough_replicates
+from hf_freeze.experiments.report.significance import LEVEL, TOO_FEW, enough_replicates
 
 
 def legend(report: Report) -> list[str]:
@@ -13,7 +13,7 @@ def legend(report: Report) -> list[str]:
         what = f"{task.name} divided by that of row {first} (means over seeds are geometric); more than 1 is worse"
     lines = [f"vs row {first}: {what}."]
     if report.differences:
-        lines[0] = lines[0][:-1] + f". * marks a significant difference (corrected p < {LEVEL}); others may be chance."
+        lines[0] = lines[0][:-1] + f". * marks a significant difference (corrected p < {LEVEL}); {unmarked(report)}."
     if len(report.seeds) > 1:
         lines.append("± is the standard deviation over seeds.")
     stored = task.columns["stored"][0]
@@ -28,6 +28,20 @@ def legend(report: Report) -> list[str]:
     work = "macs k: thousands of multiply-adds for a token at length 32; " if "work" in report.columns else ""
     lines.append(f"{share}{total}{work}{stored}: tensors that the checkpoint holds.")
     return lines
+
+
+def unmarked(report: Report) -> str:
+    """What a difference without a mark means in this report."""
+    with_seeds = {test.seeds for test in report.differences}
+    if with_seeds == {False}:
+        return f"others: {TOO_FEW}"
+    return "others may be chance" + f"; with one seed: {TOO_FEW}" * (False in with_seeds)
+
+
+def setting_in_words(report: Report) -> str:
+    """Such as "rank of factorized embedding"; empty where no setting is drawn."""
+    name, _, setting = (report.setting or "").partition(".")
+    return f"{setting} of {name}".replace("_", " ") if setting else ""
 
 
 def head_scores(report: Report) -> str:
@@ -97,7 +111,7 @@ def pair_cells(report: Report) -> tuple[list[str], list[list[str]]]:
             f"{signed(d.low, 2)} to {signed(d.high, 2)}",
             p_value(d.p),
             p_value(d.p_pairs),
-            "significant *" if d.significant else "may be chance",
+            "significant *" if d.significant else d.unmarked,
         ]
         for d in report.differences
     ]

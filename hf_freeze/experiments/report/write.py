@@ -21,7 +21,7 @@ def write_reports(
 
     reports = make_reports(folders, say)
     reports[0].notes[:0] = notes
-    _write(reports, out or folders[0])
+    write_pages(reports, out or folders[0])
     return reports
 
 
@@ -29,11 +29,12 @@ def write_report(*folders: Path, out: Path | None = None, say: Callable[[str], A
     """Write `report.md`, `report.html` and `report.png` of all `folders` of a grid into `out`, the first of them if not given;
     and `heads.png` and `schedules.png`, where heads were measured and methods followed a schedule."""
     report = make_report(folders, say)
-    _write([report], out or folders[0])
+    write_pages([report], out or folders[0])
     return report
 
 
-def _write(reports: Sequence[Report], out: Path) -> None:
+def write_pages(reports: Sequence[Report], out: Path) -> None:
+    """Write reports that are made already, as `write_reports` does."""
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / "report.md", "\n".join(map(markdown, reports)))
     write_whole(out / "report.html", page(reports, out))

@@ -11,7 +11,13 @@ from hf_freeze.experiments.report.plots.style import SIZE
 from hf_freeze.experiments.report.report import Report
 from hf_freeze.experiments.report.signs import COLOURS, SIGNS
 
-_COMPONENTS = ("embeddings", "attention", "ffn", "norm", "head")
+_COMPONENTS = {
+    "embeddings": "embeddings",
+    "attention": "attention",
+    "ffn": "FFN",
+    "norm": "layer norms",
+    "head": "task head",
+}
 
 
 def components_figure(report: Report) -> Figure | None:
@@ -40,7 +46,7 @@ def components_figure(report: Report) -> Figure | None:
     axes.invert_yaxis()
     axes.set_xlabel("parameters, millions")
     axes.grid(axis="x")
-    handles = [Patch(facecolor=COLOURS[i], label=name) for i, name in enumerate(names)]
+    handles = [Patch(facecolor=COLOURS[i], label=_COMPONENTS.get(name, name)) for i, name in enumerate(names)]
     handles += [Patch(label=state, **_look("#7f7f7f", alpha)) for state, alpha in states.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, columnspacing=1)
     return figure

@@ -2,13 +2,14 @@
 
 import math
 import statistics
+from collections.abc import Collection
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, ScalarFormatter
 
 from hf_freeze.experiments.report.plots.point_names import name_points
-from hf_freeze.experiments.report.plots.style import FRONT, SIZE
+from hf_freeze.experiments.report.plots.style import FRONT, OTHER, SIZE
 from hf_freeze.experiments.report.report import Report
 from hf_freeze.experiments.report.signs import style_of
 
@@ -24,14 +25,18 @@ def cost_figure(report: Report, cost: str) -> Figure:
     return figure
 
 
-def draw_costs(plots: list[Any], report: Report, costs: list[str]) -> None:
-    """One plot for each of `costs`: a point a row, with bars over seeds. Rows that are far worse than all
-    others lie on the edge, or they would press the others together."""
+def draw_costs(plots: list[Any], report: Report, costs: list[str], signs: dict[str, int] | None = None) -> None:
+    """One plot for each of `costs`: a point a row, with bars over seeds. Rows that are far worse than all others lie on the edge,
+    or they would press the others together. `signs`: of the rows that stand out, all if not given; the others are grey dots."""
     task = report.task
-    edge, signs = _edge(report), report.signs()
+    edge, signs = _edge(report), report.signs() if signs is None else signs
     for axes, cost in zip(plots, costs, strict=True):
         for row in report.rows:
-            (x, y, spread), (colour, marker) = _point(report, row, cost), style_of(signs[row["row"]])
+            (x, y, spread), sign = _point(report, row, cost), signs.get(row["row"])
+            if sign is None:
+                axes.plot(x, y if edge is None or not _beyond(report, y, edge) else edge, clip_on=False, **OTHER)
+                continue
+            colour, marker = style_of(sign)
             if _beyond(report, y, edge):
                 axes.plot(x, edge, marker, color=colour, markersize=7, fillstyle="none", clip_on=False)
             elif spread is None:  # an error bar takes ten times as long, and rows may be thousands
@@ -46,11 +51,14 @@ def draw_costs(plots: list[Any], report: Report, costs: list[str]) -> None:
         set_score_axis(axes, report)
         if edge is not None:
             axes.set_ylim(**{"bottom" if task.higher else "top": edge})
-            axes.set_title("hollow: far beyond this edge, at the score in brackets", fontsize=8, loc="right")
+            told = any(row["row"] in signs and _beyond(report, row[task.quality][0], edge) for row in report.rows)
+            hint = "hollow: far beyond this edge, at the score in brackets" if told else "on the edge: far worse"
+            axes.set_title(hint, fontsize=8, loc="right")
         costs_of_rows = [_point(report, row, cost)[0] for row in report.rows]
         if cost != "share" and 0 < 10 * min(costs_of_rows) < max(costs_of_rows):
             axes.set_xscale("log")  # or the small ones would lie on each other
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            digits = (1, 2, 5) if max(costs_of_rows) < 10_000 else (1, 3)  # long numbers need room
+            axes.xaxis.set_major_locator(LogLocator(subs=digits))
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
             axes.xaxis.set_minor_formatter(NullFormatter())
             axes.margins(x=0.1)
@@ -89,16 +97,17 @@ def _point(report: Report, row: dict[str, Any], cost: str) -> tuple[float, float
     return report.task.axes[cost].unit * row[cost][0], *row[report.task.quality]
 
 
-def name_rows(plots: list[Any], report: Report, costs: list[str]) -> None:
-    """Write names beside the points where there is room, and the scores of those on the edge in brackets."""
+def name_rows(plots: list[Any], report: Report, costs: list[str], rows: Collection[str] | None = None) -> None:
+    """Write names beside the points where there is room, and the scores of those on the edge in brackets. `rows`: which; all if
+    not given."""
     plots[0].figure.draw_without_rendering()  # or it is not known where the points lie
     edge, form = _edge(report), report.task.columns[report.task.quality][2]
-    names = {row["row"]: report.name_of(row["row"]) for row in report.rows}
+    names = {row["row"]: report.name_of(row["row"]) for row in report.rows if rows is None or row["row"] in rows}
     if len(names) > _FEW or max(map(len, names.values())) > _BRIEF:
         names = dict.fromkeys(names, "")
     for axes, cost in zip(plots, costs, strict=True):
         points = []
-        for row in report.rows:
+        for row in [row for row in report.rows if row["row"] in names]:
             x, y, _ = _point(report, row, cost)
             beyond = _beyond(report, y, edge)
             name = f"{names[row['row']]} ({y:{form}})".lstrip() if beyond else names[row["row"]]

@@ -5,6 +5,7 @@ import io
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -18,22 +19,40 @@ from hf_freeze.experiments.report.plots.training import curves_figure, schedules
 from hf_freeze.experiments.report.report import Report
 from hf_freeze.io import write_whole
 
+FEW = 7  # rows that a picture can name and a reader can tell apart
+WIDTH = 7.2  # inches: shown 600 pixels wide, its letters are 10 pixels high
+
 
 def draw(report: Report, path: Path) -> None:
     """Quality against each cost, such as the share of parameters that is trained and what is stored, side by side."""
     with mpl.rc_context(STYLE):
-        costs = list(report.axes)
-        series = report.series()
-        width = 10 + 4 * bool(series)
-        lines = len(named(report)) / legend_columns(report, width)
-        figure = Figure(figsize=(width, 4.6 + 0.2 * lines), layout="constrained")
-        axes = list(figure.subplots(1, len(costs) + bool(series), squeeze=False)[0])
+        costs, series = list(report.axes), report.series()
+        signs, names = report.signs(), named(report)
+        if FEW < len(names) == len(report.rows):
+            signs = {row: number for number, row in enumerate(outstanding_rows(report))}
+            names = {number: report.name_of(row) for row, number in signs.items()}
+        lines = len(names) / legend_columns(names, WIDTH)
+        figure = Figure(figsize=(WIDTH, 3.6 + 3.2 * bool(series) + 0.2 * lines), layout="constrained")
+        layout: list[Any] = [["setting"] * len(costs)] * bool(series) + [costs]
+        plots = figure.subplot_mosaic(layout)
         if series:
-            draw_setting(axes.pop(), report)
-        draw_costs(axes, report, costs)
-        draw_legend(figure, report)
-        name_rows(axes, report, costs)
+            draw_setting(plots["setting"], report)
+        axes = [plots[cost] for cost in costs]
+        draw_costs(axes, report, costs, signs)
+        for beside in axes[1:]:
+            beside.set_ylabel("")
+        draw_legend(figure, names, report, others=len(signs) < len(report.rows))
+        name_rows(axes, report, costs, signs)
         save_png(figure, path)
+
+
+def outstanding_rows(report: Report) -> list[str]:
+    """Up to `FEW` rows that the picture names: the first, the best for their size, and then the best."""
+    front = report.front("stored")
+    best = sorted(report.rows, key=lambda row: row[report.task.quality][0], reverse=report.task.higher)
+    ends = [report.rows[0], *front[:1], *front[::-1], *best]
+    chosen = list(dict.fromkeys(row["row"] for row in ends))[:FEW]
+    return [row["row"] for row in report.rows if row["row"] in chosen]
 
 
 def draw_extra(report: Report, out: Path) -> None:
@@ -46,7 +65,7 @@ def draw_extra(report: Report, out: Path) -> None:
 
 def save_png(figure: Figure, path: Path) -> None:
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=130, facecolor="white")
+    figure.savefig(file, format="png", dpi=150, facecolor="white")
     write_whole(path, file.getvalue())
 
 

@@ -35,10 +35,17 @@ def heads_figure(report: Report) -> Figure | None:
                     color="white" if dark else "#222222",
                 )
         axes.set_xticks(range(most))
-        axes.set_yticks(range(len(scores)), list(scores))
-        axes.set(title=name.replace("_", " "), xlabel="head")
+        axes.set_yticks(range(len(scores)), list(map(_in_words, scores)))
+        axes.set(title=name.replace("_", " ").capitalize(), xlabel="head")
         axes.spines[:].set_visible(False)
     return figure
+
+
+def _in_words(name: str) -> str:
+    """`encoder.0.self` as "encoder 0, self"; other names as they are."""
+    stack, _, rest = name.partition(".")
+    layer, _, kind = rest.partition(".")
+    return f"{stack} {layer}, {kind}" if kind else name
 
 
 def _short(value: float) -> str:

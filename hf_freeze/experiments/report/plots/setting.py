@@ -9,6 +9,7 @@ from hf_freeze.experiments.report.plots.costs import set_score_axis
 from hf_freeze.experiments.report.plots.style import SIZE, named
 from hf_freeze.experiments.report.report import Report
 from hf_freeze.experiments.report.signs import style_of
+from hf_freeze.experiments.report.wording import setting_in_words
 
 
 def setting_figure(report: Report) -> Figure | None:
@@ -32,7 +33,7 @@ def draw_setting(axes: Any, report: Report) -> None:
             bars = [spread or 0 for spread in spreads] if any(spreads) else None
             axes.errorbar(x, means, yerr=bars, color=colour, marker=marker, markersize=6, capsize=4, label=series.name)
             values |= set(x)
-    axes.set_xlabel(report.setting)
+    axes.set_xlabel(setting_in_words(report))
     set_score_axis(axes, report)
     shares = max(values, default=1) <= 1
     if not shares and min(values) > 0 and max(values) >= 4 * min(values):

@@ -26,6 +26,7 @@ STYLE: dict[Any, Any] = {
 }
 
 FRONT: dict[str, Any] = {"color": "#7f7f7f", "linewidth": 1, "linestyle": "--", "zorder": 0}
+OTHER: dict[str, Any] = {"color": "#9a9a9a", "marker": ".", "markersize": 7, "linestyle": "", "zorder": 1}
 _LETTERS = 14  # of a legend, in an inch
 SIZE = (4.6, 3.3)  # inches, of a plot of the page: its letters stay readable on a telephone
 
@@ -46,17 +47,19 @@ def _grid_name(source: Source) -> str:
     return f"{source.letter}: {', '.join(source.recipes)}" if source.letter else "all rows"
 
 
-def draw_legend(figure: Figure, report: Report) -> None:
+def draw_legend(figure: Figure, names: dict[int, str], report: Report, *, others: bool = False) -> None:
+    """`names`: of signs. `others`: whether rows without one are drawn."""
     handles = [
         Line2D([], [], color=style_of(i)[0], marker=style_of(i)[1], linestyle="", label=f" {name}")
-        for i, name in named(report).items()
+        for i, name in names.items()
     ]
+    handles += [Line2D([], [], label=" other rows of the table", **OTHER)] * others
     if any(len(report.front(cost)) > 1 for cost in report.axes):
         handles.append(Line2D([], [], label=" Pareto front: no row is better and costs no more", **FRONT))
-    columns = legend_columns(report, figure.get_figwidth())
+    columns = legend_columns(names, figure.get_figwidth())
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, columnspacing=1)
 
 
-def legend_columns(report: Report, inches: float) -> int:
-    longest = max(map(len, named(report).values())) + 6  # a sign and spaces
+def legend_columns(names: dict[int, str], inches: float) -> int:
+    longest = max(map(len, names.values())) + 6  # a sign and spaces
     return max(1, min(3, int(_LETTERS * inches / longest)))

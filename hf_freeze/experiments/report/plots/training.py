@@ -57,5 +57,5 @@ def schedules_figure(report: Report) -> Figure | None:
     axes.set(xlabel="share of training", ylabel="value of the schedule", xlim=(0, 1))
     axes.set_ylim(bottom=0)
     axes.grid()
-    figure.legend(loc="outside lower center", ncols=2, fontsize=8, columnspacing=1)
+    figure.legend(loc="outside lower center", ncols=1, fontsize=8)
     return figure

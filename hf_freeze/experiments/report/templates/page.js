@@ -177,7 +177,7 @@ class Group {
     }
     const headings = axes.map(axis => axis.heading), more = axes.length > 2 ? `; ${axes.length}-D, none in ${headings.join(", ")}` : "";
     this.section.querySelector(".front-legend").textContent = `front, of the rows shown: 2-D, no row is as good in both `
-      + `${headings[0]} and ${headings[1]} and better in one${more}; rows that another row beats in this sense are grey. Fronts compare means, so a place on one may be chance.`;
+      + `${headings[0]} and ${headings[1]} and better in one${more}; rows that another row beats in this sense are grey. Fronts compare means, without a test.`;
     this.draw(x, y, axes, shown, pair, all);
   }
 
