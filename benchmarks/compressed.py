@@ -5,8 +5,8 @@
 
 Claim: every folder is within its budget, as measured again here, and at most `--loss` points below the model.
 
-`FOLDERS` are those of finished compressions; those with one budget, which may differ in their seed, are a row. `--label TEXT NAME`:
-those whose command contains TEXT are rows of their own, with NAME behind the budget. Bytes are counted,
+`FOLDERS` are those of finished compressions; those with one budget, which may differ in their seed, are a row. `--label TEXT
+NAME`: those whose command contains TEXT are rows of their own, with NAME behind the budget. Bytes are counted,
 scores computed, and times of one text alone measured anew here, with all folders in turns on one thread. The interval of the
 difference to the model is over test items, and over seeds where there are several.
 """

@@ -157,7 +157,7 @@ def test_the_table_of_translation(tmp_path):
     assert re.search(
         r"\| 2\.1 \| 0 \| −\d\d\.\d\d \| −\d\d\.\d\d to −\d\d\.\d\d \| [<.\d ]+ \| [<.\d ]+ \| significant \* \|", text
     )
-    assert len(re.findall("may be chance \\|$", text, re.MULTILINE)) == 1
+    assert len(re.findall("not significant \\|$", text, re.MULTILINE)) == 1
     assert "seed may" not in text
 
 
@@ -183,14 +183,14 @@ def test_one_seed_is_said(tmp_path):
     make_runs(tmp_path, seeds=(1,))
     (note,) = write_report(tmp_path, say=lambda text: None).notes
     assert note == (
-        "One seed: the intervals and marks cover the choice of the test items only; another seed may differ by more."
+        "One seed: the intervals and significance cover the choice of the test items only; another seed may differ by more."
     )
     for name in ("report.md", "report.html"):
         text = (tmp_path / name).read_text(encoding="utf-8")
         assert note in text
         assert "others: too few seeds to test" in text
         assert "Too few seeds to test against row 0" in text
-        assert "may be chance" not in text
+        assert "not significant" not in text
     assert "±" not in (tmp_path / "report.md").read_text(encoding="utf-8")
     make_runs(tmp_path / "more", seeds=(2,), rows={"0": ROWS["0"]})
     assert make_report([tmp_path, tmp_path / "more"]).notes[0].startswith("One seed of row 2.1, 3: ")

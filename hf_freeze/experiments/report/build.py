@@ -33,7 +33,8 @@ def report_of(runs: list[Run], sources: Sequence[Source], say: Callable[[str], A
     if min(row["seeds"] for row in rows) == 1:
         single = [row["row"] for row in rows if row["seeds"] == 1]
         which = "One seed" if len(single) == len(rows) else f"One seed of {_rows(single)}"
-        covers = f"the intervals and marks cover the choice of the {split_of(runs)} items only; another seed may differ by more"
+        covers = f"the intervals and significance cover the choice of the {split_of(runs)} items only"
+        covers += "; another seed may differ by more"
         notes.append(f"{which}: {covers if items else 'small differences mean nothing'}.")
     tested = len(next(iter(items.values()))[0]) if items else 0
     if 0 < tested < FEW_ITEMS:

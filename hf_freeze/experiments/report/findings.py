@@ -135,7 +135,7 @@ def _significant(report: Report) -> list[tuple[str, str]]:
     if groups["unclear"]:
         unclear = (
             _listed(groups["unclear"])
-            + ". These differences may be chance, which does not show that the rows are equal."
+            + ". These differences are not significant, which does not show that the rows are equal."
         )
         sentences.append((f"No significant difference from row {first}", unclear))
     if groups["one seed"]:

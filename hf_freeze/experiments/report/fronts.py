@@ -66,7 +66,7 @@ def _meaning(report: Report, name: str) -> str:
 def _times(
     runs: dict[str, list[Run]], heading: str, meaning: str, form: str, of: Any, *, whole: bool = False
 ) -> Measure:
-    """A time of a row is the mean of those of its runs that have one, and its machine that of these runs, or all of theirs.
+    """A time of a row is the mean over its runs that have one, and its machine is that of these runs, or of all its runs.
     `whole`: a row has a time where all its runs have."""
     values, on = {}, {}
     for row, group in runs.items():
@@ -103,7 +103,8 @@ def _decoding(run: Run, batch: str) -> tuple[float, str] | None:
 
 def front(axes: Sequence[Measure], rows: Sequence[str]) -> dict[str, bool]:
     """Row -> whether it is on the Pareto front over `axes`, of those that have all of them: no row is as good in each and better
-    in one. By means: a difference that may be chance counts. Times of unlike machines are not compared: neither is better."""
+    in one. By means: a difference that is not significant counts too. Times of unlike machines are not compared: neither is
+    better."""
     known = [row for row in rows if all(row in axis.values for axis in axes)]
     if not known or not axes:
         return {}

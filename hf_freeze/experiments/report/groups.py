@@ -28,9 +28,9 @@ class Basis:
 
 
 def make_reports(folders: Sequence[Path], say: Callable[[str], Any] = print) -> list[Report]:
-    """One report for each group of rows that may be compared, in the order of `folders`. Of several grids, rows have the letter
-    of theirs before their names. Raises ValueError as `read_folder` does, for a task of which no report is made, and where a
-    folder is named twice."""
+    """One report for each group of rows that may be compared, in the order of `folders`. Of several grids, names of rows
+    begin with the letter of their grid. Raises ValueError as `read_folder` does, for a task of which no report is made, and
+    where a folder is named twice."""
     sources = sources_of(folders, say)
     groups: dict[Basis, list[Run]] = {}
     for source in sources:
@@ -96,7 +96,7 @@ def _without_root(data: dict[str, Any]) -> str:
 
 
 def _agree(one: Basis, other: Basis) -> bool:
-    """Whether nothing that is known of both differs."""
+    """Whether no known entry of both differs."""
     return all(a == b or not a or not b for a, b in zip(astuple(one), astuple(other), strict=True))
 
 

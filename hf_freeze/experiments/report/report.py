@@ -15,7 +15,7 @@ from hf_freeze.experiments.tasks.scoring import Axis, Columns, TaskScoring
 
 @dataclass(frozen=True)
 class Series:
-    """Rows that are alike but for one setting: (its value, row) ascending, and those `without` the method that has it."""
+    """Rows that are alike except for one setting: (its value, row) ascending, and those `without` the method that has it."""
 
     points: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
     without: list[dict[str, Any]] = field(default_factory=list)

@@ -41,7 +41,7 @@ class Difference:
     @property
     def unmarked(self) -> str:
         """What is said of it where it is not significant: of one seed nothing is known of other seeds."""
-        return "may be chance" if self.seeds else TOO_FEW
+        return "not significant" if self.seeds else TOO_FEW
 
 
 def compare(

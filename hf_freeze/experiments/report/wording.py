@@ -35,7 +35,7 @@ def unmarked(report: Report) -> str:
     with_seeds = {test.seeds for test in report.differences}
     if with_seeds == {False}:
         return f"others: {TOO_FEW}"
-    return "others may be chance" + f"; with one seed: {TOO_FEW}" * (False in with_seeds)
+    return "others are not significant" + f"; with one seed: {TOO_FEW}" * (False in with_seeds)
 
 
 def setting_in_words(report: Report) -> str:
