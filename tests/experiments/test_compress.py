@@ -1,6 +1,9 @@
 """`hf-freeze compress`: limits are kept, the choice of what to keep is the best one, and refusals say what is possible."""
 
+import copy
 import itertools
+import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -10,16 +13,29 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_freeze import make_variant
 from hf_freeze.analysis.sensitivity import Sensitivity, sensitivity, total_loss
 from hf_freeze.architectures.registry import architecture_for
-from hf_freeze.experiments.compress.allocation import Losses, allocate, options_of_stack, smallest
+from hf_freeze.experiments.compress.allocation import Losses, allocate, halves_of, options_of_stack, smallest
 from hf_freeze.experiments.compress.bench import Bench
 from hf_freeze.experiments.compress.budget import Budget, in_bytes, read_bytes
 from hf_freeze.experiments.compress.costs import Cost, Estimate, probes
 from hf_freeze.experiments.compress.phases import Phases
-from hf_freeze.experiments.compress.shapes import Shape, StackShape, Weights, methods_of, whole_shape
+from hf_freeze.experiments.compress.shapes import (
+    Shape,
+    StackShape,
+    Weights,
+    count_weights,
+    methods_of,
+    parts_of_shape,
+    whole_shape,
+)
+from hf_freeze.layers import LowRankLinear
 from hf_freeze.methods.registry import method_from_dict
 
 WEIGHTS = Weights(
-    ffn={"encoder": 800.0, "decoder": 800.0}, attention={"encoder": 400.0, "decoder": 700.0}, tables=1, hidden=16
+    ffn={"encoder": 800.0, "decoder": 800.0},
+    attention={"encoder": 400.0, "decoder": 700.0},
+    tables=1,
+    hidden=16,
+    linears={"encoder": {(40, 10): 2.0}, "decoder": {(40, 10): 2.0}},
 )
 WHOLE = Shape(stacks={"encoder": StackShape(layers=3), "decoder": StackShape(layers=2)}, vocabulary=100)
 
@@ -36,7 +52,8 @@ def measured(seed: int = 0) -> Sensitivity:
         loss=500.0,
         removal={"encoder": [1, 2], "decoder": [0]},
         layers={"encoder": {3: 500.0} | falling([2, 1], 500), "decoder": {2: 500.0} | falling([1], 500)},
-        neurons={name: falling([0.75, 0.5, 0.25], 500) for name in WHOLE.stacks},
+        neurons={name: falling([0.5, 0.25], 500) for name in WHOLE.stacks},
+        linear_ranks={name: falling([0.5, 0.25], 500) for name in WHOLE.stacks},
         ranks=falling([8, 4], 500),
     )
 
@@ -47,22 +64,26 @@ def estimate() -> Estimate:
         weights = sum(WEIGHTS.of_stack(name, stack) for name, stack in stacks)
         layers = sum(stack.layers for _, stack in stacks)
         tables = WEIGHTS.of_tables(shape.vocabulary, shape.rank)
-        ms = 0.3 + sum(0.1 * stack.layers for _, stack in stacks) + 1e-4 * weights + 1e-5 * tables
+        products, factors = np.sum([WEIGHTS.products_of_stack(name, stack) for name, stack in stacks], axis=0)
+        ms = 0.3 + 0.1 * layers + 1e-4 * products + 0.02 * factors + 1e-5 * tables
         return Cost(bytes=900 + 50 * layers + 1.1 * weights + 1.2 * tables + 20 * shape.vocabulary, ms=ms)
 
-    least = dict.fromkeys(WHOLE.stacks, StackShape(layers=1, neurons=0.25))
+    least = dict.fromkeys(WHOLE.stacks, StackShape(layers=1, neurons=0.25, linear_ranks=0.25))
     return Estimate(WEIGHTS, [(shape, cost(shape)) for shape in probes(WHOLE, least, 50, 4).values()])
 
 
 def test_prices_that_are_linear_are_found_exactly():
-    shape = Shape(
-        stacks={"encoder": StackShape(layers=2, neurons=0.5), "decoder": StackShape(layers=1)}, vocabulary=75, rank=8
-    )
-    weights = 2 * (800 * 0.5 + 400) + 1 * (800 + 700)
+    stacks = {
+        "encoder": StackShape(layers=2, neurons=0.5, linear_ranks=0.5),
+        "decoder": StackShape(layers=1, linear_ranks=0.25),
+    }
+    encoder, decoder = 2 * 5 * (20 + 10), 2 * 3 * (40 + 10)  # ranks 5 and 3 of 10
+    weights = 2 * (encoder + 400) + (decoder + 700)
+    products = 2 * (800 * 0.5 + 400) + (decoder + 700)  # more than half of the multiply-adds: by the dense weight
     tables = 8 * (75 + 16)
-    found = estimate().cost(shape)
+    found = estimate().cost(Shape(stacks=stacks, vocabulary=75, rank=8))
     assert found.bytes == pytest.approx(900 + 50 * 3 + 1.1 * weights + 1.2 * tables + 20 * 75, rel=1e-6)
-    assert found.ms == pytest.approx(0.3 + 0.3 + 1e-4 * weights + 1e-5 * tables, rel=1e-6)
+    assert found.ms == pytest.approx(0.3 + 0.3 + 1e-4 * products + 0.02 * 2 + 1e-5 * tables, rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -95,6 +116,26 @@ def test_no_shape_is_found_below_the_smallest():
     assert allocate(WHOLE, losses, prices, Cost(bytes=least * 0.999)) is None
 
 
+def test_half_of_each_kind_of_part():
+    halves = halves_of(WHOLE, measured(), {100: 500.0, 50: 620.0}, 16)
+    assert list(halves) == ["layers", "neurons", "linear_ranks", "tokens", "ranks"], "no heads were measured"
+    assert halves["linear_ranks"].words(WHOLE) == "encoder 50% of the rank of FFNs; decoder 50% of the rank of FFNs"
+    parts = {part.name: part.words for part in parts_of_shape(halves["linear_ranks"], WHOLE, 16, 8)}
+    assert parts["encoder: rank of FFNs in these layers"] == "50%"
+
+
+def test_what_was_saved_before_linears_had_ranks_is_read():
+    old = {"stacks": {"encoder": {"layers": 2, "neurons": 0.5, "heads": 1.0}}, "vocabulary": 50, "rank": None}
+    shape = Shape.from_dict(old)
+    assert shape == Shape(stacks={"encoder": StackShape(layers=2, neurons=0.5)}, vocabulary=50)
+    assert Shape.from_dict(json.loads(json.dumps(shape.to_dict()))) == shape
+    new = json.loads(json.dumps(asdict(measured())))
+    assert Sensitivity.from_json(new) == measured()
+    found = Sensitivity.from_json({key: new[key] for key in new if key not in ("linear_ranks", "linears")})
+    assert "linear_ranks" not in halves_of(WHOLE, found, {100: 500.0}, 16)
+    assert {option.linear_ranks for option in options_of_stack(found, "encoder")} == {1.0}
+
+
 @pytest.fixture(scope="module")
 def llama():
     torch.manual_seed(0)
@@ -110,12 +151,12 @@ def llama():
         model.model.layers[2].self_attn.o_proj.weight.zero_()
         model.model.layers[2].mlp.down_proj.weight.zero_()
     ids = torch.randint(0, 50, (4, 12))
-    return model, [{"input_ids": ids, "labels": ids}]
+    batches = [{"input_ids": ids, "labels": ids}]
+    return model, batches, sensitivity(model, batches)
 
 
 def test_a_layer_that_does_nothing_goes_first_and_costs_nothing(llama):
-    model, batches = llama
-    found = sensitivity(model, batches)
+    model, batches, found = llama
     assert found.removal["decoder"][0] == 2
     assert found.layers["decoder"][3] == pytest.approx(found.loss, abs=1e-3)
     loss, labels = total_loss(model, batches)
@@ -127,17 +168,54 @@ def test_a_layer_that_does_nothing_goes_first_and_costs_nothing(llama):
 
 
 def test_the_methods_of_a_shape_name_the_layers_that_are_left(llama):
-    model, batches = llama
-    found, architecture = sensitivity(model, batches), architecture_for(model)
+    model, batches, found = llama
+    architecture = architecture_for(model)
     whole = whole_shape(architecture, model.config, 50)
-    shape = Shape(stacks={"decoder": StackShape(layers=2, neurons=0.5, heads=0.5)}, vocabulary=50)
+    stack = StackShape(layers=2, neurons=0.5, heads=0.5, linear_ranks=0.25)
+    shape = Shape(stacks={"decoder": stack}, vocabulary=50)
     methods = methods_of(shape, found, architecture, model.config, uniform=True)
-    assert [method["method"] for method in methods] == ["layer_selection", "head_pruning", "ffn_pruning"]
+    assert [method["method"] for method in methods] == ["layer_selection", "head_pruning", "ffn_pruning", "low_rank"]
     small = make_variant(model, [method_from_dict(method) for method in methods])
     assert [layer.mlp.gate_proj.out_features for layer in small.model.layers] == [32, 32]
+    assert [layer.mlp.down_proj.rank for layer in small.model.layers] == [8, 8]
     with torch.no_grad():
         assert torch.isfinite(small(**batches[0]).loss)
-    assert shape.words(whole) == "decoder 2 of 4 layers, 50% of the neurons, 50% of the heads"
+    kept = "2 of 4 layers, 50% of the neurons, 50% of the heads, 25% of the rank of FFNs"
+    assert shape.words(whole) == f"decoder {kept}"
+
+
+def test_the_loss_at_a_rank_is_that_of_the_truncated_weights(llama):
+    model, batches, measured = llama
+    found = measured.linear_ranks["decoder"]
+    assert set(found) == {0.5, 0.375, 0.25, 0.125}, "three quarters of the rank save nothing"
+    for share, loss in found.items():
+        truncated = copy.deepcopy(model)
+        for layer in truncated.model.layers:
+            for linear in layer.mlp.children():
+                if isinstance(linear, torch.nn.Linear):
+                    u, s, v = torch.linalg.svd(linear.weight.detach(), full_matrices=False)
+                    linear.weight.data = u @ torch.diag(s * (torch.arange(32) < 32 * share)) @ v
+        assert loss == pytest.approx(total_loss(truncated, batches)[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("neurons", [1.0, 0.5, 0.25])
+@pytest.mark.parametrize("ranks", [0.5, 0.375, 0.125])
+def test_the_weights_that_are_counted_are_those_of_the_model(llama, neurons, ranks):
+    model, _, found = llama
+    architecture = architecture_for(model)
+    stack = StackShape(layers=3, neurons=neurons, linear_ranks=ranks)
+    shape = Shape(stacks={"decoder": stack}, vocabulary=50)
+    methods = methods_of(shape, found, architecture, model.config, uniform=True)
+    layers = make_variant(model, [method_from_dict(method) for method in methods]).model.layers
+    matrices = [p for p in layers.parameters() if p.ndim == 2]
+    weights = count_weights(model, architecture)
+    assert weights.of_stack("decoder", stack) == sum(p.numel() for p in matrices)
+    factors = [m for m in layers.modules() if isinstance(m, LowRankLinear)]
+    assert bool(factors) == ((neurons, ranks) != (0.5, 0.5)), "half of the rank of a square weight saves nothing"
+    dense = [m for m in factors if not m.traced_as_factors()]
+    products, twice = weights.products_of_stack("decoder", stack)
+    more = sum(m.in_features * m.out_features - m.up.numel() - m.down.numel() for m in dense)
+    assert (products, twice) == (sum(p.numel() for p in matrices) + more, len(factors) - len(dense))
 
 
 def test_budgets_are_read_and_refused():
