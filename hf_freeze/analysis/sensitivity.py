@@ -11,12 +11,13 @@ from hf_freeze.analysis._probe import check_model, in_eval_mode, loss_of, on_dev
 from hf_freeze.analysis._progress import track
 from hf_freeze.analysis.head_importance import count_labels, head_importance, select_heads
 from hf_freeze.analysis.neurons import ffn_importance, select_neurons
-from hf_freeze.architectures.base import Architecture, hidden_size
+from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, hidden_size
 from hf_freeze.layers.derived import features
 from hf_freeze.methods.base import Method
 from hf_freeze.model.make import make_variant
 
 SHARES = (0.75, 0.5, 0.375, 0.25, 0.125)  # of the neurons, heads or ranks of a stack
+SHARED_OUT = ("neurons", "heads", "ffn_ranks", "attention_ranks")  # kinds of parts of which a stack keeps a share
 _GREEDY = 8  # layers of a stack up to which all that remain are tried again after each removal
 _WIDE = 64  # neurons or ranks from which FFNs keep multiples of 8, which vector instructions compute without a rest
 _WORTH = (
@@ -29,9 +30,9 @@ class Sensitivity:
     """Losses in nats, summed over the labels of the same batches.
 
     `loss`: of the whole model. `removal`: stack -> its layers in the order of removal, the least missed first. `layers`: stack ->
-    number of layers kept -> loss. `neurons`, `heads` and `linear_ranks`, those of the linears of FFNs: stack -> share kept ->
-    loss. `ranks`: rank of the token tables -> loss. `neuron_scores` and `head_scores` say which ones go first (`ffn_importance`,
-    `head_importance`). `linears`: as from `plain_ffns`. What cannot be removed from a model has no entries.
+    number of layers kept -> loss. `neurons`, `heads`, `ffn_ranks`, `attention_ranks` (of linears): stack -> share kept ->
+    loss. `ranks`: rank of the token tables -> loss. `neuron_scores` and `head_scores` say which ones go first
+    (`ffn_importance`, `head_importance`). `linears`: as from `plain_linears`. What cannot be removed from a model has no entries.
     """
 
     labels: int
@@ -40,7 +41,8 @@ class Sensitivity:
     layers: dict[str, dict[int, float]]
     neurons: dict[str, dict[float, float]] = field(default_factory=dict)
     heads: dict[str, dict[float, float]] = field(default_factory=dict)
-    linear_ranks: dict[str, dict[float, float]] = field(default_factory=dict)
+    ffn_ranks: dict[str, dict[float, float]] = field(default_factory=dict)
+    attention_ranks: dict[str, dict[float, float]] = field(default_factory=dict)
     ranks: dict[int, float] = field(default_factory=dict)
     linears: dict[str, list[tuple[str, int, int]]] = field(default_factory=dict)
     neuron_scores: dict[str, list[float]] = field(default_factory=dict)
@@ -50,7 +52,8 @@ class Sensitivity:
     def from_json(cls, values: dict[str, Any]) -> "Sensitivity":
         """From what `json` reads of `dataclasses.asdict`: keys that were numbers are text there."""
         numbers: dict[str, Any] = {"ranks": {int(rank): loss for rank, loss in values["ranks"].items()}}
-        for kind, number in (("layers", int), ("neurons", float), ("heads", float), ("linear_ranks", float)):
+        for kind in ("layers", *SHARED_OUT):
+            number = int if kind == "layers" else float
             numbers[kind] = {  # older files have no ranks of linears
                 stack: {number(kept): loss for kept, loss in losses.items()}
                 for stack, losses in values.get(kind, {}).items()
@@ -78,9 +81,9 @@ def sensitivity(
     """Measure what each kind of part is worth to a trained model.
 
     Layers go one by one, each time the one that is missed least (in stacks of more than 8 layers by one measurement of each);
-    heads and neurons by their first-order importance for the loss, each stack by itself; the linears of its FFNs become the
-    nearest ones of lower rank (`methods.LowRank`). `heads`, `ranks`: whether to measure fewer heads, and lower ranks of FFNs and
-    token tables.
+    heads and neurons by their first-order importance for the loss, each stack by itself; the linears of its FFNs, or of its
+    attentions, become the nearest ones of lower rank (`methods.LowRank`). `heads`, `ranks`: whether to measure fewer heads, and
+    lower ranks of linears and token tables.
 
     `batches`: held-out data with labels, as dicts of tensors for the forward; they are gone through about once for each result.
     The model does not change.
@@ -109,13 +112,10 @@ def sensitivity(
         scores = head_importance(model, batches, normalize="none")
         result.head_scores.update({name: values.tolist() for name, values in scores.items()})
     if ranks:
-        result.linears.update(plain_ffns(model, architecture))
-    kinds: tuple[tuple[str, Mapping[str, Any], dict], ...] = (
-        ("neurons", result.neuron_scores, result.neurons),
-        ("heads", result.head_scores, result.heads),
-        ("linear_ranks", result.linears, result.linear_ranks),
-    )
-    for kind, units, losses in kinds:
+        result.linears.update(plain_linears(model, architecture))
+    units_of: tuple[Mapping[str, Any], ...] = (result.neuron_scores, result.head_scores, result.linears, result.linears)
+    for kind, units in zip(SHARED_OUT, units_of, strict=True):
+        losses = getattr(result, kind)
         for stack in track(removal, f"Measuring fewer {kind.replace('_', ' ')}", len(removal)):
             if not any(name.startswith(f"{stack}.") for name in units):
                 continue
@@ -170,9 +170,10 @@ def _with_fewer(
     try:
         if kind == "neurons":
             return fewer_neurons(measured, stack, share, layers, uniform=True)
-        if kind == "linear_ranks":
-            return methods.LowRank(rank=lower_ranks(measured, stack, share, layers, architecture, {}))
-        return fewer_heads(measured, stack, share, layers, architecture, config)
+        if kind == "heads":
+            return fewer_heads(measured, stack, share, layers, architecture, config)
+        component = kind.removesuffix("_ranks")
+        return of_ranks(lower_ranks(measured, stack, component, share, layers, architecture, {}))
     except ValueError:
         return None
 
@@ -198,51 +199,68 @@ def fewer_heads(
     return select_heads(scores, fraction=1 - share, min_heads=1, group_size=group)
 
 
-def lower_rank(inputs: int, outputs: int, share: float) -> int | None:
-    """This share of the rank of a weight, or the nearest multiple of 8 for a wide one; None where its factors would be hardly
-    smaller than the weight."""
-    full = min(inputs, outputs)
+def lower_rank(side: int, other: int, share: float) -> int | None:
+    """This share of the rank of a weight of these sides, or the nearest multiple of 8 for a wide one; None where its factors are
+    hardly smaller than the weight."""
+    full = min(side, other)
     multiple = 8 if full >= _WIDE else 1
     rank = max(int(full * share / multiple + 0.5), 1) * multiple
-    return rank if rank * (inputs + outputs) <= _WORTH * inputs * outputs else None
+    return rank if rank * (side + other) <= _WORTH * side * other else None
+
+
+def of_ranks(ranks: dict[str, int]) -> methods.LowRank:
+    """Linear of any component -> its rank, as a method."""
+    return methods.LowRank(rank=ranks, components=list(LINEAR_COMPONENTS))
 
 
 def lower_ranks(
     measured: Sensitivity,
     stack: str,
+    component: str,
     share: float,
     layers: Sequence[int],
     architecture: Architecture,
     neurons: Mapping[str, Sequence[int]],
 ) -> dict[str, int]:
-    """Linear -> this share of its rank, for those linears of the FFNs of a stack that become smaller by it.
+    """Linear -> this share of its rank, for those linears of a `component`, "ffn" or "attention", that become smaller by it.
 
     `layers`: those that are left; they get the numbers 0, 1 … in this order. `neurons`: FFN by its new number -> neurons that are
-    kept, if some go.
+    kept, if some go. Heads must all be kept.
     """
     ranks = {}
-    for block, sizes in _of_layers(measured.linears, stack, layers).items():
-        place = architecture.stacks[stack].layers.format(int(block.split(".")[1]))
-        width = sizes[-1][
-            1
-        ]  # the last linear has the neurons as inputs, the others as outputs: a gate and its values as two
-        kept = len(neurons[block]) if block in neurons else width
-        for number, (name, inputs, outputs) in enumerate(sizes, start=1):
-            ends = (kept, outputs) if number == len(sizes) else (inputs, outputs // width * kept)
-            if (rank := lower_rank(*ends, share)) is not None:
+    for block, linears in _of_layers(measured.linears, stack, layers).items():
+        _, layer, kind = block.split(".")
+        if not kind.startswith(component):
+            continue
+        place = architecture.stacks[stack].layers.format(int(layer))
+        width = linears[-1][1]  # of a gate and its values in one linear, the side of the neurons is twice that
+        for name, side, other in linears:
+            kept = side // width * len(neurons[block]) if block in neurons else side
+            if (rank := lower_rank(kept, other, share)) is not None:
                 ranks[f"{place}.{name}"] = rank
     return ranks
 
 
-def plain_ffns(model: Any, architecture: Architecture) -> dict[str, list[tuple[str, int, int]]]:
-    """FFN -> (name below its layer, inputs, outputs) of each of its linears, for FFNs whose linears no method has changed."""
+def plain_linears(model: Any, architecture: Architecture) -> dict[str, list[tuple[str, int, int]]]:
+    """FFN, such as "encoder.0.ffn", or "encoder.0.attention" -> (name below its layer, one side, other side) of the weight of
+    each of its linears, where no method has changed any of them. In FFNs, the side of the neurons is the first."""
+    blocks = architecture.ffns(model.config)
+    for stack, layer, name in architecture.linears(model.config, "attention"):
+        blocks.setdefault(f"{stack}.{layer}.attention", []).append(name)
     found = {}
-    for block, names in architecture.ffns(model.config).items():
+    for block, names in blocks.items():
         stack, layer, _ = block.split(".")
         place = architecture.stacks[stack].layers.format(int(layer))
+        if any(surgery.is_removed(model, name) for name in names):
+            continue
         linears = dict(surgery.modules(model, names))
-        if all(map(surgery.is_dense, linears.values())):
-            found[block] = [(name.removeprefix(f"{place}."), *features(linear)) for name, linear in linears.items()]
+        if not all(map(surgery.is_dense, linears.values())):
+            continue
+        found[block] = []
+        for name, linear in linears.items():
+            inputs, outputs = features(linear)
+            sides = (inputs, outputs) if name == names[-1] else (outputs, inputs)  # the last linear reads the neurons
+            found[block].append((name.removeprefix(f"{place}."), *sides))
     return found
 
 

@@ -35,7 +35,7 @@ WEIGHTS = Weights(
     attention={"encoder": 400.0, "decoder": 700.0},
     tables=1,
     hidden=16,
-    linears={"encoder": {(40, 10): 2.0}, "decoder": {(40, 10): 2.0}},
+    linears={"encoder": {("ffn", 40, 10): 2.0, ("attention", 20, 20): 1.0}, "decoder": {("ffn", 40, 10): 2.0}},
 )
 WHOLE = Shape(stacks={"encoder": StackShape(layers=3), "decoder": StackShape(layers=2)}, vocabulary=100)
 
@@ -53,8 +53,9 @@ def measured(seed: int = 0) -> Sensitivity:
         removal={"encoder": [1, 2], "decoder": [0]},
         layers={"encoder": {3: 500.0} | falling([2, 1], 500), "decoder": {2: 500.0} | falling([1], 500)},
         neurons={name: falling([0.5, 0.25], 500) for name in WHOLE.stacks},
-        linear_ranks={name: falling([0.5, 0.25], 500) for name in WHOLE.stacks},
-        ranks=falling([8, 4], 500),
+        ffn_ranks={name: falling([0.5, 0.25], 500) for name in WHOLE.stacks},
+        attention_ranks={"encoder": falling([0.25], 500)},
+        ranks=falling([4], 500),
     )
 
 
@@ -68,22 +69,23 @@ def estimate() -> Estimate:
         ms = 0.3 + 0.1 * layers + 1e-4 * products + 0.02 * factors + 1e-5 * tables
         return Cost(bytes=900 + 50 * layers + 1.1 * weights + 1.2 * tables + 20 * shape.vocabulary, ms=ms)
 
-    least = dict.fromkeys(WHOLE.stacks, StackShape(layers=1, neurons=0.25, linear_ranks=0.25))
+    least = dict.fromkeys(WHOLE.stacks, StackShape(layers=1, neurons=0.25, ffn_ranks=0.25, attention_ranks=0.25))
     return Estimate(WEIGHTS, [(shape, cost(shape)) for shape in probes(WHOLE, least, 50, 4).values()])
 
 
 def test_prices_that_are_linear_are_found_exactly():
     stacks = {
-        "encoder": StackShape(layers=2, neurons=0.5, linear_ranks=0.5),
-        "decoder": StackShape(layers=1, linear_ranks=0.25),
+        "encoder": StackShape(layers=2, neurons=0.5, ffn_ranks=0.5, attention_ranks=0.25),
+        "decoder": StackShape(layers=1, ffn_ranks=0.25),
     }
     encoder, decoder = 2 * 5 * (20 + 10), 2 * 3 * (40 + 10)  # ranks 5 and 3 of 10
-    weights = 2 * (encoder + 400) + (decoder + 700)
-    products = 2 * (800 * 0.5 + 400) + (decoder + 700)  # more than half of the multiply-adds: by the dense weight
+    attention = 5 * (20 + 20)
+    weights = 2 * (encoder + attention) + (decoder + 700)
+    products = 2 * (800 * 0.5 + attention) + (decoder + 700)  # more than half of the multiply-adds: by the dense weight
     tables = 8 * (75 + 16)
     found = estimate().cost(Shape(stacks=stacks, vocabulary=75, rank=8))
     assert found.bytes == pytest.approx(900 + 50 * 3 + 1.1 * weights + 1.2 * tables + 20 * 75, rel=1e-6)
-    assert found.ms == pytest.approx(0.3 + 0.3 + 1e-4 * products + 0.02 * 2 + 1e-5 * tables, rel=1e-6)
+    assert found.ms == pytest.approx(0.3 + 0.3 + 1e-4 * products + 0.02 * (2 + 2) + 1e-5 * tables, rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -95,7 +97,7 @@ def test_the_allocation_is_the_best_of_all_shapes(seed, share):
     limit = Cost(bytes=share * whole.bytes, ms=share * whole.ms)
     best = np.inf
     stacks = [options_of_stack(losses.measured, name) for name in WHOLE.stacks]
-    for encoder, decoder, tokens, rank in itertools.product(*stacks, (100, 50), (None, 8, 4)):
+    for encoder, decoder, tokens, rank in itertools.product(*stacks, (100, 50), (None, 4)):
         shape = Shape(stacks={"encoder": encoder, "decoder": decoder}, vocabulary=tokens, rank=rank)
         cost = prices.cost(shape)
         if cost.bytes <= limit.bytes and cost.ms <= limit.ms:
@@ -118,9 +120,11 @@ def test_no_shape_is_found_below_the_smallest():
 
 def test_half_of_each_kind_of_part():
     halves = halves_of(WHOLE, measured(), {100: 500.0, 50: 620.0}, 16)
-    assert list(halves) == ["layers", "neurons", "linear_ranks", "tokens", "ranks"], "no heads were measured"
-    assert halves["linear_ranks"].words(WHOLE) == "encoder 50% of the rank of FFNs; decoder 50% of the rank of FFNs"
-    parts = {part.name: part.words for part in parts_of_shape(halves["linear_ranks"], WHOLE, 16, 8)}
+    kinds = ["layers", "neurons", "ffn_ranks", "attention_ranks", "tokens", "ranks"]
+    assert list(halves) == kinds, "no heads were measured"
+    assert halves["ffn_ranks"].words(WHOLE) == "encoder 50% of the rank of FFNs; decoder 50% of the rank of FFNs"
+    assert halves["attention_ranks"].words(WHOLE) == "encoder 25% of the rank of attentions"
+    parts = {part.name: part.words for part in parts_of_shape(halves["ffn_ranks"], WHOLE, 16, 8)}
     assert parts["encoder: rank of FFNs in these layers"] == "50%"
 
 
@@ -131,9 +135,11 @@ def test_what_was_saved_before_linears_had_ranks_is_read():
     assert Shape.from_dict(json.loads(json.dumps(shape.to_dict()))) == shape
     new = json.loads(json.dumps(asdict(measured())))
     assert Sensitivity.from_json(new) == measured()
-    found = Sensitivity.from_json({key: new[key] for key in new if key not in ("linear_ranks", "linears")})
-    assert "linear_ranks" not in halves_of(WHOLE, found, {100: 500.0}, 16)
-    assert {option.linear_ranks for option in options_of_stack(found, "encoder")} == {1.0}
+    found = Sensitivity.from_json(
+        {key: new[key] for key in new if key not in ("ffn_ranks", "attention_ranks", "linears")}
+    )
+    assert list(halves_of(WHOLE, found, {100: 500.0}, 16)) == ["layers", "neurons", "ranks"]
+    assert {(one.ffn_ranks, one.attention_ranks) for one in options_of_stack(found, "encoder")} == {(1.0, 1.0)}
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +177,7 @@ def test_the_methods_of_a_shape_name_the_layers_that_are_left(llama):
     model, batches, found = llama
     architecture = architecture_for(model)
     whole = whole_shape(architecture, model.config, 50)
-    stack = StackShape(layers=2, neurons=0.5, heads=0.5, linear_ranks=0.25)
+    stack = StackShape(layers=2, neurons=0.5, heads=0.5, ffn_ranks=0.25)
     shape = Shape(stacks={"decoder": stack}, vocabulary=50)
     methods = methods_of(shape, found, architecture, model.config, uniform=True)
     assert [method["method"] for method in methods] == ["layer_selection", "head_pruning", "ffn_pruning", "low_rank"]
@@ -184,26 +190,28 @@ def test_the_methods_of_a_shape_name_the_layers_that_are_left(llama):
     assert shape.words(whole) == f"decoder {kept}"
 
 
-def test_the_loss_at_a_rank_is_that_of_the_truncated_weights(llama):
+@pytest.mark.parametrize(("kind", "block"), [("ffn_ranks", "mlp"), ("attention_ranks", "self_attn")])
+def test_the_loss_at_a_rank_is_that_of_the_truncated_weights(llama, kind, block):
     model, batches, measured = llama
-    found = measured.linear_ranks["decoder"]
+    found = getattr(measured, kind)["decoder"]
     assert set(found) == {0.5, 0.375, 0.25, 0.125}, "three quarters of the rank save nothing"
     for share, loss in found.items():
         truncated = copy.deepcopy(model)
-        for layer in truncated.model.layers:
-            for linear in layer.mlp.children():
-                if isinstance(linear, torch.nn.Linear):
-                    u, s, v = torch.linalg.svd(linear.weight.detach(), full_matrices=False)
-                    linear.weight.data = u @ torch.diag(s * (torch.arange(32) < 32 * share)) @ v
+        for name, linear in truncated.named_modules():
+            if f".{block}." in name and isinstance(linear, torch.nn.Linear):
+                u, s, v = torch.linalg.svd(linear.weight.detach(), full_matrices=False)
+                rank = int(len(s) * share)
+                if rank * sum(linear.weight.shape) < linear.weight.numel():
+                    linear.weight.data = u[:, :rank] @ torch.diag(s[:rank]) @ v[:rank]
         assert loss == pytest.approx(total_loss(truncated, batches)[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("neurons", [1.0, 0.5, 0.25])
-@pytest.mark.parametrize("ranks", [0.5, 0.375, 0.125])
-def test_the_weights_that_are_counted_are_those_of_the_model(llama, neurons, ranks):
+@pytest.mark.parametrize(("ranks", "attention"), [(0.5, 1.0), (0.375, 0.5), (0.125, 0.25)])
+def test_the_weights_that_are_counted_are_those_of_the_model(llama, neurons, ranks, attention):
     model, _, found = llama
     architecture = architecture_for(model)
-    stack = StackShape(layers=3, neurons=neurons, linear_ranks=ranks)
+    stack = StackShape(layers=3, neurons=neurons, ffn_ranks=ranks, attention_ranks=attention)
     shape = Shape(stacks={"decoder": stack}, vocabulary=50)
     methods = methods_of(shape, found, architecture, model.config, uniform=True)
     layers = make_variant(model, [method_from_dict(method) for method in methods]).model.layers

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from hf_freeze.analysis.sensitivity import Sensitivity
+from hf_freeze.analysis.sensitivity import SHARED_OUT, Sensitivity
 from hf_freeze.experiments.compress.costs import Cost, Estimate
 from hf_freeze.experiments.compress.shapes import Shape, StackShape
 
-_OF_LAYERS = ("neurons", "heads", "linear_ranks")  # what is counted in the layers that are left
-KINDS = ("layers", *_OF_LAYERS, "tokens", "ranks")
+KINDS = ("layers", *SHARED_OUT, "tokens", "ranks")
+_WORDS = {"ffn_ranks": "rank of FFNs", "attention_ranks": "rank of attentions", "ranks": "rank of the token table"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Losses:
         depth = max(self.measured.layers[name])
         found = self._share("layers", self.measured.layers[name][stack.layers])
         part = stack.layers / depth
-        for kind in _OF_LAYERS:
+        for kind in SHARED_OUT:
             if (share := getattr(stack, kind)) < 1:
                 found += part * self._share(kind, getattr(self.measured, kind)[name][share])
         return found
@@ -48,13 +48,20 @@ class Losses:
 
 
 def options_of_stack(measured: Sensitivity, name: str) -> list[StackShape]:
-    """All shapes of a stack whose loss was measured, the whole one first."""
+    """All shapes of a stack whose loss was measured, the whole one first; without those whose attentions lose heads and rank,
+    which would be most of them."""
     layers = sorted(measured.layers[name], reverse=True)
-    shares = ([1.0, *sorted(getattr(measured, kind).get(name, ()), reverse=True)] for kind in _OF_LAYERS)
-    return [
-        StackShape(layers=count, **dict(zip(_OF_LAYERS, some, strict=True)))
+    shares = ([1.0, *sorted(getattr(measured, kind).get(name, ()), reverse=True)] for kind in SHARED_OUT)
+    shapes = (
+        StackShape(layers=count, **dict(zip(SHARED_OUT, some, strict=True)))
         for count, *some in itertools.product(layers, *shares)
-    ]
+    )
+    return [shape for shape in shapes if 1 in (shape.heads, shape.attention_ranks)]
+
+
+def words_of(kind: str) -> str:
+    """Of one of `KINDS`."""
+    return _WORDS.get(kind, kind)
 
 
 def halves_of(whole: Shape, measured: Sensitivity, tokens: Mapping[int, float], hidden: int) -> dict[str, Shape]:
@@ -71,8 +78,9 @@ def halves_of(whole: Shape, measured: Sensitivity, tokens: Mapping[int, float], 
         "layers": all_stacks(lambda n, s: replace(s, layers=nearest(measured.layers[n], s.layers / 2))),
         "neurons": all_stacks(lambda n, s: replace(s, neurons=0.5 if 0.5 in measured.neurons.get(n, ()) else 1.0)),
         "heads": all_stacks(lambda n, s: replace(s, heads=0.5 if 0.5 in measured.heads.get(n, ()) else 1.0)),
-        "linear_ranks": all_stacks(
-            lambda n, s: replace(s, linear_ranks=nearest(measured.linear_ranks.get(n, ()), 0.5) or 1.0)
+        "ffn_ranks": all_stacks(lambda n, s: replace(s, ffn_ranks=nearest(measured.ffn_ranks.get(n, ()), 0.5) or 1.0)),
+        "attention_ranks": all_stacks(
+            lambda n, s: replace(s, attention_ranks=nearest(measured.attention_ranks.get(n, ()), 0.25) or 1.0)
         ),
         "tokens": replace(whole, vocabulary=nearest(tokens, whole.vocabulary / 2)),
         "ranks": replace(whole, rank=nearest(measured.ranks, hidden / 2)),

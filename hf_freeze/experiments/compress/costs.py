@@ -28,8 +28,8 @@ def probes(whole: Shape, stacks: dict[str, StackShape], vocabulary: int | None, 
         cuts = {f"{name} of {least.layers}": replace(full, layers=least.layers)} if least.layers < full.layers else {}
         cuts |= {f"{name}, fewer neurons": replace(full, neurons=least.neurons)} if least.neurons < 1 else {}
         cuts |= {f"{name}, fewer heads": replace(full, heads=least.heads)} if least.heads < 1 else {}
-        ranks = least.linear_ranks
-        cuts |= {f"{name}, FFNs of lower rank": replace(full, linear_ranks=ranks)} if ranks < 1 else {}
+        ranks = {"ffn_ranks": least.ffn_ranks, "attention_ranks": least.attention_ranks}
+        cuts |= {f"{name}, linears of lower rank": replace(full, **ranks)} if min(ranks.values()) < 1 else {}
         found |= {label: replace(whole, stacks=whole.stacks | {name: cut}) for label, cut in cuts.items()}
     if vocabulary is not None:
         found["fewer tokens"] = replace(whole, vocabulary=vocabulary)
@@ -39,7 +39,7 @@ def probes(whole: Shape, stacks: dict[str, StackShape], vocabulary: int | None, 
         name: StackShape(
             layers=max(stack.layers // 2, 1),
             neurons=0.5 if stacks[name].neurons < 1 else 1.0,
-            linear_ranks=max(stacks[name].linear_ranks, 0.25),
+            ffn_ranks=max(stacks[name].ffn_ranks, 0.25),
         )
         for name, stack in whole.stacks.items()
     }

@@ -11,7 +11,8 @@ from hf_freeze.analysis.sensitivity import (
     fewer_neurons,
     lower_rank,
     lower_ranks,
-    plain_ffns,
+    of_ranks,
+    plain_linears,
 )
 from hf_freeze.architectures.base import Architecture, hidden_size
 from hf_freeze.layers.low_rank import traced_as_factors
@@ -20,13 +21,14 @@ from hf_freeze.methods.registry import method_to_dict
 
 @dataclass(frozen=True, kw_only=True)
 class StackShape:
-    """What is kept of a stack: a number of layers, and a share of their neurons, of their heads, and of the rank of the linears
-    of their FFNs. Linears of attentions keep their rank: as many of their bytes saved by fewer heads cost less loss."""
+    """What is kept of a stack: a number of layers, and a share of their neurons, of their heads, and of the ranks of the linears
+    of their FFNs and attentions. Attentions lose heads or ranks, not both."""
 
     layers: int
     neurons: float = 1.0
     heads: float = 1.0
-    linear_ranks: float = 1.0
+    ffn_ranks: float = 1.0
+    attention_ranks: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,8 @@ class Shape:
                 kept.append(f"{stack.layers} of {whole.stacks[name].layers} layers")
             kept += [f"{stack.neurons:.0%} of the neurons"] if stack.neurons < 1 else []
             kept += [f"{stack.heads:.0%} of the heads"] if stack.heads < 1 else []
-            kept += [f"{stack.linear_ranks:.0%} of the rank of FFNs"] if stack.linear_ranks < 1 else []
+            kept += [f"{stack.ffn_ranks:.0%} of the rank of FFNs"] if stack.ffn_ranks < 1 else []
+            kept += [f"{stack.attention_ranks:.0%} of the rank of attentions"] if stack.attention_ranks < 1 else []
             parts += [f"{name} {', '.join(kept)}"] if kept else []
         if self.vocabulary < whole.vocabulary:
             parts.append(f"{self.vocabulary:,} of {whole.vocabulary:,} tokens")
@@ -97,11 +100,12 @@ def methods_of(
             heads |= fewer_heads(measured, name, stack.heads, layers[name], architecture, config).heads or {}
         if stack.neurons < 1:
             neurons |= fewer_neurons(measured, name, stack.neurons, layers[name], uniform=uniform).keep or {}
-        if stack.linear_ranks < 1:
-            ranks |= lower_ranks(measured, name, stack.linear_ranks, layers[name], architecture, neurons)
+        for component, share in (("ffn", stack.ffn_ranks), ("attention", stack.attention_ranks)):
+            if share < 1:
+                ranks |= lower_ranks(measured, name, component, share, layers[name], architecture, neurons)
     found += [methods.HeadPruning(heads=heads)] if heads else []
     found += [methods.FFNPruning(keep=neurons)] if neurons else []
-    found += [methods.LowRank(rank=ranks)] if ranks else []
+    found += [of_ranks(ranks)] if ranks else []
     found += [methods.FactorizedEmbedding(rank=shape.rank)] if shape.rank is not None else []
     return [method_to_dict(method) for method in found]
 
@@ -109,14 +113,14 @@ def methods_of(
 @dataclass(frozen=True, kw_only=True)
 class Weights:
     """Numbers of weights in a model, by which costs are estimated. `ffn`, `attention`: stack -> of a layer, on average;
-    `tables`: token tables with weights of their own; `hidden`: the width of a row. `linears`: stack -> (side of the neurons,
-    other side) of a linear of an FFN -> how many a layer has, on average."""
+    `tables`: token tables with weights of their own; `hidden`: the width of a row. `linears`: stack -> (component, side of the
+    neurons or any, other side) of a weight -> how many a layer has, on average."""
 
     ffn: dict[str, float]
     attention: dict[str, float]
     tables: int
     hidden: int
-    linears: dict[str, dict[tuple[int, int], float]] = field(default_factory=dict)
+    linears: dict[str, dict[tuple[str, int, int], float]] = field(default_factory=dict)
 
     def of_stack(self, name: str, stack: StackShape) -> float:
         """That are stored."""
@@ -133,14 +137,14 @@ class Weights:
     def _factors(self, name: str, stack: StackShape) -> tuple[float, float, float]:
         """(weights, multiply-adds that factors save in a layer, linears computed by them)."""
         weights = products = linears = 0.0
-        for (neurons, other), count in self.linears.get(name, {}).items() if stack.linear_ranks < 1 else ():
-            sides = round(neurons * stack.neurons), other
-            rank = lower_rank(*sides, stack.linear_ranks)
-            if rank is None:
+        for (component, side, other), count in self.linears.get(name, {}).items():
+            kept, share = (stack.neurons, stack.ffn_ranks) if component == "ffn" else (1.0, stack.attention_ranks)
+            side = round(side * kept)
+            if share == 1 or (rank := lower_rank(side, other, share)) is None:
                 continue
-            saved = count * (sides[0] * sides[1] - rank * sum(sides))
+            saved = count * (side * other - rank * (side + other))
             weights += saved
-            if traced_as_factors(*sides, rank):
+            if traced_as_factors(side, other, rank):
                 products, linears = products + saved, linears + count
         return weights, products, linears
 
@@ -162,12 +166,11 @@ def count_weights(model: Any, architecture: Architecture) -> Weights:
                 by_stack[place[0]] += size / depths[place[0]]
     vocabulary = model.get_input_embeddings().weight.shape[0]
     rows = {id(p): p for p in model.parameters() if p.ndim == 2 and p.shape[0] == vocabulary}
-    linears: dict[str, dict[tuple[int, int], float]] = {name: Counter() for name in depths}
-    for block, sizes in plain_ffns(model, architecture).items():
-        stack = block.split(".")[0]
-        for number, (_, inputs, outputs) in enumerate(sizes, start=1):
-            sides = (inputs, outputs) if number == len(sizes) else (outputs, inputs)
-            linears[stack][sides] += 1 / depths[stack]
+    linears: dict[str, dict[tuple[str, int, int], float]] = {name: Counter() for name in depths}
+    for block, found in plain_linears(model, architecture).items():
+        stack, _, kind = block.split(".")
+        for _, side, other in found:
+            linears[stack]["attention" if kind == "attention" else "ffn", side, other] += 1 / depths[stack]
     return Weights(tables=len(rows), hidden=hidden_size(model.config), linears=linears, **counts)
 
 
@@ -186,10 +189,11 @@ def parts_of_shape(shape: Shape, whole: Shape, hidden: int, bits: int) -> list[P
     for name, stack in shape.stacks.items():
         layers = whole.stacks[name].layers
         parts.append(Part(name=f"{name}: layers", share=stack.layers / layers, words=f"{stack.layers} of {layers}"))
-        for kind, share in (("heads in these layers", stack.heads), ("neurons in these layers", stack.neurons)):
-            parts.append(Part(name=f"{name}: {kind}", share=share, words=f"{share:.0%}"))
-        if (share := stack.linear_ranks) < 1:
-            parts.append(Part(name=f"{name}: rank of FFNs in these layers", share=share, words=f"{share:.0%}"))
+        kinds = {"heads": stack.heads, "neurons": stack.neurons}
+        ranks = {"rank of FFNs": stack.ffn_ranks, "rank of attentions": stack.attention_ranks}
+        kinds |= {kind: share for kind, share in ranks.items() if share < 1}
+        for kind, share in kinds.items():
+            parts.append(Part(name=f"{name}: {kind} in these layers", share=share, words=f"{share:.0%}"))
     tokens = f"{shape.vocabulary:,} of {whole.vocabulary:,}"
     parts.append(Part(name="tokens", share=shape.vocabulary / whole.vocabulary, words=tokens))
     if shape.rank is not None:
