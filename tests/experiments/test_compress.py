@@ -5,19 +5,29 @@ import itertools
 import json
 from dataclasses import asdict
 
+import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.cases import ALL
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from hf_freeze import make_variant
+from hf_freeze import data, make_variant
 from hf_freeze.analysis.sensitivity import Sensitivity, sensitivity, total_loss
 from hf_freeze.architectures.registry import architecture_for
-from hf_freeze.experiments.compress.allocation import Losses, allocate, halves_of, options_of_stack, smallest
+from hf_freeze.experiments.compress.allocation import (
+    Losses,
+    allocate,
+    half_in_words,
+    halves_of,
+    options_of_stack,
+    smallest,
+)
 from hf_freeze.experiments.compress.bench import Bench
 from hf_freeze.experiments.compress.budget import Budget, in_bytes, read_bytes
 from hf_freeze.experiments.compress.costs import Cost, Estimate, probes
 from hf_freeze.experiments.compress.phases import Phases
+from hf_freeze.experiments.compress.serving import ENGINES, items_of, serve
 from hf_freeze.experiments.compress.shapes import (
     Shape,
     StackShape,
@@ -27,6 +37,7 @@ from hf_freeze.experiments.compress.shapes import (
     parts_of_shape,
     whole_shape,
 )
+from hf_freeze.io import bytes_of
 from hf_freeze.layers import LowRankLinear
 from hf_freeze.methods.registry import method_from_dict
 
@@ -65,9 +76,11 @@ def estimate() -> Estimate:
         weights = sum(WEIGHTS.of_stack(name, stack) for name, stack in stacks)
         layers = sum(stack.layers for _, stack in stacks)
         tables = WEIGHTS.of_tables(shape.vocabulary, shape.rank)
-        products, factors = np.sum([WEIGHTS.products_of_stack(name, stack) for name, stack in stacks], axis=0)
-        ms = 0.3 + 0.1 * layers + 1e-4 * products + 0.02 * factors + 1e-5 * tables
-        return Cost(bytes=900 + 50 * layers + 1.1 * weights + 1.2 * tables + 20 * shape.vocabulary, ms=ms)
+        products, twice = np.sum([WEIGHTS.products_of_stack(name, stack) for name, stack in stacks], axis=0)
+        factors = sum(WEIGHTS.factors_of_stack(name, stack) for name, stack in stacks)
+        ms = 0.3 + 0.1 * layers + 1e-4 * products + 0.02 * twice + 1e-5 * tables
+        size = 900 + 50 * layers + 1.1 * weights + 15 * factors + 1.2 * tables + 20 * shape.vocabulary
+        return Cost(bytes=size, ms=ms)
 
     least = dict.fromkeys(WHOLE.stacks, StackShape(layers=1, neurons=0.25, ffn_ranks=0.25, attention_ranks=0.25))
     return Estimate(WEIGHTS, [(shape, cost(shape)) for shape in probes(WHOLE, least, 50, 4).values()])
@@ -84,7 +97,8 @@ def test_prices_that_are_linear_are_found_exactly():
     products = 2 * (800 * 0.5 + attention) + (decoder + 700)  # more than half of the multiply-adds: by the dense weight
     tables = 8 * (75 + 16)
     found = estimate().cost(Shape(stacks=stacks, vocabulary=75, rank=8))
-    assert found.bytes == pytest.approx(900 + 50 * 3 + 1.1 * weights + 1.2 * tables + 20 * 75, rel=1e-6)
+    size = 900 + 50 * 3 + 1.1 * weights + 15 * (2 * 3 + 2) + 1.2 * tables + 20 * 75
+    assert found.bytes == pytest.approx(size, rel=1e-6)
     assert found.ms == pytest.approx(0.3 + 0.3 + 1e-4 * products + 0.02 * (2 + 2) + 1e-5 * tables, rel=1e-6)
 
 
@@ -124,6 +138,8 @@ def test_half_of_each_kind_of_part():
     assert list(halves) == kinds, "no heads were measured"
     assert halves["ffn_ranks"].words(WHOLE) == "encoder 50% of the rank of FFNs; decoder 50% of the rank of FFNs"
     assert halves["attention_ranks"].words(WHOLE) == "encoder 25% of the rank of attentions"
+    assert half_in_words("layers") == "half of the layers"
+    assert half_in_words("ffn_ranks") == "FFNs of lower rank"
     parts = {part.name: part.words for part in parts_of_shape(halves["ffn_ranks"], WHOLE, 16, 8)}
     assert parts["encoder: rank of FFNs in these layers"] == "50%"
 
@@ -224,6 +240,7 @@ def test_the_weights_that_are_counted_are_those_of_the_model(llama, neurons, ran
     products, twice = weights.products_of_stack("decoder", stack)
     more = sum(m.in_features * m.out_features - m.up.numel() - m.down.numel() for m in dense)
     assert (products, twice) == (sum(p.numel() for p in matrices) + more, len(factors) - len(dense))
+    assert weights.factors_of_stack("decoder", stack) == len(factors)
 
 
 def test_budgets_are_read_and_refused():
@@ -272,3 +289,28 @@ def test_phases_are_kept_and_another_compression_is_refused(tmp_path):
     (tmp_path / "phases.json").write_text("{")
     with pytest.raises(ValueError, match=r"is damaged"):
         Phases(tmp_path, {"seed": 1})
+
+
+@pytest.mark.skipif(not ALL, reason="two exports to ONNX: HF_FREEZE_TESTS=all")
+def test_files_of_onnx_in_int8_differ_by_the_weights_that_are_counted(tmp_path):
+    tokenizer = data.train_tokenizer(["a small file", "and a large one"], 60, kind="wordpiece")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **sizes)).eval()
+    architecture, weights = architecture_for(model), count_weights(model, architecture_for(model))
+    ids = torch.arange(5, 17).view(2, 6)
+    found = sensitivity(model, [{"input_ids": ids, "labels": torch.tensor([0, 1])}], heads=False)
+    split = datasets.Dataset.from_dict({"sentence": ["a small file", "a large one"], "label": [0, 1]})
+    counted, measured = [], []
+    for ranks in (0.5, 0.25):  # computed by the dense weight, and by the factors
+        stack = StackShape(layers=2, ffn_ranks=ranks, attention_ranks=0.25)
+        shape = Shape(stacks={"encoder": stack}, vocabulary=60)
+        methods = methods_of(shape, found, architecture, model.config, uniform=False)
+        source = tmp_path / str(ranks)
+        make_variant(model, [method_from_dict(method) for method in methods]).save_pretrained(source)
+        tokenizer.save_pretrained(source)
+        folder = serve(source, ENGINES["onnx"], tmp_path / f"{ranks}-onnx")
+        assert items_of(folder, ENGINES["onnx"], "sequence-classification", split, {}).shape == (2, 3)
+        counted.append(weights.of_stack("encoder", stack))
+        measured.append(bytes_of(folder))
+    assert measured[0] - measured[1] == pytest.approx(counted[0] - counted[1], rel=0.1)

@@ -14,7 +14,11 @@ from hf_freeze.experiments.compress.costs import Cost, Estimate
 from hf_freeze.experiments.compress.shapes import Shape, StackShape
 
 KINDS = ("layers", *SHARED_OUT, "tokens", "ranks")
-_WORDS = {"ffn_ranks": "rank of FFNs", "attention_ranks": "rank of attentions", "ranks": "rank of the token table"}
+_HALVES = {  # a square weight has half as many numbers at a quarter of its rank, that of an FFN at 0.4
+    "ffn_ranks": "FFNs of lower rank",
+    "attention_ranks": "attentions of lower rank",
+    "ranks": "half of the rank of the token table",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +63,9 @@ def options_of_stack(measured: Sensitivity, name: str) -> list[StackShape]:
     return [shape for shape in shapes if 1 in (shape.heads, shape.attention_ranks)]
 
 
-def words_of(kind: str) -> str:
-    """Of one of `KINDS`."""
-    return _WORDS.get(kind, kind)
+def half_in_words(kind: str) -> str:
+    """What `halves_of` does to one of `KINDS`."""
+    return _HALVES.get(kind, f"half of the {kind}")
 
 
 def halves_of(whole: Shape, measured: Sensitivity, tokens: Mapping[int, float], hidden: int) -> dict[str, Shape]:
@@ -78,7 +82,7 @@ def halves_of(whole: Shape, measured: Sensitivity, tokens: Mapping[int, float], 
         "layers": all_stacks(lambda n, s: replace(s, layers=nearest(measured.layers[n], s.layers / 2))),
         "neurons": all_stacks(lambda n, s: replace(s, neurons=0.5 if 0.5 in measured.neurons.get(n, ()) else 1.0)),
         "heads": all_stacks(lambda n, s: replace(s, heads=0.5 if 0.5 in measured.heads.get(n, ()) else 1.0)),
-        "ffn_ranks": all_stacks(lambda n, s: replace(s, ffn_ranks=nearest(measured.ffn_ranks.get(n, ()), 0.5) or 1.0)),
+        "ffn_ranks": all_stacks(lambda n, s: replace(s, ffn_ranks=nearest(measured.ffn_ranks.get(n, ()), 0.4) or 1.0)),
         "attention_ranks": all_stacks(
             lambda n, s: replace(s, attention_ranks=nearest(measured.attention_ranks.get(n, ()), 0.25) or 1.0)
         ),

@@ -49,7 +49,8 @@ def probes(whole: Shape, stacks: dict[str, StackShape], vocabulary: int | None, 
 class Estimate:
     """Costs as a sum over parts, with one price for each kind of part, fitted to measured shapes (non-negative least squares).
 
-    The price of bytes: a file, a layer, a weight of a stack, a weight of a table, a token. That of time: a text, and for each
+    The price of bytes: a file, a layer, a weight of a stack, factors of a weight (nodes of a graph and scales, 2 kB in ONNX), a
+    weight of a table, a token. That of time: a text, and for each
     stack a layer, a multiply-add and a linear that has become two products, since a decoder runs once for each token; a weight of
     the tables, by which tokens are predicted.
     """
@@ -68,8 +69,9 @@ class Estimate:
     def _of_bytes(self, shape: Shape) -> np.ndarray:
         stacks = shape.stacks.items()
         layers, weights = sum(s.layers for _, s in stacks), sum(self._weights.of_stack(n, s) for n, s in stacks)
+        factors = sum(self._weights.factors_of_stack(n, s) for n, s in stacks)
         tables = self._weights.of_tables(shape.vocabulary, shape.rank)
-        return np.array([1.0, layers, weights, tables, shape.vocabulary])
+        return np.array([1.0, layers, weights, factors, tables, shape.vocabulary])
 
     def _of_time(self, shape: Shape) -> np.ndarray:
         found = [1.0]

@@ -126,27 +126,31 @@ class Weights:
         """That are stored."""
         return self._dense(name, stack) - stack.layers * self._factors(name, stack)[0]
 
+    def factors_of_stack(self, name: str, stack: StackShape) -> float:
+        """Number of weights that are stored as factors."""
+        return stack.layers * self._factors(name, stack)[1]
+
     def products_of_stack(self, name: str, stack: StackShape) -> tuple[float, float]:
         """(multiply-adds for one token, linears that are computed as two products), in an exported model."""
-        _, saved, linears = self._factors(name, stack)
-        return self._dense(name, stack) - stack.layers * saved, stack.layers * linears
+        _, _, saved, computed = self._factors(name, stack)
+        return self._dense(name, stack) - stack.layers * saved, stack.layers * computed
 
     def _dense(self, name: str, stack: StackShape) -> float:
         return stack.layers * (self.ffn[name] * stack.neurons + self.attention[name] * stack.heads)
 
-    def _factors(self, name: str, stack: StackShape) -> tuple[float, float, float]:
-        """(weights, multiply-adds that factors save in a layer, linears computed by them)."""
-        weights = products = linears = 0.0
+    def _factors(self, name: str, stack: StackShape) -> tuple[float, float, float, float]:
+        """(numbers that factors save in a layer, weights stored as factors, multiply-adds saved, linears computed by factors)."""
+        saved = stored = products = computed = 0.0
         for (component, side, other), count in self.linears.get(name, {}).items():
             kept, share = (stack.neurons, stack.ffn_ranks) if component == "ffn" else (1.0, stack.attention_ranks)
             side = round(side * kept)
             if share == 1 or (rank := lower_rank(side, other, share)) is None:
                 continue
-            saved = count * (side * other - rank * (side + other))
-            weights += saved
+            less = count * (side * other - rank * (side + other))
+            saved, stored = saved + less, stored + count
             if traced_as_factors(side, other, rank):
-                products, linears = products + saved, linears + count
-        return weights, products, linears
+                products, computed = products + less, computed + count
+        return saved, stored, products, computed
 
     def of_tables(self, vocabulary: int, rank: int | None) -> float:
         if rank is None:
