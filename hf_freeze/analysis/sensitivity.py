@@ -17,12 +17,10 @@ from hf_freeze.methods.base import Method
 from hf_freeze.model.make import make_variant
 
 SHARES = (0.75, 0.5, 0.375, 0.25, 0.125)  # of the neurons, heads or ranks of a stack
-SHARED_OUT = ("neurons", "heads", "ffn_ranks", "attention_ranks")  # kinds of parts of which a stack keeps a share
+BY_SHARE = ("neurons", "heads", "ffn_ranks", "attention_ranks")  # kinds of parts of which a stack keeps a share
 _GREEDY = 8  # layers of a stack up to which all that remain are tried again after each removal
 _WIDE = 64  # neurons or ranks from which FFNs keep multiples of 8, which vector instructions compute without a rest
-_WORTH = (
-    0.9  # of a weight's numbers, the most that its factors may have: a file of ONNX holds the weight itself above that
-)
+_WORTH = 0.9  # share of a weight's numbers that its factors may have: above it, files of ONNX hold the weight itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +50,7 @@ class Sensitivity:
     def from_json(cls, values: dict[str, Any]) -> "Sensitivity":
         """From what `json` reads of `dataclasses.asdict`: keys that were numbers are text there."""
         numbers: dict[str, Any] = {"ranks": {int(rank): loss for rank, loss in values["ranks"].items()}}
-        for kind in ("layers", *SHARED_OUT):
+        for kind in ("layers", *BY_SHARE):
             number = int if kind == "layers" else float
             numbers[kind] = {  # older files have no ranks of linears
                 stack: {number(kept): loss for kept, loss in losses.items()}
@@ -114,7 +112,7 @@ def sensitivity(
     if ranks:
         result.linears.update(plain_linears(model, architecture))
     units_of: tuple[Mapping[str, Any], ...] = (result.neuron_scores, result.head_scores, result.linears, result.linears)
-    for kind, units in zip(SHARED_OUT, units_of, strict=True):
+    for kind, units in zip(BY_SHARE, units_of, strict=True):
         losses = getattr(result, kind)
         for stack in track(removal, f"Measuring fewer {kind.replace('_', ' ')}", len(removal)):
             if not any(name.startswith(f"{stack}.") for name in units):

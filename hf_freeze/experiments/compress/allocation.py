@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from hf_freeze.analysis.sensitivity import SHARED_OUT, Sensitivity
+from hf_freeze.analysis.sensitivity import BY_SHARE, Sensitivity
 from hf_freeze.experiments.compress.costs import Cost, Estimate
 from hf_freeze.experiments.compress.shapes import Shape, StackShape
 
-KINDS = ("layers", *SHARED_OUT, "tokens", "ranks")
+KINDS = ("layers", *BY_SHARE, "tokens", "ranks")
 _HALVES = {  # a square weight has half as many numbers at a quarter of its rank, that of an FFN at 0.4
     "ffn_ranks": "FFNs of lower rank",
     "attention_ranks": "attentions of lower rank",
@@ -37,8 +37,8 @@ class Losses:
     def of_stack(self, name: str, stack: StackShape) -> float:
         depth = max(self.measured.layers[name])
         found = self._share("layers", self.measured.layers[name][stack.layers])
-        part = stack.layers / depth
-        for kind in SHARED_OUT:
+        part = stack.layers / depth  # of what all layers have of the other kinds
+        for kind in BY_SHARE:
             if (share := getattr(stack, kind)) < 1:
                 found += part * self._share(kind, getattr(self.measured, kind)[name][share])
         return found
@@ -55,9 +55,9 @@ def options_of_stack(measured: Sensitivity, name: str) -> list[StackShape]:
     """All shapes of a stack whose loss was measured, the whole one first; without those whose attentions lose heads and rank,
     which would be most of them."""
     layers = sorted(measured.layers[name], reverse=True)
-    shares = ([1.0, *sorted(getattr(measured, kind).get(name, ()), reverse=True)] for kind in SHARED_OUT)
+    shares = ([1.0, *sorted(getattr(measured, kind).get(name, ()), reverse=True)] for kind in BY_SHARE)
     shapes = (
-        StackShape(layers=count, **dict(zip(SHARED_OUT, some, strict=True)))
+        StackShape(layers=count, **dict(zip(BY_SHARE, some, strict=True)))
         for count, *some in itertools.product(layers, *shares)
     )
     return [shape for shape in shapes if 1 in (shape.heads, shape.attention_ranks)]

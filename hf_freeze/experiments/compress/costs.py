@@ -50,9 +50,8 @@ class Estimate:
     """Costs as a sum over parts, with one price for each kind of part, fitted to measured shapes (non-negative least squares).
 
     The price of bytes: a file, a layer, a weight of a stack, factors of a weight (nodes of a graph and scales, 2 kB in ONNX), a
-    weight of a table, a token. That of time: a text, and for each
-    stack a layer, a multiply-add and a linear that has become two products, since a decoder runs once for each token; a weight of
-    the tables, by which tokens are predicted.
+    weight of a table, a token. That of time: a text, and for each stack a layer, a multiply-add and a linear that has become two
+    products, since a decoder runs once for each token; a weight of the tables, by which tokens are predicted.
     """
 
     def __init__(self, weights: Weights, measured: Sequence[tuple[Shape, Cost]]) -> None:

@@ -171,10 +171,14 @@ def count_weights(model: Any, architecture: Architecture) -> Weights:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     rows = {id(p): p for p in model.parameters() if p.ndim == 2 and p.shape[0] == vocabulary}
     linears: dict[str, dict[tuple[str, int, int], float]] = {name: Counter() for name in depths}
+    counted = set()  # layers may share their weights
     for block, found in plain_linears(model, architecture).items():
-        stack, _, kind = block.split(".")
-        for _, side, other in found:
-            linears[stack]["attention" if kind == "attention" else "ffn", side, other] += 1 / depths[stack]
+        stack, layer, kind = block.split(".")
+        for name, side, other in found:
+            linear = model.base_model.get_submodule(f"{architecture.stacks[stack].layers.format(int(layer))}.{name}")
+            if id(linear.weight) not in counted:
+                linears[stack]["attention" if kind == "attention" else "ffn", side, other] += 1 / depths[stack]
+            counted.add(id(linear.weight))
     return Weights(tables=len(rows), hidden=hidden_size(model.config), linears=linears, **counts)
 
 
