@@ -39,6 +39,7 @@ from hf_freeze.experiments.compress.shapes import (
 )
 from hf_freeze.io import bytes_of
 from hf_freeze.layers import LowRankLinear
+from hf_freeze.methods import LayerSharing
 from hf_freeze.methods.registry import method_from_dict
 
 WEIGHTS = Weights(
@@ -289,6 +290,14 @@ def test_phases_are_kept_and_another_compression_is_refused(tmp_path):
     (tmp_path / "phases.json").write_text("{")
     with pytest.raises(ValueError, match=r"is damaged"):
         Phases(tmp_path, {"seed": 1})
+
+
+def test_weights_that_layers_share_are_counted_once(llama):
+    model, *_ = llama
+    shared = make_variant(model, [LayerSharing()])
+    weights = count_weights(shared, architecture_for(shared))
+    matrices = sum(side * other * count for (_, side, other), count in weights.linears["decoder"].items())
+    assert 4 * matrices == weights.of_stack("decoder", StackShape(layers=4)) == 3 * 32 * 64 + 3 * 32 * 32
 
 
 @pytest.mark.skipif(not ALL, reason="two exports to ONNX: HF_FREEZE_TESTS=all")
