@@ -75,7 +75,7 @@ def halves_of(whole: Shape, measured: Sensitivity, tokens: Mapping[int, float], 
     def all_stacks(change: Callable[[str, StackShape], StackShape]) -> Shape:
         return replace(whole, stacks={name: change(name, stack) for name, stack in whole.stacks.items()})
 
-    def nearest(values: Iterable[int], wanted: float) -> Any:
+    def nearest(values: Iterable[float], wanted: float) -> Any:
         return min(values, key=lambda value: (abs(value - wanted), value), default=None)
 
     shapes = {

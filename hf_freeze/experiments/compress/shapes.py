@@ -1,6 +1,6 @@
 """The shapes that a model may be cut to, and the methods that cut it."""
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -170,7 +170,7 @@ def count_weights(model: Any, architecture: Architecture) -> Weights:
                 by_stack[place[0]] += size / depths[place[0]]
     vocabulary = model.get_input_embeddings().weight.shape[0]
     rows = {id(p): p for p in model.parameters() if p.ndim == 2 and p.shape[0] == vocabulary}
-    linears: dict[str, dict[tuple[str, int, int], float]] = {name: Counter() for name in depths}
+    linears: dict[str, dict[tuple[str, int, int], float]] = {name: defaultdict(float) for name in depths}
     counted = set()  # layers may share their weights
     for block, found in plain_linears(model, architecture).items():
         stack, layer, kind = block.split(".")
