@@ -1,4 +1,4 @@
-"""How much worse a trained model becomes with fewer layers, heads or neurons, measured before any training."""
+"""How much worse a trained model becomes with fewer layers, heads, neurons or ranks, measured before any training."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,18 +6,21 @@ from typing import Any
 
 import torch
 
-from hf_freeze import methods
+from hf_freeze import methods, surgery
 from hf_freeze.analysis._probe import check_model, in_eval_mode, loss_of, on_device
 from hf_freeze.analysis._progress import track
 from hf_freeze.analysis.head_importance import count_labels, head_importance, select_heads
 from hf_freeze.analysis.neurons import ffn_importance, select_neurons
-from hf_freeze.architectures.base import Architecture, hidden_size
+from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, hidden_size
+from hf_freeze.layers.derived import features
 from hf_freeze.methods.base import Method
 from hf_freeze.model.make import make_variant
 
-SHARES = (0.75, 0.5, 0.375, 0.25, 0.125)  # of the neurons or heads of a stack
+SHARES = (0.75, 0.5, 0.375, 0.25, 0.125)  # of the neurons, heads or ranks of a stack
+BY_SHARE = ("neurons", "heads", "ffn_ranks", "attention_ranks")  # kinds of parts of which a stack keeps a share
 _GREEDY = 8  # layers of a stack up to which all that remain are tried again after each removal
-_WIDE = 64  # neurons from which FFNs keep multiples of 8, which vector instructions compute without a rest
+_WIDE = 64  # neurons or ranks from which FFNs keep multiples of 8, which vector instructions compute without a rest
+_WORTH = 0.9  # share of a weight's numbers that its factors may have: above it, files of ONNX hold the weight itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +28,10 @@ class Sensitivity:
     """Losses in nats, summed over the labels of the same batches.
 
     `loss`: of the whole model. `removal`: stack -> its layers in the order of removal, the least missed first. `layers`: stack ->
-    number of layers kept -> loss. `neurons` and `heads`: stack -> share kept -> loss. `ranks`: rank of the token tables -> loss.
-    `neuron_scores` and `head_scores` say which ones go first (`ffn_importance`, `head_importance`). Only parts that can be
-    removed from a model have entries.
+    number of layers kept -> loss. `neurons`, `heads`, `ffn_ranks`, `attention_ranks` (of linears): stack -> share kept ->
+    loss. `ranks`: rank of the token tables -> loss. `neuron_scores` and `head_scores` say which ones go first
+    (`ffn_importance`, `head_importance`). `linears`: as from `plain_linears`. Only parts that can
+    be removed have entries.
     """
 
     labels: int
@@ -36,7 +40,10 @@ class Sensitivity:
     layers: dict[str, dict[int, float]]
     neurons: dict[str, dict[float, float]] = field(default_factory=dict)
     heads: dict[str, dict[float, float]] = field(default_factory=dict)
+    ffn_ranks: dict[str, dict[float, float]] = field(default_factory=dict)
+    attention_ranks: dict[str, dict[float, float]] = field(default_factory=dict)
     ranks: dict[int, float] = field(default_factory=dict)
+    linears: dict[str, list[tuple[str, int, int]]] = field(default_factory=dict)
     neuron_scores: dict[str, list[float]] = field(default_factory=dict)
     head_scores: dict[str, list[float]] = field(default_factory=dict)
 
@@ -44,9 +51,11 @@ class Sensitivity:
     def from_json(cls, values: dict[str, Any]) -> "Sensitivity":
         """From what `json` reads of `dataclasses.asdict`: keys that were numbers are text there."""
         numbers: dict[str, Any] = {"ranks": {int(rank): loss for rank, loss in values["ranks"].items()}}
-        for kind, number in (("layers", int), ("neurons", float), ("heads", float)):
-            numbers[kind] = {
-                stack: {number(kept): loss for kept, loss in losses.items()} for stack, losses in values[kind].items()
+        for kind in ("layers", *BY_SHARE):
+            number = int if kind == "layers" else float
+            numbers[kind] = {  # older files have no ranks of linears
+                stack: {number(kept): loss for kept, loss in losses.items()}
+                for stack, losses in values.get(kind, {}).items()
             }
         return cls(**values | numbers)
 
@@ -71,8 +80,9 @@ def sensitivity(
     """Measure what each kind of part is worth to a trained model.
 
     Layers go one by one, each time the one that is missed least (in stacks of more than 8 layers by one measurement of each);
-    heads and neurons by their first-order importance for the loss, each stack by itself. `heads`, `ranks`: whether to measure
-    fewer heads, and token tables of lower rank.
+    heads and neurons by their first-order importance for the loss, each stack by itself; the linears of its FFNs, or of its
+    attentions, become the nearest ones of lower rank (`methods.LowRank`). `heads`, `ranks`: whether to measure fewer heads, and
+    lower ranks of linears and token tables.
 
     `batches`: held-out data with labels, as dicts of tensors for the forward; they are gone through about once for each result.
     The model does not change.
@@ -100,10 +110,13 @@ def sensitivity(
     if heads and architecture.attentions(model.config):
         scores = head_importance(model, batches, normalize="none")
         result.head_scores.update({name: values.tolist() for name, values in scores.items()})
-    kinds = (("neurons", result.neuron_scores, result.neurons), ("heads", result.head_scores, result.heads))
-    for kind, scores, losses in kinds:
-        for stack in track(removal, f"Measuring fewer {kind}", len(removal)):
-            if not any(name.startswith(f"{stack}.") for name in scores):
+    if ranks:
+        result.linears.update(plain_linears(model, architecture))
+    units_of: tuple[Mapping[str, Any], ...] = (result.neuron_scores, result.head_scores, result.linears, result.linears)
+    for kind, units in zip(BY_SHARE, units_of, strict=True):
+        losses = getattr(result, kind)
+        for stack in track(removal, f"Measuring fewer {kind.replace('_', ' ')}", len(removal)):
+            if not any(name.startswith(f"{stack}.") for name in units):
                 continue
             losses[stack] = {}
             for share in SHARES:
@@ -156,7 +169,10 @@ def _with_fewer(
     try:
         if kind == "neurons":
             return fewer_neurons(measured, stack, share, layers, uniform=True)
-        return fewer_heads(measured, stack, share, layers, architecture, config)
+        if kind == "heads":
+            return fewer_heads(measured, stack, share, layers, architecture, config)
+        component = kind.removesuffix("_ranks")
+        return of_ranks(lower_ranks(measured, stack, component, share, layers, architecture, {}))
     except ValueError:
         return None
 
@@ -166,7 +182,7 @@ def fewer_neurons(
 ) -> methods.FFNPruning:
     """Keep this share of the neurons of a stack, in its `layers`, which get the numbers 0, 1 … in this order. `uniform`: as many
     in each FFN, for engines with one width for all."""
-    scores = _of_layers(measured.neuron_scores, stack, layers)
+    scores = {block: torch.tensor(s) for block, s in _of_layers(measured.neuron_scores, stack, layers).items()}
     multiple = 8 if min(map(len, scores.values())) >= _WIDE else 1
     return select_neurons(scores, fraction=share, scope="layer" if uniform else "global", multiple_of=multiple)
 
@@ -176,18 +192,83 @@ def fewer_heads(
 ) -> methods.HeadPruning:
     """Keep this share of the heads of a stack, in its `layers`, which get the numbers 0, 1 … in this order. Each attention keeps
     at least one, or the heads that share one key."""
-    scores = _of_layers(measured.head_scores, stack, layers)
+    scores = {name: torch.tensor(s) for name, s in _of_layers(measured.head_scores, stack, layers).items()}
     attentions = architecture.attentions(config)
     group = max(one.group_size(config) for name, one in attentions.items() if name.startswith(f"{stack}."))
     return select_heads(scores, fraction=1 - share, min_heads=1, group_size=group)
 
 
-def _of_layers(scores: Mapping[str, Sequence[float]], stack: str, layers: Sequence[int]) -> dict[str, torch.Tensor]:
+def lower_rank(side: int, other: int, share: float) -> int | None:
+    """This share of the rank of a weight of these sides, or the nearest multiple of 8 for a wide one; None where its factors are
+    hardly smaller than the weight."""
+    full = min(side, other)
+    multiple = 8 if full >= _WIDE else 1
+    rank = max(int(full * share / multiple + 0.5), 1) * multiple
+    return rank if rank * (side + other) <= _WORTH * side * other else None
+
+
+def of_ranks(ranks: dict[str, int]) -> methods.LowRank:
+    """Linear of any component -> its rank, as a method."""
+    return methods.LowRank(rank=ranks, components=list(LINEAR_COMPONENTS))
+
+
+def lower_ranks(
+    measured: Sensitivity,
+    stack: str,
+    component: str,
+    share: float,
+    layers: Sequence[int],
+    architecture: Architecture,
+    neurons: Mapping[str, Sequence[int]],
+) -> dict[str, int]:
+    """Linear -> this share of its rank, for those linears of a `component`, "ffn" or "attention", that become smaller by it.
+
+    `layers`: those that are left; they get the numbers 0, 1 … in this order. `neurons`: FFN by its new number -> neurons that are
+    kept, if some go. Heads must all be kept.
+    """
+    ranks = {}
+    for block, linears in _of_layers(measured.linears, stack, layers).items():
+        _, layer, kind = block.split(".")
+        if not kind.startswith(component):
+            continue
+        place = architecture.stacks[stack].layers.format(int(layer))
+        width = linears[-1][1]  # of a gate and its values in one linear, the side of the neurons is twice that
+        for name, side, other in linears:
+            kept = side // width * len(neurons[block]) if block in neurons else side
+            if (rank := lower_rank(kept, other, share)) is not None:
+                ranks[f"{place}.{name}"] = rank
+    return ranks
+
+
+def plain_linears(model: Any, architecture: Architecture) -> dict[str, list[tuple[str, int, int]]]:
+    """FFN, such as "encoder.0.ffn", or "encoder.0.attention" -> (name below its layer, one side, other side) of the weight of
+    each of its linears, where no method has changed any of them. In FFNs, the side of the neurons is the first."""
+    blocks = architecture.ffns(model.config)
+    for stack, layer, name in architecture.linears(model.config, "attention"):
+        blocks.setdefault(f"{stack}.{layer}.attention", []).append(name)
+    found = {}
+    for block, names in blocks.items():
+        stack, layer, _ = block.split(".")
+        place = architecture.stacks[stack].layers.format(int(layer))
+        if any(surgery.is_removed(model, name) for name in names):
+            continue
+        linears = dict(surgery.modules(model, names))
+        if not all(map(surgery.is_dense, linears.values())):
+            continue
+        found[block] = []
+        for name, linear in linears.items():
+            inputs, outputs = features(linear)
+            sides = (inputs, outputs) if name == names[-1] else (outputs, inputs)  # the last linear reads the neurons
+            found[block].append((name.removeprefix(f"{place}."), *sides))
+    return found
+
+
+def _of_layers(scores: Mapping[str, Any], stack: str, layers: Sequence[int]) -> dict[str, Any]:
     """Those of the named layers of a stack, under their new numbers."""
     numbers = {layer: number for number, layer in enumerate(layers)}
     renamed = {}
     for name, values in scores.items():
         owner, layer, block = name.split(".", 2)
         if owner == stack and int(layer) in numbers:
-            renamed[f"{stack}.{numbers[int(layer)]}.{block}"] = torch.tensor(values)
+            renamed[f"{stack}.{numbers[int(layer)]}.{block}"] = values
     return renamed

@@ -80,8 +80,7 @@ class LowRankLinear(FactorizedLinear):
         )
 
     def traced_as_factors(self) -> bool:
-        """If they have at most half the multiply-adds: engines start a second product much faster than PyTorch does."""
-        return 2 * self.rank * (self.in_features + self.out_features) <= self.in_features * self.out_features
+        return traced_as_factors(self.in_features, self.out_features, self.rank)
 
     def dense_cost(self, device_type: str) -> float:
         return product(costs_of(device_type), 1, self.out_features, self.rank, self.in_features)
@@ -95,6 +94,12 @@ class LowRankLinear(FactorizedLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={self.rank}, execution={self.execution!r}"
+
+
+def traced_as_factors(inputs: int, outputs: int, rank: int) -> bool:
+    """Whether an exported product is computed by factors of this rank: if they have at most half the multiply-adds. Engines start
+    a second product much faster than PyTorch does."""
+    return 2 * rank * (inputs + outputs) <= inputs * outputs
 
 
 def _exact_factors(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

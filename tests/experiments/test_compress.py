@@ -1,25 +1,53 @@
 """`hf-freeze compress`: limits are kept, the choice of what to keep is the best one, and refusals say what is possible."""
 
+import copy
 import itertools
+import json
+from dataclasses import asdict
 
+import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.cases import ALL
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from hf_freeze import make_variant
+from hf_freeze import data, make_variant
 from hf_freeze.analysis.sensitivity import Sensitivity, sensitivity, total_loss
 from hf_freeze.architectures.registry import architecture_for
-from hf_freeze.experiments.compress.allocation import Losses, allocate, options_of_stack, smallest
+from hf_freeze.experiments.compress.allocation import (
+    Losses,
+    allocate,
+    half_in_words,
+    halves_of,
+    options_of_stack,
+    smallest,
+)
 from hf_freeze.experiments.compress.bench import Bench
 from hf_freeze.experiments.compress.budget import Budget, in_bytes, read_bytes
 from hf_freeze.experiments.compress.costs import Cost, Estimate, probes
 from hf_freeze.experiments.compress.phases import Phases
-from hf_freeze.experiments.compress.shapes import Shape, StackShape, Weights, methods_of, whole_shape
+from hf_freeze.experiments.compress.serving import ENGINES, items_of, serve
+from hf_freeze.experiments.compress.shapes import (
+    Shape,
+    StackShape,
+    Weights,
+    count_weights,
+    methods_of,
+    parts_of_shape,
+    whole_shape,
+)
+from hf_freeze.io import bytes_of
+from hf_freeze.layers import LowRankLinear
+from hf_freeze.methods import LayerSharing
 from hf_freeze.methods.registry import method_from_dict
 
 WEIGHTS = Weights(
-    ffn={"encoder": 800.0, "decoder": 800.0}, attention={"encoder": 400.0, "decoder": 700.0}, tables=1, hidden=16
+    ffn={"encoder": 800.0, "decoder": 800.0},
+    attention={"encoder": 400.0, "decoder": 700.0},
+    tables=1,
+    hidden=16,
+    linears={"encoder": {("ffn", 40, 10): 2.0, ("attention", 20, 20): 1.0}, "decoder": {("ffn", 40, 10): 2.0}},
 )
 WHOLE = Shape(stacks={"encoder": StackShape(layers=3), "decoder": StackShape(layers=2)}, vocabulary=100)
 
@@ -36,8 +64,10 @@ def measured(seed: int = 0) -> Sensitivity:
         loss=500.0,
         removal={"encoder": [1, 2], "decoder": [0]},
         layers={"encoder": {3: 500.0} | falling([2, 1], 500), "decoder": {2: 500.0} | falling([1], 500)},
-        neurons={name: falling([0.75, 0.5, 0.25], 500) for name in WHOLE.stacks},
-        ranks=falling([8, 4], 500),
+        neurons={name: falling([0.5, 0.25], 500) for name in WHOLE.stacks},
+        ffn_ranks={name: falling([0.5, 0.25], 500) for name in WHOLE.stacks},
+        attention_ranks={"encoder": falling([0.25], 500)},
+        ranks=falling([4], 500),
     )
 
 
@@ -47,22 +77,30 @@ def estimate() -> Estimate:
         weights = sum(WEIGHTS.of_stack(name, stack) for name, stack in stacks)
         layers = sum(stack.layers for _, stack in stacks)
         tables = WEIGHTS.of_tables(shape.vocabulary, shape.rank)
-        ms = 0.3 + sum(0.1 * stack.layers for _, stack in stacks) + 1e-4 * weights + 1e-5 * tables
-        return Cost(bytes=900 + 50 * layers + 1.1 * weights + 1.2 * tables + 20 * shape.vocabulary, ms=ms)
+        products, twice = np.sum([WEIGHTS.products_of_stack(name, stack) for name, stack in stacks], axis=0)
+        factors = sum(WEIGHTS.factors_of_stack(name, stack) for name, stack in stacks)
+        ms = 0.3 + 0.1 * layers + 1e-4 * products + 0.02 * twice + 1e-5 * tables
+        size = 900 + 50 * layers + 1.1 * weights + 15 * factors + 1.2 * tables + 20 * shape.vocabulary
+        return Cost(bytes=size, ms=ms)
 
-    least = dict.fromkeys(WHOLE.stacks, StackShape(layers=1, neurons=0.25))
+    least = dict.fromkeys(WHOLE.stacks, StackShape(layers=1, neurons=0.25, ffn_ranks=0.25, attention_ranks=0.25))
     return Estimate(WEIGHTS, [(shape, cost(shape)) for shape in probes(WHOLE, least, 50, 4).values()])
 
 
 def test_prices_that_are_linear_are_found_exactly():
-    shape = Shape(
-        stacks={"encoder": StackShape(layers=2, neurons=0.5), "decoder": StackShape(layers=1)}, vocabulary=75, rank=8
-    )
-    weights = 2 * (800 * 0.5 + 400) + 1 * (800 + 700)
+    stacks = {
+        "encoder": StackShape(layers=2, neurons=0.5, ffn_ranks=0.5, attention_ranks=0.25),
+        "decoder": StackShape(layers=1, ffn_ranks=0.25),
+    }
+    encoder, decoder = 2 * 5 * (20 + 10), 2 * 3 * (40 + 10)  # ranks 5 and 3 of 10
+    attention = 5 * (20 + 20)
+    weights = 2 * (encoder + attention) + (decoder + 700)
+    products = 2 * (800 * 0.5 + attention) + (decoder + 700)  # more than half of the multiply-adds: by the dense weight
     tables = 8 * (75 + 16)
-    found = estimate().cost(shape)
-    assert found.bytes == pytest.approx(900 + 50 * 3 + 1.1 * weights + 1.2 * tables + 20 * 75, rel=1e-6)
-    assert found.ms == pytest.approx(0.3 + 0.3 + 1e-4 * weights + 1e-5 * tables, rel=1e-6)
+    found = estimate().cost(Shape(stacks=stacks, vocabulary=75, rank=8))
+    size = 900 + 50 * 3 + 1.1 * weights + 15 * (2 * 3 + 2) + 1.2 * tables + 20 * 75
+    assert found.bytes == pytest.approx(size, rel=1e-6)
+    assert found.ms == pytest.approx(0.3 + 0.3 + 1e-4 * products + 0.02 * (2 + 2) + 1e-5 * tables, rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -74,7 +112,7 @@ def test_the_allocation_is_the_best_of_all_shapes(seed, share):
     limit = Cost(bytes=share * whole.bytes, ms=share * whole.ms)
     best = np.inf
     stacks = [options_of_stack(losses.measured, name) for name in WHOLE.stacks]
-    for encoder, decoder, tokens, rank in itertools.product(*stacks, (100, 50), (None, 8, 4)):
+    for encoder, decoder, tokens, rank in itertools.product(*stacks, (100, 50), (None, 4)):
         shape = Shape(stacks={"encoder": encoder, "decoder": decoder}, vocabulary=tokens, rank=rank)
         cost = prices.cost(shape)
         if cost.bytes <= limit.bytes and cost.ms <= limit.ms:
@@ -95,6 +133,32 @@ def test_no_shape_is_found_below_the_smallest():
     assert allocate(WHOLE, losses, prices, Cost(bytes=least * 0.999)) is None
 
 
+def test_half_of_each_kind_of_part():
+    halves = halves_of(WHOLE, measured(), {100: 500.0, 50: 620.0}, 16)
+    kinds = ["layers", "neurons", "ffn_ranks", "attention_ranks", "tokens", "ranks"]
+    assert list(halves) == kinds, "no heads were measured"
+    assert halves["ffn_ranks"].words(WHOLE) == "encoder 50% of the rank of FFNs; decoder 50% of the rank of FFNs"
+    assert halves["attention_ranks"].words(WHOLE) == "encoder 25% of the rank of attentions"
+    assert half_in_words("layers") == "half of the layers"
+    assert half_in_words("ffn_ranks") == "FFNs of lower rank"
+    parts = {part.name: part.words for part in parts_of_shape(halves["ffn_ranks"], WHOLE, 16, 8)}
+    assert parts["encoder: rank of FFNs in these layers"] == "50%"
+
+
+def test_what_was_saved_before_linears_had_ranks_is_read():
+    old = {"stacks": {"encoder": {"layers": 2, "neurons": 0.5, "heads": 1.0}}, "vocabulary": 50, "rank": None}
+    shape = Shape.from_dict(old)
+    assert shape == Shape(stacks={"encoder": StackShape(layers=2, neurons=0.5)}, vocabulary=50)
+    assert Shape.from_dict(json.loads(json.dumps(shape.to_dict()))) == shape
+    new = json.loads(json.dumps(asdict(measured())))
+    assert Sensitivity.from_json(new) == measured()
+    found = Sensitivity.from_json(
+        {key: new[key] for key in new if key not in ("ffn_ranks", "attention_ranks", "linears")}
+    )
+    assert list(halves_of(WHOLE, found, {100: 500.0}, 16)) == ["layers", "neurons", "ranks"]
+    assert {(one.ffn_ranks, one.attention_ranks) for one in options_of_stack(found, "encoder")} == {(1.0, 1.0)}
+
+
 @pytest.fixture(scope="module")
 def llama():
     torch.manual_seed(0)
@@ -110,12 +174,12 @@ def llama():
         model.model.layers[2].self_attn.o_proj.weight.zero_()
         model.model.layers[2].mlp.down_proj.weight.zero_()
     ids = torch.randint(0, 50, (4, 12))
-    return model, [{"input_ids": ids, "labels": ids}]
+    batches = [{"input_ids": ids, "labels": ids}]
+    return model, batches, sensitivity(model, batches)
 
 
 def test_a_layer_that_does_nothing_goes_first_and_costs_nothing(llama):
-    model, batches = llama
-    found = sensitivity(model, batches)
+    model, batches, found = llama
     assert found.removal["decoder"][0] == 2
     assert found.layers["decoder"][3] == pytest.approx(found.loss, abs=1e-3)
     loss, labels = total_loss(model, batches)
@@ -127,17 +191,57 @@ def test_a_layer_that_does_nothing_goes_first_and_costs_nothing(llama):
 
 
 def test_the_methods_of_a_shape_name_the_layers_that_are_left(llama):
-    model, batches = llama
-    found, architecture = sensitivity(model, batches), architecture_for(model)
+    model, batches, found = llama
+    architecture = architecture_for(model)
     whole = whole_shape(architecture, model.config, 50)
-    shape = Shape(stacks={"decoder": StackShape(layers=2, neurons=0.5, heads=0.5)}, vocabulary=50)
+    stack = StackShape(layers=2, neurons=0.5, heads=0.5, ffn_ranks=0.25)
+    shape = Shape(stacks={"decoder": stack}, vocabulary=50)
     methods = methods_of(shape, found, architecture, model.config, uniform=True)
-    assert [method["method"] for method in methods] == ["layer_selection", "head_pruning", "ffn_pruning"]
+    assert [method["method"] for method in methods] == ["layer_selection", "head_pruning", "ffn_pruning", "low_rank"]
     small = make_variant(model, [method_from_dict(method) for method in methods])
     assert [layer.mlp.gate_proj.out_features for layer in small.model.layers] == [32, 32]
+    assert [layer.mlp.down_proj.rank for layer in small.model.layers] == [8, 8]
     with torch.no_grad():
         assert torch.isfinite(small(**batches[0]).loss)
-    assert shape.words(whole) == "decoder 2 of 4 layers, 50% of the neurons, 50% of the heads"
+    kept = "2 of 4 layers, 50% of the neurons, 50% of the heads, 25% of the rank of FFNs"
+    assert shape.words(whole) == f"decoder {kept}"
+
+
+@pytest.mark.parametrize(("kind", "block"), [("ffn_ranks", "mlp"), ("attention_ranks", "self_attn")])
+def test_the_loss_at_a_rank_is_that_of_the_truncated_weights(llama, kind, block):
+    model, batches, measured = llama
+    found = getattr(measured, kind)["decoder"]
+    assert set(found) == {0.5, 0.375, 0.25, 0.125}, "three quarters of the rank save nothing"
+    for share, loss in found.items():
+        truncated = copy.deepcopy(model)
+        for name, linear in truncated.named_modules():
+            if f".{block}." in name and isinstance(linear, torch.nn.Linear):
+                u, s, v = torch.linalg.svd(linear.weight.detach(), full_matrices=False)
+                rank = int(len(s) * share)
+                if rank * sum(linear.weight.shape) < linear.weight.numel():
+                    linear.weight.data = u[:, :rank] @ torch.diag(s[:rank]) @ v[:rank]
+        assert loss == pytest.approx(total_loss(truncated, batches)[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("neurons", [1.0, 0.5, 0.25])
+@pytest.mark.parametrize(("ranks", "attention"), [(0.5, 1.0), (0.375, 0.5), (0.125, 0.25)])
+def test_the_weights_that_are_counted_are_those_of_the_model(llama, neurons, ranks, attention):
+    model, _, found = llama
+    architecture = architecture_for(model)
+    stack = StackShape(layers=3, neurons=neurons, ffn_ranks=ranks, attention_ranks=attention)
+    shape = Shape(stacks={"decoder": stack}, vocabulary=50)
+    methods = methods_of(shape, found, architecture, model.config, uniform=True)
+    layers = make_variant(model, [method_from_dict(method) for method in methods]).model.layers
+    matrices = [p for p in layers.parameters() if p.ndim == 2]
+    weights = count_weights(model, architecture)
+    assert weights.of_stack("decoder", stack) == sum(p.numel() for p in matrices)
+    factors = [m for m in layers.modules() if isinstance(m, LowRankLinear)]
+    assert bool(factors) == ((neurons, ranks) != (0.5, 0.5)), "half of the rank of a square weight saves nothing"
+    dense = [m for m in factors if not m.traced_as_factors()]
+    products, twice = weights.products_of_stack("decoder", stack)
+    more = sum(m.in_features * m.out_features - m.up.numel() - m.down.numel() for m in dense)
+    assert (products, twice) == (sum(p.numel() for p in matrices) + more, len(factors) - len(dense))
+    assert weights.factors_of_stack("decoder", stack) == len(factors)
 
 
 def test_budgets_are_read_and_refused():
@@ -186,3 +290,36 @@ def test_phases_are_kept_and_another_compression_is_refused(tmp_path):
     (tmp_path / "phases.json").write_text("{")
     with pytest.raises(ValueError, match=r"is damaged"):
         Phases(tmp_path, {"seed": 1})
+
+
+def test_weights_that_layers_share_are_counted_once(llama):
+    model, *_ = llama
+    shared = make_variant(model, [LayerSharing()])
+    weights = count_weights(shared, architecture_for(shared))
+    matrices = sum(side * other * count for (_, side, other), count in weights.linears["decoder"].items())
+    assert 4 * matrices == weights.of_stack("decoder", StackShape(layers=4)) == 3 * 32 * 64 + 3 * 32 * 32
+
+
+@pytest.mark.skipif(not ALL, reason="two exports to ONNX: HF_FREEZE_TESTS=all")
+def test_files_of_onnx_in_int8_differ_by_the_weights_that_are_counted(tmp_path):
+    tokenizer = data.train_tokenizer(["a small file", "and a large one"], 60, kind="wordpiece")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **sizes)).eval()
+    architecture, weights = architecture_for(model), count_weights(model, architecture_for(model))
+    ids = torch.arange(5, 17).view(2, 6)
+    found = sensitivity(model, [{"input_ids": ids, "labels": torch.tensor([0, 1])}], heads=False)
+    split = datasets.Dataset.from_dict({"sentence": ["a small file", "a large one"], "label": [0, 1]})
+    counted, measured = [], []
+    for ranks in (0.5, 0.25):  # computed by the dense weight, and by the factors
+        stack = StackShape(layers=2, ffn_ranks=ranks, attention_ranks=0.25)
+        shape = Shape(stacks={"encoder": stack}, vocabulary=60)
+        methods = methods_of(shape, found, architecture, model.config, uniform=False)
+        source = tmp_path / str(ranks)
+        make_variant(model, [method_from_dict(method) for method in methods]).save_pretrained(source)
+        tokenizer.save_pretrained(source)
+        folder = serve(source, ENGINES["onnx"], tmp_path / f"{ranks}-onnx")
+        assert items_of(folder, ENGINES["onnx"], "sequence-classification", split, {}).shape == (2, 3)
+        counted.append(weights.of_stack("encoder", stack))
+        measured.append(bytes_of(folder))
+    assert measured[0] - measured[1] == pytest.approx(counted[0] - counted[1], rel=0.1)

@@ -9,11 +9,16 @@ from typing import Any
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from hf_freeze.analysis.sensitivity import Sensitivity
+from hf_freeze.analysis.sensitivity import BY_SHARE, Sensitivity
 from hf_freeze.experiments.compress.costs import Cost, Estimate
 from hf_freeze.experiments.compress.shapes import Shape, StackShape
 
-KINDS = ("layers", "neurons", "heads", "tokens", "ranks")
+KINDS = ("layers", *BY_SHARE, "tokens", "ranks")
+_HALVES = {  # a square weight has half as many numbers at a quarter of its rank, that of an FFN at 0.4
+    "ffn_ranks": "FFNs of lower rank",
+    "attention_ranks": "attentions of lower rank",
+    "ranks": "half of the rank of the token table",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +37,8 @@ class Losses:
     def of_stack(self, name: str, stack: StackShape) -> float:
         depth = max(self.measured.layers[name])
         found = self._share("layers", self.measured.layers[name][stack.layers])
-        part = stack.layers / depth  # of the FFNs and heads, those that are left
-        for kind in ("neurons", "heads"):
+        part = stack.layers / depth  # of what all layers have of the other kinds
+        for kind in BY_SHARE:
             if (share := getattr(stack, kind)) < 1:
                 found += part * self._share(kind, getattr(self.measured, kind)[name][share])
         return found
@@ -47,14 +52,20 @@ class Losses:
 
 
 def options_of_stack(measured: Sensitivity, name: str) -> list[StackShape]:
-    """All shapes of a stack whose loss was measured, the whole one first."""
+    """All shapes of a stack whose loss was measured, the whole one first; without those whose attentions lose heads and rank,
+    which would be most of them."""
     layers = sorted(measured.layers[name], reverse=True)
-    neurons = [1.0, *sorted(measured.neurons.get(name, ()), reverse=True)]
-    heads = [1.0, *sorted(measured.heads.get(name, ()), reverse=True)]
-    return [
-        StackShape(layers=count, neurons=width, heads=share)
-        for count, width, share in itertools.product(layers, neurons, heads)
-    ]
+    shares = ([1.0, *sorted(getattr(measured, kind).get(name, ()), reverse=True)] for kind in BY_SHARE)
+    shapes = (
+        StackShape(layers=count, **dict(zip(BY_SHARE, some, strict=True)))
+        for count, *some in itertools.product(layers, *shares)
+    )
+    return [shape for shape in shapes if 1 in (shape.heads, shape.attention_ranks)]
+
+
+def half_in_words(kind: str) -> str:
+    """What `halves_of` does to one of `KINDS`."""
+    return _HALVES.get(kind, f"half of the {kind}")
 
 
 def halves_of(whole: Shape, measured: Sensitivity, tokens: Mapping[int, float], hidden: int) -> dict[str, Shape]:
@@ -64,13 +75,17 @@ def halves_of(whole: Shape, measured: Sensitivity, tokens: Mapping[int, float], 
     def all_stacks(change: Callable[[str, StackShape], StackShape]) -> Shape:
         return replace(whole, stacks={name: change(name, stack) for name, stack in whole.stacks.items()})
 
-    def nearest(values: Iterable[int], wanted: float) -> Any:
+    def nearest(values: Iterable[float], wanted: float) -> Any:
         return min(values, key=lambda value: (abs(value - wanted), value), default=None)
 
     shapes = {
         "layers": all_stacks(lambda n, s: replace(s, layers=nearest(measured.layers[n], s.layers / 2))),
         "neurons": all_stacks(lambda n, s: replace(s, neurons=0.5 if 0.5 in measured.neurons.get(n, ()) else 1.0)),
         "heads": all_stacks(lambda n, s: replace(s, heads=0.5 if 0.5 in measured.heads.get(n, ()) else 1.0)),
+        "ffn_ranks": all_stacks(lambda n, s: replace(s, ffn_ranks=nearest(measured.ffn_ranks.get(n, ()), 0.4) or 1.0)),
+        "attention_ranks": all_stacks(
+            lambda n, s: replace(s, attention_ranks=nearest(measured.attention_ranks.get(n, ()), 0.25) or 1.0)
+        ),
         "tokens": replace(whole, vocabulary=nearest(tokens, whole.vocabulary / 2)),
         "ranks": replace(whole, rank=nearest(measured.ranks, hidden / 2)),
     }
@@ -111,20 +126,35 @@ def smallest(whole: Shape, losses: Losses, estimate: Estimate, cost: str) -> Sha
 
 
 def _table(whole: Shape, losses: Losses, estimate: Estimate) -> tuple[list[str], list[list], np.ndarray]:
-    """(parts, options of each, (options of all, 3) loss and what bytes and ms become more by it)."""
+    """(parts, options of each, (options of all, 3) loss and what bytes and ms become more by it). Options that are no better in
+    anything than another one are left out: no best shape needs them, and they are most."""
     measured = losses.measured
     parts = [*whole.stacks, "tables"]
     options: list[list] = [options_of_stack(measured, name) for name in whole.stacks]
     options.append(list(itertools.product(sorted(losses.tokens, reverse=True), [None, *measured.ranks])))
     base = estimate.cost(whole)
-    rows = []
-    for part, some in zip(parts, options, strict=True):
+    tables = []
+    for number, (part, some) in enumerate(zip(parts, options, strict=True)):
+        rows = []
         for option in some:
             loss = losses.of_tables(*option) if part == "tables" else losses.of_stack(part, option)
             cost = estimate.cost(_with(whole, part, option))
             ms = 0.0 if cost.ms is None or base.ms is None else cost.ms - base.ms
             rows.append((loss, cost.bytes - base.bytes, ms))
-    return parts, options, np.array(rows)
+        table = np.array(rows)
+        kept = _not_dominated(table)
+        options[number] = [some[i] for i in kept]
+        tables.append(table[kept])
+    return parts, options, np.concatenate(tables)
+
+
+def _not_dominated(table: np.ndarray) -> list[int]:
+    """The rows that no other row is below in one column and not above in any; of equal rows the first."""
+    kept: list[int] = []
+    for i in np.lexsort((*table.T[::-1],)):  # whatever dominates a row comes before it
+        if not (table[kept] <= table[i]).all(1).any():
+            kept.append(int(i))
+    return sorted(kept)
 
 
 def _with(shape: Shape, part: str, option: StackShape | tuple[int, int | None]) -> Shape:

@@ -50,6 +50,8 @@ class Bench:
                 layers=min(one.layers for one in options),
                 neurons=min(one.neurons for one in options),
                 heads=min(one.heads for one in options),
+                ffn_ranks=min(one.ffn_ranks for one in options),
+                attention_ranks=min(one.attention_ranks for one in options),
             )
         fewest = min(tokens) if len(tokens) > 1 else None
         shapes = probes(self.whole, least, fewest, min(measured.ranks, default=None))

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hf_freeze.analysis.sensitivity import SHARES, Sensitivity, sensitivity, total_loss
-from hf_freeze.experiments.compress.allocation import Losses, allocate, halves_of
+from hf_freeze.experiments.compress.allocation import Losses, allocate, half_in_words, halves_of
 from hf_freeze.experiments.compress.bench import Bench
 from hf_freeze.experiments.compress.budget import Budget, in_bytes
 from hf_freeze.experiments.compress.costs import Cost, Estimate
@@ -179,7 +179,7 @@ class Compression:
         whole, keeps = self.trainings.whole, self.engine.keeps_structure
 
         def measure() -> dict[str, Any]:
-            self.say("measuring what layers, heads and neurons are worth")
+            self.say("measuring what layers, heads, neurons and ranks are worth")
             model = self.trainings.model(whole)
             return asdict(sensitivity(model, self.trainings.sample(whole, model), heads=keeps, ranks=keeps))
 
@@ -212,7 +212,7 @@ class Compression:
         epochs = self.epochs * _SHORT
         students = {"recover-nothing": self._student("everything kept, trained as long", self.whole, measured, epochs)}
         for kind, shape in shapes.items():
-            label = f"half of the {kind}: {shape.words(self.whole)}"
+            label = f"{half_in_words(kind)}: {shape.words(self.whole)}"
             students[f"recover-{kind}"] = self._student(label, shape, measured, epochs)
         self.say(f"training {len(students)} models for {epochs:g} epochs each: how much of a loss does training mend?")
         trained = self.trainings.train(students)
@@ -222,7 +222,7 @@ class Compression:
             untrained = losses.of(shape)
             left = trained[f"recover-{kind}"].loss - base
             remains[kind] = max(left / untrained, _LEAST) if untrained > 0 else 1.0
-            self.say(f"half of the {kind}: loss {untrained:+.3f} before training, {left:+.3f} after it")
+            self.say(f"{half_in_words(kind)}: loss {untrained:+.3f} before training, {left:+.3f} after it")
         return remains, sum(one.epochs for one in trained.values())
 
     def _candidates(self, losses: Losses, estimate: Estimate) -> list[Shape]:

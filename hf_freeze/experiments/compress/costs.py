@@ -28,13 +28,19 @@ def probes(whole: Shape, stacks: dict[str, StackShape], vocabulary: int | None, 
         cuts = {f"{name} of {least.layers}": replace(full, layers=least.layers)} if least.layers < full.layers else {}
         cuts |= {f"{name}, fewer neurons": replace(full, neurons=least.neurons)} if least.neurons < 1 else {}
         cuts |= {f"{name}, fewer heads": replace(full, heads=least.heads)} if least.heads < 1 else {}
+        ranks = {"ffn_ranks": least.ffn_ranks, "attention_ranks": least.attention_ranks}
+        cuts |= {f"{name}, linears of lower rank": replace(full, **ranks)} if min(ranks.values()) < 1 else {}
         found |= {label: replace(whole, stacks=whole.stacks | {name: cut}) for label, cut in cuts.items()}
     if vocabulary is not None:
         found["fewer tokens"] = replace(whole, vocabulary=vocabulary)
     if rank is not None:
         found["table of lower rank"] = replace(whole, rank=rank)
     half = {
-        name: replace(stack, layers=max(stack.layers // 2, 1), neurons=0.5 if stacks[name].neurons < 1 else 1.0)
+        name: StackShape(
+            layers=max(stack.layers // 2, 1),
+            neurons=0.5 if stacks[name].neurons < 1 else 1.0,
+            ffn_ranks=max(stacks[name].ffn_ranks, 0.25),
+        )
         for name, stack in whole.stacks.items()
     }
     return found | {"half of all": replace(whole, stacks=half)}
@@ -43,8 +49,9 @@ def probes(whole: Shape, stacks: dict[str, StackShape], vocabulary: int | None, 
 class Estimate:
     """Costs as a sum over parts, with one price for each kind of part, fitted to measured shapes (non-negative least squares).
 
-    The price of bytes: a file, a layer, a weight of a stack, a weight of a table, a token. That of time: a text, and for each
-    stack a layer and a weight, since a decoder runs once for each token; a weight of the tables, by which tokens are predicted.
+    The price of bytes: a file, a layer, a weight of a stack, factors of a weight (nodes of a graph and scales, 2 kB in ONNX), a
+    weight of a table, a token. That of time: a text, and for each stack a layer, a multiply-add and a linear that has become two
+    products, since a decoder runs once for each token; a weight of the tables, by which tokens are predicted.
     """
 
     def __init__(self, weights: Weights, measured: Sequence[tuple[Shape, Cost]]) -> None:
@@ -61,13 +68,14 @@ class Estimate:
     def _of_bytes(self, shape: Shape) -> np.ndarray:
         stacks = shape.stacks.items()
         layers, weights = sum(s.layers for _, s in stacks), sum(self._weights.of_stack(n, s) for n, s in stacks)
+        factors = sum(self._weights.factors_of_stack(n, s) for n, s in stacks)
         tables = self._weights.of_tables(shape.vocabulary, shape.rank)
-        return np.array([1.0, layers, weights, tables, shape.vocabulary])
+        return np.array([1.0, layers, weights, factors, tables, shape.vocabulary])
 
     def _of_time(self, shape: Shape) -> np.ndarray:
         found = [1.0]
         for name in self._stacks:
-            found += [shape.stacks[name].layers, self._weights.of_stack(name, shape.stacks[name])]
+            found += [shape.stacks[name].layers, *self._weights.products_of_stack(name, shape.stacks[name])]
         return np.array([*found, self._weights.of_tables(shape.vocabulary, shape.rank)])
 
 

@@ -16,7 +16,7 @@ from hf_freeze.experiments.compress.trials import FINAL, Trial, best_of
 _PAUSE = 10.0
 _PHASES = {
     "whole": "measuring the model in the engine",
-    "sensitivity": "measuring what layers, heads and neurons are worth",
+    "sensitivity": "measuring what layers, heads, neurons and ranks are worth",
     "tokens": "measuring smaller vocabularies",
     "prices": "measuring what parts cost in the engine",
     "remains": "training with half of each kind of part",

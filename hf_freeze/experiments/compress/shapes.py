@@ -1,21 +1,34 @@
 """The shapes that a model may be cut to, and the methods that cut it."""
 
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hf_freeze import methods
-from hf_freeze.analysis.sensitivity import Sensitivity, fewer_heads, fewer_neurons
+from hf_freeze.analysis.sensitivity import (
+    Sensitivity,
+    fewer_heads,
+    fewer_neurons,
+    lower_rank,
+    lower_ranks,
+    of_ranks,
+    plain_linears,
+)
 from hf_freeze.architectures.base import Architecture, hidden_size
+from hf_freeze.layers.low_rank import traced_as_factors
 from hf_freeze.methods.registry import method_to_dict
 
 
 @dataclass(frozen=True, kw_only=True)
 class StackShape:
-    """What is kept of a stack: a number of layers, and of their neurons and heads a share."""
+    """What is kept of a stack: a number of layers, and a share of their neurons, of their heads, and of the ranks of the linears
+    of their FFNs and attentions. Attentions lose heads or ranks, not both."""
 
     layers: int
     neurons: float = 1.0
     heads: float = 1.0
+    ffn_ranks: float = 1.0
+    attention_ranks: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +55,8 @@ class Shape:
                 kept.append(f"{stack.layers} of {whole.stacks[name].layers} layers")
             kept += [f"{stack.neurons:.0%} of the neurons"] if stack.neurons < 1 else []
             kept += [f"{stack.heads:.0%} of the heads"] if stack.heads < 1 else []
+            kept += [f"{stack.ffn_ranks:.0%} of the rank of FFNs"] if stack.ffn_ranks < 1 else []
+            kept += [f"{stack.attention_ranks:.0%} of the rank of attentions"] if stack.attention_ranks < 1 else []
             parts += [f"{name} {', '.join(kept)}"] if kept else []
         if self.vocabulary < whole.vocabulary:
             parts.append(f"{self.vocabulary:,} of {whole.vocabulary:,} tokens")
@@ -79,13 +94,18 @@ def methods_of(
         found.append(methods.LayerSelection(keep=cut))
     heads: dict[str, list[int]] = {}
     neurons: dict[str, Any] = {}
+    ranks: dict[str, int] = {}
     for name, stack in shape.stacks.items():
         if stack.heads < 1:
             heads |= fewer_heads(measured, name, stack.heads, layers[name], architecture, config).heads or {}
         if stack.neurons < 1:
             neurons |= fewer_neurons(measured, name, stack.neurons, layers[name], uniform=uniform).keep or {}
+        for component, share in (("ffn", stack.ffn_ranks), ("attention", stack.attention_ranks)):
+            if share < 1:
+                ranks |= lower_ranks(measured, name, component, share, layers[name], architecture, neurons)
     found += [methods.HeadPruning(heads=heads)] if heads else []
     found += [methods.FFNPruning(keep=neurons)] if neurons else []
+    found += [of_ranks(ranks)] if ranks else []
     found += [methods.FactorizedEmbedding(rank=shape.rank)] if shape.rank is not None else []
     return [method_to_dict(method) for method in found]
 
@@ -93,15 +113,44 @@ def methods_of(
 @dataclass(frozen=True, kw_only=True)
 class Weights:
     """Numbers of weights in a model, by which costs are estimated. `ffn`, `attention`: stack -> of a layer, on average;
-    `tables`: token tables with weights of their own; `hidden`: the width of a row."""
+    `tables`: token tables with weights of their own; `hidden`: the width of a row. `linears`: stack -> (component, side of the
+    neurons or any, other side) of a weight -> how many a layer has, on average."""
 
     ffn: dict[str, float]
     attention: dict[str, float]
     tables: int
     hidden: int
+    linears: dict[str, dict[tuple[str, int, int], float]] = field(default_factory=dict)
 
     def of_stack(self, name: str, stack: StackShape) -> float:
+        """That are stored."""
+        return self._dense(name, stack) - stack.layers * self._factors(name, stack)[0]
+
+    def factors_of_stack(self, name: str, stack: StackShape) -> float:
+        """Number of weights that are stored as factors."""
+        return stack.layers * self._factors(name, stack)[1]
+
+    def products_of_stack(self, name: str, stack: StackShape) -> tuple[float, float]:
+        """(multiply-adds for one token, linears that are computed as two products), in an exported model."""
+        _, _, saved, computed = self._factors(name, stack)
+        return self._dense(name, stack) - stack.layers * saved, stack.layers * computed
+
+    def _dense(self, name: str, stack: StackShape) -> float:
         return stack.layers * (self.ffn[name] * stack.neurons + self.attention[name] * stack.heads)
+
+    def _factors(self, name: str, stack: StackShape) -> tuple[float, float, float, float]:
+        """(numbers that factors save in a layer, weights stored as factors, multiply-adds saved, linears computed by factors)."""
+        saved = stored = products = computed = 0.0
+        for (component, side, other), count in self.linears.get(name, {}).items():
+            kept, share = (stack.neurons, stack.ffn_ranks) if component == "ffn" else (1.0, stack.attention_ranks)
+            side = round(side * kept)
+            if share == 1 or (rank := lower_rank(side, other, share)) is None:
+                continue
+            less = count * (side * other - rank * (side + other))
+            saved, stored = saved + less, stored + count
+            if traced_as_factors(side, other, rank):
+                products, computed = products + less, computed + count
+        return saved, stored, products, computed
 
     def of_tables(self, vocabulary: int, rank: int | None) -> float:
         if rank is None:
@@ -121,7 +170,16 @@ def count_weights(model: Any, architecture: Architecture) -> Weights:
                 by_stack[place[0]] += size / depths[place[0]]
     vocabulary = model.get_input_embeddings().weight.shape[0]
     rows = {id(p): p for p in model.parameters() if p.ndim == 2 and p.shape[0] == vocabulary}
-    return Weights(tables=len(rows), hidden=hidden_size(model.config), **counts)
+    linears: dict[str, dict[tuple[str, int, int], float]] = {name: defaultdict(float) for name in depths}
+    counted = set()  # layers may share their weights
+    for block, found in plain_linears(model, architecture).items():
+        stack, layer, kind = block.split(".")
+        for name, side, other in found:
+            linear = model.base_model.get_submodule(f"{architecture.stacks[stack].layers.format(int(layer))}.{name}")
+            if id(linear.weight) not in counted:
+                linears[stack]["attention" if kind == "attention" else "ffn", side, other] += 1 / depths[stack]
+            counted.add(id(linear.weight))
+    return Weights(tables=len(rows), hidden=hidden_size(model.config), linears=linears, **counts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +197,11 @@ def parts_of_shape(shape: Shape, whole: Shape, hidden: int, bits: int) -> list[P
     for name, stack in shape.stacks.items():
         layers = whole.stacks[name].layers
         parts.append(Part(name=f"{name}: layers", share=stack.layers / layers, words=f"{stack.layers} of {layers}"))
-        for kind, share in (("heads in these layers", stack.heads), ("neurons in these layers", stack.neurons)):
-            parts.append(Part(name=f"{name}: {kind}", share=share, words=f"{share:.0%}"))
+        kinds = {"heads": stack.heads, "neurons": stack.neurons}
+        ranks = {"rank of FFNs": stack.ffn_ranks, "rank of attentions": stack.attention_ranks}
+        kinds |= {kind: share for kind, share in ranks.items() if share < 1}
+        for kind, share in kinds.items():
+            parts.append(Part(name=f"{name}: {kind} in these layers", share=share, words=f"{share:.0%}"))
     tokens = f"{shape.vocabulary:,} of {whole.vocabulary:,}"
     parts.append(Part(name="tokens", share=shape.vocabulary / whole.vocabulary, words=tokens))
     if shape.rank is not None:
