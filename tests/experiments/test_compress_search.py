@@ -131,7 +131,9 @@ def test_a_stopped_compression_goes_on_with_a_loss_and_a_metric_of_ones_own(plac
         steps.append(step)
         return step.phase == "epochs"
 
-    with pytest.raises(Stopped, match=r"stopped it after “planning the last training”; the same call resumes from there"):
+    with pytest.raises(
+        Stopped, match=r"stopped it after “planning the last training”; the same call resumes from there"
+    ):
         compress(place / "model", **arguments(place), **own, callback=stop_in_the_last_training)
     assert CountingTrainer.calls > 0
     page = (place / "out" / "report.html").read_text(encoding="utf-8")
