@@ -225,7 +225,7 @@ def test_a_search_has_no_more_trials_than_ray_has_room_for_and_continues_them_af
 @pytest.mark.skipif(not ALL, reason="takes a minute: only in make test-all")
 def test_a_search_on_ray_is_the_local_search(cluster, tmp_path):
     pytest.importorskip("optuna")
-    changes = {"presets/small/training/epochs": 2, "space": SPACE, "search": {"rungs": [1]}}
+    changes = {"presets/small/training/epochs": 2, "rows": ..., "space": SPACE, "search": {"rungs": [1]}}
     recipe = write_recipe(tmp_path / "r.yaml", **changes)
     arguments = ("search", recipe, "--trials", 3, "--seed", 4, "--out")
     cli(*arguments, tmp_path / "ray", "--on", "ray", "--address", cluster.address)
