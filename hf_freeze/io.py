@@ -11,8 +11,8 @@ from pathlib import Path
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write in one move: what stops it leaves the old file or the new one, never half of it. Processes may write the same file
-    at a time: the last one wins."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    at a time, on several machines too: the last one wins."""
+    part = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

@@ -2,17 +2,12 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from hf_freeze.cli import options, terminal
+from hf_freeze.cli import options, places, terminal
 from hf_freeze.cli.report import report
-
-if TYPE_CHECKING:
-    from hf_freeze.experiments.runs.on_ray import RayOptions
-
-_PLACES = ("local", "ray", "slurm")
 
 
 def run(
@@ -24,28 +19,12 @@ def run(
     jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, each in its own process.")] = 1,
     report_to: options.ReportTo = None,
     resume_anyway: options.ResumeAnyway = False,
-    on: Annotated[
-        str, typer.Option(help="local; ray; or slurm, which prints a script of job arrays and runs nothing.")
-    ] = "local",
-    sbatch: Annotated[str, typer.Option(help="With --on slurm: options of sbatch, such as '--gres=gpu:1'.")] = "",
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="With --on ray: HOST:PORT or auto. If not given, RAY_ADDRESS, else a Ray on this machine alone."
-        ),
-    ] = None,
-    cpus: Annotated[
-        float | None, typer.Option(help="With --on ray: CPUs, and so threads, of each run; 1 if not given.")
-    ] = None,
-    gpus: Annotated[
-        float | None,
-        typer.Option(
-            help="With --on ray: GPUs of each run, 0 to 1, such as 0.5. If not given, 1 where there are GPUs."
-        ),
-    ] = None,
-    retries: Annotated[
-        int | None, typer.Option(help="With --on ray: retries after a node is lost; 3 if not given.")
-    ] = None,
+    on: places.On = "local",
+    sbatch: places.Sbatch = "",
+    address: places.Address = None,
+    cpus: places.Cpus = None,
+    gpus: places.Gpus = None,
+    retries: places.Retries = None,
 ) -> None:
     """Run a grid: every row and seed of a recipe. Finished runs are skipped, interrupted runs resume.
 
@@ -62,18 +41,16 @@ def run(
     from hf_freeze.experiments.runs.launcher import is_first_process, is_launched, leave_processes
 
     settings = settings or []
-    ray_settings = {"address": address, "cpus": cpus, "gpus": gpus, "retries": retries}
-    ray_settings = {name: value for name, value in ray_settings.items() if value is not None}
+    ray_settings: dict[str, Any] = {"address": address, "cpus": cpus, "gpus": gpus, "retries": retries}
     with terminal.one_line_errors():
         with_seeds = [*settings, f"seeds={list(range(1, seeds + 1))}"] if seeds else settings
         all_settings = [*with_seeds, f"report_to={report_to}"] if report_to else with_seeds
         loaded = load_recipe(recipe, all_settings, smoke=smoke)
         folder = out or Path("runs") / (loaded["name"] + ("-smoke" if smoke else ""))
-        _check_place(on, sbatch, ray_settings)
+        ray = places.ray_options(on, sbatch, **ray_settings)
         if on == "slurm":
             _print_job_script(recipe, loaded, all_settings, folder, sbatch, smoke=smoke, resume_anyway=resume_anyway)
             return
-        ray = _ray_options(ray_settings) if on == "ray" else None
         command = _command(recipe, settings, seeds, smoke, jobs, on, ray_settings)
         if is_first_process():
             terminal.say(f"{options.title_of(loaded)}, runs in {folder}")
@@ -98,22 +75,6 @@ def run(
     if failed is not None:
         with terminal.one_line_errors():
             raise failed
-
-
-def _check_place(on: str, sbatch: str, ray_settings: dict[str, Any]) -> None:
-    if on not in _PLACES:
-        raise ValueError(f"--on {on!r}: choose from {list(_PLACES)}")
-    if sbatch and on != "slurm":
-        raise ValueError(f"--sbatch {sbatch!r} needs --on slurm, not --on {on}")
-    if ray_settings and on != "ray":
-        name, value = next(iter(ray_settings.items()))
-        raise ValueError(f"--{name} {value} needs --on ray, not --on {on}")
-
-
-def _ray_options(ray_settings: dict[str, Any]) -> "RayOptions":
-    from hf_freeze.experiments.runs.on_ray import RayOptions
-
-    return RayOptions(**ray_settings)
 
 
 def _print_job_script(
@@ -145,6 +106,4 @@ def _command(
     """The command for the report. Folders of data and addresses of nodes are left out: they are private, and change no result."""
     options = [f"--set {shlex.quote(setting)}" for setting in settings if not setting.startswith("data.root=")]
     options += [f"--seeds {seeds}"] * bool(seeds) + ["--smoke"] * smoke + [f"--jobs {jobs}"] * (jobs > 1)
-    if on == "ray":
-        options += ["--on ray", *(f"--{name} {value}" for name, value in ray_settings.items() if name != "address")]
-    return " ".join(["hf-freeze run", str(recipe), *options])
+    return " ".join(["hf-freeze run", str(recipe), *options, *places.words_of_place(on, **ray_settings)])

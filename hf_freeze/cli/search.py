@@ -2,14 +2,14 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from hf_freeze.cli import options, terminal
+from hf_freeze.cli import options, places, terminal
 
 if TYPE_CHECKING:
     from hf_freeze.experiments.report.report import Report
@@ -26,26 +26,45 @@ def search(
     out: Annotated[Path | None, typer.Option(help="Folder of the search; runs/NAME if not given.")] = None,
     settings: options.Settings = None,
     smoke: options.Smoke = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Trials at the same time, each in its own process.")] = 1,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Trials at the same time, each in its own process; 1 if not given. --on ray: at most so many, else all that "
+            "its nodes have room for. --on slurm: workers.",
+        ),
+    ] = None,
     sampler: Annotated[str, typer.Option(help="tpe; nsga2; or random, to compare with.")] = "tpe",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampler; trainings have the recipe's first seed.")] = 0,
     report_to: options.ReportTo = None,
     resume_anyway: options.ResumeAnyway = False,
+    on: places.On = "local",
+    sbatch: places.Sbatch = "",
+    address: places.Address = None,
+    cpus: places.Cpus = None,
+    gpus: places.Gpus = None,
+    retries: places.Retries = None,
 ) -> None:
     """Search a recipe's space for the Pareto front of loss, size and multiply-adds, and test its models.
 
-    The same command resumes a stopped search; several processes of one machine may share a folder. The search uses the
-    training and dev splits; the test split scores the front alone, at the end.
+    The same command resumes a stopped search. Several processes may share a folder, on several machines if its file system
+    passes locks on. The search uses the training and dev splits; the test split scores the front alone, at the end.
 
     Example: hf-freeze search search --trials 20 --jobs 2
 
     Example: hf-freeze search search --trials 20 --sampler random --out runs/search-random
+
+    Example: hf-freeze search search --trials 20 --on ray --address auto --gpus 0.5 --out /shared/search
+
+    Example: hf-freeze search search --trials 20 --on slurm --jobs 8 --sbatch "--gres=gpu:1" --out /shared/search > jobs.sh
     """
     from hf_freeze.install import how_to_install
 
     with terminal.one_line_errors():
         if sampler not in _SAMPLERS:
             raise ValueError(f"--sampler {sampler!r}: choose from {list(_SAMPLERS)}")
+        ray_settings: dict[str, Any] = {"address": address, "cpus": cpus, "gpus": gpus, "retries": retries}
+        ray = places.ray_options(on, sbatch, **ray_settings)
         try:
             import optuna  # noqa: F401
         except ImportError as error:
@@ -60,13 +79,19 @@ def search(
         if "space" not in loaded:
             raise ValueError(f"{recipe} has no 'space' to search; hf-freeze run is for its rows")
         folder = out or Path("runs") / (loaded["name"] + ("-smoke" if smoke else ""))
+        words = [str(recipe), "--trials", str(trials), "--sampler", sampler, "--seed", str(seed)]
+        if on == "slurm":
+            words += [word for setting in [*settings, *tracked] for word in ("--set", setting)]
+            words += ["--smoke"] * smoke + ["--resume-anyway"] * resume_anyway + ["--out", str(folder)]
+            _print_job_script(loaded, words, folder, jobs or 1, sbatch)
+            return
         folder.mkdir(parents=True, exist_ok=True)
         words_of_options = [
             f"--set {shlex.quote(setting)}" for setting in settings if not setting.startswith("data.root=")
         ]
-        words_of_options += ["--smoke"] * smoke + [f"--jobs {jobs}"] * (jobs > 1)
-        words = ["hf-freeze search", str(recipe), f"--trials {trials}", f"--sampler {sampler}", f"--seed {seed}"]
-        command = " ".join([*words, *words_of_options])
+        words_of_options += ["--smoke"] * smoke + [f"--jobs {jobs}"] * ((jobs or 1) > 1)
+        words_of_options += places.words_of_place(on, **ray_settings)
+        command = " ".join(["hf-freeze search", *words, *words_of_options])
         terminal.say(f"{options.title_of(loaded)}, {sampler}, search in {folder}")
         one = Search(
             *(loaded, folder),
@@ -76,6 +101,7 @@ def search(
             console=terminal.console,
             command=command,
             resume_anyway=resume_anyway,
+            ray=ray,
         )
         found = one.run(trials)
         terminal.say(summary(found, sampler))
@@ -85,11 +111,19 @@ def search(
         if not found.front:
             raise ValueError("no trial was trained to its end within the bounds, so there is no front to test")
         _print_front(found)
-        score_front(one, found, jobs=jobs, console=terminal.console, command=command)
+        if not score_front(one, found):
+            terminal.say("Another process is scoring the front and writes the report.")
+            return
         reports = write_search_report(folder, found, sampler, terminal.say)
     terminal.say("\nThe front on the test split:")
     _print_scores(reports[0])
     terminal.say(f"Written: {', '.join(str(folder / f'report.{kind}') for kind in ('html', 'md', 'png'))}")
+
+
+def _print_job_script(recipe: dict[str, Any], words: list[str], folder: Path, workers: int, sbatch: str) -> None:
+    from hf_freeze.experiments.runs.slurm import workers_script
+
+    typer.echo(workers_script(recipe, ["hf-freeze", "search", *words], folder, workers, sbatch), nl=False)
 
 
 def _print_front(found: "Found") -> None:

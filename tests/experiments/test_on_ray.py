@@ -20,10 +20,14 @@ from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.runs import on_ray
 from hf_freeze.experiments.runs.environment import environment
 from hf_freeze.experiments.runs.grid import FailedRuns, run_grid
-from hf_freeze.experiments.runs.on_ray import RayOptions
+from hf_freeze.experiments.runs.on_ray import RayOptions, RayTasks
+from hf_freeze.experiments.runs.resume import forget_other_machines
 from hf_freeze.run_folder import run_folder
 
 ray = pytest.importorskip("ray")
+SPACE = {
+    "backbone": {"config": {"d_model": {"choices": [8, 12, 16]}, "encoder_ffn_dim": {"int": [8, 64], "log": True}}}
+}
 NODE = {"object_store_memory": 80 * 2**20, "num_cpus": 1}
 
 
@@ -105,8 +109,15 @@ def pretend(monkeypatch):
 
     def work(run, cwd, name, *others):  # within a function, so that Ray sends it
         folder = Path(cwd, name)
+        until = others[4]
         with (folder / "tries").open("a") as file:
             file.write(f"{os.environ['CUDA_VISIBLE_DEVICES']}\n" if others[1] else "\n")
+        if until is not None:  # a run of a search, which pauses at a checkpoint
+            checkpoint = folder / "checkpoints" / "checkpoint-1"
+            checkpoint.mkdir(parents=True)
+            state = {"log_history": [{"epoch": until, "eval_loss": 3.0 + run["backbone"]["config"]["d_model"]}]}
+            (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+            return "checkpoints/checkpoint-1/trainer_state.json"
         if run["label"] == "fails":
             raise ValueError("so it does")
         if run["label"] == "is killed":
@@ -120,8 +131,10 @@ def pretend(monkeypatch):
         while run["label"] == "goes on":
             time.sleep(1)
         record = {key: run[key] for key in ("row", "seed", "label")}
-        record |= {"metrics": {"dev_perplexity": 1.0}, "parameters": {"trainable_share": 1.0}}
+        record |= {"metrics": {"dev_perplexity": 1.0, "dev_loss": 2.0}, "multiply_adds": 1}
+        record |= {"parameters": {"trainable_share": 1.0, "total": 1, "stored_bytes": 1}}
         (folder / "metrics.json").write_text(json.dumps(record))
+        return "metrics.json"
 
     monkeypatch.setattr(on_ray, "_work", work)
 
@@ -186,6 +199,49 @@ def test_a_run_that_loses_its_node_is_done_on_another(cluster, tmp_path, monkeyp
     assert "again, 1 of 3" in printed
 
 
+def test_a_search_has_no_more_trials_than_ray_has_room_for_and_continues_them_after_a_rung(
+    cluster, tmp_path, monkeypatch
+):
+    """What trials compute then, `test_a_search_on_ray_is_the_local_search` compares."""
+    pytest.importorskip("optuna")
+    from hf_freeze.experiments.search.search import Search
+
+    pretend(monkeypatch)
+    most, submit = [], RayTasks._submit
+    monkeypatch.setattr(RayTasks, "_submit", lambda self, task: (submit(self, task), most.append(len(self._running))))
+    recipe = write_recipe(tmp_path / "r.yaml", rows=..., space=SPACE, search={"rungs": [0.5]})
+    console = Console(record=True, width=300)
+    search = Search(load_recipe(recipe), tmp_path / "o", console=console, ray=RayOptions(address=cluster.address))
+    found = search.run(2)
+    assert found.counts == {"finished": 2}
+    assert most == [1, 1, 1, 1], "the cluster has one CPU; and both trials have paused and gone on"
+    tries = {path.parent.name: path.read_text().count("\n") for path in (tmp_path / "o").rglob("tries")}
+    assert tries == {"row-t0-seed-1": 2, "row-t1-seed-1": 2}
+    assert not ray.is_initialized()
+    monkeypatch.setattr(Search, "_workers", lambda self: pytest.fail("nothing is left to train"))
+    assert search.run(2).front == found.front
+
+
+@pytest.mark.skipif(not ALL, reason="takes a minute: only in make test-all")
+def test_a_search_on_ray_is_the_local_search(cluster, tmp_path):
+    pytest.importorskip("optuna")
+    changes = {"presets/small/training/epochs": 2, "rows": ..., "space": SPACE, "search": {"rungs": [1]}}
+    recipe = write_recipe(tmp_path / "r.yaml", **changes)
+    arguments = ("search", recipe, "--trials", 3, "--seed", 4, "--out")
+    cli(*arguments, tmp_path / "ray", "--on", "ray", "--address", cluster.address)
+    cli(*arguments, tmp_path / "alone")
+    for file in ("trials/results.jsonl", "front/results.jsonl"):
+        one, other = (
+            [figures(json.loads(line)) for line in (tmp_path / out / file).read_text().splitlines()]
+            for out in ("ray", "alone")
+        )
+        assert one == other
+    one, other = ((tmp_path / out / "trials.jsonl").read_text() for out in ("ray", "alone"))
+    assert one == other
+    assert '"stopped"' in one
+    assert (tmp_path / "ray" / "trials" / "command.txt").read_text().endswith("--seed 4 --on ray\n")
+
+
 def test_a_grid_whose_nodes_are_all_lost_ends(cluster, tmp_path, monkeypatch):
     """After a while; and a run takes a GPU where there are any."""
     pretend(monkeypatch)
@@ -214,7 +270,7 @@ def test_a_run_on_another_machine_begins_again(tmp_path):
     checkpoint.mkdir(parents=True)
     for found, kept in ({}, True), ({"device": "another"}, False):
         (tmp_path / "environment.json").write_text(json.dumps(environment() | {"processes": 1} | found))
-        on_ray._forget_other_machines(tmp_path, torch.get_num_threads())
+        forget_other_machines(tmp_path)
         assert checkpoint.exists() == kept
 
 
@@ -231,7 +287,7 @@ def test_a_run_that_another_node_goes_on_with_ends_itself(tmp_path, monkeypatch)
 def test_a_folder_that_a_node_does_not_see(tmp_path):
     message = r"nowhere/row-0-seed-1 is not there on node .*: --out must be on storage that all nodes see"
     with pytest.raises(FileNotFoundError, match=message):
-        on_ray._work({}, str(tmp_path), "nowhere/row-0-seed-1", 1, 1, 0, False, None)
+        on_ray._work({}, str(tmp_path), "nowhere/row-0-seed-1", 1, 1, False, False, None, None)
     assert not (tmp_path / "nowhere").exists()
 
 

@@ -1,10 +1,14 @@
 """hf-freeze search: trials that are counted before they are trained, rungs, samplers, journals and fronts."""
 
 import contextlib
+import errno
+import itertools
 import json
 import math
 import re
+import time
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from support.cases import ALL
@@ -18,8 +22,9 @@ from hf_freeze.experiments.runs.text_training import Paused
 
 pytest.importorskip("optuna")
 
-from hf_freeze.experiments.search import search
+from hf_freeze.experiments.search import locks, search
 from hf_freeze.experiments.search.costs import Costs, costs_of
+from hf_freeze.experiments.search.front import score_front
 from hf_freeze.experiments.search.halving import front_of, goes_on
 from hf_freeze.experiments.search.locks import Locks
 from hf_freeze.experiments.search.search import Search
@@ -103,6 +108,37 @@ def test_a_damaged_journal_is_refused_in_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_a_lock_that_a_killed_machine_left_on_the_journal_is_freed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # --out is often relative
+    Path("out").mkdir()
+    drawn(Path("out"), "random", 1)
+    Path("out/journal.log.lock").touch()
+    seconds = itertools.count(0, 5)  # instead of 30 s
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: next(seconds))
+        patch.setattr(time, "sleep", lambda _: None)
+        assert len(drawn(Path("out"), "random", 2).trials()) == 2
+    assert not Path("out/journal.log.lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("flock", "why"),
+    [(errno.ENOLCK, "No locks available"), (errno.ENOSYS, "Function not implemented"), (None, "can be locked twice")],
+)
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch, flock, why):
+    def without(file, how):
+        if flock is not None:
+            raise OSError(flock, why)
+
+    monkeypatch.setattr(locks.fcntl, "flock", without)
+    message = (
+        rf"locks is on a file system without locks \(.*{why}\), which a search needs: .* choose --out on another one"
+    )
+    with pytest.raises(ValueError, match=message):
+        Locks(tmp_path / "locks")
+    assert not list((tmp_path / "locks").iterdir())
+
+
 def test_what_another_process_holds_is_not_taken(tmp_path):
     one, other = Locks(tmp_path), Locks(tmp_path)
     assert one.take("t1")
@@ -136,7 +172,7 @@ class InThisProcess:
 
     stop_after = math.inf
 
-    def __init__(self, jobs, resume_anyway):
+    def __init__(self, jobs, resume_anyway, begin_again=False):
         self.done = []
 
     def has_room(self):
@@ -226,6 +262,23 @@ def test_a_stopped_search_ends_as_an_undisturbed_one_and_tests_its_front_alone(t
     assert "is the journal of another search (training.learning_rate was 0.005, now 0.01)" in message
 
 
+def test_two_processes_share_a_search(tmp_path, in_this_process):
+    """What the first one is at, the second leaves to it, until the first is killed."""
+    loaded = load_recipe(write_recipe(tmp_path / "r.yaml", SEARCHED, rows=..., search={}))
+    first, second = Search(loaded, tmp_path / "out"), Search(loaded, tmp_path / "out")
+    InThisProcess.stop_after = 0
+    with pytest.raises(KeyboardInterrupt):
+        first.run(2)
+    InThisProcess.stop_after = math.inf
+    found = second.run(2)
+    assert (found.busy, found.counts) == (["t0"], {"running": 1, "finished": 1})
+    assert first.locks.take("front")
+    assert not score_front(second, found)
+    first.locks.give("t0-seed-1")  # as the system does when the process ends
+    found = second.run(2)
+    assert (found.busy, found.counts) == ([], {"finished": 2})
+
+
 def test_a_space_whose_trials_are_all_refused_says_why(tmp_path, in_this_process, monkeypatch):
     monkeypatch.setattr(search, "_IN_VAIN", 6)
     path = write_recipe(tmp_path / "r.yaml", SEARCHED, rows=..., search={"bounds": {"stored_bytes": 100}})
@@ -241,6 +294,8 @@ def test_a_space_whose_trials_are_all_refused_says_why(tmp_path, in_this_process
 
 
 BAD_COMMANDS = {
+    "place": (["--on", "kubernetes"], {}, "--on 'kubernetes': choose from ['local', 'ray', 'slurm']"),
+    "address": (["--address", "auto"], {}, "--address auto needs --on ray, not --on local"),
     "sampler": (["--sampler", "grid"], {}, r"--sampler 'grid': choose from ['tpe', 'nsga2', 'random']"),
     "no space": ([], {"space": ..., "search": ...}, "has no 'space' to search; hf-freeze run is for its rows"),
     "start": (

@@ -36,10 +36,21 @@ def program(folder, name, text):
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def printed(recipe, out, *options):
-    done = CliRunner().invoke(app, ["run", str(recipe), "--out", str(out), "--on", "slurm", *options])
+def printed(recipe, out, *options, command="run"):
+    done = CliRunner().invoke(app, [command, str(recipe), "--out", str(out), "--on", "slurm", *options])
     assert done.exit_code == 0, done.output
     return done.stdout
+
+
+def run_script(folder, script):
+    """What was given to sbatch, and the words of the jobs in arrays."""
+    program(folder, "sbatch", SBATCH)
+    program(folder, "hf-freeze", '#!/bin/bash\nprintf "%q " run-job "$@" >> "$LOG"\necho >> "$LOG"\n')
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "LOG": str(folder / "log")}
+    subprocess.run(["bash", "-c", script], check=True, env=environment)
+    lines = (folder / "log").read_text().splitlines()
+    jobs = [shlex.split(line)[1:] for line in lines if line.startswith("run-job")]
+    return [line for line in lines if line.startswith("sbatch")], jobs
 
 
 def test_the_jobs_of_a_grid_are_the_grid(tmp_path):
@@ -47,13 +58,7 @@ def test_the_jobs_of_a_grid_are_the_grid(tmp_path):
     recipe = write_recipe(tmp_path / "r.yaml", rows=ROWS, seeds=[1, 2])
     script = printed(recipe, tmp_path / "out", "--sbatch", "--gres=gpu:1", "--set", "training.epochs=0.5")
     assert not (tmp_path / "out").exists()
-    program(tmp_path, "sbatch", SBATCH)
-    program(tmp_path, "hf-freeze", '#!/bin/bash\nprintf "%q " run-job "$@" >> "$LOG"\necho >> "$LOG"\n')
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log")}
-    subprocess.run(["bash", "-c", script], check=True, env=environment)
-    lines = (tmp_path / "log").read_text().splitlines()
-    submitted = [line for line in lines if line.startswith("sbatch")]
-    jobs = [shlex.split(line)[1:] for line in lines if line.startswith("run-job")]
+    submitted, jobs = run_script(tmp_path, script)
     assert [("dependency=afterok:1" in line, "gres=gpu:1" in line) for line in submitted] == [
         (False, True),
         (True, True),
@@ -76,6 +81,38 @@ def test_the_command_of_a_job_runs_that_job(tmp_path):
     assert done.exit_code == 0, done.output
     (record,) = map(json.loads, (tmp_path / "out" / "results.jsonl").read_text().splitlines())
     assert (record["row"], record["seed"]) == ("2", 1)
+
+
+def test_the_jobs_of_a_search_are_workers_that_share_it_and_one_for_the_front(tmp_path):
+    pytest.importorskip("optuna")
+    recipe = write_recipe(tmp_path / "r.yaml", space={"backbone": {"config": {"d_model": {"choices": [8, 12]}}}})
+    out, label = tmp_path / "the out", "rows.0.label='it''s dense'"
+    options = ("--jobs", "3", "--trials", "9", "--sbatch", "--gres=gpu:1", "--set", label)
+    script = printed(recipe, out, *options, command="search")
+    assert not out.exists()
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    submitted, jobs = run_script(tmp_path, script)
+    assert out.is_dir(), "where the logs go"
+    words = [
+        "search",
+        str(recipe),
+        "--trials",
+        "9",
+        "--sampler",
+        "tpe",
+        "--seed",
+        "0",
+        "--set",
+        label,
+        "--out",
+        str(out),
+    ]
+    assert jobs == [words] * 3
+    array, last = submitted
+    assert "--array=0-2 " in array
+    assert "--requeue --open-mode=append --gres=gpu:1" in array
+    assert "--dependency=afterany:12 " in last
+    assert last.endswith(f"--gres=gpu:1 --wrap {shlex.join(['hf-freeze', *words])}")
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,8 @@ where its node is lost.
 """
 
 import contextlib
-import json
 import os
 import queue
-import shutil
 import socket
 import time
 import uuid
@@ -69,16 +67,27 @@ class RayOptions:
 class _Task:
     run: dict[str, Any]
     folder: Path
+    until: float | None
     attempt: int = 0
 
 
 class RayTasks:
-    """Runs as many at a time as Ray has room for. `say` receives what is worth a line.
+    """Runs as many at a time as Ray has room for. `say` receives what is worth a line. `jobs`: have no more than so many at
+    a time, and none that Ray would let wait; if not given, Ray has all runs, and some wait there. `begin_again`: as `work`
+    takes it; retries always do.
 
     Raises ValueError where Ray is not installed or no node has what a run takes, ConnectionError where no Ray answers.
     """
 
-    def __init__(self, options: RayOptions, resume_anyway: bool, say: Callable[[str], Any]) -> None:
+    def __init__(
+        self,
+        options: RayOptions,
+        resume_anyway: bool,
+        say: Callable[[str], Any],
+        *,
+        jobs: float | None = None,
+        begin_again: bool = False,
+    ) -> None:
         for name, value in _QUIET.items():
             os.environ.setdefault(name, value)
         try:
@@ -87,7 +96,8 @@ class RayTasks:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
         except ImportError as error:
             raise ValueError(f"--on ray needs the package ray ({error}); {how_to_install('ray')}") from error
-        self._ray, self._options, self._say, self._resume_anyway = ray, options, say, resume_anyway
+        self._ray, self._options, self._say = ray, options, say
+        self._jobs, self._resume_anyway, self._begin_again = jobs, resume_anyway, begin_again
         self._connected = not ray.is_initialized()
         if self._connected:
             _connect(ray, options.address)
@@ -119,11 +129,12 @@ class RayTasks:
         self._stuck_since: float | None = None
 
     def has_room(self) -> bool:
-        return True  # Ray lets wait what it has no room for
+        return self._jobs is None or len(self._running) < min(self._jobs, self._room())
 
-    def start(self, run: dict[str, Any], folder: Path) -> None:
+    def start(self, run: dict[str, Any], folder: Path, until: float | None = None) -> None:
+        """`until`: as `execute` takes it; a run that pauses there leaves a checkpoint and no figures."""
         (folder / "error.log").unlink(missing_ok=True)
-        self._submit(_Task(run, folder))
+        self._submit(_Task(run, folder, until))
 
     def message(self) -> tuple[Path, dict[str, Any]] | None:
         """The next word of a run, by its folder; None where none came within half a second."""
@@ -146,9 +157,9 @@ class RayTasks:
         for reference in self._ray.wait(list(self._running), num_returns=len(self._running), timeout=0)[0]:
             task, reason = self._running.pop(reference), ""
             try:
-                self._ray.get(reference)
-                if not _is_seen(task.folder / "metrics.json"):
-                    reason = f"it ended on another node, but {task.folder / 'metrics.json'} is not here"
+                left = task.folder / self._ray.get(reference)
+                if not _is_seen(left):
+                    reason = f"it ended on another node, but {left} is not here"
             except self._ray.exceptions.RayTaskError as error:
                 reason = str(error).strip().splitlines()[-1]
             except self._ray.exceptions.RayError as error:
@@ -172,7 +183,8 @@ class RayTasks:
 
     def _submit(self, task: _Task) -> None:
         where = (str(Path.cwd()), str(task.folder))
-        how = (self._threads, self._takes["GPU"], task.attempt, self._resume_anyway)
+        begin_again = self._begin_again or task.attempt > 0
+        how = (self._threads, self._takes["GPU"], self._resume_anyway, begin_again, task.until)
         name = f"hf-freeze {task.run['name']} {task.folder.name}"
         self._running[self._remote.options(name=name).remote(task.run, *where, *how, self._messages)] = task
 
@@ -182,6 +194,12 @@ class RayTasks:
     def _fits(self) -> bool:
         """Whether any node has what a run takes, busy or not."""
         return any(all(node.get(name, 0) >= wanted for name, wanted in self._takes.items()) for node in self._nodes())
+
+    def _room(self) -> int:
+        """How many runs the nodes hold at a time, if nothing else is on them; at least 1."""
+        wanted = {name: number for name, number in self._takes.items() if number}
+        room = (min(node.get(name, 0) / number for name, number in wanted.items()) for node in self._nodes())
+        return max(1, sum(int(runs + 1e-9) for runs in room))
 
     def _wanted(self) -> str:
         return _in_words(self._takes)
@@ -229,13 +247,17 @@ def _work(
     name: str,
     threads: int,
     gpus: float,
-    attempt: int,
     resume_anyway: bool,
+    begin_again: bool,
+    until: float | None,
     messages: Any,
-) -> None:
-    """One run, on a node of Ray, in a process of its own. `cwd`: where the command runs, from which paths of data begin."""
+) -> str:
+    """One run, on a node of Ray, in a process of its own. `cwd`: where the command runs, from which paths of data begin.
+    Returns the file of the run's folder that was written last: its figures, or the state in the checkpoint where it paused."""
     import ray
     from ray.exceptions import RayError
+
+    from hf_freeze.experiments.runs.resume import last_whole_checkpoint
 
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # those there are other tasks'
@@ -252,9 +274,12 @@ def _work(
             messages.put((Path(name), message))
 
     report({"stage": f"starting on {node}"})
-    if attempt and not resume_anyway:
-        _forget_other_machines(folder, threads)
-    work(run, folder, threads, report, resume_anyway)
+    work(run, folder, threads, report, resume_anyway, begin_again, until)
+    if (folder / "metrics.json").exists():
+        return "metrics.json"
+    checkpoint = last_whole_checkpoint(folder / "checkpoints")
+    assert checkpoint is not None  # it has paused there
+    return str(Path(checkpoint, "trainer_state.json").relative_to(folder))
 
 
 class _Attempt:
@@ -269,20 +294,6 @@ class _Attempt:
     def check(self) -> None:
         if self.path.read_text() != self.name:
             os._exit(1)
-
-
-def _forget_other_machines(folder: Path, threads: int) -> None:
-    """Who retries chooses no machine: on one unlike the first, a run begins again rather than end with other figures."""
-    import torch
-
-    from hf_freeze.experiments.runs.environment import environment
-
-    torch.set_num_threads(threads)
-    path = folder / "environment.json"
-    then = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if any(then.get(key) != value for key, value in environment().items()):
-        for checkpoint in (folder / "checkpoints").glob("checkpoint-*"):
-            shutil.rmtree(checkpoint)
 
 
 def _is_seen(path: Path) -> bool:

@@ -32,9 +32,9 @@ class _Running:
 
 
 class Processes:
-    """Runs at most `jobs` at a time."""
+    """Runs at most `jobs` at a time. `begin_again`: as `work` takes it."""
 
-    def __init__(self, jobs: int, resume_anyway: bool) -> None:
+    def __init__(self, jobs: int, resume_anyway: bool, *, begin_again: bool = False) -> None:
         for name, value in KEEP_MEMORY.items():
             os.environ.setdefault(name, value)
         self.context: Any = multiprocessing.get_context(_METHOD)
@@ -42,7 +42,7 @@ class Processes:
             self.context.set_forkserver_preload(["hf_freeze.experiments.runs.execute"])
         # More threads than cores make a step many times slower, so who says OMP_NUM_THREADS is heard.
         self._threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // jobs))
-        self._jobs, self._resume_anyway = jobs, resume_anyway
+        self._jobs, self._how = jobs, (resume_anyway, begin_again)
         self._started: deque[Path] = deque()
         self._running: dict[Path, _Running] = {}
 
@@ -52,7 +52,7 @@ class Processes:
     def start(self, run: dict[str, Any], folder: Path, until: float | None = None) -> None:
         """`until`: as `execute` takes it; a run that pauses there leaves no figures and no error."""
         reader, writer = self.context.Pipe(duplex=False)
-        arguments = (run, folder, self._threads, writer, self._resume_anyway, until)
+        arguments = (run, folder, self._threads, writer, *self._how, until)
         process = self.context.Process(target=_child, args=arguments)
         process.start()
         writer.close()
@@ -94,14 +94,20 @@ def work(
     threads: int,
     report: Callable[[dict[str, Any]], None],
     resume_anyway: bool,
+    begin_again: bool = False,
     until: float | None = None,
 ) -> None:
-    """One run, in a process of its own. An error is raised again, and its traceback is left in the folder."""
+    """One run, in a process of its own. An error is raised again, and its traceback is left in the folder.
+
+    `begin_again`: start anew, unless `resume_anyway`, where other code or another kind of machine left the checkpoint to resume,
+    which is else an error.
+    """
     import datasets
     import torch
     import transformers
 
     from hf_freeze.experiments.runs.execute import execute
+    from hf_freeze.experiments.runs.resume import forget_other_machines
     from hf_freeze.experiments.runs.text_training import Paused
 
     # What is imported stays. The Trainer collects garbage at the end of training, a third of a second among a million objects.
@@ -113,6 +119,8 @@ def work(
     transformers.utils.logging.set_verbosity_error()
     (folder / "error.log").unlink(missing_ok=True)
     try:
+        if begin_again and not resume_anyway:
+            forget_other_machines(folder)
         execute(run, folder, report, resume_anyway=resume_anyway, until=until)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     except Paused:
@@ -122,9 +130,8 @@ def work(
         raise
 
 
-def _child(
-    run: dict[str, Any], folder: Path, threads: int, messages: Any, resume_anyway: bool, until: float | None
-) -> None:
+def _child(run: dict[str, Any], folder: Path, threads: int, messages: Any, *how: Any) -> None:
+    """`how`: what `work` takes after `report`."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def report(message: dict[str, Any]) -> None:
@@ -133,7 +140,7 @@ def _child(
             messages.send(message)
 
     try:
-        work(run, folder, threads, report, resume_anyway, until)
+        work(run, folder, threads, report, *how)
     except BaseException:
         raise SystemExit(1) from None
 

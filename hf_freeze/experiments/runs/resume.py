@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,16 @@ def last_whole_checkpoint(folder: Path) -> str | None:
             continue
         return str(checkpoint)
     return None
+
+
+def forget_other_machines(folder: Path) -> None:
+    """Remove the checkpoints in `folder` if other code or another kind of machine wrote them: the run then begins again, rather
+    than end with other figures."""
+    path = folder / "environment.json"
+    then = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if any(then.get(key) != value for key, value in environment().items()):
+        for checkpoint in (folder / "checkpoints").glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
 
 
 def agreed_precision(out: Path, run: dict[str, Any], resume_anyway: bool) -> str:

@@ -4,17 +4,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from hf_freeze.experiments.report.report import Report
 from hf_freeze.experiments.report.write import write_reports
 from hf_freeze.experiments.runs.grid import run_grid
 from hf_freeze.experiments.search.search import Found, Search
 
 
-def score_front(search: Search, found: Found, *, jobs: int, console: Console, command: str | None) -> None:
+def score_front(search: Search, found: Found) -> bool:
     """Train the rows of the front, and the recipe's own, with the other seeds of the recipe, and score them on the test split: a
-    grid in `front`, whose runs start from those of the search and train no further. What is scored already is not again."""
+    grid in `front`, whose runs start from those of the search and train no further. What is scored already is not again.
+    Returns False where another process is at it."""
+    if not search.locks.take("front"):
+        return False
+    try:
+        _score_front(search, found)
+    finally:
+        search.locks.give("front")
+    return True
+
+
+def _score_front(search: Search, found: Found) -> None:
     recipe = search.recipe
     own = [row for row in recipe["rows"] if search.is_finished({"row": row, "seed": recipe["seeds"][0]})]
     names = list(dict.fromkeys([*own, *sorted(found.front, key=lambda name: found.front[name])]))
@@ -28,7 +37,8 @@ def score_front(search: Search, found: Found, *, jobs: int, console: Console, co
         "start": str(search.grid),
         "rows": {name: {"label": search.row(name)["label"], "methods": []} for name in names},
     }
-    run_grid(grid, search.out / "front", jobs=jobs, console=console, command=command)
+    jobs = (search.jobs or 1) if search.ray is None else 1  # Ray has as many at a time as it has room for
+    run_grid(grid, search.out / "front", jobs=jobs, console=search.console, command=search.command, ray=search.ray)
 
 
 def write_search_report(out: Path, found: Found, sampler: str, say: Callable[[str], Any]) -> list[Report]:

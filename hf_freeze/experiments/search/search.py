@@ -1,7 +1,10 @@
 """Search a space: draw rows, count them, train those within the bounds, stop the worse ones at the rungs."""
 
+import contextlib
 import copy
 import json
+import math
+import os
 import re
 import shutil
 import time
@@ -23,6 +26,7 @@ from hf_freeze.experiments.recipes.space import search_settings, space_of
 from hf_freeze.experiments.runs.claim import check_files, check_folder, claim_all
 from hf_freeze.experiments.runs.collect import write_results
 from hf_freeze.experiments.runs.grid import FailedRuns
+from hf_freeze.experiments.runs.on_ray import RayOptions, RayTasks
 from hf_freeze.experiments.runs.processes import Processes
 from hf_freeze.experiments.runs.progress import show_progress
 from hf_freeze.experiments.runs.tracking import check_tracker
@@ -69,9 +73,10 @@ class Found:
 
 
 class Search:
-    """The search of `recipe` in `out`: a journal, a grid of its trials, and locks.
+    """The search of `recipe` in `out`: a journal, a grid of its trials, and locks. `jobs`: trials at a time, 1 if not given; with
+    `ray`, trials are tasks of Ray, as many at a time as its nodes have room for, but at most `jobs`.
 
-    Raises ValueError where `out` holds another search, and files of the data that are not there.
+    Raises ValueError where `out` holds another search or has no locks, and files of the data that are not there.
     """
 
     def __init__(
@@ -81,15 +86,16 @@ class Search:
         *,
         sampler: str = "tpe",
         seed: int = 0,
-        jobs: int = 1,
+        jobs: int | None = None,
         console: Console | None = None,
         command: str | None = None,
         resume_anyway: bool = False,
+        ray: RayOptions | None = None,
     ) -> None:
         check_files(recipe["data"])
         check_tracker(recipe.get("report_to"))
         self.recipe, self.out, self.grid = recipe, out, out / "trials"
-        self._command, self._resume_anyway, self._jobs = command, resume_anyway, jobs
+        self.jobs, self.ray, self.command, self._resume_anyway = jobs, ray, command, resume_anyway
         self.console = console or Console()
         self._space, self._settings = space_of(recipe, recipe["name"]), search_settings(recipe, recipe["name"])
         self._base = {key: value for key, value in recipe.items() if key not in ("space", "search", "only", "rows")}
@@ -103,8 +109,8 @@ class Search:
                 raise ValueError(f"row {name!r}: the name is reserved for trials; choose another")
         self._hand_made = [run | {"scored_on": "dev"} for run in self._expand(recipe["rows"], recipe["seeds"][:1])]
         self.grid.mkdir(parents=True, exist_ok=True)
+        self.locks = Locks(out / "locks")
         self.study = Study(out, self._settings, _identity(recipe), sampler, seed)
-        self._locks = Locks(out / "locks")
         self._waiting: deque[_Job] = deque()
         self._counter: Counter | None = None
         self._failed: list[Path] = []
@@ -117,7 +123,10 @@ class Search:
         """
         began = time.monotonic()
         self._take_over()
-        workers = Processes(self._jobs, self._resume_anyway)
+        if (first := self._next(trials)) is None:
+            return self._found(time.monotonic() - began)
+        self._waiting.appendleft(first)
+        workers = self._workers()
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         bars = Progress(
             TextColumn("{task.description}"), *columns, TextColumn("{task.fields[note]}"), console=self.console
@@ -154,7 +163,10 @@ class Search:
 
     def is_finished(self, run: dict[str, Any]) -> bool:
         """Whether a run, of which row and seed are read, was trained to its end."""
-        return (run_folder(self.grid, run) / "metrics.json").exists()
+        # Shared storage may remember for a while that a file was not there; to list its folder asks again.
+        with contextlib.suppress(FileNotFoundError):
+            return "metrics.json" in os.listdir(run_folder(self.grid, run))
+        return False
 
     def row(self, name: str) -> dict[str, Any]:
         """The row of that name: the recipe's, or of a trial."""
@@ -162,6 +174,16 @@ class Search:
             return self.recipe["rows"][name]
         values = self.study.values(int(name.removeprefix("t")))
         return self._space.row(lambda setting, _: values[setting])
+
+    def _workers(self) -> Processes | RayTasks:
+        # A trial that a rung or a kill has stopped may go on on any machine that shares the search.
+        if self.ray is None:
+            return Processes(self.jobs or 1, self._resume_anyway, begin_again=True)
+
+        def say(text: str) -> None:
+            self.console.print(escape(text), soft_wrap=True)
+
+        return RayTasks(self.ray, self._resume_anyway, say, jobs=self.jobs or math.inf, begin_again=True)
 
     def _ended(self) -> int:
         return self.study.count_trained(ended=True)
@@ -197,10 +219,13 @@ class Search:
         """Queue a job, unless another process has it or it is finished."""
         if job.trial is None and self.is_finished(job.run):
             return False
-        if not self._locks.take(job.name):
+        if not self.locks.take(job.name):
+            return False
+        if job.trial is None and self.is_finished(job.run):  # by another process, a moment ago
+            self.locks.give(job.name)
             return False
         check_folder(run_folder(self.grid, job.run), job.run)
-        claim_all([job.run], self.grid, self._command)
+        claim_all([job.run], self.grid, self.command)
         if job.trial is None:
             self._waiting.append(job)
         else:
@@ -209,17 +234,17 @@ class Search:
 
     def _draw(self) -> None:
         trial = self.study.ask()
-        if not self._locks.take(f"drawn-{trial.number}"):
+        if not self.locks.take(f"drawn-{trial.number}"):
             return
         self._settle(trial)
-        self._locks.give(f"drawn-{trial.number}")
+        self.locks.give(f"drawn-{trial.number}")
 
     def _revive(self, number: int) -> None:
         """Go on with a trial that a killed process left, unless a living one has it."""
-        if self._locks.is_free(f"t{number}-seed-{self.recipe['seeds'][0]}") and self._locks.take(f"drawn-{number}"):
+        if self.locks.is_free(f"t{number}-seed-{self.recipe['seeds'][0]}") and self.locks.take(f"drawn-{number}"):
             if (trial := self.study.revive(number)) is not None:
                 self._settle(trial)
-            self._locks.give(f"drawn-{number}")
+            self.locks.give(f"drawn-{number}")
 
     def _settle(self, trial: Trial) -> None:
         """Draw the row of a trial; refuse it, or train it."""
@@ -265,7 +290,7 @@ class Search:
         self._say(job, f"[red]failed[/red]: {escape(lines[-1])}")
         if job.trial is not None:
             self.study.fail(job.trial, lines[-1])
-        self._locks.give(job.name)
+        self.locks.give(job.name)
         if len(self._failed) >= _FAILURES and not self.study.finished():
             raise FailedRuns(f"the first {len(self._failed)} trials failed; see {log}")
 
@@ -295,7 +320,7 @@ class Search:
                 self.study.tell(job.trial, STOPPED, f"after {epochs:g} epochs", loss, job.costs)
                 shutil.rmtree(folder / "checkpoints", ignore_errors=True)
                 self._say(job, f"stopped after {epochs:g} epochs", loss, job.costs)
-                self._locks.give(job.name)
+                self.locks.give(job.name)
                 return
         job.until = None
         self._waiting.appendleft(job)
@@ -306,7 +331,7 @@ class Search:
             self.study.tell(job.trial, FINISHED, "", loss, costs)
         write_results(self.grid, self._hand_made)
         self._say(job, "finished", loss, costs)
-        self._locks.give(job.name)
+        self.locks.give(job.name)
 
     def _say(self, job: _Job, what: str, loss: float | None = None, costs: Costs | None = None) -> None:
         figures = ""
@@ -332,7 +357,7 @@ class Search:
         busy += [
             run["row"]
             for run in self._hand_made
-            if not self.is_finished(run) and not self._locks.is_free(_Job(run).name)
+            if not self.is_finished(run) and not self.locks.is_free(_Job(run).name)
         ]
         self._write_trials()
         return Found(self._settings.goals, front_of(goals), busy, self._counts(), seconds)

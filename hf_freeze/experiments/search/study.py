@@ -10,7 +10,7 @@ from typing import Any
 import optuna
 from optuna.distributions import CategoricalDistribution
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
@@ -39,7 +39,8 @@ class Study:
         path = out / JOURNAL
         wanted = json.loads(json.dumps(identity | {"sampler": sampler, "seed": seed}))
         try:
-            storage = JournalStorage(JournalFileBackend(str(path)))
+            # This lock is freed 30 s after a kill. Optuna's default, a link to the path, is not where the path is relative.
+            storage = JournalStorage(JournalFileBackend(str(path), JournalFileOpenLock(str(path))))
             self._study = optuna.create_study(
                 storage=storage,
                 study_name="search",
