@@ -69,13 +69,15 @@ class Bench:
         self._say(f"estimated for a shape that the prices do not know, against measured: {errors}")
         return Estimate(self.weights, known)
 
-    def check_reach(self, measured: Sensitivity, tokens: Mapping[int, float], estimate: Estimate) -> None:
-        """Raise ValueError if no shape is within the budget, with the nearest that is possible."""
-        losses = Losses(measured=measured, tokens=tokens, remains={})
+    def check_reach(self, measured: Sensitivity, tokens: Mapping[int, float], estimate: Estimate) -> list[Shape]:
+        """The smallest shapes, by each limited cost. Raises ValueError if one is above its limit, with the nearest that is
+        possible."""
+        losses, shapes = Losses(measured=measured, tokens=tokens, remains={}), []
         for cost, limit in (("bytes", self._budget.max_bytes), ("ms", self._budget.max_ms)):
             if limit is None:
                 continue
             shape = smallest(self.whole, losses, estimate, cost)
+            shapes.append(shape)
             least = getattr(self.cost(shape, measured), cost)
             if cost == "ms":
                 least /= 1 - TIME_RESERVE
@@ -94,6 +96,7 @@ class Bench:
                     f"the budget of {words[0]} is out of reach: the smallest shape ({shape.words(self.whole)}) {takes} "
                     f"{words[1]}{tokenizer}; give it at least that"
                 )
+        return shapes
 
     def methods(self, shape: Shape, measured: Sensitivity) -> list[dict[str, Any]]:
         """The methods that cut the model, with the vocabulary of the shape, to `shape`, as a recipe writes them."""

@@ -25,7 +25,7 @@ from hf_freeze.io import bytes_of
 from hf_freeze.training import TokenBatchTrainer
 
 CANDIDATES = 3
-_TRIES = 6  # shapes that are measured for one candidate before its limits are called out of reach
+_TRIES = 10  # shapes that are measured for one candidate before its limits are called out of reach
 _LEAST = 0.01  # share of a loss that a short training is taken to leave at least: no kind of part is free
 _SHORT = 1 / 24  # of all epochs, the training of one kind of part alone; candidates get twice that
 _CHANGED = 4.0  # by which the price of one kind of part is raised and lowered for further candidates
@@ -119,14 +119,14 @@ class Compression:
         measured = self._sensitivity()
         tokens = self._tokens(measured)
         estimate = self.bench.estimate(measured, tokens)
-        self.bench.check_reach(measured, tokens, estimate)
+        smallest = self.bench.check_reach(measured, tokens, estimate)
         halves = halves_of(self.whole, measured, tokens, self.hidden)
         self._plan("recover-nothing", TAUGHT, self.whole, estimate.cost(self.whole), estimated=True)
         for kind, shape in halves.items():
             self._plan(f"recover-{kind}", PART, shape, estimate.cost(shape), estimated=True)
         remains, epochs_of_recoveries = self._once("remains", lambda: self._recoveries(halves, measured, tokens))
         losses = Losses(measured=measured, tokens=tokens, remains=remains)
-        shapes = self._once("candidates", lambda: [s.to_dict() for s in self._candidates(losses, estimate)])
+        shapes = self._once("candidates", lambda: [s.to_dict() for s in self._candidates(losses, estimate, smallest)])
         candidates = [Shape.from_dict(shape) for shape in shapes]
         for number, shape in enumerate(candidates if len(candidates) > 1 else [], start=1):  # one alone is not compared
             self._plan(f"candidate-{number}", CANDIDATE, shape, self.bench.cost(shape, measured))
@@ -225,8 +225,9 @@ class Compression:
             self.say(f"{half_in_words(kind)}: loss {untrained:+.3f} before training, {left:+.3f} after it")
         return remains, sum(one.epochs for one in trained.values())
 
-    def _candidates(self, losses: Losses, estimate: Estimate) -> list[Shape]:
-        """Different shapes that lose little within the budget, by different opinions about which kind of part is dear."""
+    def _candidates(self, losses: Losses, estimate: Estimate, smallest: list[Shape]) -> list[Shape]:
+        """Different shapes that lose little within the budget, by different opinions about which kind of part is dear; else one
+        of the `smallest`."""
         opinions = [dict(losses.remains)]
         for kind in losses.remains:
             opinions += [opinions[0] | {kind: losses.remains[kind] * factor} for factor in (_CHANGED, 1 / _CHANGED)]
@@ -235,6 +236,11 @@ class Compression:
             shape = self._within(replace(losses, remains=remains), estimate)
             if shape is not None and shape not in found:
                 found.append(shape)
+        if not found:
+            costs = [self.bench.cost(shape, losses.measured) for shape in smallest]
+            found = [s for s, cost in zip(smallest, costs, strict=True) if not self.budget.excess(cost.bytes, cost.ms)][
+                :1
+            ]
         if not found:
             raise ValueError(
                 f"no shape was found within {self.budget.words()}: each limit can be met, but not all together; give one of them "
@@ -258,7 +264,7 @@ class Compression:
             if not budget.excess(cost.bytes, cost.ms):
                 return shape
             expected = estimate.cost(shape)
-            factor = min(1.0, expected.bytes / cost.bytes) * 0.995
+            factor = min(1.0, expected.bytes / cost.bytes) * 0.99 ** (attempt + 1)
             ms = limit.ms
             if ms is not None and cost.ms is not None and expected.ms is not None:
                 ms = budget.max_ms * min(1.0, expected.ms / cost.ms) * 0.99 ** (attempt + 1)
