@@ -99,8 +99,8 @@ def work(
 ) -> None:
     """One run, in a process of its own. An error is raised again, and its traceback is left in the folder.
 
-    `begin_again`: start from the beginning, unless `resume_anyway`, where other code or another kind of machine left the checkpoint
-    to resume, which is else an error.
+    `begin_again`: start from the beginning, unless `resume_anyway`, where other code or another kind of machine left the
+    checkpoint to resume, which is else an error.
     """
     import datasets
     import torch
