@@ -91,14 +91,18 @@ def main() -> None:
     parser.add_argument(
         "--by-hand", type=Path, required=True, help="folder of a finished grid of the same data and length"
     )
+    parser.add_argument("--samplers", nargs="+", default=list(SAMPLERS), choices=SAMPLERS, help="random among them")
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], help="change a setting of the recipe")
     parser.add_argument("--runs", type=Path, default=Path("runs/searched"), help="where the searches are kept")
     options = parser.parse_args()
+    if "random" not in options.samplers:
+        parser.error("--samplers: random must be among them, to compare with")
     folders = {
-        sampler: [searched(options, sampler, seed) for seed in range(options.repetitions)] for sampler in SAMPLERS
+        sampler: [searched(options, sampler, seed) for seed in range(options.repetitions)]
+        for sampler in options.samplers
     }
     fronts = {sampler: [models(one / FRONT, found=True) for one in of] for sampler, of in folders.items()}
     by_hand = models(options.by_hand / "results.jsonl", found=False)
@@ -123,7 +127,7 @@ def main() -> None:
     verdicts = [
         f"{sampler}: {'above' if least[sampler] > most_random else 'not above'} every random search, "
         f"{'above' if least[sampler] > hand else 'not above'} the rows made by hand"
-        for sampler in SAMPLERS
+        for sampler in options.samplers
         if sampler != "random"
     ]
     header = ["models", "hypervolume, mean", "of each repetition", "models of the front", "epochs trained"]
