@@ -16,7 +16,7 @@ from hf_freeze.experiments.recipes.check import check
 from hf_freeze.experiments.runs.grid import run_grid
 from hf_freeze.experiments.tasks.base import Task
 from hf_freeze.experiments.tasks.registry import task_of
-from hf_freeze.model.loading import load_model, load_tokenizer
+from hf_freeze.model.loading import check_exists, load_model, load_tokenizer
 from hf_freeze.publish.trimming import trim_model
 from hf_freeze.run_folder import run_folder
 from hf_freeze.training import TokenBatchTrainer
@@ -76,7 +76,10 @@ class Trainings:
             raise ValueError(f"task {recipe['task']!r}: hf-freeze compress is for {list(TASKS)}")
         self.source, self.out, self._watch = source, out, watch
         self._jobs, self._console, self._command = jobs, console, command
+        check_exists(source)
         self.tokenizer: Any = load_tokenizer(source)
+        if self.tokenizer is None and not Path(source).is_dir():
+            raise ValueError(f"{source} is no folder here, and the Hub gave no tokenizer of that name")
         if self.tokenizer is None:
             raise ValueError(f"{source} holds no tokenizer; save it beside the model, since the budget counts it too")
         task = task_of(recipe["task"])
