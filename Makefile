@@ -3,8 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
+NOTEBOOKS_STAMP := $(VENV)/.installed-notebooks
 
-.PHONY: demo test test-all docs families quality style wheel clean
+.PHONY: demo test test-all docs notebooks families quality style wheel clean
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process of the tests would compile hf_freeze anew
 
@@ -33,6 +34,13 @@ docs: export NO_MKDOCS_2_WARNING := 1
 docs: export PATH := $(abspath $(BIN)):$(PATH)  # ruff formats the signatures
 docs: $(DOCS_STAMP)  ## the documentation site, in build/site; a warning, such as a link that leads nowhere, is an error
 	$(BIN)/mkdocs build --strict
+
+$(NOTEBOOKS_STAMP): $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[notebooks]"
+	touch $(NOTEBOOKS_STAMP)
+
+notebooks: $(NOTEBOOKS_STAMP)  ## executes the notebooks and keeps their outputs: under ten minutes each on 2 cores
+	$(BIN)/python docs/tooling/notebooks.py
 
 families: $(STAMP)  ## derive, prove and test every family of transformers, and write docs/families.md: about an hour
 	$(BIN)/python tests/families/run.py docs

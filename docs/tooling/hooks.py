@@ -7,10 +7,13 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+import notebooks
+
 ROOT = Path(__file__).parents[2]
 # What the site shows from outside docs/. On the site these files keep their path, and those of docs/ lose the first folder.
 OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff", "recipes/**/*.md", "recipes/**/*.yaml", "recipes/**/*.py")
 REPORTS = "docs/results/*.html"
+NOTEBOOKS = "notebooks/*.ipynb"  # pages with the outputs that the files hold
 HOME = "index.md"  # of the site is README.md
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -21,6 +24,9 @@ def on_files(files: Files, config: Any) -> Files:
     for pattern in ("README.md", *OUTSIDE, REPORTS):
         for path in sorted(ROOT.glob(pattern)):
             files.append(File.generated(config, site_path(path.relative_to(ROOT).as_posix()), abs_src_path=str(path)))
+    for path in sorted(ROOT.glob(NOTEBOOKS)):
+        page = site_path(path.relative_to(ROOT).as_posix())
+        files.append(File.generated(config, page, content=notebooks.page_of(path)))
     return files
 
 
@@ -30,6 +36,8 @@ def site_path(path: str) -> str:
         return HOME
     if Path(path).match(REPORTS):
         path = path.replace(".html", "_report.html")
+    if Path(path).match(NOTEBOOKS):
+        path = path.replace(".ipynb", ".md")
     return path.removeprefix("docs/")
 
 
@@ -37,6 +45,8 @@ def repository_path(src_uri: str) -> str:
     """The place in the repository of a file of the site."""
     if src_uri == HOME:
         return "README.md"
+    if src_uri.startswith("notebooks/"):
+        return src_uri.replace(".md", ".ipynb")
     return src_uri if any(Path(src_uri).match(pattern) for pattern in OUTSIDE) else f"docs/{src_uri}"
 
 

@@ -1,6 +1,7 @@
 """docs/tooling/language/check.py finds riddles, marketing and long sentences. `make quality` runs it on all public texts."""
 
 import importlib.util
+import json
 import re
 import sys
 
@@ -68,6 +69,12 @@ def test_literals_of_a_module_are_read(faults):
     assert faults(module, "module.py") == ["module.py:2: 'but for': except for"]
 
 
+def test_text_of_a_notebook_is_read_and_its_code_is_not(faults):
+    cells = [("code", "# but for"), ("markdown", "A good line."), ("markdown", "All but for one.")]
+    notebook = json.dumps({"cells": [{"cell_type": kind, "source": [text]} for kind, text in cells]})
+    assert faults(notebook, "a.ipynb") == ["a.ipynb:3: 'but for': except for"]
+
+
 def test_a_front_door_is_short(faults):
     pytest.importorskip("textstat")
     assert not faults(SHORT, front_door=True)
@@ -100,3 +107,4 @@ def test_the_command_says_what_it_found(language, tmp_path, capsys):
 def test_all_kinds_of_public_texts_are_checked(language):
     paths = {str(path.relative_to(ROOT)) for path in language.public_texts()}
     assert {"docs/tour.md", "docs/methods/freeze.md", "recipes/theseus/README.md", "hf_freeze/io.py"} <= paths
+    assert any(path.startswith("notebooks/") for path in paths)

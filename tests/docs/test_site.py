@@ -29,6 +29,8 @@ def source_of(path):
     """The file of a page of the navigation. Those from outside docs/ keep their path, but for the front page."""
     if path == "index.md":
         return HOME
+    if path.startswith("notebooks/"):
+        return ROOT / path.replace(".md", ".ipynb")
     return (
         ROOT / path
         if path.startswith("recipes/") or path in ("CONTRIBUTING.md", "CHANGELOG.md")
@@ -40,14 +42,15 @@ def links_of(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\(([^)\s#:]+)", text):
         target = ROOT / posixpath.normpath(posixpath.join(page.relative_to(ROOT).parent.as_posix(), link))
-        if target.suffix == ".md":
+        if target.suffix in (".md", ".ipynb"):
             yield target
 
 
 def test_every_page_is_in_the_navigation_once():
     assert len(NAV) == len(set(NAV))
     sources = {source_of(path) for path in NAV}
-    pages = {*ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md"), ROOT / "CONTRIBUTING.md"}
+    pages = {*ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md"), *ROOT.glob("notebooks/*.ipynb")}
+    pages.add(ROOT / "CONTRIBUTING.md")
     assert sources >= pages
     assert all(source.exists() for source in sources)
 

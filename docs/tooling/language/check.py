@@ -11,6 +11,7 @@ Flesch-Kincaid grade of paragraphs and items of lists.
 
 import argparse
 import ast
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -58,6 +59,12 @@ def texts_of_page(markdown: str) -> Iterator[Text]:
             ]
             yield Text(line, "".join(parts), kinds.get(opened, "paragraph"))
         opened = token.type
+
+
+def texts_of_notebook(content: str) -> Iterator[Text]:
+    """Of its cells of text. Lines count as if these were one page."""
+    cells = [cell for cell in json.loads(content)["cells"] if cell["cell_type"] == "markdown"]
+    return texts_of_page("\n\n".join("".join(cell["source"]) for cell in cells))
 
 
 def texts_of_module(python: str) -> Iterator[Text]:
@@ -116,7 +123,7 @@ def check(path: Path, front_door: bool = False) -> list[str]:
     """The faults of a page or module."""
     page = str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
     content = path.read_text(encoding="utf-8")
-    texts = list(texts_of_module(content) if path.suffix == ".py" else texts_of_page(content))
+    texts = list({".py": texts_of_module, ".ipynb": texts_of_notebook}.get(path.suffix, texts_of_page)(content))
     return [*faults_of(page, texts), *(front_door_faults(page, texts) if front_door else ())]
 
 
