@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: demo test test-all docs families quality style wheel clean
+.PHONY: demo test test-all docs families versions quality style wheel clean
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process of the tests would compile hf_freeze anew
 
@@ -36,6 +36,9 @@ docs: $(DOCS_STAMP)  ## the documentation site, in build/site; a warning, such a
 
 families: $(STAMP)  ## derive, prove and test every family of transformers, and write docs/families.md: about an hour
 	$(BIN)/python tests/families/run.py docs
+
+versions: $(STAMP)  ## a sample of the tests with the oldest and newest versions allowed, and docs/versions.md: several GB, about an hour
+	$(BIN)/python tests/versions.py
 
 quality: $(STAMP)  ## what CI checks besides the tests
 	$(BIN)/ruff check .
