@@ -6,7 +6,7 @@
 
 Each combination gets an environment of its own, build/versions/NAME. uv makes it, and fetches a missing Python where it can;
 pyenv hides its own unless you name them: PYENV_VERSION=3.13:3.10. The first run downloads several GB for each version of torch;
-then a sample takes about 2 minutes of one core. Results go to docs/versions.json and, as a table, to docs/versions.md. The exit
+then a sample takes about a minute of one core. Results go to docs/versions.json and, as a table, to docs/versions.md. The exit
 status is 1 unless all tests passed in all chosen environments.
 """
 
@@ -28,17 +28,22 @@ ENVIRONMENTS = ROOT / "build" / "versions"
 RESULTS = ROOT / "docs" / "versions.json"
 SHOWN = ("torch", "transformers", "accelerate", "numpy")
 
-# What depends most on transformers, torch and Python, in about 2 minutes of one core.
+# What depends most on transformers, torch and Python, in about a minute of one core.
+CONTRACT = "tests/contract"
 SAMPLE = {
     "tests/compat/test_private_names.py": "the private names of transformers and PEFT that hf_freeze uses",
     "tests/regression": "checkpoints of earlier releases",
-    "tests/contract/test_saving.py": "every method and architecture: saved and loaded bit-equal",
-    "tests/contract/test_finalize.py": "`finalize()` of every method that has it",
-    "tests/contract/test_processes.py::test_a_new_process_opens_the_same_models": "loading in a new process",
+    f"{CONTRACT}/test_saving.py::test_a_saved_variant_reloads_bit_equal": "every method on every architecture, saved and loaded",
+    f"{CONTRACT}/test_training_step.py::test_a_step_changes_what_is_trainable_and_nothing_else": "the same, a training step",
+    f"{CONTRACT}/test_forward.py::test_generate_is_the_same_with_a_cache_and_with_padding": "`generate`",
+    f"{CONTRACT}/test_forward.py::test_merged_is_a_native_model": "`merge`",
+    f"{CONTRACT}/test_processes.py::test_a_new_process_opens_the_same_models": "loading in a new process",
     "tests/model/test_loading.py": "shards, `device_map`, dtypes",
-    "tests/model/test_variant.py": "making, saving and loading variants",
-    "tests/training/test_training.py": "`Trainer`, resuming, gradient accumulation",
-    "tests/cli/test_cli.py": "the command line",
+    "tests/training/test_training.py": "`Trainer`",
+    "tests/training/test_sharding.py": "`load_sharded` in two and three processes",
+    "tests/cli/test_inspect.py": "the command line: `inspect`",
+    "tests/cli/test_cli.py::test_a_method_is_explained": "the command line: `methods`",
+    "tests/cli/test_cli.py::test_the_installed_program_is_as_quick": "the command line as installed",
 }
 
 
