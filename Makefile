@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 NOTEBOOKS_STAMP := $(VENV)/.installed-notebooks
 
-.PHONY: demo test test-all docs notebooks families quality style wheel clean
+.PHONY: demo test test-all docs notebooks families versions quality style wheel clean
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process of the tests would compile hf_freeze anew
 
@@ -44,6 +44,9 @@ notebooks: $(NOTEBOOKS_STAMP)  ## executes the notebooks and keeps their outputs
 
 families: $(STAMP)  ## derive, prove and test every family of transformers, and write docs/families.md: about an hour
 	$(BIN)/python tests/families/run.py docs
+
+versions: $(STAMP)  ## a sample of the tests with the oldest and newest versions allowed, and docs/versions.md: several GB, about an hour
+	$(BIN)/python tests/versions.py
 
 quality: $(STAMP)  ## what CI checks besides the tests
 	$(BIN)/ruff check .

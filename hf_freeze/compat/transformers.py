@@ -20,6 +20,11 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 from transformers.utils import logging
 
 
+def cache_name(arguments: Iterable[str]) -> str:
+    """The name under which a cache was passed to a forward: `cache` since transformers 5.24, `past_key_values` before."""
+    return "cache" if "cache" in arguments else "past_key_values"
+
+
 class PrivateHooks:
     """Passes the private hooks that transformers and torch call on a model to the public methods of a variant."""
 

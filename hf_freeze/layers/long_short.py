@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
 
+from hf_freeze.compat.transformers import cache_name
 from hf_freeze.layers.convolution import KernelConvolution
 from hf_freeze.layers.masks import unpadded, unreadable_mask
 
@@ -29,20 +30,22 @@ class LongShortAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        past_key_values: Any = None,
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, T, H) -> (B, T, H), and the attention weights"""
         long, short = hidden_states.chunk(2, dim=-1)
-        cache = past_key_values
+        name = cache_name(kwargs)
+        cache = kwargs.get(name)
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
         # Adding 0 copies the length: a static cache returns its own counter, which it later increments in place.
         seen = 0 if cache is None else cache.get_seq_length(self.attention.layer_idx) + 0
         inputs = self.conv.inputs(short, _token_mask(attention_mask, seen, hidden_states))
         shared_cache = None if cache is None else _SharedCache(cache, inputs, self.head_size)
-        attended, weights = self.attention(long, past_key_values=shared_cache, attention_mask=attention_mask, **kwargs)
+        if shared_cache is not None:
+            kwargs[name] = shared_cache
+        attended, weights = self.attention(long, attention_mask=attention_mask, **kwargs)
         past = None if shared_cache is None else shared_cache.past_inputs(seen, self.conv.taps - 1)
         convolved = self.dropout(self.conv(inputs, past))
         return torch.cat([attended, convolved.to(attended.dtype)], dim=-1), weights

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
 
+from hf_freeze.compat.transformers import cache_name
+
 
 class NoHeads(nn.Module):
     """Replaces an output projection that has lost all its inputs: y = b, or 0 without a bias."""
@@ -38,14 +40,13 @@ class NoAttention(nn.Module):
         self.removed = removed
         self.output = output  # the name of the output projection; None if it is outside this module
 
-    def forward(
-        self, hidden_states: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, None]:
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
         """(..., tokens, H) -> (..., tokens, O), or (..., tokens, 0) if the output projection is outside; no attention weights."""
         is_cross_attention = any(kwargs.get(name) is not None for name in ("key_value_states", "encoder_hidden_states"))
-        if past_key_values is not None and not is_cross_attention:
-            encoder_decoder = isinstance(past_key_values, EncoderDecoderCache)
-            cache = past_key_values.self_attention_cache if encoder_decoder else past_key_values
+        cache = kwargs.get(cache_name(kwargs))
+        if cache is not None and not is_cross_attention:
+            if isinstance(cache, EncoderDecoderCache):
+                cache = cache.self_attention_cache
             token = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
             cache.update(token, token, self.layer_idx)
         if self.output is None:

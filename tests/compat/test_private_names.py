@@ -15,8 +15,7 @@ from torch import nn
 from transformers import AutoModel, BertConfig, BertModel, PreTrainedModel, Trainer, initialization
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2PreTrainedModel
-from transformers.pipelines import PIPELINE_REGISTRY
-from transformers.pipelines.base import Pipeline
+from transformers.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
 
 import hf_freeze
 from hf_freeze.compat import transformers as compat
@@ -48,7 +47,7 @@ ATTRIBUTES = [  # (owner, name, what we use it for)
     (PreTrainedModel, "_can_set_experts_implementation", "the experts that the native class would take"),
     (Wav2Vec2PreTrainedModel, "_get_feature_vector_attention_mask", "the padding of frames in distillation"),
     (Trainer, "_prepare_inputs", "putting batches on the Trainer's device"),
-    (Pipeline, "_default_generation_config", "the length of generated text in pipelines"),
+    (TextGenerationPipeline, "_default_generation_config", "the length of generated text in pipelines"),
     (PIPELINE_REGISTRY, "check_task", "tasks such as translation_tr_to_en"),
     (nn.Module, "_get_name", "label smoothing of causal language models"),
 ]

@@ -355,7 +355,7 @@ def damage_less(source):
     shard = source / index["weight_map"].pop(name)
     path.write_text(json.dumps(index))
     save_file(
-        {key: value for key, value in load_file(shard).items() if key != name} or {"x": torch.zeros(1)},
+        {key: value.clone() for key, value in load_file(shard).items() if key != name} or {"x": torch.zeros(1)},
         shard,
         {"format": "pt"},
     )

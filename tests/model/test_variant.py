@@ -309,7 +309,7 @@ def test_a_truncated_file_is_refused(damaged, part):
 
 def test_a_tensor_of_another_shape_is_refused(damaged):
     folder = damaged()
-    state = load_file(folder / "model.safetensors")
+    state = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
     state[QUERY] = torch.zeros(16, 17)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises((ValueError, RuntimeError), match=r"mismatch"):

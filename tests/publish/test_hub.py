@@ -296,7 +296,7 @@ def test_only_whole_models_are_pushed(grid, tmp_path, loopback):
     run = tmp_path / "run"
     shutil.copytree(grid / "row-0-seed-1", run)
     weights = run / "model" / "model.safetensors"
-    whole = load_file(weights)
+    whole = {name: tensor.clone() for name, tensor in load_file(weights).items()}
     name = "model.encoder.layers.0.fc1.weight"
     for message, tensors in (
         (f"{name!r} is not there", {n: t for n, t in whole.items() if n != name}),

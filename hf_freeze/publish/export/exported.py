@@ -157,11 +157,12 @@ class ExportedGenerator(ExportedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
+        cache: Any = None,  # its name since transformers 5.24
         **_: Any,
     ) -> CausalLMOutputWithPast:
         """input_ids (B, T) -> logits (B, T, vocabulary), and a cache that holds these tokens too"""
         (runner,) = self.runners.values()
-        feed, seen = _past(runner.shapes, past_key_values, len(input_ids))
+        feed, seen = _past(runner.shapes, past_key_values if cache is None else cache, len(input_ids))
         length = seen + input_ids.shape[1]
         mask = torch.ones(len(input_ids), length, dtype=torch.long) if attention_mask is None else attention_mask.long()
         if position_ids is None:
@@ -205,6 +206,7 @@ class ExportedTranslator(ExportedModel, GenerationMixin):
         decoder_input_ids: Tensor | None = None,
         encoder_outputs: Any = None,
         past_key_values: Any = None,
+        cache: Any = None,  # its name since transformers 5.24
         **_: Any,
     ) -> Seq2SeqLMOutput:
         """input_ids (B, S), decoder_input_ids (B, T) -> logits (B, T, vocabulary), and a cache that holds these tokens too"""
@@ -215,7 +217,8 @@ class ExportedTranslator(ExportedModel, GenerationMixin):
         cross = {name: encoded[name.replace(".", "_")] for name in self.runners["encoder"].outputs}
         mask = torch.ones(states.shape[:2], dtype=torch.long) if attention_mask is None else attention_mask.long()
         runner = self.runners["decoder"]
-        own = past_key_values.self_attention_cache if isinstance(past_key_values, EncoderDecoderCache) else None
+        cache = past_key_values if cache is None else cache
+        own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else None
         past = _past(runner.shapes, own, len(states))[0]
         feed = start_of(runner.shapes, cross, mask) | past | {"input_ids": decoder_input_ids}
         found = runner(feed)
