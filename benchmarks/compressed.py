@@ -12,6 +12,7 @@ difference to the model is over test items, and over seeds where there are sever
 """
 
 import argparse
+import itertools
 import json
 import statistics
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from hf_freeze.experiments.tasks.scoring import SCORING
 from hf_freeze.io import bytes_of
 from hf_freeze.model.loading import load_tokenizer
 
+_COLORS, _MARKERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"), "sDo^v"  # Okabe and Ito
 _LIMITS = ("max_bytes", "max_ms", "min_score")
 
 
@@ -103,7 +105,7 @@ def report(
         return [float(scoring.score(items[folder].sum(0))) for folder in folders]
 
     lines = [["the model", in_bytes(bytes_of(whole)), f"{times[whole]:.2f}", f"{scores([whole])[0]:.1f}", "", ""]]
-    points, within, losses = [("the model", bytes_of(whole) / 1e6, scores([whole]))], [], []
+    points, within, losses = [("the trained model", bytes_of(whole) / 1e6, scores([whole]))], [], []
     for row in rows:
         sizes, ms = [bytes_of(folder) for folder in row.folders], [times[folder] for folder in row.folders]
         for size, one in zip(sizes, ms, strict=True):
@@ -140,17 +142,16 @@ def draw(path: Path, points: list[tuple[str, float, list[float]]], score: str) -
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         axes = figure.subplots()
-        for number, (name, size, scores) in enumerate(points):
-            color, marker = ("#0072B2", "s") if number == 0 else ("#D55E00", "D")
-            axes.plot(
-                [size] * len(scores), scores, color=color, marker=marker, markersize=8, linestyle="none", alpha=0.7
-            )
-            axes.annotate(name, (size, statistics.mean(scores)), (10, -3), textcoords="offset points", fontsize=10)
+        for (name, size, scores), color, marker in zip(points, itertools.cycle(_COLORS), itertools.cycle(_MARKERS)):
+            label = f"{name}: {len(scores)} seeds" if len(scores) > 1 else f"{name}: one seed"
+            style = {"color": color, "marker": marker, "markersize": 8, "linestyle": "none"}
+            axes.plot([size] * len(scores), scores, label=label, alpha=0.8, **style)
         every = [score for _, _, scores in points for score in scores]
         axes.set_xlabel("served folder, tokenizer included, MB (smaller is better)")
         axes.set_ylabel(f"{score} on the test split (higher is better)")
         axes.set_xlim(0, 1.3 * max(size for _, size, _ in points))
-        axes.set_ylim(min(every) - 2, max(every) + 2)
+        axes.set_ylim(min(every) - 3, max(every) + 1)
+        axes.legend(loc="lower right", fontsize=10)
         save_png(figure, path)
 
 

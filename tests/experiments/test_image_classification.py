@@ -285,13 +285,14 @@ def test_rows_that_start_from_another_go_on_with_its_model(grid):
 def test_the_report_counts_how_often_smaller_each_row_is(grid, pictures):
     _, out, _, records = grid
     report = write_report(out, say=lambda _: None)
-    table = (out / "report.md").read_text().splitlines()
-    headings = [cell.strip() for cell in table[2].strip("|").split("|")]
+    lines = (out / "report.md").read_text().splitlines()
+    table = lines[next(number for number, line in enumerate(lines) if line.startswith("| row |")) :]
+    headings = [cell.strip() for cell in table[0].strip("|").split("|")]
     cells = {
         line.split("|")[1].strip(): dict(
             zip(headings, [cell.strip() for cell in line.strip("|").split("|")], strict=True)
         )
-        for line in table[4:9]
+        for line in table[2:7]
     }
     for row, record in zip(cells.values(), records, strict=True):
         assert row["accuracy %"] == f"{100 * record['metrics']['test_accuracy']:.2f}"
