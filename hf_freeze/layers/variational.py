@@ -20,7 +20,9 @@ _K1, _K2, _K3 = 0.63576, 1.87320, 1.48695  # Molchanov et al., equation 14
 
 def negative_kl(log_alpha: torch.Tensor) -> torch.Tensor:
     """-KL of a weight to the log-uniform prior, in nats, up to a constant: it is 0 for α → ∞ (equation 14)."""
-    return _K1 * torch.sigmoid(_K2 + _K3 * log_alpha) - 0.5 * functional.softplus(-log_alpha) - _K1
+    # softplus(-log α) by operations that the tensors of load_sharded have in torch 2.8 as well.
+    softplus = torch.logaddexp(-log_alpha, torch.zeros_like(log_alpha))
+    return _K1 * torch.sigmoid(_K2 + _K3 * log_alpha) - 0.5 * softplus - _K1
 
 
 class Variational(Sparsifiable):
