@@ -207,14 +207,19 @@ def test_a_search_has_no_more_trials_than_ray_has_room_for_and_continues_them_af
     from hf_freeze.experiments.search.search import Search
 
     pretend(monkeypatch)
-    most, submit = [], RayTasks._submit
-    monkeypatch.setattr(RayTasks, "_submit", lambda self, task: (submit(self, task), most.append(len(self._running))))
+    running, submit = [], RayTasks._submit
+    monkeypatch.setattr(
+        RayTasks,
+        "_submit",
+        lambda self, task: (submit(self, task), running.append((len(self._running), self._nodes()))),
+    )
     recipe = write_recipe(tmp_path / "r.yaml", rows=..., space=SPACE, search={"rungs": [0.5]})
     console = Console(record=True, width=300)
     search = Search(load_recipe(recipe), tmp_path / "o", console=console, ray=RayOptions(address=cluster.address))
     found = search.run(2)
     assert found.counts == {"finished": 2}
-    assert most == [1, 1, 1, 1], "the cluster has one CPU; and both trials have paused and gone on"
+    assert len(running) == 4, "both trials have paused and gone on"
+    assert all(number <= len(nodes) for number, nodes in running), f"a node has one CPU: {running}"
     tries = {path.parent.name: path.read_text().count("\n") for path in (tmp_path / "o").rglob("tries")}
     assert tries == {"row-t0-seed-1": 2, "row-t1-seed-1": 2}
     assert not ray.is_initialized()
