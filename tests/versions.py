@@ -198,6 +198,7 @@ of `constraints.txt`.
 - `oldest`: each direct dependency has the oldest version that `pyproject.toml` allows and that has a wheel for this Python
 - `newest`: the newest version of everything that supports this Python
 - `oldest-torch`, `oldest-transformers`: that one is the oldest, and the rest is as new as it lets it be
+- skipped: tests that an older version cannot pass count here too; each gives its reason, and fails once it passes
 
 {notes}The sample:
 

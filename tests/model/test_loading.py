@@ -2,8 +2,11 @@
 
 import json
 
+import accelerate
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from support.cases import once, plain
 from support.models import build, differences, native, outputs, reload, reload_problems, trainability
 from transformers import AutoModelForCausalLM
@@ -11,10 +14,11 @@ from transformers import AutoModelForCausalLM
 from hf_freeze import make_variant
 from hf_freeze.architectures.base import full_name
 from hf_freeze.architectures.registry import ARCHITECTURES
-from hf_freeze.methods import Freeze, LowRank
+from hf_freeze.methods import Freeze, LayerSharing, LowRank
 
 CHOSEN = once() + once(finalized=True)
 assert {case.architecture.model_type for case in CHOSEN} == set(ARCHITECTURES)
+MIXES_TIED = Version(transformers.__version__) < Version("5.13") or Version(accelerate.__version__) < Version("1.15")
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=[case.id for case in CHOSEN])
@@ -72,8 +76,10 @@ def with_layers_on_disk(model, auto_class, architecture, folder):
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=[case.id for case in CHOSEN])
-def test_layers_on_the_disk(case, tmp_path):
+def test_layers_on_the_disk(case, tmp_path, request):
     """accelerate reads what is stored from the checkpoint, and what is seeded from the folder that it was generated into."""
+    if MIXES_TIED and any(isinstance(method, LayerSharing) for method in case.methods):
+        request.applymarker(pytest.mark.xfail(strict=True, reason="one tied tensor on the disk is taken for another"))
     try:
         with_layers_on_disk(native(case), case.auto_class, case.architecture, tmp_path / "native")
     except ValueError:
