@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
+from hf_freeze.analysis.significance import compare
 from hf_freeze.experiments.compress import serving
 from hf_freeze.experiments.compress.budget import Budget, in_bytes
 from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.report.plots.draw import save_png
 from hf_freeze.experiments.report.plots.style import STYLE
-from hf_freeze.experiments.report.significance import compare
 from hf_freeze.experiments.tasks.registry import task_of
 from hf_freeze.experiments.tasks.scoring import SCORING
 from hf_freeze.io import bytes_of

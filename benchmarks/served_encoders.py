@@ -43,8 +43,8 @@ from transformers import (
 from transformers.utils import logging
 
 from hf_freeze import analysis, data, make_variant, methods
+from hf_freeze.analysis.significance import Difference, compare
 from hf_freeze.experiments.compress import serving
-from hf_freeze.experiments.report.significance import Difference, compare
 from hf_freeze.experiments.tasks.items import accuracy
 from hf_freeze.publish.export import export_model
 from hf_freeze.publish.export.folders import MARK

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from hf_freeze.analysis.significance import Difference
 from hf_freeze.experiments.report.build import make_report
 from hf_freeze.experiments.report.report import Report
-from hf_freeze.experiments.report.significance import Difference
 from hf_freeze.experiments.report.table import table_cells
 from hf_freeze.experiments.report.wording import pair_cells
 from hf_freeze.experiments.report.write import write_pages

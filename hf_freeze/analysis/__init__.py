@@ -11,6 +11,8 @@ from hf_freeze.analysis.latency import linear_latencies as linear_latencies
 from hf_freeze.analysis.neurons import ffn_importance as ffn_importance
 from hf_freeze.analysis.neurons import select_neurons as select_neurons
 from hf_freeze.analysis.ranks import choose_ranks as choose_ranks
+from hf_freeze.analysis.significance import Difference as Difference
+from hf_freeze.analysis.significance import compare as compare
 from hf_freeze.analysis.vocabulary import TrimmingEffect as TrimmingEffect
 from hf_freeze.analysis.vocabulary import choose_vocabulary as choose_vocabulary
 from hf_freeze.analysis.vocabulary import count_tokens as count_tokens

@@ -27,6 +27,14 @@ def one_line_errors() -> Iterator[None]:
 
         if not isinstance(error, (ValueError, OSError, FailedRuns, StrictDataclassError)):
             raise
-        message = escape(" ".join(str(error).split()))
+        message = escape(" ".join(_in_words(error).split()))
         Console(stderr=True).print(f"[red]Error:[/red] {message}", soft_wrap=True, highlight=False)
         raise typer.Exit(2) from error
+
+
+def _in_words(error: Exception) -> str:
+    """What an error says; of the system's own, such as "[Errno 2] No such file or directory: 'a.txt'", "a.txt: no such file or
+    directory"."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
+    return str(error)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import hf_freeze
 from hf_freeze import methods
 from hf_freeze.cli import app
+from hf_freeze.cli.terminal import one_line_errors
 from hf_freeze.methods.registry import METHODS, method_from_dict
 
 COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
@@ -134,3 +135,10 @@ def test_an_unknown_method_is_one_line():
     result = CliRunner().invoke(app, ["methods", "freeze", "--markdown"])
     assert result.exit_code == 2
     assert "--markdown lists all methods: leave 'freeze' out" in result.stderr
+
+
+def test_an_error_of_the_system_is_a_line_in_words(tmp_path, capsys):
+    with pytest.raises(typer.Exit), one_line_errors():
+        (tmp_path / "missing.txt").read_text()
+    printed = " ".join(capsys.readouterr().err.split())
+    assert printed == f"Error: {tmp_path / 'missing.txt'}: no such file or directory"

@@ -13,12 +13,12 @@ import pytest
 from support.browser import dump_page, needs_browser
 from support.reports import ENVIRONMENT, EVIL, Page, make_runs, write_lines
 
+from hf_freeze.analysis.significance import compare
 from hf_freeze.experiments.report.build import make_report
 from hf_freeze.experiments.report.finished_runs import read_results
 from hf_freeze.experiments.report.fronts import Measure, default_axes, front, measures
 from hf_freeze.experiments.report.groups import make_reports, sources_of
 from hf_freeze.experiments.report.page import page
-from hf_freeze.experiments.report.significance import compare
 from hf_freeze.experiments.report.write import write_reports
 from hf_freeze.experiments.runs.collect import write_results
 from hf_freeze.experiments.tasks.items import bleu, digest_of_test_set

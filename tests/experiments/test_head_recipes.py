@@ -12,9 +12,9 @@ from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 import hf_freeze
 from hf_freeze import analysis
+from hf_freeze.analysis import significance
 from hf_freeze.experiments.recipes.expand import expand
 from hf_freeze.experiments.recipes.load import load_recipe
-from hf_freeze.experiments.report import significance
 from hf_freeze.experiments.report.build import make_report
 from hf_freeze.experiments.report.plots.costs import cost_figure
 from hf_freeze.experiments.report.plots.style import named

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from hf_freeze.experiments.report.plots.draw import draw, svg_plots
 from hf_freeze.experiments.report.plots.style import named
 from hf_freeze.experiments.report.table import table_cells
 from hf_freeze.experiments.report.write import write_report
+from hf_freeze.experiments.tasks.scoring import SCORING
 
 
 def cells_of(report):
@@ -153,7 +155,10 @@ def test_the_table_of_translation(tmp_path):
     ):
         assert said in text
     assert re.search(r"Significantly worse than row 0: row 2\.1 \(✓✗✓ attention random\) −", text)
-    assert re.search(r"No significant difference from row 0: row 3 .*95 % interval −\d\.\d\d to \+\d\.\d\d", text)
+    assert re.search(
+        r"Not told apart from row 0: row 3 .*95 % interval −\d\.\d\d to \+\d\.\d\d\)\. The interval allows a loss above 1 BLEU",
+        text,
+    )
     assert re.search(
         r"\| 2\.1 \| 0 \| −\d\d\.\d\d \| −\d\d\.\d\d to −\d\d\.\d\d \| [<.\d ]+ \| [<.\d ]+ \| significant \* \|", text
     )
@@ -196,7 +201,7 @@ def test_one_seed_is_said(tmp_path):
     assert make_report([tmp_path, tmp_path / "more"]).notes[0].startswith("One seed of row 2.1, 3: ")
 
 
-def test_the_answer_comes_with_its_interval_and_seeds(tmp_path):
+def test_the_answer_comes_with_its_interval_and_seeds(tmp_path, monkeypatch):
     """By what could be tested: the smallest row that loses nothing, else the one that loses least, else the best."""
 
     def answer_of(rows, **kwargs):
@@ -212,6 +217,8 @@ def test_the_answer_comes_with_its_interval_and_seeds(tmp_path):
     few = r"Smallest without a significant loss on these 200 sentences \(too few seeds to test\)"
     assert re.fullmatch(few + row + r"one seed\)\.", answer_of(ROWS, seeds=(1,)))
     assert answer_of(ROWS | {"3": ("better", 0.95)}).startswith("Smallest without a loss, and better: better (row 3), ")
+    monkeypatch.setitem(SCORING, "translation", replace(SCORING["translation"], margin=50.0))
+    assert re.fullmatch(f"Smallest that loses less than 50 BLEU{row}" + r"3 seeds\)\.", answer_of(ROWS))
     worse = answer_of({"0": ROWS["0"], "1": ("bad", 0.3), "2": ("less bad", 0.5)})
     assert worse.startswith(
         "Every smaller row is measurably worse than ✓✓✓ all trained (row 0); closest: less bad (row 2), "
@@ -630,3 +637,14 @@ def test_what_cannot_be_reported_is_one_line(tmp_path, monkeypatch):
         assert message in line
         assert line.startswith("Error: ")
     assert not (tmp_path / "a" / "report.md").exists()
+
+
+def test_what_counts_as_no_loss():
+    """The interval must exclude every loss above the margin: 1 point, 1 BLEU, 2 % of a perplexity."""
+    translation, language_model = SCORING["translation"], SCORING["language-modelling"]
+    assert translation.loses_at_most(-0.99, 3.0)
+    assert not translation.loses_at_most(-1.01, 3.0)
+    assert language_model.loses_at_most(-1.0, np.log(1.019))
+    assert not language_model.loses_at_most(-1.0, np.log(1.021))
+    words = [task.margin_in_words for task in (translation, language_model, SCORING["image-classification"])]
+    assert words == ["1 BLEU", "2 %", "1 point"]

@@ -5,8 +5,8 @@ import pytest
 from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 
+from hf_freeze.analysis.significance import compare, holm
 from hf_freeze.data import builtin_corpus
-from hf_freeze.experiments.report.significance import compare, holm
 from hf_freeze.experiments.tasks.items import bleu, bleu_items, log_perplexity
 
 TRANSLATIONS = ["the cat sat on the mat today .", "a dog runs", "x", "", "two men are here, are they?"]

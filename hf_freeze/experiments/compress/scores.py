@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from hf_freeze.analysis.significance import compare
 from hf_freeze.experiments.compress.serving import Engine, answers_of, items_of, references_of
-from hf_freeze.experiments.report.significance import compare
 from hf_freeze.experiments.tasks.scoring import SCORING
 
 # metric(predictions, references): translations, or numbers of classes, in the order of the split. Larger is better.

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from hf_freeze.analysis.significance import MANY, compare
 from hf_freeze.experiments.report.finished_runs import Run, Source, label_of, read_runs, split_of, unlike_settings
 from hf_freeze.experiments.report.report import Report
-from hf_freeze.experiments.report.significance import MANY, compare
 from hf_freeze.experiments.tasks.scoring import SCORING, TO_FIRST, TaskScoring
 from hf_freeze.run_folder import commands_of
 

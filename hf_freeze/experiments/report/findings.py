@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from hf_freeze.analysis.significance import MANY, TOO_FEW, Difference
 from hf_freeze.experiments.report.report import Report
-from hf_freeze.experiments.report.significance import MANY, TOO_FEW, Difference
 
 
 def answer(report: Report) -> str:
@@ -36,6 +36,8 @@ def _without_loss(report: Report, row: dict[str, Any]) -> str:
         return "Smallest without a loss, and better"
     if test is not None and not test.seeds:
         return f"Smallest without a significant loss on these {report.items:,} {report.task.item} ({TOO_FEW})"
+    if test is not None and report.task.loses_at_most(test.low, test.high):
+        return f"Smallest that loses less than {report.task.margin_in_words}"
     return "Smallest without a measurable loss"
 
 
@@ -116,7 +118,7 @@ def findings(report: Report) -> list[tuple[str, str]]:
 
 
 def _significant(report: Report) -> list[tuple[str, str]]:
-    groups: dict[str, list[str]] = {"worse": [], "better": [], "unclear": [], "one seed": []}
+    groups: dict[str, list[str]] = {"worse": [], "better": [], "margin": [], "unclear": [], "one seed": []}
     for row in report.rows[1:]:
         difference, test = report.to_first(row)
         if test is None:
@@ -125,19 +127,24 @@ def _significant(report: Report) -> list[tuple[str, str]]:
         if test.significant_to_first:
             groups["better" if (difference > 0) is report.task.higher else "worse"].append(text)
         else:
-            groups["unclear" if test.seeds else "one seed"].append(f"{text} ({interval(report, test)})")
+            within = "margin" if report.task.loses_at_most(test.low, test.high) else "unclear"
+            groups[within if test.seeds else "one seed"].append(f"{text} ({interval(report, test)})")
     first = report.rows[0]["row"]
     sentences = [
         (f"Significantly {side} than row {first}", _listed(groups[side]) + ".")
         for side in ("worse", "better")
         if groups[side]
     ]
+    if groups["margin"]:
+        sentences.append(
+            (f"Loses less than {report.task.margin_in_words} against row {first}", _listed(groups["margin"]) + ".")
+        )
     if groups["unclear"]:
         unclear = (
             _listed(groups["unclear"])
-            + ". These differences are not significant, which does not show that the rows are equal."
+            + f". The interval allows a loss above {report.task.margin_in_words}, and no loss too."
         )
-        sentences.append((f"No significant difference from row {first}", unclear))
+        sentences.append((f"Not told apart from row {first}", unclear))
     if groups["one seed"]:
         sentences.append((f"{TOO_FEW.capitalize()} against row {first}", _listed(groups["one seed"]) + "."))
     return sentences

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_freeze.analysis.significance import MANY, Difference
 from hf_freeze.experiments.recipes.rows import OF_A_ROW
 from hf_freeze.experiments.report.finished_runs import Run, Source, split_of
-from hf_freeze.experiments.report.significance import MANY, Difference
 from hf_freeze.experiments.report.signs import SIGNS
 from hf_freeze.experiments.tasks.scoring import Axis, Columns, TaskScoring
 

@@ -1,8 +1,8 @@
 """What columns, marks, pictures and tests of a report mean, in words."""
 
+from hf_freeze.analysis.significance import LEVEL, TOO_FEW, enough_replicates
 from hf_freeze.experiments.report.findings import p_value
 from hf_freeze.experiments.report.report import Report
-from hf_freeze.experiments.report.significance import LEVEL, TOO_FEW, enough_replicates
 
 
 def legend(report: Report) -> list[str]:

@@ -65,6 +65,9 @@ class TaskScoring:
     )
     rows_are: str = "trained"  # heading of the labels
     digits: int = 1  # of a difference in the table
+    margin: float = (
+        1.0  # on the scale of `score`: the largest loss that counts as no loss, if the interval excludes larger ones
+    )
 
     @property
     def columns(self) -> Columns:
@@ -73,6 +76,17 @@ class TaskScoring:
     @property
     def quality(self) -> str:
         return next(iter(self.qualities))
+
+    def loses_at_most(self, low: float, high: float) -> bool:
+        """Whether an interval of differences excludes every loss above the margin (a test of non-inferiority)."""
+        return low > -self.margin if self.higher else high < self.margin
+
+    @property
+    def margin_in_words(self) -> str:
+        """Such as "1 BLEU" or "2 %"."""
+        if self.scale is math.log:
+            return f"{100 * (math.exp(self.margin) - 1):.0f} %"
+        return f"{self.margin:g} {self.name if self.name.isupper() else 'point' + 's' * (self.margin != 1)}"
 
     def signed(self, difference: float, digits: int | None = None) -> str:
         """A difference of scores as it is shown: of BLEU in points, of log-perplexity as a ratio of perplexities."""
@@ -106,6 +120,7 @@ SCORING = {
         score=log_perplexity,
         item="blocks of text",
         scale=math.log,
+        margin=math.log(1.02),
     ),
     "masked-lm": TaskScoring(
         "test perplexity of masked tokens",
@@ -118,6 +133,7 @@ SCORING = {
         score=log_perplexity,
         item="blocks of text",
         scale=math.log,
+        margin=math.log(1.02),
         units=_UNITS | {"accuracy": 100},
     ),
     "sequence-classification": TaskScoring(
