@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 
+import nbformat
 import pytest
 from support import ROOT
 from support.cases import ALL
@@ -28,7 +29,6 @@ def test_there_are_three():
 
 @every_notebook
 def test_a_notebook_is_in_its_format(name):
-    nbformat = pytest.importorskip("nbformat")  # of the extra notebooks
     notebook = nbformat.read(tooling.FOLDER / name, as_version=nbformat.NO_CONVERT)
     nbformat.validate(notebook)
     assert notebook.nbformat == 4
