@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 NOTEBOOKS_STAMP := $(VENV)/.installed-notebooks
 
-.PHONY: demo test test-all docs notebooks families versions quality style wheel clean
+.PHONY: demo test test-all docs notebooks families versions results-check quality style wheel clean
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process of the tests would compile hf_freeze anew
 
@@ -47,6 +47,9 @@ families: $(STAMP)  ## derive, prove and test every family of transformers, and 
 
 versions: $(STAMP)  ## a sample of the tests with the oldest and newest versions allowed, and docs/versions.md: several GB, about an hour
 	$(BIN)/python tests/versions.py
+
+results-check: $(STAMP)  ## whether every published table and statement is what the kept records give
+	$(BIN)/python docs/tooling/results.py check
 
 quality: $(STAMP)  ## what CI checks besides the tests
 	$(BIN)/ruff check .

@@ -1,0 +1,228 @@
+"""Published grids: docs/results keeps what their figures were computed from, and every figure can be computed again.
+
+    python docs/tooling/results.py keep GRID NAME    # the folder of a grid -> NAME_runs.tar.gz, NAME.html, its pictures
+    python docs/tooling/results.py write             # the generated parts of the pages, from the archives
+    python docs/tooling/results.py check             # whether these parts are those that the archives give: make results-check
+
+An archive holds settings, records, logs, test items and outputs of each run, and no weights; `hf-freeze report` makes the
+page of an unpacked one. In a page, what stands between `<!-- table NAME -->` and `<!-- end -->` is written from the archive
+NAME, and between `<!-- claims -->` and `<!-- end -->` from claims.yaml, whose comparisons are computed from the archives.
+"""
+
+import argparse
+import gzip
+import io
+import re
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from hf_freeze.analysis.significance import Difference
+from hf_freeze.experiments.report.build import make_report
+from hf_freeze.experiments.report.findings import interval, quality
+from hf_freeze.experiments.report.markdown import markdown
+from hf_freeze.experiments.report.report import Report
+from hf_freeze.experiments.report.write import write_pages
+from hf_freeze.experiments.tasks.scoring import TaskScoring
+from hf_freeze.run_folder import COMMANDS, HEAD_SCORES, LATENCY, PRECISION
+
+RESULTS = Path(__file__).parents[1] / "results"
+CLAIMS = RESULTS / "claims.yaml"
+ENDING = "_runs.tar.gz"
+KEPT = (COMMANDS, PRECISION, "results.jsonl")  # of a grid
+KEPT_OF_RUNS = (
+    *(
+        "run.json",
+        "metrics.json",
+        "environment.json",
+        "log.jsonl",
+        "items.npy",
+        "translations.txt",
+        "model/config.json",
+    ),
+    *(HEAD_SCORES, LATENCY),
+)
+PICTURES = {"report": "", "heads": "_heads", "schedules": "_schedules"}
+TABLE = re.compile(r"(?s)(<!-- table (\w+) -->\n).*?(<!-- end -->\n)")
+CLAIMED = re.compile(r"(?s)(<!-- claims -->\n).*?(<!-- end -->\n)")
+ABSOLUTE = re.compile(r'"/\w[\w.-]*/[^"]*"')
+EXPECTED = ("no loss", "a loss", "a gain")
+
+
+def keep(grid: Path, name: str) -> None:
+    """Archive what the figures of a grid come from, and write its page from the archive. Paths of this machine are left out."""
+    if not re.fullmatch(r"\w+", name):
+        raise ValueError(f"{name!r}: a name is letters, digits and _")
+    files = {file: text for file in KEPT if (text := _read(grid / file)) is not None}
+    for run in sorted(grid.glob("row-*")):
+        files |= {f"{run.name}/{file}": text for file in KEPT_OF_RUNS if (text := _read(run / file)) is not None}
+    _write_archive(RESULTS / f"{name}{ENDING}", files)
+    with _unpacked(name) as folder, tempfile.TemporaryDirectory() as out:
+        write_pages([make_report([folder], lambda _: None)], Path(out))
+        (RESULTS / f"{name}.html").write_bytes(Path(out, "report.html").read_bytes())
+        for picture, end in PICTURES.items():
+            if Path(out, f"{picture}.png").exists():
+                (RESULTS / f"{name}{end}.png").write_bytes(Path(out, f"{picture}.png").read_bytes())
+
+
+def _read(path: Path) -> bytes | None:
+    """None where there is no such file. Of settings and commands, folders of this machine are named by what they are."""
+    if not path.exists():
+        return None
+    if path.suffix == ".npy":
+        return path.read_bytes()
+    text = path.read_text(encoding="utf-8")
+    text = re.sub(r"""("root": )"[^"]*\"""", r'\1"DIRECTORY"', text)
+    text = re.sub(r"""("pretrained": )"/[^"]*\"""", r'\1"FOLDER"', text)
+    text = re.sub(r"(data\.root=)\S+", r"\1DIRECTORY", text)
+    text = re.sub(r"(backbone\.pretrained=)/\S+", r"\1FOLDER", text)
+    if path.suffix != ".txt" and (found := ABSOLUTE.search(text)):
+        raise ValueError(f"{path} names a folder of this machine, which nobody else has: {found[0]}")
+    return text.encode()
+
+
+def _write_archive(path: Path, files: dict[str, bytes]) -> None:
+    """The same bytes for the same files."""
+    with (
+        path.open("wb") as raw,
+        gzip.GzipFile(filename="", fileobj=raw, mode="wb", mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w") as archive,
+    ):
+        for name, content in sorted(files.items()):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+
+
+@contextmanager
+def _unpacked(name: str) -> Iterator[Path]:
+    path = RESULTS / f"{name}{ENDING}"
+    if not path.exists():
+        raise ValueError(f"{path.name} does not exist; choose from {', '.join(archives())}")
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(path) as archive:
+        archive.extractall(folder, filter="data")
+        yield Path(folder)
+
+
+def archives() -> list[str]:
+    return sorted(path.name.removesuffix(ENDING) for path in RESULTS.glob(f"*{ENDING}"))
+
+
+class Reports:
+    """The report of each archive and its Markdown, made once, while the archive is unpacked: a report reads folders late."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[Report, str]] = {}
+
+    def _make(self, name: str) -> tuple[Report, str]:
+        if name not in self._made:
+            with _unpacked(name) as folder:
+                report = make_report([folder], lambda _: None)
+                self._made[name] = report, markdown(report)
+        return self._made[name]
+
+    def __getitem__(self, name: str) -> Report:
+        return self._make(name)[0]
+
+    def text(self, name: str) -> str:
+        """As Markdown, without its title, with the pictures that are kept."""
+        _, body = self._make(name)[1].split("\n", 1)
+        pictures = "|".join(PICTURES)
+        named = re.sub(rf"\]\(({pictures})\.png\)", lambda found: f"]({name}{PICTURES[found[1]]}.png)", body)
+        return re.sub(r"(?m)^#", "##", named).strip()
+
+
+def pages(reports: Reports) -> dict[Path, str]:
+    """Every page with generated parts, as it should be."""
+    made = {}
+    for path in sorted(RESULTS.glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        text = TABLE.sub(lambda found: f"{found[1]}\n{reports.text(found[2])}\n\n{found[3]}", text)
+        text = CLAIMED.sub(lambda found: f"{found[1]}\n{claims(reports)}\n\n{found[2]}", text)
+        if text != path.read_text(encoding="utf-8") or TABLE.search(text) or CLAIMED.search(text):
+            made[path] = text
+    return made
+
+
+def claims(reports: Reports) -> str:
+    """The tables of claims.yaml, with what was measured and whether the claim holds."""
+    lines = []
+    for group in yaml.safe_load(CLAIMS.read_text(encoding="utf-8")):
+        lines += [
+            f"### {group['question']}",
+            "",
+            "| claim | published | measured here | holds? |",
+            "| --- | --- | --- | --- |",
+        ]
+        for claim in group["claims"]:
+            unknown = claim.keys() - {"claim", "source", "published", "compare", "expects", "measured", "holds"}
+            if unknown:
+                raise ValueError(f"{claim['claim']!r}: unknown {sorted(unknown)}")
+            measured, holds = claim.get("measured", "–"), claim.get("holds", "not tested")
+            if "compare" in claim:
+                measured, holds = measure(reports, **claim["compare"], expects=claim["expects"])
+            lines.append(f"| {claim['claim']} ({claim['source']}) | {claim['published']} | {measured} | {holds} |")
+        lines.append("")
+    return "\n".join(lines).strip()
+
+
+def measure(reports: Reports, *, grid: str, row: str, base: str = "0", expects: str) -> tuple[str, str]:
+    """The difference of a row from another in words, and whether it is as a claim expects: no loss, a loss or a gain."""
+    report = reports[grid]
+    found = next((d for d in report.differences if {d.base, d.row} == {base, row}), None)
+    if found is None:
+        raise ValueError(f"{grid} does not compare row {row} with row {base}")
+    if found.base == row:  # the other way round
+        found = replace(found, base=base, row=row, difference=-found.difference, low=-found.high, high=-found.low)
+    first, second = (next(one for one in report.rows if one["row"] == name) for name in (base, row))
+    seeds = min(first["seeds"], second["seeds"])
+    words = f"{report.task.signed(found.difference)} {report.task.name} of {quality(report, first)}"
+    words += f" ({interval(report, found)}; {'one seed' if seeds == 1 else f'{seeds} seeds'})"
+    holds = verdict(report.task, found, expects) + " (one seed)" * (seeds == 1)
+    return f"{words}, row {row} of [{grid}]({grid}.html)", holds
+
+
+def verdict(task: TaskScoring, found: Difference, expects: str) -> str:
+    """By the 95 % interval of one comparison: "holds" and "does not hold" only where the interval allows nothing else."""
+    low, high = (found.low, found.high) if task.higher else (-found.high, -found.low)
+    loss, gain, no_loss = high < 0, low > 0, low > -task.margin
+    if expects not in EXPECTED:
+        raise ValueError(f"expects: {expects!r}: choose from {list(EXPECTED)}")
+    holds, fails = {
+        "no loss": (no_loss, loss and not no_loss),
+        "a loss": (loss, no_loss and not loss),
+        "a gain": (gain, high < task.margin and not gain),
+    }[expects]
+    return "holds" if holds else "does not hold" if fails else "not told apart"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    kept = commands.add_parser("keep", help="archive the folder of a grid")
+    kept.add_argument("grid", type=Path)
+    kept.add_argument("name")
+    commands.add_parser("write", help="write the generated parts of all pages")
+    commands.add_parser("check", help="compare them with what is there")
+    arguments = parser.parse_args()
+    if arguments.command == "keep":
+        keep(arguments.grid, arguments.name)
+        return
+    wrong = []
+    for path, text in pages(Reports()).items():
+        if arguments.command == "write":
+            path.write_text(text, encoding="utf-8")
+        elif path.read_text(encoding="utf-8") != text:
+            wrong.append(path.name)
+    if wrong:
+        sys.exit(f"not what the records give: {', '.join(wrong)}; run: python docs/tooling/results.py write")
+
+
+if __name__ == "__main__":
+    main()

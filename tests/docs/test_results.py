@@ -1,0 +1,117 @@
+"""`make results-check`, on a grid made here: published figures are those that the kept records give."""
+
+import sys
+
+import pytest
+import yaml
+from support import ROOT
+from support.reports import make_runs
+
+from hf_freeze.analysis.significance import Difference
+from hf_freeze.experiments.tasks.scoring import SCORING
+
+sys.path.insert(0, str(ROOT / "docs" / "tooling"))
+import results
+
+PAGE = "# A page\n\n<!-- table tiny -->\n\n<!-- end -->\n\nMore.\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """In place of docs/results: a kept grid, a page with its table and one with a claim about it."""
+    make_runs(tmp_path / "grid")
+    out = tmp_path / "results"
+    out.mkdir()
+    monkeypatch.setattr(results, "RESULTS", out)
+    monkeypatch.setattr(results, "CLAIMS", out / "claims.yaml")
+    results.keep(tmp_path / "grid", "tiny")
+    (out / "page.md").write_text(PAGE)
+    (out / "README.md").write_text("<!-- claims -->\n\n<!-- end -->\n")
+    claim = {"claim": "Random attention costs little", "source": "Somebody, 2020", "published": "−1 BLEU"}
+    claim |= {"compare": {"grid": "tiny", "row": "2.1"}, "expects": "no loss"}
+    other = {"claim": "All is well", "source": "Nobody", "published": "–"}
+    (out / "claims.yaml").write_text(yaml.safe_dump([{"question": "Which parts?", "claims": [claim, other]}]))
+    return out
+
+
+def command(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["results.py", *map(str, arguments)])
+    results.main()
+
+
+def test_a_page_is_written_and_a_changed_figure_is_found(folder, monkeypatch):
+    with pytest.raises(SystemExit, match=r"README\.md, page\.md; run: "):
+        command(monkeypatch, "check")
+    command(monkeypatch, "write")
+    text = (folder / "page.md").read_text("utf-8")
+    assert text.startswith("# A page\n\n<!-- table tiny -->\n\n**")
+    assert text.endswith("\n\n<!-- end -->\n\nMore.\n")
+    assert "| 2.1 | ✓✗✓ attention random |" in text
+    assert "](tiny.png)" in text
+    assert (folder / "tiny.png").exists()
+    claimed = (folder / "README.md").read_text("utf-8")
+    assert "### Which parts?" in claimed
+    assert "3 seeds), row 2.1 of [tiny](tiny.html) | does not hold |" in claimed
+    assert "| All is well (Nobody) | – | – | not tested |" in claimed
+    command(monkeypatch, "check")
+    for page in ("page.md", "README.md"):
+        right = (folder / page).read_text("utf-8")
+        (folder / page).write_text(right.replace("3 seeds", "4 seeds"))
+        with pytest.raises(SystemExit, match=f"not what the records give: {page};"):
+            command(monkeypatch, "check")
+        (folder / page).write_text(right)
+
+
+def test_an_archive_is_the_same_again_and_names_no_folder_of_a_machine(folder, tmp_path):
+    first = (folder / "tiny_runs.tar.gz").read_bytes()
+    results.keep(tmp_path / "grid", "tiny")
+    assert (folder / "tiny_runs.tar.gz").read_bytes() == first
+    with results._unpacked("tiny") as unpacked:
+        assert '"root": "DIRECTORY"' in (unpacked / "row-0-seed-1" / "run.json").read_text()
+    settings = tmp_path / "grid" / "row-0-seed-1" / "run.json"
+    settings.write_text('{"teacher": "/home/me/runs/teacher"}')
+    with pytest.raises(ValueError, match=r'run\.json names a folder .*: "/home/me/runs/teacher"'):
+        results.keep(tmp_path / "grid", "tiny")
+
+
+def test_what_cannot_be_compared_is_said(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"'a b': a name is letters"):
+        results.keep(tmp_path / "grid", "a b")
+    reports = results.Reports()
+    with pytest.raises(ValueError, match=r"other_runs\.tar\.gz does not exist; choose from tiny"):
+        results.measure(reports, grid="other", row="3", expects="no loss")
+    with pytest.raises(ValueError, match="tiny does not compare row 4 with row 0"):
+        results.measure(reports, grid="tiny", row="4", expects="no loss")
+    with pytest.raises(ValueError, match="expects: 'a win': choose from"):
+        results.measure(reports, grid="tiny", row="3", expects="a win")
+    forwards, backwards = (
+        results.measure(reports, grid="tiny", row=row, base=base, expects="a gain")
+        for row, base in (("2.1", "0"), ("0", "2.1"))
+    )
+    assert forwards[1] == "does not hold"
+    assert backwards[1] == "holds"
+    (folder / "claims.yaml").write_text("[{question: a, claims: [{claim: b, sauce: c}]}]")
+    with pytest.raises(ValueError, match=r"'b': unknown \['sauce'\]"):
+        results.claims(reports)
+
+
+@pytest.mark.parametrize(
+    ("expects", "low", "high", "holds"),
+    [
+        ("no loss", -0.9, 3.0, "holds"),
+        ("no loss", -0.9, -0.1, "holds"),  # a loss, below the margin
+        ("no loss", -1.1, 3.0, "not told apart"),
+        ("no loss", -3.0, -0.1, "does not hold"),
+        ("a loss", -3.0, -0.1, "holds"),
+        ("a loss", -0.9, 0.1, "does not hold"),
+        ("a loss", -3.0, 0.1, "not told apart"),
+        ("a gain", 0.1, 3.0, "holds"),
+        ("a gain", -3.0, 0.9, "does not hold"),
+        ("a gain", -3.0, 1.1, "not told apart"),
+    ],
+)
+def test_a_verdict_goes_by_the_interval(expects, low, high, holds):
+    bleu, perplexity = SCORING["translation"], SCORING["language-modelling"]
+    assert results.verdict(bleu, Difference("0", "1", 0.0, low, high, 0.5), expects) == holds
+    scale = perplexity.margin  # of which lower is better
+    assert results.verdict(perplexity, Difference("0", "1", 0.0, -high * scale, -low * scale, 0.5), expects) == holds
