@@ -165,6 +165,7 @@ def claims(reports: Reports) -> str:
             if unknown:
                 raise ValueError(f"{claim['claim']!r}: unknown {sorted(unknown)}")
             measured, holds = claim.get("measured", "–"), claim.get("holds", "not tested")
+            measured += " †" * ("measured" in claim)
             if "compare" in claim:
                 measured, holds = measure(reports, **claim["compare"], expects=claim["expects"])
             lines.append(f"| {claim['claim']} ({claim['source']}) | {claim['published']} | {measured} | {holds} |")
