@@ -10,19 +10,10 @@ import numpy as np
 import pytest
 import torch
 from support.cases import native_config
+from support.deep import deep_config, deep_model, each_architecture, layers_of, put_layers
 from support.models import differences, outputs, perturbed
 from support.training import objective
-from test_theseus import (
-    MARIAN,
-    check_independent,
-    deep_config,
-    deep_model,
-    each_architecture,
-    in_training,
-    layers_of,
-    put_layers,
-    successors,
-)
+from test_theseus import MARIAN, check_independent, in_training, successors
 from transformers import AutoConfig, TrainerControl, TrainerState, TrainingArguments
 
 from hf_freeze import VariantCallback, analysis, make_variant
