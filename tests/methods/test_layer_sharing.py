@@ -352,6 +352,15 @@ def test_what_is_not_shared_may_differ_between_layers(backbone):
         make_variant(backbone, [pruned, methods.LayerSharing(components=["ffn"])])
 
 
+def test_what_is_not_shared_may_be_frozen_in_some_layers(backbone):
+    shared, some = methods.LayerSharing(components=["attention"]), {"encoder": [0]}
+    variant = make_variant(backbone, [shared, methods.Freeze(ffn="frozen", layers=some)])
+    first, second = variant.model.encoder.layers[:2]
+    assert [first.fc1.weight.requires_grad, second.fc1.weight.requires_grad] == [False, True]
+    with pytest.raises(ValueError, match=r"layers \[0, 1\] share their parameters; name all of them or none"):
+        make_variant(backbone, [shared, methods.Freeze(attention="frozen", layers=some)])
+
+
 def test_two_of_them_share_other_parts_of_other_stacks(backbone):
     chosen = [methods.LayerSharing(stacks=["encoder"], components=["ffn"]), methods.LayerSharing(stacks=["decoder"])]
     variant = make_variant(backbone, chosen)
