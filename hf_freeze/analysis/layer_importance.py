@@ -15,6 +15,7 @@ from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.layer_forward import Skipped
 from hf_freeze.methods import LayerSelection
 from hf_freeze.methods._checks import check_choice
+from hf_freeze.surgery.sublayers import ATTENTION, FFN, check_sublayers, last_linears
 
 MEASURES = ("removal", "similarity")
 UNITS = ("layers", "sublayers")
@@ -63,8 +64,8 @@ def select_layers(scores: Mapping[str, torch.Tensor], keep: Mapping[str, int]) -
     """The `LayerSelection` that keeps so many layers of each stack in `keep`, such as `{"encoder": 3}`, those of the highest
     `scores` (stack -> (layers,), as from `layer_importance`); of equal ones, the first. Other stacks stay whole.
 
-        scores = analysis.layer_importance(model, dataloader, measure="similarity")
-        shallow = make_variant(model, [analysis.select_layers(scores, {"encoder": 3})])
+        scores = analysis.layer_importance(model, batches, measure="similarity")
+        shallow = make_variant(model, [analysis.select_layers(scores, {"encoder": 2})])
 
     Raises ValueError for a stack without scores, and a number outside 1..its layers.
     """
@@ -97,12 +98,12 @@ def _layers(model: Any, architecture: Architecture) -> dict[Place, None]:
 def _sublayers(model: Any, architecture: Architecture) -> dict[Place, str]:
     """The sublayers, each with the linear, below its layer, that it ends with."""
     stacks = list(architecture.stacks)
-    for unit in (surgery.ATTENTION, surgery.FFN):
-        surgery.check_sublayers(unit, architecture, model.config, stacks, "layer_importance(unit='sublayers')")
+    for unit in (ATTENTION, FFN):
+        check_sublayers(unit, architecture, model.config, stacks, "layer_importance(unit='sublayers')")
     return {
         (f"{stack}.{kind}", number): linear
         for stack, number in _layers(model, architecture)
-        for kind, linear in surgery.last_linears(architecture, model.config, stack, number).items()
+        for kind, linear in last_linears(architecture, model.config, stack, number).items()
     }
 
 

@@ -28,7 +28,7 @@ def search_layers(
     held-out data: the search among sub-networks of Fan et al. (2020, https://arxiv.org/abs/1909.11556, "Search on Valid"). A
     model trained with LayerDrop is prepared for this; nothing is trained.
 
-        shallow = make_variant(model, [analysis.search_layers(model, {"encoder": 3, "decoder": 3}, batches)])
+        shallow = make_variant(model, [analysis.search_layers(model, {"encoder": 2, "decoder": 1}, batches)])
 
     All sub-networks are compared if there are at most `trials`. Otherwise the search begins at those of `extract_depth`, every
     other layer, and exchanges a kept layer for a removed one as long as the result improves, until `trials` have been

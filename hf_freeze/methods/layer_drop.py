@@ -12,6 +12,7 @@ from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import Part, Schedule
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import draws
+from hf_freeze.surgery.sublayers import ATTENTION, FFN, check_sublayers, head_count, is_part_of, kinds_of, last_linears
 
 LAYERS, HEADS, NEURONS = "layers", "heads", "neurons"
 
@@ -79,20 +80,20 @@ class LayerDrop(Method):
 
     def _check_units(self, architecture: Architecture, config: Any) -> None:
         stacks, units = self.chosen_stacks(architecture), self.probabilities
-        kinds = surgery.kinds_of(architecture, config, stacks)
-        choices = [LAYERS, surgery.ATTENTION, *kinds, surgery.FFN, HEADS, NEURONS]
+        kinds = kinds_of(architecture, config, stacks)
+        choices = [LAYERS, ATTENTION, *kinds, FFN, HEADS, NEURONS]
         for unit in units:
             if unit not in choices:
                 raise ValueError(
                     f"LayerDrop(p={self.p!r}): no unit {unit!r} in {architecture.model_type}; choose from {choices}"
                 )
-            if unit in kinds and surgery.ATTENTION in units:
+            if unit in kinds and ATTENTION in units:
                 raise ValueError(
                     f"LayerDrop(p={self.p!r}): 'attention' and {unit!r} name the same; leave one of them out"
                 )
             if unit != LAYERS:
-                sublayer = {HEADS: surgery.ATTENTION, NEURONS: surgery.FFN}.get(unit, unit)
-                surgery.check_sublayers(sublayer, architecture, config, stacks, f"LayerDrop(p={self.p!r})")
+                sublayer = {HEADS: ATTENTION, NEURONS: FFN}.get(unit, unit)
+                check_sublayers(sublayer, architecture, config, stacks, f"LayerDrop(p={self.p!r})")
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         units = self.probabilities
@@ -153,18 +154,16 @@ class _Draws(Schedule):
             (stack, layer, kind, linear)
             for stack in self.method.chosen_stacks(architecture)
             for number, layer in enumerate(surgery.layers_of(model, architecture, stack))
-            for kind, linear in surgery.last_linears(architecture, config, stack, number).items()
+            for kind, linear in last_linears(architecture, config, stack, number).items()
         ]
         silent: dict[Any, set[str]] = {layer: set() for layer in self.method.affected_layers(model, architecture)}
         kept: dict[Any, dict[str, list[bool]]] = {layer: {} for layer in silent}
         for unit in units.keys() - {LAYERS}:
-            inside = {HEADS: surgery.ATTENTION, NEURONS: surgery.FFN}.get(unit)
-            places = [place for place in sublayers if surgery.is_part_of(place[2], inside or unit)]
+            inside = {HEADS: ATTENTION, NEURONS: FFN}.get(unit)
+            places = [place for place in sublayers if is_part_of(place[2], inside or unit)]
             counts = [1] * len(places)
             if unit == HEADS:
-                counts = [
-                    surgery.head_count(layer, architecture, config, stack, kind) for stack, layer, kind, _ in places
-                ]
+                counts = [head_count(layer, architecture, config, stack, kind) for stack, layer, kind, _ in places]
             elif unit == NEURONS:
                 counts = [self.method.groups] * len(places)
             drawn = iter(self._drawn(unit, step, sum(counts)))

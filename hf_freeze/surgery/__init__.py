@@ -43,13 +43,6 @@ from hf_freeze.surgery.replacing import return_freed_memory as return_freed_memo
 from hf_freeze.surgery.replacing import select_features as select_features
 from hf_freeze.surgery.replacing import set_values as set_values
 from hf_freeze.surgery.replacing import spread_features as spread_features
-from hf_freeze.surgery.sublayers import ATTENTION as ATTENTION
-from hf_freeze.surgery.sublayers import FFN as FFN
-from hf_freeze.surgery.sublayers import check_sublayers as check_sublayers
-from hf_freeze.surgery.sublayers import head_count as head_count
-from hf_freeze.surgery.sublayers import is_part_of as is_part_of
-from hf_freeze.surgery.sublayers import kinds_of as kinds_of
-from hf_freeze.surgery.sublayers import last_linears as last_linears
 from hf_freeze.surgery.vocabulary import copy_tokens as copy_tokens
 from hf_freeze.surgery.vocabulary import cut_vocabulary as cut_vocabulary
 from hf_freeze.surgery.vocabulary import dense_table as dense_table
