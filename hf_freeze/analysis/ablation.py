@@ -128,7 +128,7 @@ def _loss_rises(
     layer_of = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
     rises, labels = dict.fromkeys(heads, 0.0), 0
     for batch in batches_on(model, data, "Masking heads"):
-        with _recorded(layers) as results:
+        with recorded(layers) as results:
             loss = loss_of(model, batch, "head_ablation")
         if len(results) != len(layers):
             raise ValueError(
@@ -138,13 +138,13 @@ def _loss_rises(
         labels += count
         for name, head in heads:
             earlier = layers[: layer_of[outputs[name]]]
-            with _replayed(earlier, results), _masked(outputs[name], sizes[name], head, keep_one):
+            with replayed(earlier, results), _masked(outputs[name], sizes[name], head, keep_one):
                 rises[name, head] += count * float(loss_of(model, batch, "head_ablation") - loss)
     return {head: rise / labels for head, rise in rises.items()}
 
 
 @contextmanager
-def _recorded(layers: list[Any]) -> Iterator[list[Any]]:
+def recorded(layers: list[Any]) -> Iterator[list[Any]]:
     """A list that collects the results of the layers, in order."""
     results: list[Any] = []
     handles = [layer.register_forward_hook(lambda _, __, result: results.append(result)) for layer in layers]
@@ -156,7 +156,7 @@ def _recorded(layers: list[Any]) -> Iterator[list[Any]]:
 
 
 @contextmanager
-def _replayed(layers: list[Any], results: list[Any]) -> Iterator[None]:
+def replayed(layers: list[Any], results: list[Any]) -> Iterator[None]:
     """Let each layer return its recorded result instead of computing."""
     forwards = [vars(layer).get("forward") for layer in layers]
     for layer, result in zip(layers, results, strict=False):

@@ -16,6 +16,7 @@ from hf_freeze.architectures.base import (
     check_layers_type,
     is_of_predecessor,
 )
+from hf_freeze.architectures.layer_parts import AttentionParts, check_parts, named_by
 from hf_freeze.methods._checks import check_choice, check_seed, check_training_span, training_span
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import FreezePhase, Part, SeededValues
@@ -45,6 +46,10 @@ class Freeze(Method):
     - `"diagonal"` (attention, ffn): ones on the main diagonal of the matrix, zeros elsewhere, biases 0; never stored;
     - `"zero_diagonal"` (attention, ffn): random with zeros on the main diagonal; never stored.
 
+    `attention` may be a dict from parts of attentions to modes, such as `{"cross": "random", "self.q": "frozen"}`: a kind of
+    attention (`"self"`, `"cross"`), a projection of all kinds (`"q"`, `"k"`, `"v"`, `"o"`), or a projection of one kind. Parts
+    that it does not name are trainable.
+
     Biases belong to their linear. A tied table freezes together with its output matrix. `layers`, such as
     `{"encoder": [0, 1]}`, limits attention, ffn and norm to these layers; embeddings and head lie in no layer.
     Several Freeze act in their order, each on the components that it names.
@@ -53,14 +58,15 @@ class Freeze(Method):
     None means from the start (0) or to the end (1). They work for `"frozen"` only, and training then needs `VariantCallback` or
     `model.advance`.
 
-    Raises ValueError for an unknown mode, a seed outside 0..2^63-1, a stack or layer that the backbone does not have, and a
+    Raises ValueError for an unknown mode or part, a part that is named twice, different modes for projections that are one matrix
+    (GPT-2's q, k and v), a seed outside 0..2^63-1, a stack or layer that the backbone does not have, and a
     begin or end that is outside 0..1, in the wrong order or set for a component that is not stored.
     """
 
     structural: ClassVar[bool] = False
     freezes: ClassVar[bool] = True
     embeddings: str = "trainable"
-    attention: str = "trainable"
+    attention: str | dict[str, str] = "trainable"
     ffn: str = "trainable"
     norm: str = "trainable"
     head: str = "trainable"
@@ -70,18 +76,32 @@ class Freeze(Method):
     end: float | None = None
 
     def __post_init__(self) -> None:
+        if self.attention == {}:
+            raise ValueError("Freeze(attention={}): must be a mode, or a dict such as {'cross': 'random'}")
         for component, modes in _MODES.items():
-            check_choice(getattr(self, component), modes, "Freeze", component)
+            for field, mode in self.modes(component).items():
+                check_choice(mode, modes, "Freeze", field)
         check_seed(self.seed, "Freeze")
         check_layers_type(self.layers)
         check_training_span(self.begin, self.end, "Freeze")
-        for component in _MODES:
-            if self.phase != (0, 1) and getattr(self, component) not in _KEEP:
+        for component in _MODES if self.phase != (0, 1) else ():
+            if self._seeds(component):
                 raise ValueError(
                     f"Freeze({component}={getattr(self, component)!r}, begin={self.begin!r}, end={self.end!r}): weights that a "
                     "seed regenerates are not stored, so they cannot be unfrozen; use 'frozen' (fresh weights of a config are "
                     "random as well)"
                 )
+
+    def modes(self, component: str) -> dict[str, str]:
+        """Field, as text, -> mode: one for a component, or one for each of its parts."""
+        value = getattr(self, component)
+        if component != "attention" or not isinstance(value, dict):
+            return {component: value}
+        return {f"attention[{part!r}]": mode for part, mode in value.items()}
+
+    def _seeds(self, component: str) -> bool:
+        """Whether a seed regenerates some of its weights."""
+        return any(mode not in _KEEP for mode in self.modes(component).values())
 
     @property
     def phase(self) -> tuple[float, float]:
@@ -92,17 +112,22 @@ class Freeze(Method):
     def parts(self) -> tuple[Part, ...]:
         if self.phase != (0, 1):
             return (_Phase(self),)
-        seeded = frozenset(component for component in _MODES if getattr(self, component) not in _KEEP)
+        seeded = frozenset(filter(self._seeds, _MODES))
         return (SeededValues(seeded),) if seeded else ()
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
+        if isinstance(self.attention, dict):
+            check_parts(self.attention, (), architecture, config, f"Freeze(attention={self.attention!r})", self.layers)
 
     def freeze(self, model: Model, architecture: Architecture) -> Iterable[tuple[str, SeededTensor | None]]:
+        parts = AttentionParts(architecture)
         for full_name, parameter in canonical_parameters(model):
             name = base_name(model, full_name)
             component = architecture.component(name)
             mode = getattr(self, component, "trainable")
+            if component == "attention" and isinstance(mode, dict):
+                mode = mode.get(named_by(mode, parts.of(name)) or "", "trainable")
             if mode == "trainable" or is_of_predecessor(name) or not self._selects(architecture, component, name):
                 continue
             if mode == "frozen":
@@ -136,7 +161,11 @@ class _Phase(FreezePhase):
         self.method = method
 
     def values(self, step: int, total_steps: int) -> dict[str, float]:
-        frozen = [component for component in _MODES if getattr(self.method, component) != "trainable"]
+        frozen = [
+            component if getattr(self.method, component) == "frozen" else f"parts of {component}"
+            for component in _MODES
+            if "frozen" in self.method.modes(component).values()
+        ]
         layers = "" if self.method.layers is None else f" of {self.method.layers}"
         return {f"{', '.join(frozen)}{layers} frozen": float(self.frozen_at(step / total_steps))}
 

@@ -2,7 +2,7 @@
 https://arxiv.org/abs/1909.11942)."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from hf_freeze.architectures.base import (
     is_of_predecessor,
     with_layers,
 )
+from hf_freeze.architectures.layer_parts import AttentionParts, check_parts, named_by
 from hf_freeze.architectures.roles import has_module
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.factorized import FactorizedLinear
@@ -27,6 +28,7 @@ from hf_freeze.methods._linear import set_field
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.registry import register_method
 
+WHOLE = ("attention", "ffn", "norm")  # components that lie in layers
 NORMS = ("shared", "separate")
 STARTS = ("mean", "middle")
 
@@ -38,31 +40,45 @@ class LayerSharing(Method):
     With `groups`, each stack is divided into that many groups of consecutive layers, whose sizes differ by at most one, and each
     group has one set.
 
+    `components` limits the sharing to parts of the layers, as in ALBERT's rows "shared-attention" and "shared-FFN": a list of
+    `"attention"`, `"ffn"` and `"norm"`, of kinds of attentions (`"self"`, `"cross"`), of their projections (`"q"`, `"k"`, `"v"`,
+    `"o"`), and of projections of one kind (`"cross.k"`). None: whole layers. Each layer keeps its own of all other parameters,
+    norms included.
+
     `norms`: `"shared"`, or `"separate"` with norms of its own for each layer. `start`: from trained layers, the shared
     parameters start as the `"mean"` of the group's layers, or as its `"middle"` layer. `depth`, such as `{"encoder": 12}`,
-    changes how many layers run; this costs time, not parameters. `merge()` gives a native model in which each layer has a copy.
+    changes how many layers run; this costs time, and parameters only for what is not shared. `merge()` gives a native model in
+    which each layer has a copy.
 
-    Raises ValueError for an unknown stack, more groups than layers, a depth below 1, layers of different shapes, a method that
-    names only some of the layers that share parameters, a method that keeps a mask for each layer, and a mean over gated,
-    sparse or quantised weights. The mean of factors is that of their products.
+    Raises ValueError for an unknown stack or component, some of the projections that are one matrix (GPT-2's q, k and v), more
+    groups than layers, a depth below 1, shared parameters of different shapes, a method that names only some of the layers that
+    share parameters, a method that keeps a mask for each layer, and a mean over gated, sparse or quantised weights. The mean of
+    factors is that of their products.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"layers"})
     shares_layers: ClassVar[bool] = True
     stacks: list[str] | None = None
+    components: list[str] | None = None
     groups: int = 1
     norms: str = "shared"
     start: str = "mean"
     depth: dict[str, int] | None = None
 
     def __post_init__(self) -> None:
-        strings = isinstance(self.stacks, list | tuple) and all(isinstance(stack, str) for stack in self.stacks)
-        if self.stacks is not None and not (strings and self.stacks):
-            raise ValueError(f"LayerSharing(stacks={self.stacks!r}): must be None or a list such as ['encoder']")
-        if self.stacks is not None:
-            set_field(self, "stacks", list(dict.fromkeys(self.stacks)))
+        for field, example in (("stacks", "encoder"), ("components", "attention")):
+            value = getattr(self, field)
+            strings = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+            if value is not None and not (strings and value):
+                raise ValueError(f"LayerSharing({field}={value!r}): must be None or a list such as [{example!r}]")
+            if value is not None:
+                set_field(self, field, list(dict.fromkeys(value)))
         check_positive(self.groups, "LayerSharing", "groups")
         check_choice(self.norms, NORMS, "LayerSharing", "norms")
+        if self.norms == "separate" and "norm" in (self.components or ()):
+            raise ValueError(
+                f"LayerSharing(components={self.components!r}, norms='separate'): shares the norms and does not; leave one out"
+            )
         check_choice(self.start, STARTS, "LayerSharing", "start")
         if self.depth is not None:
             if not isinstance(self.depth, dict) or not self.depth:
@@ -87,6 +103,9 @@ class LayerSharing(Method):
                 raise ValueError(
                     f"LayerSharing: no stack {stack!r} in {architecture.model_type}; choose from {sorted(architecture.stacks)}"
                 )
+        if self.components is not None:
+            owner = f"LayerSharing(components={self.components!r})"
+            check_parts(dict.fromkeys(self.components, True), WHOLE, architecture, config, owner, shared)
         for stack in self.depth or ():
             if stack not in shared:
                 raise ValueError(
@@ -127,24 +146,41 @@ class LayerSharing(Method):
 
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
         ties: dict[str, str] = {}
+        is_shared, found = self._is_shared(architecture), False
         for stack, depth in self._shared(architecture, model.config).items():
             layers = architecture.stacks[stack].layers
             for group in _groups(depth, self.groups):
                 owners: dict[str, tuple[str, tuple[int, ...]]] = {}  # name in a layer -> (its first layer, its shape)
                 for number in group:
                     layer = layers.format(number)
-                    shapes = {n: tuple(t.shape) for n, t in _parameters(model.base_model.get_submodule(layer))}
+                    parameters = _parameters(model.base_model.get_submodule(layer))
+                    shapes = {n: tuple(t.shape) for n, t in parameters if is_shared(f"{layer}.{n}")}
+                    found = found or bool(shapes)
                     self._check_alike(architecture.stacks[stack], stack, group[0], number, owners, shapes)
                     for name, shape in shapes.items():
                         owner, alike = owners.setdefault(name, (layer, shape))
-                        if owner != layer and alike == shape and self._is_shared(architecture, f"{layer}.{name}"):
+                        if owner != layer and alike == shape:
                             ties[full_name(model, f"{layer}.{name}")] = full_name(model, f"{owner}.{name}")
+        if not found:
+            raise ValueError(
+                f"LayerSharing(components={self.components!r}): the layers of this {architecture.model_type} have no such "
+                f"parameters; choose from {list(WHOLE)}"
+            )
         return ties
 
-    def _is_shared(self, architecture: Architecture, parameter: str) -> bool:
-        if is_of_predecessor(parameter):
-            return False
-        return self.norms == "shared" or architecture.component(parameter) != "norm"
+    def _is_shared(self, architecture: Architecture) -> Callable[[str], bool]:
+        """A function that tells whether a parameter of a layer (its name below the base model) is shared."""
+        parts = AttentionParts(architecture)
+
+        def is_shared(parameter: str) -> bool:
+            component = architecture.component(parameter)
+            if is_of_predecessor(parameter) or (component == "norm" and self.norms == "separate"):
+                return False
+            if self.components is None or component in self.components:
+                return True
+            return component == "attention" and named_by(self.components, parts.of(parameter)) is not None
+
+        return is_shared
 
     @staticmethod
     def _check_alike(
@@ -169,30 +205,30 @@ class LayerSharing(Method):
     @torch.no_grad()
     def convert(self, old: Any, new: Model) -> None:
         architecture = new.architecture
-        new_depths = self._shared(architecture, new.config)
+        new_depths, is_shared = self._shared(architecture, new.config), self._is_shared(architecture)
         for stack, old_depth in self._shared(architecture, old.config).items():
             layers, new_depth = architecture.stacks[stack].layers, new_depths[stack]
             old_layers = [old.base_model.get_submodule(layers.format(number)) for number in range(old_depth)]
             source_numbers = _stretched(old_depth, new_depth)
             groups = zip(_groups(old_depth, self.groups), _groups(new_depth, self.groups), strict=True)
             for old_numbers, new_numbers in groups:
-                start = self._start_values([old_layers[number] for number in old_numbers])
+                name = layers.format(new_numbers[0])
+                group = [old_layers[number] for number in old_numbers]
+                start = self._start_values(group, lambda n, layer=name: is_shared(f"{layer}.{n}"))
                 for number in new_numbers:
                     own = old_layers[source_numbers[number]].state_dict()
-                    name = layers.format(number)
-                    shared = {
-                        n: value
-                        for n, value in start.items()
-                        if n in own and own[n].shape == value.shape and self._is_shared(architecture, f"{name}.{n}")
-                    }
-                    new.base_model.get_submodule(name).load_state_dict(own | shared, assign=True)
+                    shared = {n: value for n, value in start.items() if n in own and own[n].shape == value.shape}
+                    layer = new.base_model.get_submodule(layers.format(number))
+                    layer.load_state_dict(own | shared, assign=True)
 
-    def _start_values(self, group: list[Any]) -> dict[str, torch.Tensor]:
-        """The state dict that the layers of a group start from."""
+    def _start_values(self, group: list[Any], is_shared: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+        """What the layers of a group start from, of the names in a state dict that are shared."""
         if self.start == "middle":
-            return group[len(group) // 2].state_dict()
+            return {n: value for n, value in group[len(group) // 2].state_dict().items() if is_shared(n)}
         factorized: dict[str, torch.Tensor] = {}
         for name, module in group[0].named_modules():
+            if not is_shared(f"{name}.weight"):
+                continue
             if isinstance(module, FactorizedLinear):  # the mean of factors is not that of their products
                 weights = [layer.get_submodule(name).dense_weight().float() for layer in group]
                 factors: Any = copy.deepcopy(module)
@@ -204,7 +240,7 @@ class LayerSharing(Method):
                     "LayerSharing first, or use start='middle'"
                 )
         states = [layer.state_dict() for layer in group]
-        names = dict.fromkeys(name for state in states for name in state)
+        names = dict.fromkeys(name for state in states for name in state if is_shared(name))
         means = {
             name: torch.stack([state[name].float() for state in states if name in state]).mean(0) for name in names
         }

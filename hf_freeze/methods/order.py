@@ -15,17 +15,23 @@ def check_order(method: Method, earlier: Sequence[Method]) -> None:
 
 
 def check_shared_layers(
-    methods: Sequence[Method], ties: Mapping[str, str], layer_of: Callable[[str], tuple[str, int] | None]
+    methods: Sequence[Method],
+    ties: Mapping[str, str],
+    layer_of: Callable[[str], tuple[str, int] | None],
+    component_of: Callable[[str], str],
 ) -> None:
     """Raise ValueError if a method freezes only one of two layers that share their parameters.
 
-    `ties`: parameter -> the parameter whose values it shares; `layer_of`: parameter -> (stack, layer).
+    `ties`: parameter -> the parameter whose values it shares; `layer_of`: parameter -> (stack, layer); `component_of`: parameter
+    -> component, which a method may leave trainable.
     """
-    pairs = {(layer_of(target), layer_of(source)) for target, source in ties.items()}
-    shared = [(one, other) for one, other in pairs if one is not None and other is not None and one[0] == other[0]]
+    pairs = dict.fromkeys((component_of(target), layer_of(target), layer_of(source)) for target, source in ties.items())
+    shared = [(part, one, other) for part, one, other in pairs if one and other and one[0] == other[0]]
     for method in methods:
         layers = getattr(method, "layers", None) if method.freezes else None
-        for (stack, one), (_, other) in shared:
+        for component, (stack, one), (_, other) in shared:
+            if getattr(method, component, None) == "trainable":
+                continue
             numbers = (layers or {}).get(stack)
             if numbers is not None and (one in numbers) != (other in numbers):
                 raise ValueError(

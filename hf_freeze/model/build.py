@@ -128,7 +128,10 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         for method in self.methods_now:
             by_methods |= method.ties(self, self.architecture)
         check_shared_layers(
-            self.methods_now, by_methods, lambda name: self.architecture.layer_of(base_name(self, name))
+            self.methods_now,
+            by_methods,
+            lambda name: self.architecture.layer_of(base_name(self, name)),
+            self._component,
         )
         ties = native | by_methods
         # A native tie whose source is tied by a method now ends there.

@@ -1,7 +1,7 @@
 """A Seq2SeqTrainer with batches of a fixed token budget and an exact perplexity."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,11 @@ class TokenBatchTrainer(Seq2SeqTrainer):
     def _collator(self, sampler: TokenBatchSampler) -> Callable[[list[dict[str, Any]]], Any]:
         """The function that collates the examples chosen by `sampler` into a batch."""
         return self.data_collator
+
+    def batches(self, dataset: Any) -> Iterator[dict[str, Any]]:
+        """The batches that `score` goes through, with labels, on the device of the model."""
+        for batch in self._token_loader(dataset, shuffle=False):
+            yield on_device(self, dict(batch))
 
     @torch.no_grad()
     def score(self, dataset: Any) -> torch.Tensor:

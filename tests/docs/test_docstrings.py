@@ -201,6 +201,7 @@ def names(tmp_path_factory):
         "dataset": [],
         "labelled": [{"input_ids": [1, 2], "labels": 0}] * 8,
         "scores": scores,
+        "batches": [{name: torch.tensor([[5, 9, 3]]) for name in ("input_ids", "labels")}],
     }
 
 

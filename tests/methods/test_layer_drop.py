@@ -4,31 +4,22 @@ import copy
 import math
 import pickle
 from fractions import Fraction
-from itertools import chain, product
+from itertools import chain, pairwise, product
 
 import numpy as np
 import pytest
 import torch
 from support.cases import native_config
+from support.deep import deep_config, deep_model, each_architecture, layers_of, put_layers
 from support.models import differences, outputs, perturbed
 from support.training import objective
-from test_theseus import (
-    MARIAN,
-    check_independent,
-    deep_config,
-    deep_model,
-    each_architecture,
-    in_training,
-    layers_of,
-    put_layers,
-    successors,
-)
+from test_theseus import MARIAN, check_independent, in_training, successors
 from transformers import AutoConfig, TrainerControl, TrainerState, TrainingArguments
 
 from hf_freeze import VariantCallback, analysis, make_variant
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers.layer_forward import Replaced, Skipped
-from hf_freeze.methods import Freeze, LayerDrop, Theseus
+from hf_freeze.methods import FFNPruning, Freeze, HeadPruning, LayerDrop, LowRank, Theseus
 
 ALL = 1 - 1e-9  # a probability with which every layer is left out
 
@@ -198,6 +189,192 @@ def test_that_of_the_backbone_is_refused(field):
     setattr(config, field, 0.1)
     with pytest.raises(ValueError, match=rf"the backbone skips layers already, by {field}=0\.1; set that to 0"):
         on_meta(LayerDrop(), config=config)
+
+
+# -- parts of layers ---------------------------------------------------------------------------------------------------------
+
+UNITS = {"attention": 0.5, "ffn": 0.5, "heads": 0.3, "neurons": 0.3}
+
+
+def thinned_by_hand(native, variant, architecture):
+    """The native model with zeros in the output matrices for what `variant` leaves out now, and in their biases for a whole
+    sublayer; with the names of these matrices."""
+    by_hand, ends = copy.deepcopy(native), set()
+    for stack in architecture.stacks:
+        pairs = zip(layers_of(variant, architecture, stack), layers_of(by_hand, architecture, stack), strict=True)
+        for layer, plain in pairs:
+            drop = layer.thinned
+            for name, kept in drop.kept.items():
+                linear = plain.get_submodule(name)
+                inputs = linear.weight if hasattr(linear, "nf") else linear.weight.T  # GPT-2's are (inputs, outputs)
+                for rows, keep in zip(inputs.data.tensor_split(len(kept)), kept, strict=True):
+                    rows *= keep
+                ends.add(linear)
+            for name in drop.silent:
+                linear = plain.get_submodule(name)
+                for parameter in linear.parameters():
+                    parameter.data.zero_()
+                ends.add(linear)
+    return by_hand, {name for name, module in by_hand.named_modules() if module in ends}
+
+
+@each_architecture
+def test_sublayers_heads_and_neurons_are_left_out(architecture):
+    native, batch = deep_model(architecture)
+    variant = make_variant(native, [LayerDrop(p=UNITS, groups=4, seed=2)])
+    assert differences(outputs(variant, batch), outputs(native, batch)) == []
+    seen = []
+    for step in range(3):
+        variant.advance(step, 3)
+        by_hand, ends = thinned_by_hand(native, variant, architecture)
+        seen.append(in_training(variant, batch))
+        assert differences(seen[-1], in_training(by_hand, batch)) == []
+        variant.zero_grad()
+        objective(variant, batch).backward()
+        objective(by_hand, batch).backward()
+        for name, parameter in variant.named_parameters():
+            expected = by_hand.get_parameter(name).grad
+            if name.rpartition(".")[0] in ends or expected is None:  # the gradient of a zero is no zero
+                continue
+            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert all(differences(one, other) != [] for one, other in pairwise(seen))
+
+
+@each_architecture
+def test_without_any_sublayer_the_hidden_states_pass_through(architecture):
+    """And their parameters get no gradient, so that an optimiser leaves them as they are."""
+    native, batch = deep_model(architecture)
+    variant = make_variant(native, [LayerDrop(p={"attention": ALL, "ffn": ALL})])
+    variant.advance(0, 1)
+    objective(variant.train(), batch).backward()
+    linears = [name for part in ("attention", "ffn") for _, _, name in architecture.linears(variant.config, part)]
+    for name in linears:
+        assert all(parameter.grad is None for parameter in variant.base_model.get_submodule(name).parameters()), name
+    if architecture.model_type in ("gpt2", "llama"):  # whose norms lie within the sublayers
+        by_hand = without(native, architecture, dict.fromkeys(architecture.stacks, [True] * 4))
+        assert differences(in_training(variant, batch), in_training(by_hand, batch)) == []
+
+
+def test_one_kind_of_attention_and_whole_layers_beside_it():
+    native, batch = deep_model(MARIAN)
+    variant = make_variant(native, [LayerDrop(p={"cross": ALL, "layers": 0.5}, seed=3)])
+    variant.advance(0, 1)
+    silent = copy.deepcopy(native)
+    for layer in layers_of(silent, MARIAN, "decoder"):
+        for parameter in layer.encoder_attn.out_proj.parameters():
+            parameter.data.zero_()
+    gone = dropped(variant)
+    assert {True, False} == {*gone["encoder"], *gone["decoder"]}
+    assert differences(in_training(variant, batch), in_training(without(silent, MARIAN, gone), batch)) == []
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activations_that_are_computed_again_lack_the_same_parts(reentrant):
+    native, batch = deep_model(MARIAN)
+    grads = []
+    for checkpointing in (False, True):
+        variant = make_variant(native, [LayerDrop(p=UNITS | {"layers": 0.2}, seed=1)]).train()
+        if checkpointing:
+            enable = getattr(variant, "activation_checkpointing_enable", variant.gradient_checkpointing_enable)
+            enable({"use_reentrant": reentrant})
+        variant.advance(1, 9)
+        variant(**batch).loss.backward()
+        grads.append({name: p.grad for name, p in variant.named_parameters() if p.grad is not None and p.grad.any()})
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_are_drawn_the_same_whatever_else_is_dropped():
+    alone, beside = on_meta(LayerDrop(p=0.5, seed=7)), on_meta(LayerDrop(p={"layers": 0.5, "ffn": 0.2}, seed=7))
+    assert torch.equal(draws_of(alone, range(32)), draws_of(beside, range(32)))
+
+
+def test_parts_are_dropped_with_their_probabilities():
+    variant, counts = on_meta(LayerDrop(p={"self": 0.2, "heads": 0.4, "neurons": 0.1}, groups=3)), {True: [], False: []}
+    heads, neurons = [], []
+    for step in range(500):
+        variant.advance(step, 500)
+        for stack in MARIAN.stacks:
+            for layer in layers_of(variant, MARIAN, stack):
+                drop = layer.thinned
+                counts[True].append("self_attn.out_proj" in drop.silent)
+                heads += [not kept for name, of in drop.kept.items() if "attn" in name for kept in of]
+                neurons += [not kept for kept in drop.kept["fc2"]]
+    for found, p in ((counts[True], 0.2), (heads, 0.4), (neurons, 0.1)):
+        assert sum(found) / len(found) == pytest.approx(p, abs=4 * math.sqrt(p * (1 - p) / len(found)))
+    assert len(heads) == 500 * 12 * 2
+    assert len(neurons) == 500 * 8 * 3
+
+
+def test_a_saved_one_goes_on_with_the_same_draws(tmp_path):
+    native, batch = deep_model(MARIAN)
+    variant = make_variant(native, [LayerDrop(p=UNITS, seed=5)])
+    variant.save_pretrained(tmp_path)
+    loaded = AUTO_CLASSES["seq2seq-lm"].from_pretrained(tmp_path)
+    assert differences(outputs(loaded.eval(), batch), outputs(native, batch)) == []
+    for model in (variant, loaded):
+        model.advance(3, 9)
+    assert differences(in_training(loaded, batch), in_training(variant, batch)) == []
+    for twin in (copy.deepcopy(variant), pickle.loads(pickle.dumps(variant))):
+        assert differences(in_training(twin, batch), in_training(variant, batch)) == []
+    assert differences(outputs(variant.eval().merge(), batch), outputs(native, batch)) == []
+
+
+def test_later_methods_remove_heads_and_replace_linears():
+    native, batch = deep_model(MARIAN)
+    cut = HeadPruning(heads={"encoder.0.self": [1], "decoder.1.cross": [0, 1]})
+    small = [cut, FFNPruning(width=7), LowRank(rank=3, components=["ffn"])]
+    variant = make_variant(native, [LayerDrop(p={"attention": 0.3, "ffn": 0.3, "heads": 0.5, "neurons": 0.5}), *small])
+    plain = make_variant(native, small)
+    assert differences(outputs(variant, batch), outputs(plain, batch)) == []
+    for step in range(4):
+        variant.advance(step, 4)
+        kept = [layer.thinned.kept for layer in layers_of(variant, MARIAN, "encoder")]
+        assert [len(of["self_attn.out_proj"]) for of in kept] == [1, 2, 2, 2]
+        assert differences(in_training(variant, batch), in_training(plain, batch)) != []
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"p": {}}, r"LayerDrop\(p=\{\}\): must be a share, or a dict such as \{'layers': 0\.2, 'heads': 0\.1\}"),
+        ({"p": {"ffn": 1}}, r"LayerDrop\(p\['ffn'\]=1\): must be a share of at least 0 and below 1"),
+        (
+            {"p": {"fnn": 0.1}},
+            r"no unit 'fnn' in marian; choose from \['layers', 'attention', 'self', 'cross', 'ffn', 'heads',",
+        ),
+        ({"p": {"cross": 0.1}, "stacks": ["encoder"]}, r"no unit 'cross' in marian; choose from .*'self', 'ffn'"),
+        ({"p": {"attention": 0.1, "self": 0.1}}, r"'attention' and 'self' name the same; leave one of them out"),
+        ({"p": 0.1, "groups": 0}, r"LayerDrop\(groups=0\): must be an integer of at least 1"),
+    ],
+)
+def test_units_that_are_refused(setting, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        on_meta(LayerDrop(**setting))
+    assert "\n" not in str(refused.value)
+
+
+def test_units_of_derived_families():
+    """T5's sublayers are modules of their own; Mixtral's FFNs are experts."""
+    sizes = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 2, "num_heads": 2, "vocab_size": 40}
+    t5 = AutoConfig.for_model("t5", **sizes, dropout_rate=0.0, decoder_start_token_id=0)
+    variant = make_variant(t5, [LayerDrop(p=UNITS)], task="seq2seq-lm")
+    batch = MARIAN.tiny_inputs("seq2seq-lm")
+    expected = outputs(variant.merge(), batch)
+    assert differences(outputs(variant, batch), expected) == []
+    variant.advance(0, 1)
+    assert differences(in_training(variant, batch), expected) != []
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 40,
+    }
+    mixtral = AutoConfig.for_model("mixtral", **sizes, num_key_value_heads=2, num_local_experts=2)
+    with pytest.raises(ValueError, match="'ffn' of this mixtral cannot be left out: its FFNs have experts"):
+        make_variant(mixtral, [LayerDrop(p={"ffn": 0.1})], task="causal-lm")
+    make_variant(mixtral, [LayerDrop(p={"heads": 0.1})], task="causal-lm").advance(0, 1)
 
 
 # -- beside others -----------------------------------------------------------------------------------------------------------

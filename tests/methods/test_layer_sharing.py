@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.cases import native_config
 from support.models import perturbed
 from transformers import (
     AlbertConfig,
@@ -14,10 +15,12 @@ from transformers import (
     GPT2Config,
     MarianConfig,
     MarianMTModel,
+    T5Config,
 )
 
 from hf_freeze import count_parameters, make_variant, methods, stored_bytes
 from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 
 MARIAN = ARCHITECTURES["marian"]
 CONFIG = MarianConfig(**MARIAN.tiny | {"encoder_layers": 6, "decoder_layers": 3})
@@ -278,3 +281,154 @@ def test_settings_that_are_refused(settings, message):
 def test_methods_that_do_not_go_with_it(chosen, message, backbone):
     with pytest.raises(ValueError, match=message):
         make_variant(backbone, chosen)
+
+
+# -- parts of layers ---------------------------------------------------------------------------------------------------------
+
+
+def shared_names(variant):
+    """The parameters of decoder layer 1 that are those of layer 0."""
+    first, second = (dict(variant.model.decoder.layers[number].named_parameters()) for number in (0, 1))
+    return {name.rpartition(".")[0] for name, parameter in second.items() if parameter is first[name]}
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+
+@pytest.mark.parametrize(
+    ("components", "expected"),
+    [
+        (["attention"], {f"{kind}.{p}" for kind in ("self_attn", "encoder_attn") for p in PROJECTIONS}),
+        (["ffn"], {"fc1", "fc2"}),
+        (["norm"], {"self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"}),
+        (["self"], {f"self_attn.{p}" for p in PROJECTIONS}),
+        (["cross", "ffn"], {"fc1", "fc2"} | {f"encoder_attn.{p}" for p in PROJECTIONS}),
+        (["q", "cross.v"], {"self_attn.q_proj", "encoder_attn.q_proj", "encoder_attn.v_proj"}),
+    ],
+)
+def test_only_these_components_are_shared(backbone, components, expected, tmp_path):
+    variant = share(backbone, components=components)
+    assert shared_names(variant) == expected
+    for name, parameter in variant.model.decoder.named_parameters(remove_duplicate=False):
+        if name.startswith("layers.2.") and name.removeprefix("layers.2.").rpartition(".")[0] not in expected:
+            assert torch.equal(parameter, backbone.model.decoder.get_parameter(name)), (
+                "a layer keeps its other parameters"
+            )
+    variant.save_pretrained(tmp_path)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded), logits(variant))
+    assert shared_names(loaded) == expected
+    torch.testing.assert_close(logits(variant.merge()), logits(variant))
+
+
+def test_all_components_are_the_whole_layer(backbone):
+    whole, listed = share(backbone), share(backbone, components=["attention", "ffn", "norm"])
+    assert torch.equal(logits(whole), logits(listed))
+    assert count_parameters(whole) == count_parameters(listed)
+
+
+@pytest.mark.parametrize(
+    ("rank", "millions"),
+    [(None, {"attention": 83, "ffn": 57, None: 31}), (128, {"attention": 64, "ffn": 38, None: 12})],
+)
+def test_sizes_of_albert(rank, millions):
+    """Lan et al. (2020), table 4: shared-attention, shared-FFN and all-shared, with E = 768 and E = 128. ALBERT's vocabulary is
+    30,000."""
+    for component, expected in millions.items():
+        chosen = [methods.LayerSharing(components=None if component is None else [component])]
+        chosen += [methods.FactorizedEmbedding(rank=rank)] if rank else []
+        with torch.device("meta"):
+            model = make_variant(BertConfig(vocab_size=30000), chosen, task="feature-extraction")
+        assert count_parameters(model).total / 1e6 == pytest.approx(expected, abs=0.75)
+
+
+def test_what_is_not_shared_may_differ_between_layers(backbone):
+    pruned = methods.FFNPruning(keep={"encoder.0.ffn": [0, 1, 2]})
+    variant = make_variant(backbone, [pruned, methods.LayerSharing(components=["attention"])])
+    assert variant.model.encoder.layers[0].fc1.out_features == 3
+    factors = methods.LowRank(rank=3, components=["ffn"], layers={"encoder": [0]})
+    make_variant(backbone, [factors, methods.LayerSharing(components=["attention"])])
+    with pytest.raises(ValueError, match=r"have different shapes: 'fc1\.bias'"):
+        make_variant(backbone, [pruned, methods.LayerSharing(components=["ffn"])])
+
+
+def test_what_is_not_shared_may_be_frozen_in_some_layers(backbone):
+    shared, some = methods.LayerSharing(components=["attention"]), {"encoder": [0]}
+    variant = make_variant(backbone, [shared, methods.Freeze(ffn="frozen", layers=some)])
+    first, second = variant.model.encoder.layers[:2]
+    assert [first.fc1.weight.requires_grad, second.fc1.weight.requires_grad] == [False, True]
+    with pytest.raises(ValueError, match=r"layers \[0, 1\] share their parameters; name all of them or none"):
+        make_variant(backbone, [shared, methods.Freeze(attention="frozen", layers=some)])
+
+
+def test_two_of_them_share_other_parts_of_other_stacks(backbone):
+    chosen = [methods.LayerSharing(stacks=["encoder"], components=["ffn"]), methods.LayerSharing(stacks=["decoder"])]
+    variant = make_variant(backbone, chosen)
+    first, second = variant.model.encoder.layers[:2]
+    assert first.fc1.weight is second.fc1.weight
+    assert first.self_attn.q_proj.weight is not second.self_attn.q_proj.weight
+    assert len(shared_names(variant)) == 13
+
+
+def test_projections_in_one_matrix_are_shared_together():
+    config = GPT2Config(**ARCHITECTURES["gpt2"].tiny)
+
+    def build(components):
+        return make_variant(config, [methods.LayerSharing(components=components)], task="causal-lm").transformer.h
+
+    first, second = build(["q", "k", "v"])
+    assert first.attn.c_attn.weight is second.attn.c_attn.weight
+    assert first.attn.c_proj.weight is not second.attn.c_proj.weight
+    with pytest.raises(
+        ValueError, match=r"components=\['q'\]\): q, k, v of 'self' are one matrix in gpt2, 'attn.c_attn'"
+    ):
+        build(["q"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"components": "attention"}, r"components='attention'\): must be None or a list such as \['attention'\]"),
+        ({"components": []}, r"components=\[\]\): must be None or a list"),
+        (
+            {"components": ["embeddings"]},
+            r"no part 'embeddings' in the layers of marian; choose from \['attention', 'ffn', 'norm', 'self', 'cross', 'q',",
+        ),
+        (
+            {"components": ["cross"], "stacks": ["encoder"]},
+            r"no part 'cross' in the layers of marian; choose from .*'self'",
+        ),
+        ({"components": ["self.x"]}, r"no part 'self.x' .* or a kind with a projection such as 'self.q'"),
+        ({"components": ["self", "q"]}, r"'self' and 'q' both name 'self.q'; leave one of them out"),
+        ({"components": ["norm"], "norms": "separate"}, r"shares the norms and does not; leave one out"),
+    ],
+)
+def test_components_that_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        make_variant(CONFIG, [methods.LayerSharing(**settings)], task="seq2seq-lm")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("family", [*ARCHITECTURES, "t5"])
+@pytest.mark.parametrize("component", ["attention", "ffn"])
+def test_every_family_reloads_bit_equal(family, component, tmp_path):
+    """T5 is described by derivation: it has one layer for each attention and FFN inside a layer, and biases of positions in the
+    first layer."""
+    if family == "t5":
+        sizes = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 3, "num_heads": 2, "vocab_size": 40}
+        config, task = T5Config(**sizes, decoder_start_token_id=0), "seq2seq-lm"
+        batch = BATCH
+    else:
+        architecture = ARCHITECTURES[family]
+        task = architecture.tasks[0]
+        config, batch = native_config(architecture), architecture.tiny_inputs(task)
+    native = perturbed(AUTO_CLASSES[task].from_config(config).eval())
+    variant = make_variant(native, [methods.LayerSharing(components=[component])])
+    assert count_parameters(variant).total < count_parameters(native).total
+    variant.save_pretrained(tmp_path)
+    loaded, info = AUTO_CLASSES[task].from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    with torch.no_grad():
+        expected = variant.eval()(**batch).logits
+        assert torch.equal(loaded.eval()(**batch).logits, expected)
+        torch.testing.assert_close(variant.merge().eval()(**batch).logits, expected)

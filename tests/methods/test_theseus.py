@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cases import native_config
+from support.deep import deep_config, deep_model, each_architecture, layers_of, put_layers
 from support.generation import generation_problems
-from support.models import add_noise, differences, outputs, perturbed, snapshot
+from support.models import differences, outputs, perturbed, snapshot
 from support.schedules import rows
 from support.small import small_config
 from support.training import objective
@@ -25,38 +25,12 @@ from hf_freeze.methods.parts import Schedule
 
 MARIAN = ARCHITECTURES["marian"]
 NEVER = 1e-9  # a rate at which every module stays its predecessor
-each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=list(ARCHITECTURES))
 # The layers of each stack, and the successor; of the last one the decoder stays whole.
 each_case = pytest.mark.parametrize(
     ("architecture", "depth", "successor"),
     [(architecture, 4, None) for architecture in ARCHITECTURES.values()] + [(MARIAN, 6, {"encoder": 2})],
     ids=[*ARCHITECTURES, "marian-encoder-2-of-6"],
 )
-
-
-def deep_config(architecture, depth=4):
-    config = native_config(architecture)
-    for stack in architecture.stacks.values():
-        setattr(config, stack.depth, depth)
-    return config
-
-
-def deep_model(architecture, depth=4):
-    """A native model as if trained, of so many layers in each stack; with its batch."""
-    task, config = architecture.tasks[0], deep_config(architecture, depth)
-    return add_noise(AUTO_CLASSES[task].from_config(config), architecture).eval(), architecture.tiny_inputs(task)
-
-
-def layers_of(model, architecture, stack):
-    return list(model.base_model.get_submodule(architecture.stacks[stack].layers.removesuffix(".{}")))
-
-
-def put_layers(native, architecture, stack, layers):
-    """Make a native model consist of these, by hand."""
-    layers = torch.nn.ModuleList(layers)
-    native.base_model.set_submodule(architecture.stacks[stack].layers.removesuffix(".{}"), layers)
-    setattr(native.config, architecture.stacks[stack].depth, len(layers))
-    native.config.use_cache = False  # in which the layers would have other places
 
 
 def own_state(layer):

@@ -16,10 +16,12 @@ ROW_FIELDS = (
     *OF_A_ROW,
     "heads",
     "head_scores",
+    "layers",
 )  # the first two are needed
 
 HEAD_SCORES = ("importance", "ablation", "one_head")  # what can be measured of a finished run's heads
 HEAD_ORDERS = ("importance", "ablation", "random")  # by which heads are removed from what a run starts from
+LAYER_CHOICES = ("every_other", "removal", "similarity", "search")  # by which layers of what a run starts from are kept
 
 
 def check_heads(row: dict[str, Any], rows: dict[str, Any], task: str, elsewhere: bool, path: Any) -> None:
@@ -49,6 +51,30 @@ def check_heads(row: dict[str, Any], rows: dict[str, Any], task: str, elsewhere:
     start = rows[row["start"]]
     if heads["by"] != "random" and heads["by"] not in (start.get("head_scores", []) if isinstance(start, dict) else []):
         raise ValueError(f"{path}: heads.by={heads['by']!r} is not in the head_scores of row {row['start']!r}")
+
+
+def check_layers(row: dict[str, Any], task: str, elsewhere: bool, path: Any) -> None:
+    """`layers: {by: search, keep: {encoder: 3}}`, which may name the number of `trials` of a search."""
+    if "layers" not in row:
+        return
+    layers = row["layers"]
+    if task == "image-classification":
+        raise ValueError(f"{path}: layers is for transformers, not for task {task!r}")
+    if not isinstance(layers, dict) or not {"by", "keep"} <= set(layers) <= {"by", "keep", "trials"}:
+        raise ValueError(f"{path}: layers={layers!r} must have 'by' and 'keep', and may have 'trials'")
+    if layers["by"] not in LAYER_CHOICES:
+        raise ValueError(f"{path}: unknown layers.by={layers['by']!r}; choose from {list(LAYER_CHOICES)}")
+    keep = layers["keep"]
+    if not isinstance(keep, dict) or not keep or any(type(count) is not int or count < 1 for count in keep.values()):
+        raise ValueError(f"{path}: layers.keep={keep!r} must be numbers of layers by stack, such as {{'encoder': 3}}")
+    if "trials" in layers and (layers["by"] != "search" or type(layers["trials"]) is not int or layers["trials"] < 1):
+        raise ValueError(
+            f"{path}: layers.trials={layers['trials']!r} must be an integer of at least 1, with by: search"
+        )
+    if "start" not in row and not elsewhere:
+        raise ValueError(f"{path} has 'layers' but no 'start': they are chosen from the model that it starts from")
+    if "heads" in row:
+        raise ValueError(f"{path} has both 'layers' and 'heads', which name layers by their old numbers; use two rows")
 
 
 def check_pretrained(backbone: Any, path: Any, *, has_tokenizer: bool) -> None:

@@ -15,7 +15,7 @@ from hf_freeze import data as hf_data
 from hf_freeze import make_variant
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.experiments.recipes.rows import method_of
-from hf_freeze.experiments.runs import measured_heads
+from hf_freeze.experiments.runs import chosen_layers, measured_heads
 from hf_freeze.experiments.runs.resume import check_data
 from hf_freeze.experiments.tasks import translation
 from hf_freeze.experiments.tasks.base import ProgressCallback, Task, Trained
@@ -63,6 +63,13 @@ def execute_text(
     scored_on = run.get("scored_on", "test")
     splits = task.load(run["data"])
     fields = task.config(splits["train"])
+    encoded: dict[str, Any] = {}
+
+    def encode(name: str) -> Any:
+        if name not in encoded:
+            encoded[name] = task.encode(splits[name], tokenizer, run, _tokenising(report, name))
+        return encoded[name]
+
     if start is not None or "pretrained" in run["backbone"]:
         weights = start / "model" if start is not None else run["backbone"]["pretrained"]
         tokenizer = transformers.AutoTokenizer.from_pretrained(weights)
@@ -73,6 +80,10 @@ def execute_text(
         methods = [method_of(method, tokenizer) for method in run["methods"]]
         if start is not None and "heads" in run:
             methods.append(measured_heads.pruning(run["heads"], start, model, run["seed"]))
+        if start is not None and "layers" in run:
+            report({"stage": "choosing layers"})
+            batches = _batches(task, run, folder, model, tokenizer, encode("dev"))
+            methods.insert(0, chosen_layers.selection(run["layers"], model, batches))
         model = make_variant(model, methods)
     else:
         tokenizer = new_tokenizer(task, run, splits["train"])
@@ -91,7 +102,8 @@ def execute_text(
     trains = run["training"]["epochs"] > 0
     used = ["train"] if trains or "head_scores" in run else []
     used += [name for name in splits if name in ("dev", scored_on)]
-    encoded = {name: task.encode(splits[name], tokenizer, run, _tokenising(report, name)) for name in used}
+    for name in used:
+        encode(name)
     check_data(folder, checkpoint, encoded)
     progress = _ReportProgress(report)
     callbacks = [progress, VariantCallback(), *trackers]
@@ -160,6 +172,20 @@ def _trainer_class(task: Task, run: dict[str, Any]) -> type[TokenBatchTrainer]:
         return task.trainer
     module, _, name = run["trainer"].partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def _batches(task: Task, run: dict[str, Any], folder: Path, model: Any, tokenizer: Any, encoded: Any) -> list[Any]:
+    """The batches of an encoded split, on the device that the model is trained on."""
+    trainer = _trainer_class(task, run)(
+        model=model,
+        args=training_arguments(run, folder, best=False),
+        eval_dataset=encoded,
+        data_collator=task.collator(tokenizer, model),
+        processing_class=tokenizer,
+        max_tokens=run["training"]["max_tokens"],
+        **task.arguments(run["training"]),
+    )
+    return list(trainer.batches(encoded))
 
 
 def _tokenising(report: ProgressCallback, name: str) -> hf_data.Progress:

@@ -1,0 +1,196 @@
+"""What a layer is worth to a trained model: by the loss without it, or by how much it changes its input."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from hf_freeze import surgery
+from hf_freeze.analysis._probe import batches_on, check_model, in_eval_mode, loss_of, token_mask
+from hf_freeze.analysis.ablation import recorded, replayed
+from hf_freeze.analysis.head_importance import count_labels
+from hf_freeze.architectures.base import Architecture
+from hf_freeze.layers.layer_forward import Skipped
+from hf_freeze.methods import LayerSelection
+from hf_freeze.methods._checks import check_choice
+from hf_freeze.surgery.sublayers import ATTENTION, FFN, check_sublayers, last_linears
+
+MEASURES = ("removal", "similarity")
+UNITS = ("layers", "sublayers")
+
+
+def layer_importance(
+    model: Any, data: Iterable[Mapping[str, Any]], *, measure: str = "removal", unit: str = "layers"
+) -> dict[str, torch.Tensor]:
+    """What each layer is worth: stack -> fp32 on the CPU (layers,). Larger values are more important.
+
+    `measure`: `"removal"` is the rise of the loss, in nats as a mean over all labels, when a layer is left out and the hidden
+    states pass it by; negative if the model is better without it. `"similarity"` is the Block Influence of Men et al. (2024,
+    https://arxiv.org/abs/2403.03853, equation 1), 1 - cos(x, y) as a mean over the tokens that are not padding, with x the
+    hidden states before the layer and y those after it, in 0..2. It needs no labels, and one forward in place of one for each
+    layer.
+
+    `unit`: with `"sublayers"`, "stack.kind", such as "encoder.self" and "encoder.ffn", -> the same for each sublayer, which then
+    adds nothing to the hidden states; NaN for a layer without such a sublayer. By removal only.
+
+    `data`: batches for the forward, as dicts of tensors. The model does not change. `select_layers` turns the result into the
+    layers to keep.
+
+    Raises ValueError for an unknown architecture, measure or unit, similarity of sublayers, sublayers that are not understood, a
+    model on meta, batches without labels for `"removal"`, and no batches at all.
+    """
+    architecture = check_model(model)
+    check_choice(measure, MEASURES, "layer_importance", "measure")
+    check_choice(unit, UNITS, "layer_importance", "unit")
+    if unit == "sublayers" and measure != "removal":
+        raise ValueError(
+            f"layer_importance(measure={measure!r}, unit='sublayers'): sublayers are measured by 'removal' only"
+        )
+    depths = architecture.depths(model.config)
+    with in_eval_mode(model), torch.no_grad():
+        if measure == "similarity":
+            return _block_influence(model, architecture, data, depths)
+        places = _layers(model, architecture) if unit == "layers" else _sublayers(model, architecture)
+        rises = _loss_rises(model, architecture, data, places)
+    scores = {name: torch.full((depths[name.split(".")[0]],), torch.nan) for name, _ in places}
+    for (name, number), rise in rises.items():
+        scores[name][number] = rise
+    return scores
+
+
+def select_layers(scores: Mapping[str, torch.Tensor], keep: Mapping[str, int]) -> LayerSelection:
+    """The `LayerSelection` that keeps so many layers of each stack in `keep`, such as `{"encoder": 3}`, those of the highest
+    `scores` (stack -> (layers,), as from `layer_importance`); of equal ones, the first. Other stacks stay whole.
+
+        scores = analysis.layer_importance(model, batches, measure="similarity")
+        shallow = make_variant(model, [analysis.select_layers(scores, {"encoder": 2})])
+
+    Raises ValueError for a stack without scores, and a number outside 1..its layers.
+    """
+    kept = {}
+    for stack, count in keep.items():
+        if stack not in scores:
+            raise ValueError(
+                f"select_layers(keep={dict(keep)!r}): no scores of stack {stack!r}; choose from {sorted(scores)}"
+            )
+        depth = len(scores[stack])
+        if type(count) is not int or not 1 <= count <= depth:
+            raise ValueError(
+                f"select_layers(keep={{{stack!r}: {count!r}}}): must be an integer in 1..{depth}, its layers"
+            )
+        order = torch.as_tensor(scores[stack]).argsort(descending=True, stable=True)
+        kept[stack] = sorted(order[:count].tolist())
+    return LayerSelection(keep=kept)
+
+
+Place = tuple[str, int]  # stack, or stack and kind of sublayer; number of the layer
+
+
+def _layers(model: Any, architecture: Architecture) -> dict[Place, None]:
+    """The layers, in the order of the forward."""
+    return {
+        (stack, number): None for stack, depth in architecture.depths(model.config).items() for number in range(depth)
+    }
+
+
+def _sublayers(model: Any, architecture: Architecture) -> dict[Place, str]:
+    """The sublayers, each with the linear, below its layer, that it ends with."""
+    stacks = list(architecture.stacks)
+    for unit in (ATTENTION, FFN):
+        check_sublayers(unit, architecture, model.config, stacks, "layer_importance(unit='sublayers')")
+    return {
+        (f"{stack}.{kind}", number): linear
+        for stack, number in _layers(model, architecture)
+        for kind, linear in last_linears(architecture, model.config, stack, number).items()
+    }
+
+
+@contextmanager
+def left_out(layer: Any, *, returns_tuple: bool) -> Iterator[None]:
+    """Inside, the hidden states pass `layer` by."""
+    skipped = _AlwaysSkipped(layer, returns_tuple=returns_tuple)
+    try:
+        yield
+    finally:
+        skipped.remove()
+
+
+class _AlwaysSkipped(Skipped):
+    """Skips the layer in eval mode too."""
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.alternative(hidden_states, *args, **kwargs)
+
+
+@contextmanager
+def _silenced(linear: Any) -> Iterator[None]:
+    """Inside, the outputs of `linear` are zero."""
+    handle = linear.register_forward_hook(lambda module, arguments, output: torch.zeros_like(output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _loss_rises(
+    model: Any, architecture: Architecture, data: Any, places: Mapping[Place, str | None]
+) -> dict[Place, float]:
+    """Place -> rise of the loss without it, as a mean over all labels. `places`: with the linear to silence; None: the layer."""
+    order = list(_layers(model, architecture))
+    layers = [surgery.layers_of(model, architecture, stack)[number] for stack, number in order]
+    rises, labels = dict.fromkeys(places, 0.0), 0
+    for batch in batches_on(model, data, "Leaving out layers"):
+        with recorded(layers) as results:
+            loss = loss_of(model, batch, "layer_importance")
+        count = count_labels(model, batch)
+        labels += count
+        for (name, number), linear in places.items():
+            stack = name.split(".")[0]
+            position = order.index((stack, number))
+            earlier = layers[:position] if len(results) == len(layers) else []  # else not all of them have run
+            layer = layers[position]
+            if linear is None:
+                without: Any = left_out(layer, returns_tuple=architecture.stacks[stack].returns_tuple)
+            else:
+                without = _silenced(layer.get_submodule(linear))
+            with replayed(earlier, results), without:
+                rises[name, number] += count * float(loss_of(model, batch, "layer_importance") - loss)
+    return {place: rise / labels for place, rise in rises.items()}
+
+
+def _block_influence(
+    model: Any, architecture: Architecture, data: Any, depths: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
+    sums = {stack: torch.zeros(depth, dtype=torch.float64) for stack, depth in depths.items()}
+    tokens = {stack: torch.zeros(depth, dtype=torch.float64) for stack, depth in depths.items()}
+    seen: list[tuple[str, int, torch.Tensor, torch.Tensor]] = []
+
+    def observe(stack: str, number: int) -> Any:
+        def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            before = args[0] if args else kwargs["hidden_states"]
+            after = output[0] if isinstance(output, tuple | list) else output
+            seen.append((stack, number, before, after))
+
+        return hook
+
+    handles = [
+        surgery.layers_of(model, architecture, stack)[number].register_forward_hook(
+            observe(stack, number), with_kwargs=True
+        )
+        for stack, number in _layers(model, architecture)
+    ]
+    try:
+        for batch in batches_on(model, data, "Comparing layers"):
+            seen.clear()
+            model(**batch)
+            for stack, number, before, after in seen:
+                influence = 1 - functional.cosine_similarity(before.float(), after.float(), dim=-1)  # (B, T)
+                mask = token_mask(architecture, model, batch, f"{stack}.", before)
+                sums[stack][number] += float(influence[mask].double().sum())
+                tokens[stack][number] += int(mask.sum())
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {stack: (sums[stack] / tokens[stack]).float() for stack in depths}

@@ -1,0 +1,21 @@
+"""Layers in a grid: a run that starts from another one without some of its layers, which the dev set chooses."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hf_freeze import analysis, methods
+
+
+def selection(settings: dict[str, Any], model: Any, batches: Sequence[Mapping[str, Any]]) -> methods.LayerSelection:
+    """What keeps the layers that a row's `layers` asks for: `keep`, stack -> number of layers, chosen `by` every_other (no
+    batches), what each layer is worth (removal, similarity), or a search of at most `trials` sub-networks.
+
+    `batches`: of the dev set, with labels. Raises ValueError for stacks and numbers that the model has not.
+    """
+    keep, by = settings["keep"], settings["by"]
+    every_other = analysis.extract_depth(model, keep)  # which checks `keep`
+    if by == "every_other":
+        return every_other
+    if by == "search":
+        return analysis.search_layers(model, keep, batches, **{k: settings[k] for k in ("trials",) if k in settings})
+    return analysis.select_layers(analysis.layer_importance(model, batches, measure=by), keep)
