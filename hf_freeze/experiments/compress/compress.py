@@ -98,7 +98,7 @@ class Compression:
         self.scoring = Scoring(recipe["task"], recipe.get("decoding", {}), metric)
         data = {key: value for key, value in recipe["data"].items() if key != "root"}
         identity = {"model": digest_of(source), "task": recipe["task"], "data": data, "training": recipe["training"]}
-        limits = asdict(budget) | {"hours": hours}
+        limits = budget.to_dict() | {"hours": hours}
         identity |= {"decoding": recipe.get("decoding", {}), "budget": limits, "engine": engine}
         own = {"metric": self.scoring.name if metric else None, "trainer": self.trainings.trainer}
         identity |= {"epochs": self.epochs, "seed": seed} | {name: value for name, value in own.items() if value}
@@ -147,7 +147,7 @@ class Compression:
             folder = self.bench.serve("whole", trained.folder)
             items = self._measure(folder, "dev")
             np.save(self.out / "items-dev-whole.npy", items)
-            ms = self.bench.milliseconds({"whole": folder})["whole"] if self.budget.max_ms is not None else None
+            ms = self.bench.milliseconds({"whole": folder})["whole"] if self.budget.limits_time else None
             return {"bytes": bytes_of(folder), "ms": ms, "score": self._score(items, "dev")}
 
         self.say("measuring the model in the engine")
@@ -155,6 +155,7 @@ class Compression:
         served = Served(
             folder=self.out / "engine" / "whole", bytes=found["bytes"], ms=found["ms"], dev_score=found["score"]
         )
+        self.budget = self.bench.budget = self.budget.resolved(served.bytes, served.ms)
         self._plan(
             f"tokens-{self.trainings.whole}",
             MODEL,
@@ -248,7 +249,8 @@ class Compression:
             )
         chosen = sorted(found, key=losses.of)[:CANDIDATES]
         for shape in chosen:
-            self.say(f"candidate: {shape.words(self.whole)}")
+            cost = self.bench.cost(shape, losses.measured)
+            self.say(f"candidate: {shape.words(self.whole)}: {self._costs(cost.bytes, cost.ms)}")
         return chosen
 
     def _within(self, losses: Losses, estimate: Estimate) -> Shape | None:
@@ -393,7 +395,8 @@ class Compression:
         return self.scoring.score(measured, self.trainings.splits[split])
 
     def _figures(self, served: Served) -> str:
-        ms = f", {served.ms:.2f} ms" if served.ms is not None else ""
-        return (
-            f"{in_bytes(served.bytes)}{ms}, {self.scoring.name} {self.scoring.shown(served.dev_score)} on the dev split"
-        )
+        score = f"{self.scoring.name} {self.scoring.shown(served.dev_score)} on the dev split"
+        return f"{in_bytes(served.bytes)}{'' if served.ms is None else f', {served.ms:.2f} ms'}, {score}"
+
+    def _costs(self, size: float, ms: float | None) -> str:
+        return "; ".join([self.budget.size(size), *([self.budget.time(ms)] if ms is not None else [])])
