@@ -18,6 +18,7 @@ from hf_freeze.experiments.compress.trainings import Trainings
 from hf_freeze.io import bytes_of, whole_folder
 from hf_freeze.methods.registry import method_from_dict
 from hf_freeze.model.make import make_variant
+from hf_freeze.publish.latency import Worker
 
 _TIMES = 3  # a result above the limit of time is measured at most
 
@@ -35,6 +36,7 @@ class Bench:
         say: Callable[[str], Any],
     ) -> None:
         self._trainings, self._engine, self._once, self._say = trainings, engine, once, say
+        self._worker: Worker | None = None
         self.budget = budget  # resolved when the original was measured
         self._out = trainings.out
         model = trainings.model(trainings.whole)
@@ -136,7 +138,14 @@ class Bench:
         unit = None
         if self.budget.ms_share is not None and self.budget.max_ms is not None:
             unit = self._out / "engine" / "whole", self.budget.max_ms / self.budget.ms_share
-        return milliseconds(folders, task, dev, self._trainings.tokenizer, self._say, unit=unit)
+        self._worker = self._worker or Worker()
+        return milliseconds(*(folders, task, dev, self._trainings.tokenizer, self._say), unit=unit, worker=self._worker)
+
+    def rest(self) -> None:
+        """End the process that measures times, since trainings need the memory. The next measurement starts another one."""
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None
 
     def times_at_the_end(self, whole: Path, served: Path) -> dict[str, float]:
         """The ms of "whole" and "served". Where that of `served` is above the limit it is measured again, since other work on the

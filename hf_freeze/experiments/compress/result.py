@@ -93,7 +93,11 @@ def sentences(result: Compressed, scoring: Scoring, examples: int) -> list[tuple
             "Resolution",
             f"The dev split of {examples:,} {scoring.item} tells no difference below {scoring.shown(result.resolution)}.",
         ),
-        ("Trained", f"{result.epochs:.4g} epochs, {result.seconds / 60:.0f} minutes in all."),
+        (
+            "Trained",
+            f"{result.epochs:.4g} epochs, {result.seconds / 60:.0f} minutes in all, of which "
+            f"{100 * result.measuring / result.seconds:.1f} % went into measuring.",
+        ),
     ]
 
 

@@ -16,7 +16,7 @@ from hf_freeze.io import whole_folder
 from hf_freeze.model.loading import load_tokenizer
 from hf_freeze.publish.export.convert import export_model
 from hf_freeze.publish.export.ctranslate2 import CTranslate2Translator
-from hf_freeze.publish.latency import measure
+from hf_freeze.publish.latency import Worker, measure
 from hf_freeze.training.decoding import most_new_tokens, translate
 
 _SERVED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")  # of a saved model with its tokenizer
@@ -79,12 +79,13 @@ def milliseconds(
     say: Callable[[str], Any],
     *,
     unit: tuple[Path, float] | None = None,
+    worker: Worker | None = None,
 ) -> dict[str, float]:
     """The median time of an input of `split` alone on one thread, for each folder; they take turns. Models that generate make
     exactly as many tokens for each as its targets have in the mean, in those of `tokenizer`.
 
     `unit`: a folder and its time. It takes turns with them, and theirs are that time, times the median ratio to it: other work
-    on the machine makes all of them slower alike."""
+    on the machine makes all of them slower alike. `worker`: the process to open them in, instead of one for each."""
     texts, new_tokens = list(split["source" if task == "translation" else "sentence"]), 1
     if task == "translation":
         new_tokens = round(float(np.mean([len(ids) for ids in tokenizer(list(split["target"]))["input_ids"]])))
@@ -97,6 +98,7 @@ def milliseconds(
         exactly=True,
         rounds=_ROUNDS,
         say=say,
+        worker=worker,
     )
     times = dict(zip(measured, results, strict=True))
     if unit is None:
