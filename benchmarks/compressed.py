@@ -107,9 +107,10 @@ def report(
     lines = [["the model", in_bytes(bytes_of(whole)), f"{times[whole]:.2f}", f"{scores([whole])[0]:.1f}", "", ""]]
     points, within, losses = [("the trained model", bytes_of(whole) / 1e6, scores([whole]))], [], []
     for row in rows:
+        budget = row.budget.resolved(bytes_of(whole), times[whole])
         sizes, ms = [bytes_of(folder) for folder in row.folders], [times[folder] for folder in row.folders]
         for size, one in zip(sizes, ms, strict=True):
-            within.append((float(bool(row.budget.excess(size, one))), f"{row.name}: {in_bytes(size)}, {one:.2f} ms"))
+            within.append((float(bool(budget.excess(size, one))), f"{row.name}: {in_bytes(size)}, {one:.2f} ms"))
         (difference,) = compare(
             {"the model": [items[whole]] * len(row.folders), "compressed": [items[folder] for folder in row.folders]},
             scoring.score,

@@ -112,7 +112,7 @@ def _command(
 ) -> str:
     """The command line that does the same, for the records. Where the data lies is left out."""
     words = ["hf-freeze compress", shlex.quote(model), f"--data {shlex.quote(fspath(data))}", f"--engine {engine}"]
-    limits = {"max-bytes": budget.max_bytes, "max-ms": budget.max_ms, "min-score": budget.min_score}
+    limits = {name.replace("_", "-"): value for name, value in budget.to_dict().items()}
     limits |= {"hours": hours, "epochs": epochs, "seed": seed}
     words += [f"--{name} {value}" for name, value in limits.items() if value is not None]
     words += [f"--set {shlex.quote(one)}" for one in settings if not one.startswith(("data.root=", "report_to="))]

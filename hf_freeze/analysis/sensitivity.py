@@ -1,5 +1,6 @@
 """How much worse a trained model becomes with fewer layers, heads, neurons or ranks, measured before any training."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +13,14 @@ from hf_freeze.analysis._progress import track
 from hf_freeze.analysis.head_importance import count_labels, head_importance, select_heads
 from hf_freeze.analysis.neurons import ffn_importance, select_neurons
 from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, hidden_size
+from hf_freeze.architectures.tasks import tasks_of
 from hf_freeze.layers.derived import features
 from hf_freeze.methods.base import Method
 from hf_freeze.model.make import make_variant
 
 SHARES = (0.75, 0.5, 0.375, 0.25, 0.125)  # of the neurons, heads or ranks of a stack
 BY_SHARE = ("neurons", "heads", "ffn_ranks", "attention_ranks")  # kinds of parts of which a stack keeps a share
+_PART = 4  # of every so many batches, one decides which layer goes next, where there are twice as many
 _GREEDY = 8  # layers of a stack up to which all that remain are tried again after each removal
 _WIDE = 64  # neurons or ranks from which FFNs keep multiples of 8, which vector instructions compute without a rest
 _WORTH = 0.9  # share of a weight's numbers that its factors may have: above it, files of ONNX hold the weight itself
@@ -79,7 +82,8 @@ def sensitivity(
 ) -> Sensitivity:
     """Measure what each kind of part is worth to a trained model.
 
-    Layers go one by one, each time the one that is missed least (in stacks of more than 8 layers by one measurement of each);
+    Layers go one by one, each time the one that is missed least (in stacks of more than 8 layers by one measurement of each). A
+    quarter of 8 batches or more decides which one that is, and all of them give the loss;
     heads and neurons by their first-order importance for the loss, each stack by itself; the linears of its FFNs, or of its
     attentions, become the nearest ones of lower rank (`methods.LowRank`). `heads`, `ranks`: whether to measure fewer heads, and
     lower ranks of linears and token tables.
@@ -91,18 +95,22 @@ def sensitivity(
     """
     architecture = check_model(model)
     loss, labels = total_loss(model, batches)
+    encoded = _encoded(model, batches)
 
-    def loss_with(method: Method) -> float | None:
-        """None where the model cannot take the method."""
+    def loss_with(method: Method, stack: str = "", *, part: bool = False) -> float | None:
+        """None where the model cannot take the method, which changes no other stack than `stack`, if that is given. `part`: of
+        some of the batches, to compare."""
         try:
             small = make_variant(model, [method])
         except ValueError:
             return None
-        return total_loss(small, batches)[0]
+        used = encoded if stack == "decoder" else batches
+        return total_loss(small, used[::_PART] if part else used)[0]
 
+    ranked_on_part = len(batches) >= 2 * _PART
     removal, layers = {}, {}
     for stack, depth in architecture.depths(model.config).items():
-        removal[stack], layers[stack] = _remove_layers(stack, depth, loss, loss_with)
+        removal[stack], layers[stack] = _remove_layers(stack, depth, loss, loss_with, ranked_on_part)
     result = Sensitivity(labels=labels, loss=loss, removal=removal, layers=layers)
     if architecture.ffns(model.config):
         scores = ffn_importance(model, batches, score="taylor")
@@ -121,7 +129,7 @@ def sensitivity(
             losses[stack] = {}
             for share in SHARES:
                 method = _with_fewer(kind, result, stack, share, architecture, model.config)
-                if method is not None and (found := loss_with(method)) is not None:
+                if method is not None and (found := loss_with(method, stack)) is not None:
                     losses[stack][share] = found
     if ranks:
         hidden = hidden_size(model.config)
@@ -133,31 +141,47 @@ def sensitivity(
     return result
 
 
-def _remove_layers(stack: str, depth: int, loss: float, loss_with: Any) -> tuple[list[int], dict[int, float]]:
+def _encoded(model: Any, batches: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The batches with the outputs of the encoder in the place of its inputs, for measuring decoders; the batches as they are for
+    a model without both, or that computes another loss from them."""
+    if "seq2seq-lm" not in tasks_of(model) or not all("input_ids" in batch for batch in batches):
+        return batches
+    encoded = []
+    with in_eval_mode(model), torch.no_grad():
+        for batch in batches:
+            inputs = on_device(model, batch)
+            outputs = model.get_encoder()(inputs.pop("input_ids"), attention_mask=inputs.get("attention_mask"))
+            encoded.append(inputs | {"encoder_outputs": outputs})
+    loss, other = (total_loss(model, some[:1])[0] for some in (batches, encoded))
+    return encoded if math.isclose(loss, other, rel_tol=1e-4) else batches
+
+
+def _remove_layers(
+    stack: str, depth: int, loss: float, loss_with: Any, ranked_on_part: bool
+) -> tuple[list[int], dict[int, float]]:
     """(layers in the order of removal, number of layers kept -> loss). At least one layer stays."""
     kept, order, losses = list(range(depth)), [], {depth: loss}
 
-    def losses_without(layers: Sequence[int]) -> dict[int, float]:
-        """Layer -> loss if it goes too, for those of `layers` that can go."""
-        found = {}
-        for layer in layers:
-            method = methods.LayerSelection(keep={stack: [number for number in kept if number != layer]})
-            if (value := loss_with(method)) is not None:
-                found[layer] = value
-        return found
+    def loss_without(layer: int, part: bool) -> float | None:
+        """Loss if this layer goes too; None where it cannot go."""
+        method = methods.LayerSelection(keep={stack: [number for number in kept if number != layer]})
+        return loss_with(method, stack, part=part)
 
     ranking: list[int] = []  # of a deep stack: from one measurement of each layer
     for _ in track(range(depth - 1), f"Removing layers of the {stack}", depth - 1):
-        ranks_again = depth <= _GREEDY or not ranking
-        found = losses_without(kept if ranks_again else ranking[:1])
-        if not found:
-            break
-        if ranks_again:
+        found: dict[int, float] = {}
+        if depth <= _GREEDY or not ranking:
+            found = {layer: value for layer in kept if (value := loss_without(layer, ranked_on_part)) is not None}
             ranking = sorted(found, key=lambda layer: (found[layer], layer))
+        if not ranking:
+            break
         layer = ranking.pop(0)
+        value = loss_without(layer, False) if ranked_on_part or layer not in found else found[layer]
+        if value is None:
+            break
         kept.remove(layer)
         order.append(layer)
-        losses[len(kept)] = found[layer]
+        losses[len(kept)] = value
     return order, losses
 
 

@@ -30,6 +30,7 @@ def choose_vocabulary(
     coverage: float | None = None,
     characters: str = "occurring",
     always: Iterable[int] = (),
+    counts: np.ndarray | None = None,
 ) -> methods.VocabularyTrimming:
     """Keep the tokens that occur most often in `texts`: at most `size` tokens, or as many as cover the share `coverage` of all
     occurrences (1: every token that occurs).
@@ -42,7 +43,8 @@ def choose_vocabulary(
     them, single characters, so that other text can be spelled, for each kept BPE token those that merge into it, the least
     probable token of a Unigram model, which decides what an unknown character costs, and the ids in `always`. `characters`:
     "occurring" in the texts, or "all" of the vocabulary, so that text in other scripts can be spelled as well. `targets`: texts
-    of the target language, for tokenizers with a separate model for it, such as `MarianTokenizer`.
+    of the target language, for tokenizers with a separate model for it, such as `MarianTokenizer`. `counts`: what `count_tokens`
+    gave for texts and targets, which are then not read.
 
     Raises ValueError for a tokenizer that cannot be trimmed, for texts without a token, both or neither of size and coverage, a
     size below the number of tokens that are always kept or above the vocabulary, a coverage outside (0, 1], and unknown
@@ -54,24 +56,24 @@ def choose_vocabulary(
         check_positive_share(coverage, "choose_vocabulary", "coverage")
     check_kind(tokenizer)
     vocabulary = tokenizer.get_vocab()
-    counts = _count(tokenizer, texts, targets)
+    occurrences = _count(tokenizer, texts, targets) if counts is None else _as_counter(counts)
     parents = _parents(tokenizer)
-    spelled = vocabulary.values() if characters == "all" else counts
+    spelled = vocabulary.values() if characters == "all" else occurrences
     kept = _closure(_needed(tokenizer, vocabulary, spelled) | set(always), parents)
     if size is not None and (type(size) is not int or not len(kept) <= size <= len(vocabulary)):
         raise ValueError(
             f"choose_vocabulary(size={size!r}): must be in {len(kept)}..{len(vocabulary)}: special tokens and characters need "
             f"{len(kept)}, and the tokenizer has {len(vocabulary)}"
         )
-    total = sum(counts.values())
-    covered = sum(counts[token] for token in kept)
-    for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+    total = sum(occurrences.values())
+    covered = sum(occurrences[token] for token in kept)
+    for token, _ in sorted(occurrences.items(), key=lambda item: (-item[1], item[0])):
         if coverage is not None and covered >= coverage * total:
             break
         added = _closure({token}, parents) - kept
         if size is None or len(kept) + len(added) <= size:
             kept |= added
-            covered += sum(counts[part] for part in added)
+            covered += sum(occurrences[part] for part in added)
     return methods.VocabularyTrimming(keep=sorted(kept))
 
 
@@ -138,6 +140,10 @@ def _count(tokenizer: Any, texts: Iterable[str], targets: Iterable[str]) -> Coun
     if not counts:
         raise ValueError("the texts hold no token")
     return counts
+
+
+def _as_counter(counts: np.ndarray) -> Counter[int]:
+    return Counter({int(token): int(counts[token]) for token in np.flatnonzero(counts)})
 
 
 def _ids(tokenizer: Any, batch: list[str], target: bool) -> list[list[int]]:

@@ -16,9 +16,16 @@ def compress(
     ],
     out: Annotated[Path, typer.Option(help="Folder for the smaller model and the runs that lead to it.")],
     max_bytes: Annotated[
-        str | None, typer.Option(help="Bytes of the folder that is served, tokenizer included, such as 2MB or 500kB.")
+        str | None,
+        typer.Option(
+            help="Bytes of the folder that is served, tokenizer included, such as 2MB or 500kB; or a share of the model's, "
+            "such as 33%."
+        ),
     ] = None,
-    max_ms: Annotated[float | None, typer.Option(help="Milliseconds of one text alone, on one thread.")] = None,
+    max_ms: Annotated[
+        str | None,
+        typer.Option(help="Milliseconds of one text alone, on one thread; or a share of the model's, such as 50%."),
+    ] = None,
     min_score: Annotated[
         float | None, typer.Option(help="BLEU or accuracy on the dev split that the result must have in the engine.")
     ] = None,

@@ -83,11 +83,13 @@ def measure(
     rounds: int = 3,
     threads: int = 1,
     say: Callable[[str], Any] = lambda text: None,
+    worker: "Worker | None" = None,
 ) -> list[Latency]:
     """Measure each folder on the same texts; greedy search of at most `new_tokens` tokens, or `exactly` so many.
 
     A round has 16 texts one by one, first for one token and then for all, and up to 128 texts in each other batch size. Each
-    process has `threads` threads. `say` is called with a line before each slow step.
+    process has `threads` threads. `say` is called with a line before each slow step. `worker`: the process for all folders, of as
+    many threads; cold starts and memory are then not those of each folder alone.
 
     Raises ValueError for no folder or no text, a number below 1, and a folder that cannot be opened or answers with an error.
     """
@@ -111,7 +113,7 @@ def measure(
     try:
         for number, folder in enumerate(folders, start=1):
             say(f"opening {folder} ({number} of {len(folders)})")
-            servers.append(_Server(folder, lines[0], settings))
+            servers.append(_Server(folder, lines[0], settings, worker))
         for number in range(1, rounds + 1):
             say(f"round {number} of {rounds}")
             for batch in batches:
@@ -132,24 +134,49 @@ def _busy() -> str:
     return f"{load:.1f} processes for {cores} cores" if load > cores else ""
 
 
-class _Server:
-    """The process of a folder."""
+class Worker:
+    """A process that opens folders and answers texts. Starting one takes longer than a few measurements of small models: give
+    one to several calls of `measure`, and `close` it. It ends with the process that started it."""
 
-    def __init__(self, folder: Any, text: str, settings: dict[str, Any]) -> None:
-        self.folder = str(folder)
-        threads = str(settings["threads"])
-        environment = os.environ | {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-        begin = time.time()
+    def __init__(self, threads: int = 1) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__, self.folder, json.dumps(settings)],
+            [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             env=environment,
         )
+
+    def ask(self, folder: str, settings: dict[str, Any], texts: list[str], batch: int, **more: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        request = {"folder": folder, "settings": settings, "texts": texts, "batch": batch} | more
         try:
-            opened = self._ask({"texts": [text], "batch": 0})
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            answer = json.loads(self.process.stdout.readline())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{folder}: its process ended with code {self.process.wait()}") from error
+        if "error" in answer:
+            raise ValueError(f"{folder}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class _Server:
+    """A folder in a process of its own, or in `worker`."""
+
+    def __init__(self, folder: Any, text: str, settings: dict[str, Any], worker: Worker | None) -> None:
+        self.folder, self._settings, self._is_shared = str(folder), settings, worker is not None
+        begin = time.time()
+        self._worker = worker or Worker(settings["threads"])
+        try:
+            opened = self._ask([text], 0)
         except ValueError:
             self.close()
             raise
@@ -158,32 +185,22 @@ class _Server:
         self.result = Latency(self.folder, opened["engine"], opened["task"], size, seconds)
 
     def answer(self, texts: list[str], batch: int) -> None:
-        found = self._ask({"texts": texts, "batch": batch})
+        found = self._ask(texts, batch)
         self.result.batches.setdefault(batch, []).append(found["ms"])
         self.result.sizes.setdefault(batch, []).append((len(texts), found["tokens"]))
         if "first" in found:
             self.result.first.append(found["first"])
 
     def end(self) -> Latency:
-        self.result.memory = self._ask({"texts": [], "batch": 0})["memory"]
+        self.result.memory = self._ask([], 0, last=True)["memory"]
         return self.result
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        if not self._is_shared:
+            self._worker.close()
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            answer = json.loads(self.process.stdout.readline())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{self.folder}: its process ended with code {self.process.wait()}") from error
-        if "error" in answer:
-            raise ValueError(f"{self.folder}: {answer['error']}")
-        return answer
+    def _ask(self, texts: list[str], batch: int, **more: Any) -> dict[str, Any]:
+        return self._worker.ask(self.folder, self._settings, texts, batch, **more)
 
 
 # -- table and picture ---------------------------------------------------------------------------------------------------------
@@ -253,18 +270,23 @@ def draw(results: Sequence[Latency], path: Path) -> None:
         figure.savefig(path, dpi=130, facecolor="white")
 
 
-# -- in the process of a folder ------------------------------------------------------------------------------------------------
+# -- in the process of folders -------------------------------------------------------------------------------------------------
 
 
-def _serve(folder: Path, settings: dict[str, Any]) -> None:
-    """Answer one request a line of stdin, on stdout, until there is no more."""
+def _serve() -> None:
+    """Answer one request a line of stdin, on stdout, until there is no more. A folder is opened by the first one that names it,
+    and forgotten after its `last`."""
     answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
-    model: Any = None
+    models: dict[str, Any] = {}
     for line in sys.stdin:
         request = json.loads(line)
+        folder, settings = request["folder"], request["settings"]
         try:
-            model = model or _open(folder, settings)
-            found = _answer(model, request["texts"], request["batch"], settings)
+            if folder not in models:
+                models[folder] = _open(Path(folder), settings)
+            found = _answer(models[folder], request["texts"], request["batch"], settings)
+            if "last" in request:
+                del models[folder]
         except Exception as error:  # whatever it is, the process that asked reports it
             found = {"error": " ".join(str(error).split()) or type(error).__name__}
         answers.write(json.dumps(found) + "\n")
@@ -375,4 +397,4 @@ class _CTranslate2:
 
 
 if __name__ == "__main__":
-    _serve(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    _serve()

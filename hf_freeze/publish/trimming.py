@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_freeze import surgery
@@ -48,6 +49,7 @@ def trim_model(
     characters: str = "all",
     files: Sequence[str] = (),
     force: bool = False,
+    counts: np.ndarray | None = None,
     say: Callable[[str], Any] = lambda text: None,
 ) -> Path:
     """Write the model of a directory or Hub id with only the tokens that `texts` need, and its tokenizer; returns `out`.
@@ -59,8 +61,9 @@ def trim_model(
     not, the output matrix and its bias get smaller.
 
     The folder also gets a card and a record of the sizes before and after. `files`: names of the files that the texts are from,
-    for the card. `texts` and `targets` are read several times. An earlier result of this function in `out` is replaced with
-    `force`; anything else never is. `say` is called with a message before each slow step.
+    for the card. `texts` and `targets` are read several times. `counts`: what `analysis.count_tokens` gave for many texts. They
+    choose the tokens then, and `texts` may be a sample on which both tokenizers are compared. An earlier result of this function
+    in `out` is replaced with `force`; anything else never is. `say` is called with a message before each slow step.
 
     Raises ValueError for a source without a model or tokenizer, a tokenizer that cannot be trimmed, texts without a token, a
     coverage outside (0, 1], unknown `characters`, a model whose vocabulary cannot be trimmed or that computes something else
@@ -88,6 +91,7 @@ def trim_model(
         coverage=coverage if size is None else None,
         characters=characters,
         always=_named_tokens(model),
+        counts=counts,
     )
     chosen.check(architecture_of(model.config), model.config)
     trimmed = trim_tokenizer(tokenizer, chosen.keep)

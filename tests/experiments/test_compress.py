@@ -15,6 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from hf_freeze import data, make_variant
 from hf_freeze.analysis.sensitivity import Sensitivity, sensitivity, total_loss
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.experiments.compress import serving
 from hf_freeze.experiments.compress.allocation import (
     Losses,
     allocate,
@@ -41,6 +42,7 @@ from hf_freeze.io import bytes_of
 from hf_freeze.layers import LowRankLinear
 from hf_freeze.methods import LayerSharing
 from hf_freeze.methods.registry import method_from_dict
+from hf_freeze.publish.latency import Latency
 
 WEIGHTS = Weights(
     ffn={"encoder": 800.0, "decoder": 800.0},
@@ -259,6 +261,73 @@ def test_budgets_are_read_and_refused():
     assert Budget(max_bytes=100, max_ms=2.0).excess(101, 2.5) == ["0.1 kB of 0.1 kB", "2.50 ms of 2 ms"]
 
 
+def test_a_limit_may_be_a_share_of_what_the_model_takes():
+    budget = Budget(max_bytes="33%", max_ms=" 50 %", min_score=30.0)
+    assert (budget.max_bytes, budget.max_ms, budget.limits_time) == (None, None, True)
+    assert budget.words() == (
+        "at most 33 % of the model's bytes, at most 50 % of the model's time a text, a score of at least 30"
+    )
+    assert not budget.excess(1e9, 1e9), "it is not known yet"
+    found = budget.resolved(3_000_000, 2.5)
+    assert (found.max_bytes, found.max_ms) == (990_000, 1.25)
+    assert found.words() == (
+        "at most 990.0 kB (33 % of the model's), at most 1.25 ms (50 % of the model's) a text, a score of at least 30"
+    )
+    assert found.time(1.225) == "1.23 ms, 49 % of the model's"
+    assert found.excess(999_000, 1.3) == [
+        "999.0 kB, 33.3 % of the model's, of 990.0 kB (33 % of the model's)",
+        "1.30 ms, 52 % of the model's, of 1.25 ms (50 % of the model's)",
+    ]
+    assert found.with_reserve().max_ms == 0.95 * 1.25
+    for one in (budget, found, Budget(max_bytes="2MB", max_ms="0.5")):
+        assert Budget(**one.to_dict()).to_dict() == one.to_dict()
+    assert Budget(max_bytes="12.5%").to_dict() == {"max_bytes": "12.5%", "max_ms": None, "min_score": None}
+    assert Budget(max_bytes="2MB").resolved(3_000_000, None) == Budget(max_bytes="2MB")
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (
+            {"max_bytes": "0%"},
+            r"max_bytes='0%': a share of what the model takes is above 0 % and below 100 %, such as 33%",
+        ),
+        ({"max_ms": "120 %"}, r"max_ms='120 %': a share of what the model takes is above 0 % and below 100 %"),
+        ({"max_ms": "-5%"}, r"max_ms='-5%': a share of what the model takes"),
+        (
+            {"max_bytes": "half"},
+            r"'half' is no number of bytes; write it as 2MB, .*, or as a share of the model's, such as",
+        ),
+        ({"max_ms": "half"}, r"max_ms='half' is no number of milliseconds; write it as 5 or 0.8, or as a share"),
+        ({"max_ms": "0"}, r"max_ms=0.0: must be above 0"),
+    ],
+)
+def test_shares_that_cannot_be(limits, message):
+    with pytest.raises(ValueError, match=message):
+        Budget(**limits)
+
+
+def test_a_share_of_time_is_that_of_the_ratio(tmp_path, monkeypatch):
+    """The load of the machine makes all times longer, and the time of the model as it was measured first stays the unit."""
+    slow = iter([1.0, 3.0])
+
+    def measure(folders, texts, **settings):
+        load, found = next(slow), []
+        for folder in folders:
+            alone = {"whole": 4.0, "small": 1.0}[folder.name]
+            found.append(Latency(str(folder), "", "", 0.0, 0.0, batches={1: [alone * load, alone * load * 1.5]}))
+        return found
+
+    monkeypatch.setattr(serving, "measure", measure)
+    folders = {"a": tmp_path / "small", "b": tmp_path / "whole"}
+    split = datasets.Dataset.from_dict({"sentence": ["a"]})
+    for _ in range(2):
+        found = serving.milliseconds(
+            folders, "sequence-classification", split, None, print, unit=(tmp_path / "whole", 2.0)
+        )
+        assert found == {"a": 0.5, "b": 2.0}
+
+
 def test_shapes_leave_some_time_free():
     assert Budget(max_bytes=100, max_ms=2.0).with_reserve() == Budget(max_bytes=100, max_ms=1.9)
     assert Budget(max_bytes=100).with_reserve() == Budget(max_bytes=100)
@@ -268,7 +337,7 @@ def test_shapes_leave_some_time_free():
 def test_a_result_above_the_limit_of_time_is_measured_again(times, kept, tmp_path):
     left, said = list(times), []
     bench = object.__new__(Bench)
-    bench._budget, bench._say = Budget(max_ms=2.0), said.append
+    bench.budget, bench._say = Budget(max_ms=2.0), said.append
     bench.milliseconds = lambda folders: {"whole": 4.0, "served": left.pop(0)}
     if kept is None:
         with pytest.raises(ValueError, match=r"misses the budget: 2\.10 ms of 2 ms, in the shortest of 3 measurements"):

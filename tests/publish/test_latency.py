@@ -36,7 +36,7 @@ class Fork:
             os.dup2(answers, 1)
             sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
             try:
-                latency._serve(Path(command[-2]), json.loads(command[-1]))
+                latency._serve()
             finally:
                 os._exit(0)
         os.close(requests)
@@ -85,6 +85,26 @@ def test_folders_take_turns_and_do_the_same_work(translator, tmp_path):
     said = [line for line in said if "busy" not in line]
     assert said[0] == f"opening {translator} (1 of 2)"
     assert said[-1] == "round 2 of 2"
+
+
+def test_one_process_answers_for_all_folders(translator, tmp_path, monkeypatch):
+    started = []
+    popen = latency.subprocess.Popen
+    monkeypatch.setattr(latency.subprocess, "Popen", lambda *a, **o: started.append(popen(*a, **o)) or started[-1])
+    served = export_model(translator, "ctranslate2", out=tmp_path / "served")
+    worker = latency.Worker()
+    for _ in range(2):
+        results = measure(
+            [translator, served], TEXTS, batches=(1,), new_tokens=5, exactly=True, rounds=1, worker=worker
+        )
+        assert [one.engine for one in results] == ["PyTorch", "ctranslate2"]
+        assert [one.sizes for one in results] == [{1: [(1, 5)] * 4}] * 2
+    with pytest.raises(ValueError, match=r"nowhere"):
+        measure([tmp_path / "nowhere"], TEXTS, worker=worker)
+    assert measure([served], TEXTS, batches=(1,), new_tokens=5, rounds=1, worker=worker)[0].engine == "ctranslate2"
+    worker.close()
+    assert len(started) == 1
+    assert started[0].poll() is not None
 
 
 def test_a_translation_ends_where_the_model_ends_it(translator, forked):

@@ -18,6 +18,7 @@ from hf_freeze.experiments.compress.trainings import Trainings
 from hf_freeze.io import bytes_of, whole_folder
 from hf_freeze.methods.registry import method_from_dict
 from hf_freeze.model.make import make_variant
+from hf_freeze.publish.latency import Worker
 
 _TIMES = 3  # a result above the limit of time is measured at most
 
@@ -34,7 +35,9 @@ class Bench:
         once: Callable[[str, Callable[[], Any]], Any],
         say: Callable[[str], Any],
     ) -> None:
-        self._trainings, self._engine, self._budget, self._once, self._say = trainings, engine, budget, once, say
+        self._trainings, self._engine, self._once, self._say = trainings, engine, once, say
+        self._worker: Worker | None = None
+        self.budget = budget  # resolved when the original was measured
         self._out = trainings.out
         model = trainings.model(trainings.whole)
         self._architecture, self._config = architecture_for(model), model.config
@@ -73,7 +76,7 @@ class Bench:
         """The smallest shapes, by each limited cost. Raises ValueError if one is above its limit, with the nearest that is
         possible."""
         losses, shapes = Losses(measured=measured, tokens=tokens, remains={}), []
-        for cost, limit in (("bytes", self._budget.max_bytes), ("ms", self._budget.max_ms)):
+        for cost, limit in (("bytes", self.budget.max_bytes), ("ms", self.budget.max_ms)):
             if limit is None:
                 continue
             shape = smallest(self.whole, losses, estimate, cost)
@@ -82,10 +85,10 @@ class Bench:
             if cost == "ms":
                 least /= 1 - TIME_RESERVE
             if least > limit:
-                words = f"{limit:g} ms", f"{math.ceil(100 * least) / 100:.2f} ms"
+                needed = self.budget.time(math.ceil(100 * least) / 100)
                 tokenizer = ""
                 if cost == "bytes":
-                    words = in_bytes(limit), in_bytes(least)
+                    needed = self.budget.size(least)
                     folder = self._out / "engine" / label_of(shape)
                     size = sum(
                         path.stat().st_size for path in folder.iterdir() if "token" in path.name or "vocab" in path.name
@@ -93,8 +96,8 @@ class Bench:
                     tokenizer = f", of which its tokenizer takes {in_bytes(size)}"
                 takes = "needs" if cost == "ms" else "has"
                 raise ValueError(
-                    f"the budget of {words[0]} is out of reach: the smallest shape ({shape.words(self.whole)}) {takes} "
-                    f"{words[1]}{tokenizer}; give it at least that"
+                    f"the budget of {self.budget.limit(cost)} is out of reach: the smallest shape "
+                    f"({shape.words(self.whole)}) {takes} {needed}{tokenizer}; give it at least that"
                 )
         return shapes
 
@@ -111,6 +114,9 @@ class Bench:
         """Bytes and ms of untrained models of these shapes in the engine."""
         folders = {}
         for label, shape in shapes.items():
+            if shape == self.whole:
+                folders[label] = self._out / "engine" / "whole"
+                continue
             source = self._out / "shapes" / label_of(shape)
             if not source.exists():
                 found = [method_from_dict(method) for method in self.methods(shape, measured)]
@@ -119,7 +125,7 @@ class Bench:
                     for part in (model, self._trainings.tokenizer_of(shape.vocabulary)):
                         part.save_pretrained(written)
             folders[label] = self.serve(label_of(shape), source)
-        times = self.milliseconds(folders) if self._budget.max_ms is not None else {}
+        times = self.milliseconds(folders) if self.budget.limits_time else {}
         return {label: {"bytes": bytes_of(folder), "ms": times.get(label)} for label, folder in folders.items()}
 
     def serve(self, label: str, source: Path) -> Path:
@@ -127,9 +133,19 @@ class Bench:
         return serve(source, self._engine, self._out / "engine" / label)
 
     def milliseconds(self, folders: Mapping[str, Path]) -> dict[str, float]:
-        """Of one text alone in each folder; they take turns."""
+        """Of one text alone in each folder; they take turns, also with the original where the limit is a share of its time."""
         task, dev = self._trainings.base["task"], self._trainings.splits["dev"]
-        return milliseconds(folders, task, dev, self._trainings.tokenizer, self._say)
+        unit = None
+        if self.budget.ms_share is not None and self.budget.max_ms is not None:
+            unit = self._out / "engine" / "whole", self.budget.max_ms / self.budget.ms_share
+        self._worker = self._worker or Worker()
+        return milliseconds(*(folders, task, dev, self._trainings.tokenizer, self._say), unit=unit, worker=self._worker)
+
+    def rest(self) -> None:
+        """End the process that measures times, since trainings need the memory. The next measurement starts another one."""
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None
 
     def times_at_the_end(self, whole: Path, served: Path) -> dict[str, float]:
         """The ms of "whole" and "served". Where that of `served` is above the limit it is measured again, since other work on the
@@ -138,7 +154,7 @@ class Bench:
         for _ in range(_TIMES):
             tries.append(self.milliseconds({"whole": whole, "served": served}))
             best = min(tries, key=lambda times: times["served"])
-            excess = self._budget.excess(0, best["served"])
+            excess = self.budget.excess(0, best["served"])
             if not excess:
                 return best
             self._say(f"above the limit: {excess[0]}, perhaps by other work on this machine")

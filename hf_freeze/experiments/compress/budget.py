@@ -1,10 +1,13 @@
 """What the compressed model may cost."""
 
+import copy
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 TIME_RESERVE = 0.05  # share of a limit of time that is left free when a shape is chosen: times of one folder drift
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_NUMBER = r"\d+(?:\.\d+)?|\.\d+"
 
 
 @dataclass(frozen=True, init=False)
@@ -15,52 +18,139 @@ class Budget:
     alone on one thread; texts that are generated have the mean length of the dev split's. `min_score`: on the dev split, in the
     engine.
 
-    Raises ValueError for a limit that is not above 0, text that is no number of bytes, and where neither bytes nor time are
-    limited.
+    Bytes and time may be a share of what the model takes as it is, in the same engine, such as "33%": `bytes_share` and
+    `ms_share`, whose limits are None until `resolved`. Times are then those of the model, times the ratio to it in the same
+    measurement.
+
+    Raises ValueError for a limit that is not above 0, a share of 100 % or more, text that is no number, and where neither bytes
+    nor time are limited.
     """
 
     max_bytes: int | None
     max_ms: float | None
     min_score: float | None
+    bytes_share: float | None
+    ms_share: float | None
 
     def __init__(
-        self, *, max_bytes: int | str | None = None, max_ms: float | None = None, min_score: float | None = None
+        self,
+        *,
+        max_bytes: int | str | None = None,
+        max_ms: float | str | None = None,
+        min_score: float | None = None,
     ) -> None:
-        size = read_bytes(max_bytes) if isinstance(max_bytes, str) else max_bytes
-        for name, value in (("max_bytes", size), ("max_ms", max_ms)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value!r}: must be above 0")
-        if size is None and max_ms is None:
+        size, bytes_share = _limit("max_bytes", max_bytes, read_bytes)
+        ms, ms_share = _limit("max_ms", max_ms, _read_ms)
+        if max_bytes is None and max_ms is None:
             raise ValueError("a budget limits bytes or time: give max_bytes, max_ms or both")
-        for name, value in (("max_bytes", size), ("max_ms", max_ms), ("min_score", min_score)):
+        self._set(max_bytes=size, max_ms=ms, min_score=min_score, bytes_share=bytes_share, ms_share=ms_share)
+
+    def _set(self, **values: Any) -> "Budget":
+        for name, value in values.items():
             object.__setattr__(self, name, value)
+        return self
+
+    @property
+    def limits_time(self) -> bool:
+        return self.max_ms is not None or self.ms_share is not None
+
+    def resolved(self, size: int, ms: float | None) -> "Budget":
+        """With the limits that its shares come to for a model of `size` bytes and `ms` a text."""
+        limits: dict[str, Any] = {}
+        if self.bytes_share is not None:
+            limits["max_bytes"] = int(self.bytes_share * size)
+        if self.ms_share is not None and ms is not None:
+            limits["max_ms"] = self.ms_share * ms
+        return copy.copy(self)._set(**limits)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What makes it again."""
+        values: dict[str, Any] = {"max_bytes": self.max_bytes, "max_ms": self.max_ms, "min_score": self.min_score}
+        for name, share in (("max_bytes", self.bytes_share), ("max_ms", self.ms_share)):
+            if share is not None:
+                values[name] = f"{100 * share:.10g}%"
+        return values
 
     def excess(self, size: float, ms: float | None) -> list[str]:
         """What is above its limit, in words."""
         found = []
         if self.max_bytes is not None and size > self.max_bytes:
-            found.append(f"{in_bytes(size)} of {in_bytes(self.max_bytes)}")
+            found.append(f"{self.size(size)}{', of' if self.bytes_share else ' of'} {self.limit('bytes')}")
         if self.max_ms is not None and ms is not None and ms > self.max_ms:
-            found.append(f"{ms:.2f} ms of {self.max_ms:g} ms")
+            found.append(f"{self.time(ms)}{', of' if self.ms_share else ' of'} {self.limit('ms')}")
         return found
 
     def with_reserve(self) -> "Budget":
         """For choosing a shape: with less time."""
-        return self if self.max_ms is None else replace(self, max_ms=self.max_ms * (1 - TIME_RESERVE))
+        limits = {"max_ms": self.max_ms, "ms_share": self.ms_share}
+        return copy.copy(self)._set(**{name: v and v * (1 - TIME_RESERVE) for name, v in limits.items()})
 
     def words(self) -> str:
         """The limits, such as "at most 2.00 MB, a score of at least 30"."""
-        limits = [f"at most {in_bytes(self.max_bytes)}"] if self.max_bytes is not None else []
-        limits += [f"at most {self.max_ms:g} ms a text"] if self.max_ms is not None else []
+        limits = [f"at most {self.limit('bytes')}"] if self.max_bytes or self.bytes_share else []
+        limits += [f"at most {self.limit('ms')} a text"] if self.limits_time else []
         limits += [f"a score of at least {self.min_score:g}"] if self.min_score is not None else []
         return ", ".join(limits)
+
+    def limit(self, cost: str) -> str:
+        """That of "bytes" or "ms", such as "2.00 MB", "0.5 ms", or "1.25 MB (33 % of the model's)"."""
+        value, share = (self.max_bytes, self.bytes_share) if cost == "bytes" else (self.max_ms, self.ms_share)
+        if value is None:
+            return f"{_percent(share or 0.0)} of the model's {'bytes' if cost == 'bytes' else 'time'}"
+        if share is None:
+            return in_bytes(value) if cost == "bytes" else f"{value:g} ms"
+        return f"{in_bytes(value) if cost == 'bytes' else f'{value:.2f} ms'} ({_percent(share)} of the model's)"
+
+    def size(self, size: float) -> str:
+        """Such as "1.20 MB", or "1.20 MB, 32 % of the model's" where the limit is a share."""
+        return _and_share(in_bytes(size), size, self.max_bytes, self.bytes_share)
+
+    def time(self, ms: float) -> str:
+        """Such as "0.56 ms", or "0.56 ms, 49 % of the model's" where the limit is a share."""
+        return _and_share(f"{ms:.2f} ms", ms, self.max_ms, self.ms_share)
+
+
+def _limit(name: str, value: Any, read: Any) -> tuple[Any, float | None]:
+    """(number, share of the model's), of which one is None at least."""
+    if isinstance(value, str) and (match := re.fullmatch(rf"\s*(-?(?:{_NUMBER}))\s*%\s*", value)):
+        share = float(match[1]) / 100
+        if not 0 < share < 1:
+            raise ValueError(
+                f"{name}={value!r}: a share of what the model takes is above 0 % and below 100 %, such as 33%"
+            )
+        return None, share
+    number = read(value) if isinstance(value, str) else value
+    if number is not None and not number > 0:
+        raise ValueError(f"{name}={number!r}: must be above 0")
+    return number, None
+
+
+def _and_share(words: str, value: float, limit: float | None, share: float | None) -> str:
+    if limit is None or share is None:
+        return words
+    return f"{words}, {_percent(value / limit * share)} of the model's"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _read_ms(text: str) -> float:
+    match = re.fullmatch(rf"\s*(-?(?:{_NUMBER}))\s*(?:ms)?\s*", text)
+    if match is None:
+        raise ValueError(
+            f"max_ms={text!r} is no number of milliseconds; write it as 5 or 0.8, or as a share of the model's, such as 50%"
+        )
+    return float(match[1])
 
 
 def read_bytes(text: str) -> int:
     """A number of bytes, such as "2MB", "500 kB" or "1.5 MiB". Raises ValueError for other text."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2] not in _UNITS:
-        raise ValueError(f"{text!r} is no number of bytes; write it as 2MB, 500kB or 1.5MiB")
+        raise ValueError(
+            f"{text!r} is no number of bytes; write it as 2MB, 500kB or 1.5MiB, or as a share of the model's, such as 33%"
+        )
     return round(float(match[1]) * _UNITS[match[2]])
 
 

@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from hf_freeze.analysis.sensitivity import SHARES, Sensitivity, sensitivity, total_loss
-from hf_freeze.experiments.compress.allocation import Losses, allocate, half_in_words, halves_of
+from hf_freeze.experiments.compress.allocation import Losses, half_in_words, halves_of
 from hf_freeze.experiments.compress.bench import Bench
 from hf_freeze.experiments.compress.budget import Budget, in_bytes
+from hf_freeze.experiments.compress.candidates import candidates_of
 from hf_freeze.experiments.compress.costs import Cost, Estimate
 from hf_freeze.experiments.compress.phases import Phases, digest_of
 from hf_freeze.experiments.compress.progress import Callback, Progress
@@ -24,11 +25,9 @@ from hf_freeze.experiments.compress.trials import CANDIDATE, FINAL, MODEL, PART,
 from hf_freeze.io import bytes_of
 from hf_freeze.training import TokenBatchTrainer
 
-CANDIDATES = 3
-_TRIES = 10  # shapes that are measured for one candidate before its limits are called out of reach
 _LEAST = 0.01  # share of a loss that a short training is taken to leave at least: no kind of part is free
 _SHORT = 1 / 24  # of all epochs, the training of one kind of part alone; candidates get twice that
-_CHANGED = 4.0  # by which the price of one kind of part is raised and lowered for further candidates
+_TRAININGS = ("remains", "chosen")  # phases in which models are trained
 _RESERVE = 0.1  # of the hours, for what comes after the last training
 
 
@@ -36,7 +35,7 @@ _RESERVE = 0.1  # of the hours, for what comes after the last training
 class Compressed:
     """What came of it. `model`: the folder of the variant; `difference`: of the test scores, with the 95 % interval over the
     examples of the test split; `resolution`: half the width of that interval on the dev split, below which the dev split tells no
-    difference."""
+    difference; `seconds`: of all work, and `measuring`: of what is no training."""
 
     shape: Shape
     words: str
@@ -47,6 +46,7 @@ class Compressed:
     resolution: float
     epochs: float
     seconds: float
+    measuring: float
 
 
 class Compression:
@@ -98,7 +98,7 @@ class Compression:
         self.scoring = Scoring(recipe["task"], recipe.get("decoding", {}), metric)
         data = {key: value for key, value in recipe["data"].items() if key != "root"}
         identity = {"model": digest_of(source), "task": recipe["task"], "data": data, "training": recipe["training"]}
-        limits = asdict(budget) | {"hours": hours}
+        limits = budget.to_dict() | {"hours": hours}
         identity |= {"decoding": recipe.get("decoding", {}), "budget": limits, "engine": engine}
         own = {"metric": self.scoring.name if metric else None, "trainer": self.trainings.trainer}
         identity |= {"epochs": self.epochs, "seed": seed} | {name: value for name, value in own.items() if value}
@@ -115,6 +115,12 @@ class Compression:
         self.chosen: Shape | None = None
 
     def run(self) -> Compressed:
+        try:
+            return self._run()
+        finally:
+            self.bench.rest()
+
+    def _run(self) -> Compressed:
         before = self._original()
         measured = self._sensitivity()
         tokens = self._tokens(measured)
@@ -126,7 +132,7 @@ class Compression:
             self._plan(f"recover-{kind}", PART, shape, estimate.cost(shape), estimated=True)
         remains, epochs_of_recoveries = self._once("remains", lambda: self._recoveries(halves, measured, tokens))
         losses = Losses(measured=measured, tokens=tokens, remains=remains)
-        shapes = self._once("candidates", lambda: [s.to_dict() for s in self._candidates(losses, estimate, smallest)])
+        shapes = self._once("candidates", lambda: self._candidates(losses, estimate, smallest))
         candidates = [Shape.from_dict(shape) for shape in shapes]
         for number, shape in enumerate(candidates if len(candidates) > 1 else [], start=1):  # one alone is not compared
             self._plan(f"candidate-{number}", CANDIDATE, shape, self.bench.cost(shape, measured))
@@ -147,7 +153,7 @@ class Compression:
             folder = self.bench.serve("whole", trained.folder)
             items = self._measure(folder, "dev")
             np.save(self.out / "items-dev-whole.npy", items)
-            ms = self.bench.milliseconds({"whole": folder})["whole"] if self.budget.max_ms is not None else None
+            ms = self.bench.milliseconds({"whole": folder})["whole"] if self.budget.limits_time else None
             return {"bytes": bytes_of(folder), "ms": ms, "score": self._score(items, "dev")}
 
         self.say("measuring the model in the engine")
@@ -155,6 +161,7 @@ class Compression:
         served = Served(
             folder=self.out / "engine" / "whole", bytes=found["bytes"], ms=found["ms"], dev_score=found["score"]
         )
+        self.budget = self.bench.budget = self.budget.resolved(served.bytes, served.ms)
         self._plan(
             f"tokens-{self.trainings.whole}",
             MODEL,
@@ -215,6 +222,7 @@ class Compression:
             label = f"{half_in_words(kind)}: {shape.words(self.whole)}"
             students[f"recover-{kind}"] = self._student(label, shape, measured, epochs)
         self.say(f"training {len(students)} models for {epochs:g} epochs each: how much of a loss does training mend?")
+        self.bench.rest()
         trained = self.trainings.train(students)
         base, remains = trained["recover-nothing"].loss, {}
         losses = Losses(measured=measured, tokens=tokens, remains={})
@@ -225,51 +233,13 @@ class Compression:
             self.say(f"{half_in_words(kind)}: loss {untrained:+.3f} before training, {left:+.3f} after it")
         return remains, sum(one.epochs for one in trained.values())
 
-    def _candidates(self, losses: Losses, estimate: Estimate, smallest: list[Shape]) -> list[Shape]:
-        """Different shapes that lose little within the budget, by different opinions about which kind of part is dear; else one
-        of the `smallest`."""
-        opinions = [dict(losses.remains)]
-        for kind in losses.remains:
-            opinions += [opinions[0] | {kind: losses.remains[kind] * factor} for factor in (_CHANGED, 1 / _CHANGED)]
-        found: list[Shape] = []
-        for remains in opinions:
-            shape = self._within(replace(losses, remains=remains), estimate)
-            if shape is not None and shape not in found:
-                found.append(shape)
-        if not found:
-            costs = [self.bench.cost(shape, losses.measured) for shape in smallest]
-            found = [s for s, cost in zip(smallest, costs, strict=True) if not self.budget.excess(cost.bytes, cost.ms)][
-                :1
-            ]
-        if not found:
-            raise ValueError(
-                f"no shape was found within {self.budget.words()}: each limit can be met, but not all together; give one of them "
-                "more room"
-            )
-        chosen = sorted(found, key=losses.of)[:CANDIDATES]
-        for shape in chosen:
-            self.say(f"candidate: {shape.words(self.whole)}")
-        return chosen
-
-    def _within(self, losses: Losses, estimate: Estimate) -> Shape | None:
-        """The best shape that is within the budget as measured; the estimate's errors are corrected on the way."""
-        budget = self.budget.with_reserve()
-        limit = Cost(bytes=budget.max_bytes or np.inf, ms=budget.max_ms)
-        for attempt in range(_TRIES):
-            found = allocate(self.whole, losses, estimate, limit)
-            if found is None:
-                return None
-            shape = found[0]
+    def _candidates(self, losses: Losses, estimate: Estimate, smallest: list[Shape]) -> list[dict[str, Any]]:
+        shapes = candidates_of(self.bench, losses, estimate, smallest)
+        for shape in shapes:
             cost = self.bench.cost(shape, losses.measured)
-            if not budget.excess(cost.bytes, cost.ms):
-                return shape
-            expected = estimate.cost(shape)
-            factor = min(1.0, expected.bytes / cost.bytes) * 0.99 ** (attempt + 1)
-            ms = limit.ms
-            if ms is not None and cost.ms is not None and expected.ms is not None:
-                ms = budget.max_ms * min(1.0, expected.ms / cost.ms) * 0.99 ** (attempt + 1)
-            limit = Cost(bytes=(budget.max_bytes or np.inf) * factor, ms=ms)
-        return None
+            figures = [self.budget.size(cost.bytes), *([self.budget.time(cost.ms)] if cost.ms is not None else [])]
+            self.say(f"candidate: {shape.words(self.whole)}: {'; '.join(figures)}")
+        return [shape.to_dict() for shape in shapes]
 
     def _best(self, candidates: list[Shape], measured: Sensitivity) -> tuple[int, float]:
         """The number of the candidate with the lowest dev loss after a short training, or the best score by a metric of the
@@ -282,6 +252,7 @@ class Compression:
             for number, shape in enumerate(candidates, start=1)
         }
         self.say(f"training {len(students)} candidates for {epochs:g} epochs each")
+        self.bench.rest()
         trained = self.trainings.train(students)
         epochs, ranks = sum(one.epochs for one in trained.values()), []
         for (name, one), shape in zip(trained.items(), candidates, strict=True):
@@ -296,6 +267,7 @@ class Compression:
     def _final(self, shape: Shape, measured: Sensitivity, spent: float) -> Trained:
         epochs = self._once("epochs", lambda: self._epochs_left(spent))
         self.say(f"training {shape.words(self.whole)} for {epochs:g} epochs")
+        self.bench.rest()
         return self.trainings.train({"final": self._student(shape.words(self.whole), shape, measured, epochs)})["final"]
 
     def _epochs_left(self, spent: float) -> float:
@@ -350,6 +322,7 @@ class Compression:
                 "epochs"
             )
         _, low, high = found["dev"]["difference"]
+        original = self.trainings.original(self.trainings.whole).seconds
         difference, lower, upper = found["test"]["difference"]
         return Compressed(
             shape=shape,
@@ -360,7 +333,8 @@ class Compression:
             difference=(difference, lower, upper),
             resolution=(high - low) / 2,
             epochs=epochs,
-            seconds=self.phases.seconds + trained.seconds,
+            seconds=self.phases.seconds + original + trained.seconds,
+            measuring=self.phases.seconds_but(*_TRAININGS) + self.trainings.seconds_untrained(),
         )
 
     # -- shared ----------------------------------------------------------------------------------------------------------------
@@ -393,7 +367,5 @@ class Compression:
         return self.scoring.score(measured, self.trainings.splits[split])
 
     def _figures(self, served: Served) -> str:
-        ms = f", {served.ms:.2f} ms" if served.ms is not None else ""
-        return (
-            f"{in_bytes(served.bytes)}{ms}, {self.scoring.name} {self.scoring.shown(served.dev_score)} on the dev split"
-        )
+        score = f"{self.scoring.name} {self.scoring.shown(served.dev_score)} on the dev split"
+        return f"{in_bytes(served.bytes)}{'' if served.ms is None else f', {served.ms:.2f} ms'}, {score}"

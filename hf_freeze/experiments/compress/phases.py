@@ -20,7 +20,7 @@ class Phases:
     """
 
     def __init__(self, out: Path, identity: dict[str, Any]) -> None:
-        self._path = out / FILE
+        self._path, self._spent = out / FILE, 0.0
         identity = json.loads(json.dumps(identity))
         try:
             text = self._path.read_text(encoding="utf-8") if self._path.exists() else json.dumps({"identity": identity})
@@ -35,6 +35,10 @@ class Phases:
         """Of all phases that are done."""
         return sum(self._state["seconds"].values())
 
+    def seconds_but(self, *names: str) -> float:
+        """Of all phases that are done, without these."""
+        return sum(seconds for name, seconds in self._state["seconds"].items() if name not in names)
+
     @property
     def seconds_by_phase(self) -> dict[str, float]:
         return dict(self._state["seconds"])
@@ -46,12 +50,21 @@ class Phases:
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
         """The result of a phase as plain data: computed at the first call, then read."""
         if name not in self._state["results"]:
-            began = time.monotonic()
+            began, spent = time.monotonic(), self._spent
             result = compute()
             self._state["results"][name] = json.loads(json.dumps(result))
-            self._state["seconds"][name] = time.monotonic() - began
-            write_whole(self._path, json.dumps(self._state, indent=1) + "\n")
+            self._state["seconds"][name] = time.monotonic() - began - (self._spent - spent)
+            self._write()
         return self._state["results"][name]
+
+    def spend(self, name: str, seconds: float) -> None:
+        """Time for something that is done again and again, perhaps within a phase, which does not count it then."""
+        self._spent += seconds
+        self._state["seconds"][name] = self._state["seconds"].get(name, 0.0) + seconds
+        self._write()
+
+    def _write(self) -> None:
+        write_whole(self._path, json.dumps(self._state, indent=1) + "\n")
 
 
 def digest_of(source: str) -> str:

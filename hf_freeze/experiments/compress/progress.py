@@ -13,7 +13,8 @@ from hf_freeze.experiments.compress.scores import Scoring
 from hf_freeze.experiments.compress.trainings import Trainings
 from hf_freeze.experiments.compress.trials import FINAL, Trial, best_of
 
-_PAUSE = 10.0
+_PAUSE = 10.0  # seconds between two pages, at least
+_SHARE = 0.01  # of the time that may go into pages
 _PHASES = {
     "whole": "measuring the model in the engine",
     "sensitivity": "measuring what layers, heads, neurons and ranks are worth",
@@ -54,7 +55,8 @@ class Stopped(Exception):
 
 class Progress:
     """`epochs`: of all trainings; `hours`: for all of the work, None without a limit. `write` is called after phases and
-    trainings, for the page: at most once in `_PAUSE` seconds, since shapes are measured in less time than pictures are drawn."""
+    trainings, for the page: at most once in `_PAUSE` seconds and for `_SHARE` of the time, since drawing takes longer than
+    measuring a shape."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class Progress:
         self._epochs, self._hours, self._write = epochs, hours, write
         self._planned: dict[str, Trial] = {}
         self._running: dict[str, float] = {}  # epochs by trial, as the processes say them
-        self._phase_began, self._written = time.monotonic(), -_PAUSE
+        self._phase_began, self._next_page = time.monotonic(), 0.0
         self.last = Step(phase="", text="starting", share=0.0, seconds_left=None, best=None)
 
     def plan(
@@ -139,8 +141,11 @@ class Progress:
             limits.append(max(self._hours * 3600 - spent, 0.0))
         left = min(limits, default=None)
         self.last = Step(phase=phase, text=text, share=share, seconds_left=left, best=best_of(trials))
-        if written and time.monotonic() - self._written >= _PAUSE:
+        began = time.monotonic()
+        if written and began >= self._next_page:
             self._write()
-            self._written = time.monotonic()
+            ended = time.monotonic()
+            self._phases.spend("pages", ended - began)
+            self._next_page = ended + max(_PAUSE, (ended - began) / _SHARE)
         if self._callback is not None and self._callback(self.last) is True:
             raise Stopped(f"the callback stopped it after “{text}”; the same call resumes from there")

@@ -33,7 +33,7 @@ def write_result(compression: Compression, result: Compressed) -> list[str]:
     write_whole(out / FILES[1], "\n\n".join(["# Compressed", table, picture, *lines, made]) + "\n")
     record: dict[str, Any] = json.loads(json.dumps(asdict(result), default=str))
     record |= {"command": compression.command, "environment": environment()}
-    record["budget"] = asdict(compression.budget) | {"hours": compression.hours}
+    record["budget"] = compression.budget.to_dict() | {"hours": compression.hours}
     record["seconds_by_phase"] = compression.phases.seconds_by_phase
     write_whole(out / FILES[0], json.dumps(record, indent=1) + "\n")
     _write_cards(compression, result, rows, [sentence for _, sentence in facts])
@@ -83,7 +83,8 @@ def sentences(result: Compressed, scoring: Scoring, examples: int) -> list[tuple
     """(what, a sentence on it). `examples`: of the dev split."""
     smaller = f"{result.before.bytes / result.after.bytes:.1f} times smaller"
     if result.after.ms and result.before.ms:
-        smaller += f", {result.before.ms / result.after.ms:.1f} times faster"
+        share = 100 * result.after.ms / result.before.ms
+        smaller += f", {100 / share:.1f} times faster ({result.after.ms:.2f} ms a text, {share:.3g} % of the model's)"
     difference, low, high = (scoring.shown(value, signed=True) for value in result.difference)
     interval = f"95 % interval over its {scoring.item}: {low} to {high}; one seed"
     return [
@@ -92,7 +93,11 @@ def sentences(result: Compressed, scoring: Scoring, examples: int) -> list[tuple
             "Resolution",
             f"The dev split of {examples:,} {scoring.item} tells no difference below {scoring.shown(result.resolution)}.",
         ),
-        ("Trained", f"{result.epochs:.4g} epochs, {result.seconds / 60:.0f} minutes in all."),
+        (
+            "Trained",
+            f"{result.epochs:.4g} epochs, {result.seconds / 60:.0f} minutes in all, of which "
+            f"{100 * result.measuring / result.seconds:.1f} % went into measuring.",
+        ),
     ]
 
 

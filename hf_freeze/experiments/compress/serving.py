@@ -16,7 +16,7 @@ from hf_freeze.io import whole_folder
 from hf_freeze.model.loading import load_tokenizer
 from hf_freeze.publish.export.convert import export_model
 from hf_freeze.publish.export.ctranslate2 import CTranslate2Translator
-from hf_freeze.publish.latency import measure
+from hf_freeze.publish.latency import Worker, measure
 from hf_freeze.training.decoding import most_new_tokens, translate
 
 _SERVED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")  # of a saved model with its tokenizer
@@ -72,23 +72,38 @@ def serve(source: Path, engine: Engine, out: Path) -> Path:
 
 
 def milliseconds(
-    folders: Mapping[str, Path], task: str, split: Any, tokenizer: Any, say: Callable[[str], Any]
+    folders: Mapping[str, Path],
+    task: str,
+    split: Any,
+    tokenizer: Any,
+    say: Callable[[str], Any],
+    *,
+    unit: tuple[Path, float] | None = None,
+    worker: Worker | None = None,
 ) -> dict[str, float]:
     """The median time of an input of `split` alone on one thread, for each folder; they take turns. Models that generate make
-    exactly as many tokens for each as its targets have in the mean, in those of `tokenizer`."""
+    exactly as many tokens for each as its targets have in the mean, in those of `tokenizer`.
+
+    `unit`: a folder and its time. It takes turns with them, and theirs are that time, times the median ratio to it: other work
+    on the machine makes all of them slower alike. `worker`: the process to open them in, instead of one for each."""
     texts, new_tokens = list(split["source" if task == "translation" else "sentence"]), 1
     if task == "translation":
         new_tokens = round(float(np.mean([len(ids) for ids in tokenizer(list(split["target"]))["input_ids"]])))
+    measured = list(dict.fromkeys([*folders.values(), *([unit[0]] if unit else [])]))
     results = measure(
-        list(folders.values()),
+        measured,
         texts,
         batches=(1,),
         new_tokens=max(new_tokens, 1),
         exactly=True,
         rounds=_ROUNDS,
         say=say,
+        worker=worker,
     )
-    return {name: result.percentile(1, 50) for name, result in zip(folders, results, strict=True)}
+    times = dict(zip(measured, results, strict=True))
+    if unit is None:
+        return {name: times[folder].percentile(1, 50) for name, folder in folders.items()}
+    return {name: unit[1] * times[folder].ratio_to(times[unit[0]], 1)[0] for name, folder in folders.items()}
 
 
 def answers_of(folder: Path, engine: Engine, task: str, split: Any, decoding: Mapping[str, Any]) -> list[Any]:

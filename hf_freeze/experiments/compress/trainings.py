@@ -12,6 +12,7 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from hf_freeze.analysis.head_importance import count_labels
+from hf_freeze.analysis.vocabulary import count_tokens
 from hf_freeze.experiments.recipes.check import check
 from hf_freeze.experiments.runs.grid import run_grid
 from hf_freeze.experiments.tasks.base import Task
@@ -23,6 +24,7 @@ from hf_freeze.training import TokenBatchTrainer
 
 TASKS = ("translation", "sequence-classification")
 _SAMPLE = 256  # examples of the dev split by which parts are measured
+_COMPARED = 1000  # training examples on which the tokenizer of a smaller vocabulary is compared with the original's
 _BATCH = 32
 _WARMUP = 100  # steps at most in short trainings
 _DISTILLATION = {"method": "distillation", "temperature": 2.0, "alpha": 0.5}
@@ -92,6 +94,7 @@ class Trainings:
         self.splits = task.load(recipe["data"])
         self.whole = len(self.tokenizer)
         self._labels: dict[int, int] = {}
+        self._counts: np.ndarray | None = None  # of each token in the training texts
 
     # -- the model and its vocabularies ----------------------------------------------------------------------------------------
 
@@ -101,12 +104,23 @@ class Trainings:
             return Path(self.source)
         folder = self.out / "vocabularies" / str(vocabulary)
         if not folder.exists():
-            texts, targets = self._texts()
-            trim_model(self.source, texts, targets=targets, size=vocabulary, characters="occurring", out=folder)
+            train = self.splits["train"]
+            if self._counts is None:  # once for all sizes: splitting all texts takes longer than all else here
+                texts, targets = self._texts(train)
+                self._counts = count_tokens(load_tokenizer(self.source), texts, targets=targets)
+            some = np.random.default_rng(0).permutation(len(train))[:_COMPARED]
+            texts, targets = self._texts(train.select(np.sort(some)))
+            trim_model(
+                *(self.source, texts),
+                targets=targets,
+                size=vocabulary,
+                characters="occurring",
+                counts=self._counts,
+                out=folder,
+            )
         return folder
 
-    def _texts(self) -> tuple[Any, Any]:
-        split = self.splits["train"]
+    def _texts(self, split: Any) -> tuple[Any, Any]:
         if "target" in split.column_names:
             return split["source"], split["target"]
         return self.task.texts(split), ()
@@ -118,7 +132,7 @@ class Trainings:
         return load_tokenizer(self.folder_of(vocabulary))
 
     def sample(self, vocabulary: int, model: Any) -> list[dict[str, Any]]:
-        """Batches of some examples of the dev split, the same ones for every vocabulary."""
+        """Batches of some examples of the dev split, the same ones for every vocabulary, each of similar length."""
         split = self.splits["dev"]
         chosen = np.random.default_rng(0).permutation(len(split))[:_SAMPLE]
         return list(self._batches(split.select(np.sort(chosen)), vocabulary, model))
@@ -126,7 +140,9 @@ class Trainings:
     def _batches(self, split: Any, vocabulary: int, model: Any) -> Any:
         tokenizer = self.tokenizer_of(vocabulary)
         encoded: Any = self.task.encode(split, tokenizer, self.base)
-        return DataLoader(encoded, batch_size=_BATCH, collate_fn=self.task.collator(tokenizer, model))
+        order = np.argsort([len(ids) for ids in encoded["input_ids"]], kind="stable").tolist()
+        collate = self.task.collator(tokenizer, model)
+        return DataLoader(encoded, batch_size=_BATCH, sampler=order, collate_fn=collate)
 
     def labels(self, vocabulary: int) -> int:
         """The number of labels of the dev split."""
@@ -178,15 +194,23 @@ class Trainings:
             console=self._console,
             command=self._command,
             scored_on="dev",
+            unscored=[name for name, row in self._rows.items() if not row["training"]["epochs"]],
             trainer=self.trainer,
             watch=self._watch,
         )
 
+    def _records(self) -> list[dict[str, Any]]:
+        """Of all finished runs."""
+        paths = (self.out / "trainings").glob("row-*/metrics.json")
+        return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+    def seconds_untrained(self) -> float:
+        """Of the runs that only load, evaluate and save."""
+        return sum(record["seconds"]["all"] for record in self._records() if not record["epochs_trained"])
+
     def seconds_per_epoch(self) -> float:
         """Of the trainings so far."""
-        paths = (self.out / "trainings").glob("row-*/metrics.json")
-        records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-        trained = [record for record in records if record["epochs_trained"]]
+        trained = [record for record in self._records() if record["epochs_trained"]]
         return sum(r["seconds"]["train"] for r in trained) / sum(r["epochs_trained"] for r in trained)
 
     def folder(self, name: str) -> Path:

@@ -5,7 +5,7 @@ Finished runs are skipped, interrupted runs resume from their last checkpoint.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from hf_freeze.experiments.runs.processes import Processes
 from hf_freeze.experiments.runs.progress import show_progress, summary_line
 from hf_freeze.experiments.runs.tracking import check_tracker
 from hf_freeze.model.loading import check_exists
-from hf_freeze.run_folder import needed_folders, run_folder, start_folder
+from hf_freeze.run_folder import NOTHING, needed_folders, run_folder, start_folder
 
 
 class FailedRuns(Exception):
@@ -40,6 +40,7 @@ def run_grid(
     resume_anyway: bool = False,
     ray: RayOptions | None = None,
     scored_on: str = "test",
+    unscored: Collection[str] = (),
     trainer: str | None = None,
     watch: Callable[[dict[str, Any], dict[str, Any]], Any] = lambda run, message: None,
 ) -> list[dict[str, Any]]:
@@ -49,8 +50,9 @@ def run_grid(
     `ray`: the runs are tasks of Ray, as many at a time as its nodes have room for; `out` is on storage that all nodes see.
     Under a launcher (torchrun, accelerate launch) all processes work on one run after the other. `resume_anyway`: go on with
     a checkpoint that another version, commit, device or number of threads or processes left. `scored_on`: "dev" for runs that
-    must not see the test split. `trainer`: "module:class", instead of the task's. `watch(run, message)` is called with what
-    a run says, and with {"stage": "finished"} after its end; an exception in it stops all runs at their last checkpoints.
+    must not see the test split. `unscored`: rows that only others start from, which have no score but the dev loss. `trainer`:
+    "module:class", instead of the task's. `watch(run, message)` is called with what a run says, and with {"stage": "finished"}
+    after its end; an exception in it stops all runs at their last checkpoints.
 
     Writes `out/results.jsonl`, of all finished runs there, and `command` for the report. Raises ValueError where the recipe has
     no rows or `out` holds runs of another one, and FailedRuns at the end where runs failed; their tracebacks are in their
@@ -70,8 +72,12 @@ def run_grid(
     if not runs:
         raise ValueError(f"{recipe['name']} has no rows to run; its space is for hf-freeze search")
     every = expand({key: value for key, value in recipe.items() if key != "only"})  # the order of a report
-    added = ({"scored_on": scored_on} if scored_on != "test" else {}) | ({"trainer": trainer} if trainer else {})
-    runs, every = ([run | added for run in some] for some in (runs, every))
+
+    def completed(run: dict[str, Any]) -> dict[str, Any]:
+        split = NOTHING if run["row"] in unscored else scored_on
+        return run | ({"scored_on": split} if split != "test" else {}) | ({"trainer": trainer} if trainer else {})
+
+    runs, every = (list(map(completed, some)) for some in (runs, every))
     check_files(recipe["data"])
     check_tracker(recipe.get("report_to"))
     for name in {run["backbone"].get("pretrained") for run in runs if "backbone" in run} - {None}:

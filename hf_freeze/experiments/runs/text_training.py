@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import EarlyStoppingCallback, Seq2SeqTrainingArguments, TrainerCallback
@@ -18,8 +19,8 @@ from hf_freeze.experiments.recipes.rows import method_of
 from hf_freeze.experiments.runs import chosen_layers, measured_heads
 from hf_freeze.experiments.runs.resume import check_data
 from hf_freeze.experiments.tasks import translation
-from hf_freeze.experiments.tasks.base import ProgressCallback, Task, Trained
-from hf_freeze.run_folder import teacher_folder
+from hf_freeze.experiments.tasks.base import Outcome, ProgressCallback, Task, Trained
+from hf_freeze.run_folder import NOTHING, teacher_folder
 from hf_freeze.training import TokenBatchTrainer, VariantCallback, label_smoothed_loss, parameter_groups
 from hf_freeze.training.precision import AUTO, uses_bf16
 
@@ -139,7 +140,9 @@ def execute_text(
     model.config.use_cache = True  # the Trainer saves it switched off
     report({"stage": "testing"})
     tested = time.perf_counter()
-    outcome = task.test(run, folder, trainer, tokenizer, splits[scored_on], encoded[scored_on])
+    outcome = Outcome(metrics={}, items=np.zeros((0, 1)))
+    if scored_on != NOTHING:
+        outcome = task.test(run, folder, trainer, tokenizer, splits[scored_on], encoded[scored_on])
     dev = trainer.evaluate()
     if "head_scores" in run:
         report({"stage": "measuring measured_heads"})
