@@ -25,3 +25,4 @@ from hf_freeze.data.tokens import TokenDataset as TokenDataset
 from hf_freeze.data.tokens import tokenise as tokenise
 from hf_freeze.data.tokens import tokenizer_for as tokenizer_for
 from hf_freeze.data.trimming import trim_tokenizer as trim_tokenizer
+from hf_freeze.data.tsv import read_tsv as read_tsv

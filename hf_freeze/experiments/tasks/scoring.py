@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hf_freeze import scores
 from hf_freeze.experiments.tasks.items import accuracy, bleu, log_perplexity
 
-Columns = dict[str, tuple[str, tuple[str, ...], str]]  # name -> (heading, where it is in a record, format)
+# name -> (heading, where it is in a record, format). A column that no row has is not shown.
+Columns = dict[str, tuple[str, tuple[str, ...], str]]
 TO_FIRST = "first"  # in place of a place in a record: how many times the first row has what this row has of a column
 
 _COSTS: Columns = {
@@ -83,6 +85,25 @@ class TaskScoring:
         return (text if float(text) else text[1:]).replace("-", "−")
 
 
+def _of_sequences(
+    name: str, short: str, metric: str, score: Callable[[np.ndarray], np.ndarray], **more: str
+) -> TaskScoring:
+    """Scores of sequences in %. `more`: metric -> heading of further columns."""
+    return TaskScoring(
+        name,
+        {
+            metric: (f"{short} %", ("metrics", f"test_{metric}"), ".1f"),
+            **{other: (f"{heading} %", ("metrics", f"test_{other}"), ".1f") for other, heading in more.items()},
+            f"dev_{metric}": (f"dev {short} %", ("metrics", f"dev_{metric}"), ".1f"),
+        },
+        higher=True,
+        score=lambda sums: 100 * score(sums),
+        item="examples",
+        scale=float,
+        units=_UNITS | dict.fromkeys((metric, f"dev_{metric}", *more), 100),
+    )
+
+
 SCORING = {
     "translation": TaskScoring(
         "BLEU",
@@ -124,14 +145,16 @@ SCORING = {
         "accuracy",
         {
             "accuracy": ("accuracy %", ("metrics", "test_accuracy"), ".1f"),
+            "mismatched": ("mismatched %", ("metrics", "mismatched_accuracy"), ".1f"),
             "dev_accuracy": ("dev acc %", ("metrics", "dev_accuracy"), ".1f"),
         },
         higher=True,
         score=accuracy,
         item="examples",
         scale=float,
-        units=_UNITS | {"accuracy": 100, "dev_accuracy": 100},
+        units=_UNITS | {"accuracy": 100, "mismatched": 100, "dev_accuracy": 100},
     ),
+    "regression": _of_sequences("Pearson correlation", "Pearson", "pearson", scores.pearson, spearman="Spearman"),
     "image-classification": TaskScoring(
         "accuracy",
         {"accuracy": ("accuracy %", ("metrics", "test_accuracy"), ".2f")},
@@ -149,3 +172,15 @@ SCORING = {
         digits=2,
     ),
 }
+
+_BY_METRIC = {  # of tasks with several: (task, metric), for those that are not the first
+    ("sequence-classification", "f1"): _of_sequences("F1", "F1", "f1", scores.f1, accuracy="accuracy"),
+    ("sequence-classification", "matthews"): _of_sequences(
+        "Matthews correlation", "Matthews", "matthews", scores.matthews, accuracy="accuracy"
+    ),
+}
+
+
+def scoring_of(task: str, metric: str = "") -> TaskScoring:
+    """How rows of `task` are compared, by `metric` where the recipe names one."""
+    return _BY_METRIC.get((task, metric), SCORING[task])
