@@ -1,4 +1,4 @@
-"""Scores that are not means of items, from sums over items: so any resample of a test set can be scored.
+"""Scores from sums over test items, so that any resample of a test set can be scored.
 
 Each takes sums `(..., k)` and returns `(...)`; 0 where it is 0 / 0.
 """
@@ -6,6 +6,11 @@ Each takes sums `(..., k)` and returns `(...)`; 0 where it is 0 / 0.
 from typing import Any
 
 import numpy as np
+
+
+def mean(sums: Any) -> np.ndarray:
+    """From the sum of a score and the number of items ..."""
+    return _ratio(*(np.asarray(sums, float)[..., i] for i in range(2)))
 
 
 def f1(sums: Any) -> np.ndarray:

@@ -174,6 +174,17 @@ TASK_FIELDS = {
         tokenizers=("wordpiece",),
         builtin=False,
     ),
+    **dict.fromkeys(
+        ("token-classification", "question-answering", "multiple-choice"),
+        TaskFields(
+            _ENCODER_SECTIONS,
+            _TRAINING,
+            _NEEDED_IN_TRAINING,
+            files=None,
+            tokenizers=("wordpiece",),
+            builtin=False,
+        ),
+    ),
     "image-classification": TaskFields(
         {
             "data": {"root", "train", "dev", "test", "holdout", "limit"},
@@ -192,10 +203,10 @@ _LABELLED = {"sequence-classification", "regression"}
 # of the Hub is replaced by the user's files.)
 DATA_FIELDS: dict[str, tuple[set[str], set[str]]] = {
     "name": (set(TASK_FIELDS), {"hub"}),
-    "column": (_TEXT_TASKS, {"hub", "files"}),
+    "column": (_TEXT_TASKS | {"token-classification"}, {"hub", "files"}),
     "unit": (_TEXT_TASKS, {"files"}),
     "columns": (_LABELLED, {"hub", "files"}),
-    "label": (_LABELLED, {"hub", "files"}),
+    "label": (_LABELLED | {"token-classification"}, {"hub", "files"}),
     "header": (_LABELLED, {"files"}),
     "mismatched": ({"sequence-classification"}, {"hub", "files"}),
 }

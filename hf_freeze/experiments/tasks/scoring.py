@@ -85,10 +85,16 @@ class TaskScoring:
         return (text if float(text) else text[1:]).replace("-", "−")
 
 
-def _of_sequences(
-    name: str, short: str, metric: str, score: Callable[[np.ndarray], np.ndarray], **more: str
+def _in_percent(
+    name: str,
+    short: str,
+    metric: str,
+    score: Callable[[np.ndarray], np.ndarray],
+    *,
+    item: str = "examples",
+    **more: str,
 ) -> TaskScoring:
-    """Scores of sequences in %. `more`: metric -> heading of further columns."""
+    """Scores in %, the higher the better. `more`: metric -> heading of further columns."""
     return TaskScoring(
         name,
         {
@@ -98,7 +104,7 @@ def _of_sequences(
         },
         higher=True,
         score=lambda sums: 100 * score(sums),
-        item="examples",
+        item=item,
         scale=float,
         units=_UNITS | dict.fromkeys((metric, f"dev_{metric}", *more), 100),
     )
@@ -154,7 +160,12 @@ SCORING = {
         scale=float,
         units=_UNITS | {"accuracy": 100, "mismatched": 100, "dev_accuracy": 100},
     ),
-    "regression": _of_sequences("Pearson correlation", "Pearson", "pearson", scores.pearson, spearman="Spearman"),
+    "regression": _in_percent("Pearson correlation", "Pearson", "pearson", scores.pearson, spearman="Spearman"),
+    "token-classification": _in_percent(
+        "F1 of entities", "F1", "f1", scores.of_spans, item="sentences", precision="precision", recall="recall"
+    ),
+    "question-answering": _in_percent("F1 of words", "F1", "f1", scores.mean, item="questions", exact="exact match"),
+    "multiple-choice": _in_percent("accuracy", "accuracy", "accuracy", scores.mean, item="questions"),
     "image-classification": TaskScoring(
         "accuracy",
         {"accuracy": ("accuracy %", ("metrics", "test_accuracy"), ".2f")},
@@ -174,8 +185,8 @@ SCORING = {
 }
 
 _BY_METRIC = {  # of tasks with several: (task, metric), for those that are not the first
-    ("sequence-classification", "f1"): _of_sequences("F1", "F1", "f1", scores.f1, accuracy="accuracy"),
-    ("sequence-classification", "matthews"): _of_sequences(
+    ("sequence-classification", "f1"): _in_percent("F1", "F1", "f1", scores.f1, accuracy="accuracy"),
+    ("sequence-classification", "matthews"): _in_percent(
         "Matthews correlation", "Matthews", "matthews", scores.matthews, accuracy="accuracy"
     ),
 }
