@@ -1,5 +1,6 @@
 """A Trainer for named entities: a tag for each word."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,10 @@ class EntityTrainer(TokenBatchTrainer):
 
     length_columns = ("input_ids", "input_ids")
     score_columns = 6
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # The Trainer keeps the labels from the model, whose Distillation counts only the outputs that have one.
+        return super().compute_loss(functools.partial(model, labels=inputs["labels"]), inputs, *args, **kwargs)
 
     def _score_batch(self, model: Any, batch: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
         """(B, 6): summed negative log-likelihood in nats; numbers of words, of right tags, and of correct, found and true

@@ -1,13 +1,12 @@
 """Questions with four answers to choose from, on small folders in the format of RACE."""
 
-import json
-
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from rich.console import Console
 from support.recipes import encoder_recipe
+from support.task_files import ANIMALS, write_race
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
 from hf_freeze.data import read_race
@@ -15,24 +14,6 @@ from hf_freeze.experiments.report.build import make_report
 from hf_freeze.experiments.report.table import table_cells
 from hf_freeze.experiments.runs.grid import run_grid
 from hf_freeze.experiments.tasks.multiple_choice import load_data
-
-ANIMALS = ["cat", "dog", "cow", "hen"]
-
-
-def write_race(folder, count):
-    """`count` files of two questions each, in folders for two kinds of schools."""
-    for number in range(count):
-        kind = folder / ("middle", "high")[number % 2]
-        kind.mkdir(parents=True, exist_ok=True)
-        animal = ANIMALS[number % 4]
-        text = {
-            "article": f"Once a {animal} lived here. It was happy.",
-            "questions": ["Which animal lived here?", "The _ was happy."],
-            "options": [ANIMALS, ANIMALS[::-1]],
-            "answers": ["ABCD"[number % 4], "DCBA"[number % 4]],
-            "id": f"{kind.name}{number}.txt",
-        }
-        (kind / f"{number}.txt").write_text(json.dumps(text), encoding="utf-8")
 
 
 @pytest.fixture

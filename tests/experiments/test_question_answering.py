@@ -6,7 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from rich.console import Console
+from support.cases import ALL
 from support.recipes import encoder_recipe
+from support.task_files import PLACES, write_squad
 
 from hf_freeze.data import read_squad, train_tokenizer
 from hf_freeze.experiments.report.build import make_report
@@ -14,24 +16,6 @@ from hf_freeze.experiments.report.table import table_cells
 from hf_freeze.experiments.runs.grid import run_grid
 from hf_freeze.experiments.tasks.question_answering import answers_of, collator, encode, load_data, squad_scores
 from hf_freeze.training.question_answering import MOST_TOKENS
-
-PLACES = ["Paris", "Rome", "Oslo", "New York"]
-
-
-def write_squad(path, count, *, unanswerable=False):
-    """As train-v1.1.json, or with `unanswerable` as train-v2.0.json, whose every second question has no answer."""
-    paragraphs = []
-    for number in range(count):
-        place = PLACES[number % 4]
-        context = f"In May, Ann moved to {place}. She sings there every day, and all of her friends listen."
-        answer = {"text": place, "answer_start": context.index(place)}
-        question = {"id": f"q{number}", "question": " Where did Ann move?", "answers": [answer, answer]}
-        if unanswerable:
-            none = {"answers": [], "is_impossible": True, "plausible_answers": [answer]} if number % 2 else {}
-            question |= {"is_impossible": False} | none
-        paragraphs.append({"context": context, "qas": [question]})
-    text = {"version": "v", "data": [{"title": "Ann", "paragraphs": paragraphs}]}
-    path.write_text(json.dumps(text), encoding="utf-8")
 
 
 @pytest.fixture
@@ -135,7 +119,7 @@ def test_the_best_window_answers_and_none_may_win():
     assert answers_of(windows, encoded, split) == ["ab cd", ""], "the lowest score of none counts: 3, below 5"
 
 
-@pytest.mark.parametrize("version", ["1.1", "2.0"])
+@pytest.mark.parametrize("version", ["1.1", "2.0"] if ALL else ["2.0"])
 def test_a_grid_reports_f1_of_words(files, tmp_path, version):
     if version == "2.0":
         for name, count in (("train", 48), ("dev", 6)):

@@ -5,24 +5,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 from support.recipes import encoder_recipe
+from support.task_files import SENTENCES, write_conll
 
 from hf_freeze.data import entities, read_conll, train_tokenizer
 from hf_freeze.experiments.report.build import make_report
 from hf_freeze.experiments.report.table import table_cells
 from hf_freeze.experiments.runs.grid import run_grid
 from hf_freeze.experiments.tasks.token_classification import encode, load_data
-
-SENTENCES = [
-    [("EU", "I-ORG"), ("rejects", "O"), ("German", "I-MISC"), ("call", "O"), (".", "O")],
-    [("Peter", "B-PER"), ("Blackburn", "I-PER")],
-    [("in", "O"), ("New", "B-LOC"), ("York", "I-LOC"), ("Boston", "B-LOC")],
-]
-
-
-def write_conll(path, sentences):
-    lines = ["-DOCSTART- -X- -X- O\n"]
-    lines += ["".join(f"{word} NN B-NP {tag}\n" for word, tag in sentence) for sentence in sentences]
-    path.write_text("\n".join(lines), encoding="utf-8")
 
 
 @pytest.fixture

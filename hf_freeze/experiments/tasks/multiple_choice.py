@@ -61,7 +61,7 @@ def encode(
     split: datasets.Dataset, tokenizer: Any, run: dict[str, Any] | None = None, progress: Progress | None = None
 ) -> datasets.Dataset:
     """The tokenizer's columns of all answers one after the other, their `lengths`, and `labels`. An answer is the pair of the
-    article, cut where that is too long, and the question with the answer put in the place of `_`, or after it."""
+    article, cut where that is too long, and the question with the answer instead of `_`, or after it."""
 
     def ids(batch: dict[str, Any]) -> dict[str, Any]:
         columns: dict[str, list[Any]] = {"lengths": [], "labels": [LETTERS.index(letter) for letter in batch["answer"]]}

@@ -1,6 +1,7 @@
-"""Small files in the format of GLUE's nine tasks: the same columns, headers, orders and kinds of labels."""
+"""Small files in the formats of GLUE's nine tasks, CoNLL-2003, SQuAD and RACE: the same columns, headers and kinds of labels."""
 
 import csv
+import json
 
 FOLDERS = {"cola": "CoLA", "sst2": "SST-2", "mrpc": "MRPC", "stsb": "STS-B", "qqp": "QQP"}
 FOLDERS |= {"mnli": "MNLI", "qnli": "QNLI", "rte": "RTE", "wnli": "WNLI"}
@@ -61,3 +62,54 @@ def _row(name, number):
         "mnli": [number, 31193, "31193n", "government", *["( x )"] * 4, one, two, label, label],
         "qnli": [number, one + "?", two, label],
     }.get(name, [number, one, two, label])
+
+
+SENTENCES = [
+    [("EU", "I-ORG"), ("rejects", "O"), ("German", "I-MISC"), ("call", "O"), (".", "O")],
+    [("Peter", "B-PER"), ("Blackburn", "I-PER")],
+    [("in", "O"), ("New", "B-LOC"), ("York", "I-LOC"), ("Boston", "B-LOC")],
+]
+
+
+def write_conll(path, sentences):
+    lines = ["-DOCSTART- -X- -X- O\n"]
+    lines += ["".join(f"{word} NN B-NP {tag}\n" for word, tag in sentence) for sentence in sentences]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+PLACES = ["Paris", "Rome", "Oslo", "New York"]
+
+
+def write_squad(path, count, *, unanswerable=False):
+    """As train-v1.1.json, or with `unanswerable` as train-v2.0.json, whose every second question has no answer."""
+    paragraphs = []
+    for number in range(count):
+        place = PLACES[number % 4]
+        context = f"In May, Ann moved to {place}. She sings there every day, and all of her friends listen."
+        answer = {"text": place, "answer_start": context.index(place)}
+        question = {"id": f"q{number}", "question": " Where did Ann move?", "answers": [answer, answer]}
+        if unanswerable:
+            none = {"answers": [], "is_impossible": True, "plausible_answers": [answer]} if number % 2 else {}
+            question |= {"is_impossible": False} | none
+        paragraphs.append({"context": context, "qas": [question]})
+    text = {"version": "v", "data": [{"title": "Ann", "paragraphs": paragraphs}]}
+    path.write_text(json.dumps(text), encoding="utf-8")
+
+
+ANIMALS = ["cat", "dog", "cow", "hen"]
+
+
+def write_race(folder, count):
+    """`count` files of two questions each, in folders for two kinds of schools."""
+    for number in range(count):
+        kind = folder / ("middle", "high")[number % 2]
+        kind.mkdir(parents=True, exist_ok=True)
+        animal = ANIMALS[number % 4]
+        text = {
+            "article": f"Once a {animal} lived here. It was happy.",
+            "questions": ["Which animal lived here?", "The _ was happy."],
+            "options": [ANIMALS, ANIMALS[::-1]],
+            "answers": ["ABCD"[number % 4], "DCBA"[number % 4]],
+            "id": f"{kind.name}{number}.txt",
+        }
+        (kind / f"{number}.txt").write_text(json.dumps(text), encoding="utf-8")
