@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_freeze.experiments.report.convergence import steps_to_share
 from hf_freeze.experiments.report.finished_runs import Run, Source, label_of, read_runs, split_of, unlike_settings
 from hf_freeze.experiments.report.report import Report
 from hf_freeze.experiments.report.significance import MANY, compare
@@ -27,7 +28,10 @@ def make_report(folders: Sequence[Path], say: Callable[[str], Any] = print) -> R
 def report_of(runs: list[Run], sources: Sequence[Source], say: Callable[[str], Any] = print) -> Report:
     """Compare `runs` of one task, which came from `sources`; the first row is what all are compared with."""
     task = scoring_of(runs[0].task, runs[0].metric)
-    rows = summarise([run.record | {"row": run.row} for run in runs], task)
+    steps = [steps_to_share(run.log, task.quality) for run in runs]
+    rows = summarise(
+        [run.record | {"row": run.row, "steps_to_90": step} for run, step in zip(runs, steps, strict=True)], task
+    )
     items, notes = _items_of_rows(runs, task)
     notes = unlike_settings(runs) + notes
     if min(row["seeds"] for row in rows) == 1:

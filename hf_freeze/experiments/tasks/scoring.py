@@ -15,6 +15,7 @@ TO_FIRST = "first"  # in place of a place in a record: how many times the first 
 
 _COSTS: Columns = {
     "epochs": ("best epoch", ("epochs_to_convergence",), ".1f"),
+    "steps": ("steps to 90 %", ("steps_to_90",), ",.0f"),  # from its log (report/convergence.py)
     "share": ("share %", ("parameters", "trainable_share"), ".1%"),
     "total": ("total k", ("parameters", "total"), ",.0f"),  # shown where the rows differ in it
     "work": ("macs k", ("multiply_adds",), ",.0f"),  # the same
@@ -26,6 +27,7 @@ _UNITS = {"total": 1e-3, "work": 1e-3, "stored": 1e-6, "minutes": 1 / 60}
 
 _IMAGE_COSTS: Columns = {
     "epochs": ("epochs", ("epochs_trained",), ".0f"),
+    "steps": ("steps to 90 %", ("steps_to_90",), ",.0f"),
     "total": ("parameters", ("parameters", "total"), ",.0f"),
     "fewer": ("times fewer", (TO_FIRST, "total"), ".2f"),
     "stored": ("stored kB", ("parameters", "stored_bytes"), ",.1f"),
