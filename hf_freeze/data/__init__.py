@@ -6,11 +6,17 @@ from hf_freeze.data.blocks import masked_blocks as masked_blocks
 from hf_freeze.data.blocks import text_blocks as text_blocks
 from hf_freeze.data.builtin import builtin_corpus as builtin_corpus
 from hf_freeze.data.builtin import builtin_tenses as builtin_tenses
+from hf_freeze.data.conll import check_tags as check_tags
+from hf_freeze.data.conll import entities as entities
+from hf_freeze.data.conll import read_conll as read_conll
 from hf_freeze.data.idx import read_idx as read_idx
 from hf_freeze.data.idx import read_images as read_images
 from hf_freeze.data.lines import read_documents as read_documents
 from hf_freeze.data.lines import read_lines as read_lines
 from hf_freeze.data.masking import Masking as Masking
+from hf_freeze.data.questions import load_hub_questions as load_hub_questions
+from hf_freeze.data.questions import read_squad as read_squad
+from hf_freeze.data.race import read_race as read_race
 from hf_freeze.data.text import load_hub_labelled as load_hub_labelled
 from hf_freeze.data.text import load_hub_parallel as load_hub_parallel
 from hf_freeze.data.text import load_hub_text as load_hub_text
@@ -25,3 +31,4 @@ from hf_freeze.data.tokens import TokenDataset as TokenDataset
 from hf_freeze.data.tokens import tokenise as tokenise
 from hf_freeze.data.tokens import tokenizer_for as tokenizer_for
 from hf_freeze.data.trimming import trim_tokenizer as trim_tokenizer
+from hf_freeze.data.tsv import read_tsv as read_tsv

@@ -114,11 +114,14 @@ def _not_empty(data: datasets.Dataset, where: str) -> datasets.Dataset:
     return data
 
 
-def read_jsonl(path: str | Path, text: Sequence[str] = ("sentence",), label: str = "label") -> datasets.Dataset:
-    """Classification examples from a file with one JSON object per line, plain or compressed.
+def read_jsonl(
+    path: str | Path, text: Sequence[str] = ("sentence",), label: str = "label", *, numbers: bool = False
+) -> datasets.Dataset:
+    """Labelled examples from a file with one JSON object per line, plain or compressed.
 
-    Columns: those named in `text` (strings; two columns form a pair) and `label` (integers from 0, or strings). Other fields are
-    ignored. Raises the errors of `read_lines`, and ValueError with file and line for a missing field or a wrong value.
+    Columns: those named in `text` (strings; two columns form a pair) and `label` (integers from 0, or strings; with `numbers`,
+    any numbers). Other fields are ignored. Raises the errors of `read_lines`, and ValueError with file and line for a missing
+    field or a wrong value.
     """
     columns: dict[str, list[Any]] = {name: [] for name in (*text, label)}
     for number, line in enumerate(read_lines(path), 1):
@@ -130,7 +133,11 @@ def read_jsonl(path: str | Path, text: Sequence[str] = ("sentence",), label: str
             value = example[name]
             if name != label and not isinstance(value, str):
                 raise ValueError(f"{where}: {name} must be text, not {value!r}")
-            if name == label and not (isinstance(value, str) or (type(value) is int and value >= 0)):
+            if name == label and numbers:
+                if type(value) not in (int, float):
+                    raise ValueError(f"{where}: {name} must be a number, not {value!r}")
+                value = float(value)
+            elif name == label and not (isinstance(value, str) or (type(value) is int and value >= 0)):
                 raise ValueError(f"{where}: {name} must be an integer from 0 or a string, not {value!r}")
             if values and type(value) is not type(values[0]):
                 raise ValueError(f"{where}: {name} is {value!r}, but {values[0]!r} in line 1: use one type")

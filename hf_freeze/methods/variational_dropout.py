@@ -16,6 +16,7 @@ from hf_freeze.methods.parts import Objective, Part, Schedule, Step
 from hf_freeze.methods.registry import register_method
 
 _MOST_LOG_SIGMA = 40  # keeps σ² finite and above 0 in float32, and so in bfloat16
+_MOST_KL = 1e9
 _MOST_THRESHOLD = 1e9  # exceeds any log α: at this threshold all weights remain, at minus this none
 
 
@@ -30,13 +31,15 @@ class VariationalDropout(SparseMethod):
     """Train every weight as θ + σ ε and drop weights with log α = log σ²/θ² of at least `threshold` (3: the noise has a
     variance of 20 times the squared weight). θ starts at the weight, σ at exp(`log_sigma`).
 
-    Training adds β / `training_size` · Σ KL to the mean loss per label; `training_size` is the number of labels of one epoch
-    (target tokens, or examples of a classifier). β rises linearly from 0 to 1 over the share `warmup` of training; unless
+    Training adds β · λ · Σ KL to the mean loss per label. λ is `kl_weight` / `training_size`, where `training_size` is the
+    number of labels of one epoch (target tokens, or examples of a classifier) and a `kl_weight` of 1 is the bound of the paper;
+    or `kl_lambda` itself, whatever the size of the data. β rises linearly from 0 to 1 over the share `warmup` of training; unless
     `warmup` is 0, this needs `VariantCallback` or `model.advance`. A custom loss must add `outputs["auxiliary_loss"]`.
     Weight decay on these weights works against the prior: switch it off. In eval mode the dropped weights are zero and there is
     no noise. `finalize()` fixes the mask and stores the remaining weights in a sparse format; you may fine-tune afterwards.
 
-    Raises ValueError for a training_size below 1 or missing when training, a warmup outside 0..1, a threshold outside ±1e9, a
+    Raises ValueError for a training_size below 1 or, without kl_lambda, missing when training, a kl_weight or kl_lambda outside
+    0..1e9, kl_lambda together with training_size or kl_weight, a warmup outside 0..1, a threshold outside ±1e9, a
     log_sigma outside ±40, an unknown component or layer, or a linear that another method has changed.
     """
 
@@ -44,11 +47,21 @@ class VariationalDropout(SparseMethod):
     threshold: float = 3.0
     log_sigma: float = -5.0
     warmup: float = 1 / 3
+    kl_weight: float = 1.0
+    kl_lambda: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.training_size is not None:
             check_positive(self.training_size, "VariationalDropout", "training_size")
+        check_number(self.kl_weight, 0, _MOST_KL, "VariationalDropout", "kl_weight")
+        if self.kl_lambda is not None:
+            check_number(self.kl_lambda, 0, _MOST_KL, "VariationalDropout", "kl_lambda")
+            if self.training_size is not None or self.kl_weight != 1:
+                raise ValueError(
+                    f"VariationalDropout(kl_lambda={self.kl_lambda!r}): stands for kl_weight / training_size; leave out "
+                    f"training_size={self.training_size!r} and kl_weight={self.kl_weight!r}"
+                )
         for field, most in (("threshold", _MOST_THRESHOLD), ("log_sigma", _MOST_LOG_SIGMA)):
             check_number(getattr(self, field), -most, most, "VariationalDropout", field)
         check_share(self.warmup, "VariationalDropout", "warmup")
@@ -64,17 +77,22 @@ class VariationalDropout(SparseMethod):
 
 
 class _Divergence(Objective):
-    """The KL term of Molchanov et al. (2017), equation 14, per label."""
+    """The KL term of Molchanov et al. (2017), equation 14, times λ."""
 
     def __init__(self, method: VariationalDropout) -> None:
         self.method = method
 
     def loss(self, model: Model, architecture: Architecture, step: Step | None = None) -> torch.Tensor | None:
-        if self.method.training_size is None:
+        method = self.method
+        if method.kl_lambda is None and method.training_size is None:
             raise ValueError(
-                "VariationalDropout(training_size=None): training needs the number of labels of one epoch, to weigh the KL term"
+                "VariationalDropout(training_size=None): training needs the number of labels of one epoch, to weigh the KL "
+                "term, or kl_lambda"
             )
-        return sum(module.kl() for _, module in self.method.modules(model, architecture)) / self.method.training_size  # type: ignore[return-value]
+        total: Any = sum(module.kl() for _, module in method.modules(model, architecture))
+        if method.training_size is None:
+            return total * method.kl_lambda
+        return total * method.kl_weight / method.training_size
 
 
 class _WarmUp(Schedule):

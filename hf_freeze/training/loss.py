@@ -1,4 +1,4 @@
-"""Label-smoothed cross-entropy for the Trainer's `compute_loss_func`."""
+"""Losses for the Trainer's `compute_loss_func`: label-smoothed cross-entropy, squared differences, and spans."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,14 +30,38 @@ def label_smoothed_loss(smoothing: float, *, shift: bool = False) -> Callable[..
         total = functional.cross_entropy(
             logits.float().flatten(0, -2), labels.flatten(), reduction="sum", label_smoothing=smoothing
         )
-        target_tokens = (labels != -100).sum()
-        items = num_items_in_batch if num_items_in_batch is not None else target_tokens
-        auxiliary = outputs.get("auxiliary_loss") if torch.is_grad_enabled() else None
-        if auxiliary is None:
-            return total / items
-        return outputs.get("label_weight", 1.0) * total / items + auxiliary.float() * (target_tokens / items)
+        return _per_label(total, outputs, labels, num_items_in_batch)
 
     return loss
+
+
+def squared_loss(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+) -> torch.Tensor:
+    """The mean squared difference between logits (B, 1) and numbers (B,); scaled, and with auxiliary terms, as
+    `label_smoothed_loss`."""
+    total = functional.mse_loss(outputs["logits"].float().squeeze(-1), labels.float(), reduction="sum")
+    return _per_label(total, outputs, labels, num_items_in_batch)
+
+
+def span_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> torch.Tensor:
+    """The mean negative log-likelihood of the first and the last token of answers, `labels` (B, 2), by logits (B, T) each;
+    scaled, and with auxiliary terms, as `label_smoothed_loss`."""
+    both = zip((outputs["start_logits"], outputs["end_logits"]), labels.unbind(1), strict=True)
+    total = sum(functional.cross_entropy(logits.float(), places, reduction="sum") for logits, places in both)
+    return _per_label(total, outputs, labels, num_items_in_batch)
+
+
+def _per_label(
+    total: Any, outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
+) -> torch.Tensor:
+    """`total`, the sum over the labels of the batch, divided by the labels of the optimiser step; and the auxiliary terms."""
+    count = (labels != -100).sum()
+    items = num_items_in_batch if num_items_in_batch is not None else count
+    auxiliary = outputs.get("auxiliary_loss") if torch.is_grad_enabled() else None
+    if auxiliary is None:
+        return total / items
+    return outputs.get("label_weight", 1.0) * total / items + auxiliary.float() * (count / items)
 
 
 def aligned(logits: torch.Tensor, labels: torch.Tensor, shift: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -111,7 +111,8 @@ def test_a_run_of_pairs_is_scored_as_its_model_answers(pairs, tmp_path):
     assert items[:, 1].tolist() == [1] * 6
     assert items[:, 2].tolist() == [int(example["gold"] == "yes") for example in PAIRS[:6]]
     assert record["metrics"]["test_accuracy"] == np.mean(right)
-    assert set(record["metrics"]) == {"test_accuracy", "test_loss", "dev_accuracy", "dev_loss"}
+    names = ("accuracy", "loss", "f1", "matthews")
+    assert set(record["metrics"]) == {f"{split}_{name}" for split in ("dev", "test") for name in names}
 
 
 @pytest.mark.parametrize(

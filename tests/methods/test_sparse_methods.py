@@ -422,6 +422,21 @@ def test_what_is_loaded_after_a_look_is_no_step():
     model(**BATCH).loss.backward()
 
 
+def test_the_weight_of_the_kl_term():
+    def added(**settings):
+        model = scheduled_model(phases=[VariationalDropout(**settings)]).train()
+        if settings.get("warmup") != 0:
+            model.advance(1, 8)  # β = 1/4 of the warm-up over half of the training
+        return model(**BATCH)["auxiliary_loss"].item()
+
+    once = added(training_size=10, warmup=0.0)
+    assert once > 0
+    assert added(training_size=10, warmup=0.0, kl_weight=0.25) == pytest.approx(once / 4)
+    assert added(kl_lambda=0.1, warmup=0.0) == pytest.approx(once)
+    assert added(kl_lambda=0.1, warmup=0.5) == pytest.approx(once / 4)
+    assert added(kl_lambda=0, warmup=0.0) == 0
+
+
 def test_training_needs_the_number_of_labels():
     model = scheduled_model(phases=[VariationalDropout(warmup=0.0)])
     outputs(model, BATCH)
@@ -568,6 +583,13 @@ def test_a_pruning_that_makes_no_sense_is_refused(arguments, message):
         ({"warmup": 1.1}, "warmup=1.1"),
         ({"warmup": True}, "warmup=True"),
         ({"warmup": None}, "warmup=None"),
+        ({"kl_weight": -1}, r"VariationalDropout\(kl_weight=-1\): must be a number in 0\.\.1e\+09"),
+        ({"kl_lambda": "1"}, r"VariationalDropout\(kl_lambda='1'\): must be a number in 0\.\.1e\+09"),
+        (
+            {"kl_lambda": 0.1},
+            r"kl_lambda=0\.1\): stands for kl_weight / training_size; leave out training_size=9",
+        ),
+        ({"kl_lambda": 0.1, "training_size": None, "kl_weight": 2}, r"leave out training_size=None and kl_weight=2"),
     ],
 )
 def test_a_dropout_that_makes_no_sense_is_refused(arguments, message):

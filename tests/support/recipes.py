@@ -6,6 +6,7 @@ import yaml
 from typer.testing import CliRunner
 
 from hf_freeze.cli import app
+from hf_freeze.experiments.recipes.load import load_recipe
 
 TINY = {
     "name": "tiny",
@@ -111,6 +112,15 @@ BERT = {
 MASKED = BERT | {"task": "masked-lm", "presets/small/training/block_size": 16}
 
 CLASSIFICATION = BERT | {"task": "sequence-classification"}
+
+
+def encoder_recipe(path, task, data, *, epochs=1, **changes):
+    """A checked recipe of one row: a BERT of seconds, on `data`."""
+    recipe = {"name": "tiny", "task": task, "data": data, "seeds": [1], "rows": {"0": {"label": "all", "methods": []}}}
+    recipe |= {"tokenizer": {"kind": "wordpiece", "vocab_size": 120}, "backbone": BERT["presets/small/backbone"]}
+    recipe["training"] = {"max_tokens": 200, "learning_rate": 0.01, "warmup_steps": 1, "bf16": False, "epochs": epochs}
+    return load_recipe(write_recipe(path, recipe, **changes))
+
 
 EACH = {"translation": {}, "language-modelling": LM, "masked-lm": MASKED}  # a classifier has nothing more to resume
 

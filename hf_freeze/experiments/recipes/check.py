@@ -44,6 +44,9 @@ def check(recipe: dict[str, Any], path: Any) -> None:
     task: str = recipe["task"]
     if task not in TASK_MODULES:
         raise ValueError(f"{path}: unknown task {task!r}; choose from {list(TASK_MODULES)}")
+    if "metric" in recipe and recipe["metric"] not in (metrics := TASK_FIELDS[task].metrics):
+        choices = f"choose from {list(metrics)}" if metrics else "it has one metric"
+        raise ValueError(f"{path}: task {task!r} has no metric {recipe['metric']!r}; {choices}")
     pretrained = "pretrained" in recipe.get("backbone", ())  # with its own tokenizer
     own: tuple[str, ...] = ("backbone",) if pretrained else ("backbone", "tokenizer")
     own = () if "start" in recipe else own  # another grid has them, where a run starts from one
@@ -211,6 +214,11 @@ def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
             raise ValueError(
                 f"{path}: data.{key}={data[key]!r} must be a number of training items; it replaces data.{split}"
             )
+    if form == "builtin" and not TASK_FIELDS[task].builtin:
+        raise ValueError(f"{path}: task {task!r} has no built-in data; name files or a data set of the Hub")
+    for key, kind in (("header", list), ("mismatched", str if form == "hub" else list)):
+        if not isinstance(data.get(key, kind()), kind):
+            raise ValueError(f"{path}: data.{key} must be a {kind.__name__}, not {data[key]!r}")
     columns = data.get("columns", ["sentence"])
     if (
         not isinstance(columns, list)

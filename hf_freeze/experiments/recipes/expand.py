@@ -24,7 +24,7 @@ def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
     """One plain dict a run, seed by seed, so that a first full table appears early. A random method without a seed of its
     own takes the run's. Rows come in the order of the recipe, whatever that of `only`: reports compare with the first. A row
     that another one starts from comes before it, wanted or not."""
-    named = ("name", "task", "preset", "axis", "report_to", "data", "tokenizer", "backbone", "training")
+    named = ("name", "task", "metric", "preset", "axis", "report_to", "data", "tokenizer", "backbone", "training")
     shared = {key: recipe[key] for key in named if key in recipe}
     shared["decoding"] = recipe.get("decoding", {})
     rows = recipe["rows"]

@@ -10,6 +10,7 @@ FIELDS = {
     "name": str,
     "about": str,  # what it is for, in a line, for `hf-freeze recipes`
     "task": str,
+    "metric": str,  # by which rows are compared, where the task has several
     "data": dict,
     "tokenizer": dict,
     "presets": dict,
@@ -86,6 +87,8 @@ SECTIONS = {
         "column",
         "columns",
         "label",
+        "header",
+        "mismatched",
         "unit",
         "holdout",
         "holdout_test",
@@ -131,7 +134,8 @@ class TaskFields:
     `sections`: the names in each section. `training`: how each setting of that section is read. `needed`: the required ones.
     `files`: what the two files of a split are; None where a split is a list of any number of files. `tables`: it may also be a
     list of JSONL and Parquet files. `tokenizers`: the kinds that fit. `is_per_token`: the score is per token, so rows with
-    different tokenizers cannot be compared.
+    different tokenizers cannot be compared. `metrics`: by which rows may be compared, where there is a choice; the first is the
+    default. `builtin`: whether there are built-in data.
     """
 
     sections: dict[str, set[str]]
@@ -141,6 +145,8 @@ class TaskFields:
     tables: bool = False
     tokenizers: tuple[str, ...] = ("bpe", "unigram")
     is_per_token: bool = False
+    metrics: tuple[str, ...] = ()
+    builtin: bool = True
 
 
 _NEEDED_IN_TRAINING = ("epochs", "max_tokens", "learning_rate", "warmup_steps")
@@ -153,7 +159,31 @@ TASK_FIELDS = {
         _ENCODER_SECTIONS, _TRAINING, _NEEDED_IN_TRAINING, files=None, tokenizers=("wordpiece",), is_per_token=True
     ),
     "sequence-classification": TaskFields(
-        _ENCODER_SECTIONS, _TRAINING, _NEEDED_IN_TRAINING, files=None, tokenizers=("wordpiece",)
+        _ENCODER_SECTIONS,
+        _TRAINING,
+        _NEEDED_IN_TRAINING,
+        files=None,
+        tokenizers=("wordpiece",),
+        metrics=("accuracy", "f1", "matthews"),
+    ),
+    "regression": TaskFields(
+        _ENCODER_SECTIONS | {"training": set(_TRAINING) - {"label_smoothing"}},
+        _TRAINING,
+        _NEEDED_IN_TRAINING,
+        files=None,
+        tokenizers=("wordpiece",),
+        builtin=False,
+    ),
+    **dict.fromkeys(
+        ("token-classification", "question-answering", "multiple-choice"),
+        TaskFields(
+            _ENCODER_SECTIONS,
+            _TRAINING,
+            _NEEDED_IN_TRAINING,
+            files=None,
+            tokenizers=("wordpiece",),
+            builtin=False,
+        ),
     ),
     "image-classification": TaskFields(
         {
@@ -168,12 +198,15 @@ TASK_FIELDS = {
 }
 
 _TEXT_TASKS = {"language-modelling", "masked-lm"}
+_LABELLED = {"sequence-classification", "regression"}
 # Fields of `data` that mean something to some tasks and forms only. (`source` and `target` may lie unused in a recipe whose data
 # of the Hub is replaced by the user's files.)
 DATA_FIELDS: dict[str, tuple[set[str], set[str]]] = {
     "name": (set(TASK_FIELDS), {"hub"}),
-    "column": (_TEXT_TASKS, {"hub", "files"}),
+    "column": (_TEXT_TASKS | {"token-classification"}, {"hub", "files"}),
     "unit": (_TEXT_TASKS, {"files"}),
-    "columns": ({"sequence-classification"}, {"hub", "files"}),
-    "label": ({"sequence-classification"}, {"hub", "files"}),
+    "columns": (_LABELLED, {"hub", "files"}),
+    "label": (_LABELLED | {"token-classification"}, {"hub", "files"}),
+    "header": (_LABELLED, {"files"}),
+    "mismatched": ({"sequence-classification"}, {"hub", "files"}),
 }

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from hf_freeze.analysis.significance import MANY, compare
+from hf_freeze.experiments.report.convergence import steps_to_share
 from hf_freeze.experiments.report.finished_runs import Run, Source, label_of, read_runs, split_of, unlike_settings
 from hf_freeze.experiments.report.report import Report
-from hf_freeze.experiments.tasks.scoring import SCORING, TO_FIRST, TaskScoring
+from hf_freeze.experiments.tasks.scoring import SCORING, TO_FIRST, TaskScoring, scoring_of
 from hf_freeze.run_folder import commands_of
 
 FEW_ITEMS = 100  # a bootstrap over fewer understates how far a score may be off
@@ -26,8 +27,11 @@ def make_report(folders: Sequence[Path], say: Callable[[str], Any] = print) -> R
 
 def report_of(runs: list[Run], sources: Sequence[Source], say: Callable[[str], Any] = print) -> Report:
     """Compare `runs` of one task, which came from `sources`; the first row is what all are compared with."""
-    task = SCORING[runs[0].task]
-    rows = summarise([run.record | {"row": run.row} for run in runs], task)
+    task = scoring_of(runs[0].task, runs[0].metric)
+    steps = [steps_to_share(run.log, task.quality) for run in runs]
+    rows = summarise(
+        [run.record | {"row": run.row, "steps_to_90": step} for run, step in zip(runs, steps, strict=True)], task
+    )
     items, notes = _items_of_rows(runs, task)
     notes = unlike_settings(runs) + notes
     if min(row["seeds"] for row in rows) == 1:
@@ -92,8 +96,10 @@ def summarise(records: list[dict[str, Any]], task: TaskScoring = SCORING["transl
                 columns[column] = [
                     (summaries[0][where[1]][0] if summaries else statistics.fmean(own)) / value for value in own
                 ]
-            elif column != "work" or all(record.get("multiply_adds") for record in group):  # old records have none
-                columns[column] = _values(group, column, task)
+            else:
+                values = [_value(record, where) for record in group]
+                if column == task.quality or None not in values:  # old records lack some, and not every grid has all
+                    columns[column] = [value * task.units.get(column, 1) for value in values]
         spreads = {
             column: (statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
             for column, values in columns.items()
@@ -103,11 +109,9 @@ def summarise(records: list[dict[str, Any]], task: TaskScoring = SCORING["transl
     return summaries
 
 
-def _values(group: list[dict[str, Any]], column: str, task: TaskScoring) -> list[float]:
-    values = []
-    for record in group:
-        value: Any = record
-        for key in task.columns[column][1]:
-            value = value[key]
-        values.append(value * task.units.get(column, 1))
-    return values
+def _value(record: dict[str, Any], where: tuple[str, ...]) -> Any:
+    """What a record holds there; None where it has no such value."""
+    value: Any = record
+    for key in where:
+        value = (value or {}).get(key)
+    return value

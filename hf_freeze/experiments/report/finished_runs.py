@@ -92,6 +92,11 @@ class Run:
     def task(self) -> str:
         return self.record.get("task") or self.settings.get("task") or "translation"
 
+    @property
+    def metric(self) -> str:
+        """By which its task is scored, where the recipe names it; else empty."""
+        return self.record.get("metric") or self.settings.get("metric") or ""
+
 
 @dataclass
 class Source:
@@ -153,6 +158,11 @@ def read_runs(folders: Sequence[Path], say: Callable[[str], Any] = print) -> lis
             if runs and run.task != runs[0].task:
                 both = f"{runs[0].grid} holds runs of {runs[0].task} and {folder} of {run.task}"
                 raise ValueError(f"{both}: a report is of one task")
+            if runs and run.metric != runs[0].metric:
+                metrics = [other.metric or "the default" for other in (runs[0], run)]
+                raise ValueError(
+                    f"{runs[0].grid} is scored by {metrics[0]} and {folder} by {metrics[1]}: not comparable"
+                )
             if other := seen.get(run.key):
                 raise ValueError(f"{other} and {folder} both hold row {run.row!r} with seed {run.key[1]}")
             seen[run.key] = folder

@@ -11,7 +11,7 @@ from hf_freeze.experiments.report.finished_runs import Run, Source, read_folder,
 from hf_freeze.experiments.report.report import Report
 from hf_freeze.experiments.tasks.data_forms import data_form
 from hf_freeze.experiments.tasks.items import digest_of_test_set
-from hf_freeze.experiments.tasks.scoring import SCORING, TaskScoring
+from hf_freeze.experiments.tasks.scoring import SCORING, TaskScoring, scoring_of
 
 _PERPLEXITY = "perplexity"  # in the name of a metric: it is of tokens, so the tokenizer is part of it
 
@@ -74,12 +74,12 @@ def sources_of(folders: Sequence[Path], say: Callable[[str], Any] = print) -> li
 def _basis(run: Run) -> Basis:
     if run.task not in SCORING:
         raise ValueError(f"{run.grid} holds runs of {run.task!r}; reports are made of {sorted(SCORING)}")
-    quality = _place(SCORING[run.task])
+    quality = _place(scoring_of(run.task, run.metric))
     data = run.settings.get("data") or run.record.get("data")
     settings = run.settings or run.record
     counted = _PERPLEXITY in quality and (settings.get("tokenizer") or settings.get("backbone", {}).get("pretrained"))
     return Basis(
-        task=run.task,
+        task=f"{run.task} {run.metric}".strip(),
         metric=run.record.get("signatures", {}).get(quality, ""),
         data=_without_root(data) if data else "",
         tokenizer=json.dumps(counted, sort_keys=True) if counted else "",
@@ -120,7 +120,7 @@ def _letter(number: int) -> str:
 
 
 def _title(runs: Sequence[Run]) -> str:
-    task = SCORING[runs[0].task]
+    task = scoring_of(runs[0].task, runs[0].metric)
     on_dev = ", on its dev split" if split_of(runs) == "dev" else ""
     return f"{runs[0].task.replace('-', ' ').capitalize()} by {task.name}: {_data_in_words(runs)}{on_dev}"
 

@@ -39,8 +39,8 @@ def rows_table(report: Report, axes: list[str], measured: dict[str, Measure]) ->
 
     names, own = [row["row"] for row in report.rows], report.columns
     headings, texts = table_cells(report)
-    costs = [name for name in own if name not in report.task.qualities]
-    shown = ["row", "label", report.task.quality, "to_first", *list(report.task.qualities)[1:], "seeds", *costs]
+    costs = [name for name in own if name not in report.qualities]
+    shown = ["row", "label", report.task.quality, "to_first", *report.qualities[1:], "seeds", *costs]
     columns = [
         _column(name, heading, measured.get(name), left=name in ("row", "label"))
         for name, heading in zip(shown, headings, strict=True)
@@ -48,9 +48,9 @@ def rows_table(report: Report, axes: list[str], measured: dict[str, Measure]) ->
     table = []
     for index, (row, line) in enumerate(zip(report.rows, texts, strict=True)):
         keys = {"row": index, "label": row["label"], "to_first": report.to_first(row)[0], "seeds": row["seeds"]}
-        keys |= {name: row[name][0] for name in own}
+        keys |= {name: row[name][0] for name in own if name in row}
         table.append(
-            [_cell(row["row"], t, measured.get(name), keys[name]) for name, t in zip(shown, line, strict=True)]
+            [_cell(row["row"], t, measured.get(name), keys.get(name)) for name, t in zip(shown, line, strict=True)]
         )
 
     columns.append(Column("front", "front", left=True))

@@ -79,7 +79,13 @@ class Report:
     @property
     def columns(self) -> Columns:
         """Those of the task that the table shows."""
-        return {name: column for name, column in self.task.columns.items() if name not in self._alike}
+        known = {name for row in self.rows for name in row}
+        return {name: column for name, column in self.task.columns.items() if name in known - self._alike}
+
+    @property
+    def qualities(self) -> list[str]:
+        """The columns that are scores, the one that rows are compared by first."""
+        return [name for name in self.task.qualities if name in self.columns]
 
     @property
     def axes(self) -> dict[str, Axis]:

@@ -4,17 +4,20 @@ from typing import Any
 
 from hf_freeze.experiments.report.report import Report
 
+UNKNOWN = "not known"
+
 
 def table_cells(report: Report) -> tuple[list[str], list[list[str]]]:
     """Headings and formatted rows."""
     task, first, columns = report.task, report.rows[0]["row"], report.columns
     shown = [heading for heading, _, _ in columns.values()]
-    qualities, costs = shown[: len(task.qualities)], shown[len(task.qualities) :]
+    scores = len(report.qualities)
+    qualities, costs = shown[:scores], shown[scores:]
     headings = ["row", task.rows_are, qualities[0], f"vs row {first}", *qualities[1:], "seeds", *costs]
     cells = []
     for row in report.rows:
-        values = [cell_text(row[column][0], row[column][1], form) for column, (_, _, form) in columns.items()]
-        values.insert(len(task.qualities), str(row["seeds"]))
+        values = [cell_text(*row[name], form) if name in row else UNKNOWN for name, (_, _, form) in columns.items()]
+        values.insert(scores, str(row["seeds"]))
         cells.append([row["row"], row["label"], values[0], _against_first(report, row), *values[1:]])
     return headings, cells
 

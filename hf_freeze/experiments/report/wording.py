@@ -1,6 +1,7 @@
 """What columns, marks, pictures and tests of a report mean, in words."""
 
 from hf_freeze.analysis.significance import LEVEL, TOO_FEW, enough_replicates
+from hf_freeze.experiments.report.convergence import FEWEST, scores_of
 from hf_freeze.experiments.report.findings import p_value
 from hf_freeze.experiments.report.report import Report
 
@@ -16,6 +17,7 @@ def legend(report: Report) -> list[str]:
         lines[0] = lines[0][:-1] + f". * marks a significant difference (corrected p < {LEVEL}); {unmarked(report)}."
     if len(report.seeds) > 1:
         lines.append("± is the standard deviation over seeds.")
+    lines.append(_steps(report))
     stored = task.columns["stored"][0]
     if "fewer" in task.columns:
         lines.append(
@@ -28,6 +30,18 @@ def legend(report: Report) -> list[str]:
     work = "macs k: thousands of multiply-adds for a token at length 32; " if "work" in report.columns else ""
     lines.append(f"{share}{total}{work}{stored}: tensors that the checkpoint holds.")
     return lines
+
+
+def _steps(report: Report) -> str:
+    """What "steps to 90 %" are."""
+    heading = report.task.columns["steps"][0]
+    if "steps" not in report.columns:
+        return f"{heading} of the final score: not known, for fewer than {FEWEST} evaluations in training were kept."
+    evaluations = [entry for run in report.runs for entry in run.log if "eval_loss" in entry]
+    name = next(name for name in scores_of(report.task.quality) if any(name in entry for entry in evaluations))
+    score = name.removeprefix("eval_")
+    goal = "at most 1/0.9 of" if score == "perplexity" else "at least 90 % of"
+    return f"{heading}: of training, until an evaluation on the dev set had a {score} of {goal} the final one."
 
 
 def unmarked(report: Report) -> str:

@@ -105,8 +105,7 @@ def execute(
         "tokenizer": run.get("tokenizer") or run.get("backbone", {}).get("pretrained"),
         "test_set": digest_of_test_set(trained.outcome.items),
     }
-    if "scored_on" in run:
-        record["scored_on"] = run["scored_on"]
+    record |= {key: run[key] for key in ("metric", "scored_on") if key in run}
     if "start" in run and "grid" not in run["start"]:
         record["start"] = run["start"]["row"]
     if is_first_process():

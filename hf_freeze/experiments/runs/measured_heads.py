@@ -12,7 +12,7 @@ from hf_freeze import analysis, methods
 from hf_freeze.analysis.head_importance import count_heads, output_projections
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.experiments.tasks.base import Task
-from hf_freeze.experiments.tasks.scoring import SCORING
+from hf_freeze.experiments.tasks.scoring import scoring_of
 from hf_freeze.io import write_whole
 from hf_freeze.run_folder import HEAD_SCORES, read_head_scores
 
@@ -34,7 +34,7 @@ def measure(
     """
 
     model = trainer.accelerator.unwrap_model(trainer.model)
-    comparison = SCORING[run["task"]]
+    comparison = scoring_of(run["task"], run.get("metric", ""))
     metric = comparison.columns[comparison.quality][1][-1]
     unit = comparison.units.get(comparison.quality, 1) * (1 if comparison.higher else -1)
 

@@ -21,7 +21,7 @@ from hf_freeze.experiments.runs.resume import check_data
 from hf_freeze.experiments.tasks import translation
 from hf_freeze.experiments.tasks.base import Outcome, ProgressCallback, Task, Trained
 from hf_freeze.run_folder import NOTHING, teacher_folder
-from hf_freeze.training import TokenBatchTrainer, VariantCallback, label_smoothed_loss, parameter_groups
+from hf_freeze.training import TokenBatchTrainer, VariantCallback, parameter_groups
 from hf_freeze.training.precision import AUTO, uses_bf16
 
 _ADAM: dict[str, Any] = {"betas": (0.9, 0.98), "eps": 1e-9}
@@ -119,7 +119,7 @@ def execute_text(
         eval_dataset=encoded["dev"],
         data_collator=task.collator(tokenizer, model),
         processing_class=tokenizer,
-        compute_loss_func=label_smoothed_loss(run["training"].get("label_smoothing", 0.0), shift=model.shifts_labels),
+        compute_loss_func=task.loss(run["training"], model),
         max_tokens=run["training"]["max_tokens"],
         callbacks=callbacks,
         **task.arguments(run["training"]),

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import DataCollatorForSeq2Seq
 
 from hf_freeze.data import Texts, TokenDataset
-from hf_freeze.training import TokenBatchTrainer
+from hf_freeze.training import TokenBatchTrainer, label_smoothed_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,8 @@ class Task:
     (`train_tokenizer`). `load(data)` gives the splits as the recipe's section says, `texts(split)` what the tokenizer is trained
     on, `config(training split)` fields of the backbone's config that the data decide, `encode(split, tokenizer, run, progress)`
     the columns `input_ids` and `labels`, `collator(tokenizer, model)` what makes batches of them for the `trainer`, which takes
-    `arguments(training section)` besides, `test(run, folder, trainer, tokenizer, split, encoded split)` the outcome.
+    `arguments(training section)` besides, `loss(training section, model)` its loss, `test(run, folder, trainer, tokenizer,
+    split, encoded split)` the outcome.
     """
 
     head: str
@@ -43,6 +44,9 @@ class Task:
     collator: Callable[[Any, Any], Any] = lambda tokenizer, model: DataCollatorForSeq2Seq(tokenizer, model=model)
     arguments: Callable[[dict[str, Any]], dict[str, Any]] = lambda training: {}
     config: Callable[[datasets.Dataset], dict[str, Any]] = lambda split: {}
+    loss: Callable[[dict[str, Any], Any], Callable[..., Any]] = lambda training, model: label_smoothed_loss(
+        training.get("label_smoothing", 0.0), shift=model.shifts_labels
+    )
 
 
 ProgressCallback = Callable[[dict[str, Any]], None]  # receives {"step":, "steps":, "loss": ...} while the run goes on

@@ -10,6 +10,10 @@ TASK_MODULES = {  # name in a recipe -> module of this room that defines TASK, i
     "image-classification": "image_classification",
     "masked-lm": "masked_lm",
     "sequence-classification": "sequence_classification",
+    "regression": "regression",
+    "token-classification": "token_classification",
+    "question-answering": "question_answering",
+    "multiple-choice": "multiple_choice",
 }
 
 

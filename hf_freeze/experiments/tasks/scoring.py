@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hf_freeze import scores
 from hf_freeze.experiments.tasks.items import accuracy, bleu, log_perplexity
 
-Columns = dict[str, tuple[str, tuple[str, ...], str]]  # name -> (heading, where it is in a record, format)
+# name -> (heading, where it is in a record, format). A column that no row has is not shown.
+Columns = dict[str, tuple[str, tuple[str, ...], str]]
 TO_FIRST = "first"  # in place of a place in a record: how many times the first row has what this row has of a column
 
 _COSTS: Columns = {
     "epochs": ("best epoch", ("epochs_to_convergence",), ".1f"),
+    "steps": ("steps to 90 %", ("steps_to_90",), ",.0f"),  # from its log (report/convergence.py)
     "share": ("share %", ("parameters", "trainable_share"), ".1%"),
     "total": ("total k", ("parameters", "total"), ",.0f"),  # shown where the rows differ in it
     "work": ("macs k", ("multiply_adds",), ",.0f"),  # the same
@@ -24,6 +27,7 @@ _UNITS = {"total": 1e-3, "work": 1e-3, "stored": 1e-6, "minutes": 1 / 60}
 
 _IMAGE_COSTS: Columns = {
     "epochs": ("epochs", ("epochs_trained",), ".0f"),
+    "steps": ("steps to 90 %", ("steps_to_90",), ",.0f"),
     "total": ("parameters", ("parameters", "total"), ",.0f"),
     "fewer": ("times fewer", (TO_FIRST, "total"), ".2f"),
     "stored": ("stored kB", ("parameters", "stored_bytes"), ",.1f"),
@@ -97,6 +101,31 @@ class TaskScoring:
         return (text if float(text) else text[1:]).replace("-", "−")
 
 
+def _in_percent(
+    name: str,
+    short: str,
+    metric: str,
+    score: Callable[[np.ndarray], np.ndarray],
+    *,
+    item: str = "examples",
+    **more: str,
+) -> TaskScoring:
+    """Scores in %, the higher the better. `more`: metric -> heading of further columns."""
+    return TaskScoring(
+        name,
+        {
+            metric: (f"{short} %", ("metrics", f"test_{metric}"), ".1f"),
+            **{other: (f"{heading} %", ("metrics", f"test_{other}"), ".1f") for other, heading in more.items()},
+            f"dev_{metric}": (f"dev {short} %", ("metrics", f"dev_{metric}"), ".1f"),
+        },
+        higher=True,
+        score=lambda sums: 100 * score(sums),
+        item=item,
+        scale=float,
+        units=_UNITS | dict.fromkeys((metric, f"dev_{metric}", *more), 100),
+    )
+
+
 SCORING = {
     "translation": TaskScoring(
         "BLEU",
@@ -140,14 +169,21 @@ SCORING = {
         "accuracy",
         {
             "accuracy": ("accuracy %", ("metrics", "test_accuracy"), ".1f"),
+            "mismatched": ("mismatched %", ("metrics", "mismatched_accuracy"), ".1f"),
             "dev_accuracy": ("dev acc %", ("metrics", "dev_accuracy"), ".1f"),
         },
         higher=True,
         score=accuracy,
         item="examples",
         scale=float,
-        units=_UNITS | {"accuracy": 100, "dev_accuracy": 100},
+        units=_UNITS | {"accuracy": 100, "mismatched": 100, "dev_accuracy": 100},
     ),
+    "regression": _in_percent("Pearson correlation", "Pearson", "pearson", scores.pearson, spearman="Spearman"),
+    "token-classification": _in_percent(
+        "F1 of entities", "F1", "f1", scores.of_spans, item="sentences", precision="precision", recall="recall"
+    ),
+    "question-answering": _in_percent("F1 of words", "F1", "f1", scores.mean, item="questions", exact="exact match"),
+    "multiple-choice": _in_percent("accuracy", "accuracy", "accuracy", scores.mean, item="questions"),
     "image-classification": TaskScoring(
         "accuracy",
         {"accuracy": ("accuracy %", ("metrics", "test_accuracy"), ".2f")},
@@ -165,3 +201,15 @@ SCORING = {
         digits=2,
     ),
 }
+
+_BY_METRIC = {  # of tasks with several: (task, metric), for those that are not the first
+    ("sequence-classification", "f1"): _in_percent("F1", "F1", "f1", scores.f1, accuracy="accuracy"),
+    ("sequence-classification", "matthews"): _in_percent(
+        "Matthews correlation", "Matthews", "matthews", scores.matthews, accuracy="accuracy"
+    ),
+}
+
+
+def scoring_of(task: str, metric: str = "") -> TaskScoring:
+    """How rows of `task` are compared, by `metric` where the recipe names one."""
+    return _BY_METRIC.get((task, metric), SCORING[task])

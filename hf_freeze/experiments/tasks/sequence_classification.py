@@ -1,4 +1,4 @@
-"""Classification of sentences or pairs of them, scored by accuracy."""
+"""Classification of sentences or pairs of them, scored by accuracy, or of two classes by F1 or Matthews correlation."""
 
 from pathlib import Path
 from typing import Any
@@ -8,33 +8,28 @@ import numpy as np
 from transformers import DataCollatorWithPadding
 
 from hf_freeze import data as hf_data
-from hf_freeze.data import Progress
 from hf_freeze.experiments.tasks.base import Outcome, Task, scored
 from hf_freeze.experiments.tasks.data_forms import data_form
+from hf_freeze.experiments.tasks.labelled import columns_of, encode, labelled_reader
 from hf_freeze.experiments.tasks.splits import read_splits, take
 from hf_freeze.training import ClassificationTrainer
 
 
 def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
-    """Splits train, dev and test with the columns `sentence` and, of pairs, `second`, and `label`, whose classes (a
-    `datasets.ClassLabel`) are the labels of the training split in order. The built-in sentences are the target side of the
-    built-in translations, and their classes the tense of the first clause.
+    """Splits train, dev and test, and `mismatched` where the recipe names one, a second test split. Columns: `sentence` and, of
+    pairs, `second`, and `label`, whose classes (a `datasets.ClassLabel`) are the labels of the training split in order. The
+    built-in sentences are the target side of the built-in translations, and their classes the tense of the first clause.
 
     Raises ValueError for a label that the training split has not.
     """
-    form, columns, label = data_form(settings), settings.get("columns", ["sentence"]), settings.get("label", "label")
-    if form == "builtin":
+    if data_form(settings) == "builtin":
         return _classes(take({str(n): s for n, s in hf_data.builtin_tenses(**settings["builtin"]).items()}, settings))
-    root = Path(settings.get("root", "."))
-
-    def read(named: Any) -> datasets.Dataset:
-        if form == "hub":
-            split = hf_data.load_hub_labelled(settings["hub"], named, columns, label, settings.get("name"))
-        else:
-            split = datasets.concatenate_datasets([hf_data.read_jsonl(root / file, columns, label) for file in named])
-        return split.rename_columns({**dict(zip(columns, ("sentence", "second"), strict=False)), label: "label"})
-
-    return _classes(read_splits(settings, read))
+    read = labelled_reader(settings)
+    splits = read_splits(settings, read)
+    if "mismatched" in settings:
+        split = read(settings["mismatched"])
+        splits["mismatched"] = split.select(range(min(settings.get("limit") or len(split), len(split))))
+    return _classes(splits)
 
 
 def _classes(splits: dict[str, datasets.Dataset]) -> dict[str, datasets.Dataset]:
@@ -57,27 +52,16 @@ def _labels(split: datasets.Dataset) -> dict[str, Any]:
     return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
 
 
-def columns_of(split: datasets.Dataset) -> list[str]:
-    """The columns of texts: one, or two of pairs."""
-    return [column for column in ("sentence", "second") if column in split.column_names]
-
-
-def encode(
-    split: datasets.Dataset, tokenizer: Any, run: dict[str, Any] | None = None, progress: Progress | None = None
-) -> datasets.Dataset:
-    """The tokenizer's columns, and `labels`. A pair is one sequence of two segments."""
-    columns = columns_of(split)
-
-    def ids(batch: dict[str, Any]) -> dict[str, Any]:
-        return {**tokenizer(*(batch[column] for column in columns), truncation=True), "labels": batch["label"]}
-
-    return split.map(ids, batched=True, remove_columns=split.column_names, keep_in_memory=True)
-
-
 def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
+    names, metric = split.features["label"].names, run.get("metric", "accuracy")
+    if metric != "accuracy" and len(names) != 2:
+        raise ValueError(f"metric={metric!r} is of two classes, but the training split has {names}; use 'accuracy'")
     items, metrics = scored(trainer, encoded)
-    classes = np.asarray(encoded["labels"])
-    return Outcome(metrics=metrics, items=np.stack([items[:, 2], items[:, 1], classes], axis=1).astype(np.int64))
+    added = items[:, [2, 1]] if metric == "accuracy" else items[:, 3:7]
+    if "mismatched" in run["data"] and "scored_on" not in run:
+        _, others = scored(trainer, encode(load_data(run["data"])["mismatched"], tokenizer))
+        metrics |= {name.replace("test_", "mismatched_"): value for name, value in others.items()}
+    return Outcome(metrics=metrics, items=np.column_stack([added, encoded["labels"]]).astype(np.int64))
 
 
 TASK = Task(

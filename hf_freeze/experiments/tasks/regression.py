@@ -1,0 +1,59 @@
+"""A number for a sentence or a pair of them, such as how similar they are; scored by Pearson and Spearman correlation."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from scipy.stats import spearmanr
+from transformers import DataCollatorWithPadding
+
+from hf_freeze import data as hf_data
+from hf_freeze.experiments.tasks.base import Outcome, Task, scored
+from hf_freeze.experiments.tasks.labelled import columns_of, encode, labelled_reader
+from hf_freeze.experiments.tasks.splits import read_splits
+from hf_freeze.training import RegressionTrainer
+from hf_freeze.training.loss import squared_loss
+
+
+def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
+    """Splits train, dev and test with the columns `sentence` and, of pairs, `second`, and `label`, a number.
+
+    Raises ValueError for a label that is no finite number.
+    """
+    splits = read_splits(settings, labelled_reader(settings, numbers=True))
+    return {name: _numbers(name, split) for name, split in splits.items()}
+
+
+def _numbers(name: str, split: datasets.Dataset) -> datasets.Dataset:
+    numbers = []
+    for label in split["label"]:
+        try:
+            numbers.append(float(label))
+        except ValueError:
+            numbers.append(np.nan)
+        if not np.isfinite(numbers[-1]):
+            raise ValueError(f"the {name} split has label {label!r}: a regression needs finite numbers")
+    return split.remove_columns("label").add_column("label", numbers)
+
+
+def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
+    items, metrics = scored(trainer, encoded)
+    predicted, labels = items[:, 2], items[:, 6]
+    ranked = min(np.ptp(predicted), np.ptp(labels)) > 0  # else there is no correlation, and scipy warns
+    metrics["test_spearman"] = float(spearmanr(predicted, labels).statistic) if ranked else 0.0
+    return Outcome(metrics=metrics, items=items[:, 1:])
+
+
+TASK = Task(
+    head="sequence-classification",
+    tokenizer="wordpiece",
+    load=load_data,
+    texts=lambda split: hf_data.Texts(split, columns_of(split)),
+    encode=encode,
+    test=_test,
+    trainer=RegressionTrainer,
+    collator=lambda tokenizer, model: DataCollatorWithPadding(tokenizer),
+    config=lambda split: {"num_labels": 1, "problem_type": "regression"},
+    loss=lambda training, model: squared_loss,
+)
