@@ -69,9 +69,7 @@ class TaskScoring:
     )
     rows_are: str = "trained"  # heading of the labels
     digits: int = 1  # of a difference in the table
-    margin: float = (
-        1.0  # on the scale of `score`: the largest loss that counts as no loss, if the interval excludes larger ones
-    )
+    margin: float = 1.0  # on the scale of `score`: a loss below it counts as none, if the interval excludes larger ones
 
     @property
     def columns(self) -> Columns:
