@@ -75,7 +75,6 @@ class LayerDrop(Method):
                 raise ValueError(
                     f"LayerDrop: the backbone skips layers already, by {field}={getattr(config, field)}; set that to 0"
                 )
-
         self._check_units(architecture, config)
 
     def _check_units(self, architecture: Architecture, config: Any) -> None:
