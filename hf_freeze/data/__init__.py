@@ -6,7 +6,6 @@ from hf_freeze.data.blocks import masked_blocks as masked_blocks
 from hf_freeze.data.blocks import text_blocks as text_blocks
 from hf_freeze.data.builtin import builtin_corpus as builtin_corpus
 from hf_freeze.data.builtin import builtin_tenses as builtin_tenses
-from hf_freeze.data.conll import check_tags as check_tags
 from hf_freeze.data.conll import entities as entities
 from hf_freeze.data.conll import read_conll as read_conll
 from hf_freeze.data.idx import read_idx as read_idx

@@ -49,7 +49,7 @@ def test_rows_whose_evaluations_are_too_few_say_so(tmp_path):
     headings, cells = table_cells(report)
     place = headings.index("steps to 90 %")
     assert [row[place] for row in cells] == ["50", "not known", "not known"]
-    said = "until an evaluation on the dev set had a perplexity of at most 1/0.9 of the final one"
+    said = "until the perplexity of an evaluation on the dev set was at most 1/0.9 of the final one"
     assert any(said in line for line in legend(report))
     write_report(tmp_path)
     assert "not known" in (tmp_path / "report.html").read_text()

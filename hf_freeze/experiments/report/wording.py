@@ -39,9 +39,10 @@ def _steps(report: Report) -> str:
         return f"{heading} of the final score: not known, for fewer than {FEWEST} evaluations in training were kept."
     evaluations = [entry for run in report.runs for entry in run.log if "eval_loss" in entry]
     name = next(name for name in scores_of(report.task.quality) if any(name in entry for entry in evaluations))
-    score = name.removeprefix("eval_")
+    own, score = report.task.quality, name.removeprefix("eval_")
     goal = "at most 1/0.9 of" if score == "perplexity" else "at least 90 % of"
-    return f"{heading}: of training, until an evaluation on the dev set had a {score} of {goal} the final one."
+    what = report.task.name if score == own else score
+    return f"{heading}: of training, until the {what} of an evaluation on the dev set was {goal} the final one."
 
 
 def unmarked(report: Report) -> str:

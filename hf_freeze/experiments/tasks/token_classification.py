@@ -9,6 +9,7 @@ from transformers import DataCollatorForTokenClassification
 
 from hf_freeze import data as hf_data
 from hf_freeze.data import Progress
+from hf_freeze.data.conll import check_tags
 from hf_freeze.experiments.tasks.base import Outcome, Task
 from hf_freeze.experiments.tasks.data_forms import data_form
 from hf_freeze.experiments.tasks.splits import read_splits
@@ -30,7 +31,7 @@ def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
         split = hf_data.load_hub_labelled(hub, named, [tokens], tags, settings.get("name"))
         kind: Any = getattr(split.features[tags], "feature", None)
         rows = [list(map(kind.int2str, row)) if hasattr(kind, "names") else list(map(str, row)) for row in split[tags]]
-        hf_data.check_tags((tag for row in rows for tag in row), f"{hub} ({named}), column {tags!r}")
+        check_tags((tag for row in rows for tag in row), f"{hub} ({named}), column {tags!r}")
         return datasets.Dataset.from_dict({"tokens": split[tokens], "tags": rows})
 
     splits = read_splits(settings, read)
