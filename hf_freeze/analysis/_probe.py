@@ -111,3 +111,17 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:  # parents first: train() also sets the mode of submodules
             module.train(mode)
+
+
+@contextmanager
+def without_cache(model: Any) -> Iterator[None]:
+    """Forwards that keep no keys and values for a next token, and restore the setting afterwards: an encoder-decoder copies its
+    config for each such cache, with all token ids of a trimmed vocabulary."""
+    before = getattr(model.config, "use_cache", None)
+    if before is not None:
+        model.config.use_cache = False
+    try:
+        yield
+    finally:
+        if before is not None:
+            model.config.use_cache = before

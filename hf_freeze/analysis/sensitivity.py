@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_freeze import methods, surgery
-from hf_freeze.analysis._probe import check_model, in_eval_mode, loss_of, on_device
+from hf_freeze.analysis._probe import check_model, in_eval_mode, loss_of, on_device, without_cache
 from hf_freeze.analysis._progress import track
 from hf_freeze.analysis.head_importance import count_labels, head_importance, select_heads
 from hf_freeze.analysis.neurons import ffn_importance, select_neurons
@@ -69,7 +69,7 @@ def total_loss(model: Any, batches: Iterable[Mapping[str, Any]]) -> tuple[float,
     Raises ValueError for batches without labels.
     """
     total, labels = 0.0, 0
-    with in_eval_mode(model), torch.no_grad():
+    with in_eval_mode(model), without_cache(model), torch.no_grad():
         for batch in batches:
             batch = on_device(model, batch)
             count = count_labels(model, batch)

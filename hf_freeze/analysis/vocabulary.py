@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 import numpy as np
 from tokenizers import pre_tokenizers
 from transformers import MarianTokenizer
@@ -160,6 +161,10 @@ def _batches_of(texts: Iterable[str], targets: Iterable[str]) -> Iterator[tuple[
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    if isinstance(texts, datasets.arrow_dataset.Column):  # a slice takes a tenth of the time of its rows one by one
+        for start in range(0, len(texts), _BATCH_SIZE):
+            yield texts[start : start + _BATCH_SIZE]
+        return
     texts = iter(texts)
     while batch := list(itertools.islice(texts, _BATCH_SIZE)):
         yield batch

@@ -16,6 +16,7 @@ import torch
 from hf_freeze import surgery
 from hf_freeze._version import __version__
 from hf_freeze.analysis import choose_vocabulary, trimming_effect
+from hf_freeze.analysis._probe import without_cache
 from hf_freeze.analysis.accounting import count_parameters, stored_bytes
 from hf_freeze.analysis.vocabulary import CHARACTERS
 from hf_freeze.architectures.base import read
@@ -183,7 +184,8 @@ def _hidden_states(model: Any, ids: list[int]) -> torch.Tensor:
     inputs = probe_inputs(model.config, model.base_model)
     others = {name: value[:1] for name, value in inputs.items() if not name.endswith(("input_ids", "attention_mask"))}
     read_by = [name for name in inputs if name.endswith("input_ids")]
-    return model.base_model(**others, **dict.fromkeys(read_by, torch.tensor([ids])))[0]
+    with without_cache(model):
+        return model.base_model(**others, **dict.fromkeys(read_by, torch.tensor([ids])))[0]
 
 
 def _largest_difference(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> float:
