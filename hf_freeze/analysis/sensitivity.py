@@ -142,7 +142,7 @@ def sensitivity(
 
 
 def _encoded(model: Any, batches: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The batches with the outputs of the encoder in the place of its inputs, for measuring decoders; the batches as they are for
+    """The batches with the outputs of the encoder instead of its inputs, for measuring decoders; the batches as they are for
     a model without both, or that computes another loss from them."""
     if "seq2seq-lm" not in tasks_of(model) or not all("input_ids" in batch for batch in batches):
         return batches

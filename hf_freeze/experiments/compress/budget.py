@@ -64,7 +64,7 @@ class Budget:
         return copy.copy(self)._set(**limits)
 
     def to_dict(self) -> dict[str, Any]:
-        """What makes it again."""
+        """The limits as they were given, for JSON."""
         values: dict[str, Any] = {"max_bytes": self.max_bytes, "max_ms": self.max_ms, "min_score": self.min_score}
         for name, share in (("max_bytes", self.bytes_share), ("max_ms", self.ms_share)):
             if share is not None:
