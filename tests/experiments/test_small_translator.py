@@ -78,10 +78,11 @@ def test_every_row_of_the_recipe_can_be_made(preset):
             model = make_variant(config, [method_from_dict(data) for data in run["methods"]], task="seq2seq-lm")
         counted = [p for name, p in canonical_parameters(model) if model._component(name) != "constant"]
         found[run["row"]] = sum(p.numel() for p in counted if p.ndim > 1) / 1e6
-    assert all(found.pop(row) < found["0"] for row in ("layers", "tables"))
-    assert all(found[row] < found["0"] / 1.5 for row in found if row not in ("0", "tt-random"))
+    assert found.pop("0") < found["two-tables"]
+    assert all(found.pop(row) < found["two-tables"] for row in ("layers", "tables"))
+    assert all(found[row] < found["two-tables"] / 1.5 for row in found if row not in ("two-tables", "tt-random"))
     if preset == "big":
-        expected = {"0": 258.08, "ls-8": 39.86, "ls": 50.36, "ls-share": 40.12, "ls-vocabulary": 32.96, "ls-ffn": 41.98}
+        expected = {"two-tables": 258.08, "ls-8": 39.86, "ls": 50.36, "ls-share": 40.12, "ls-vocabulary": 32.96, "ls-ffn": 41.98}
         expected |= {"ls-adaptive": 52.59}
         assert {row: found[row] for row in expected} == pytest.approx(expected, rel=1e-3)
         assert found["ls-deep"] == pytest.approx(50.36, rel=1e-3)
@@ -100,11 +101,11 @@ def test_the_recipes_of_real_text_have_the_same_rows(name):
 
 def test_a_copied_directory_translates_in_a_new_process(tmp_path):
     """The model of a row holds its tokenizer and how to generate; nothing else of the run is needed."""
-    changes = ["only=['0', 'small-tt']", "data.limit=60", "training.epochs=1"]
+    changes = ["only=['two-tables', 'small-tt']", "data.limit=60", "training.epochs=1"]
     run_grid(load_recipe(RECIPES / "recipe.yaml", changes), tmp_path / "runs")
-    folders = {row: tmp_path / "runs" / f"row-{row}-seed-1" for row in ("0", "small-tt")}
+    folders = {row: tmp_path / "runs" / f"row-{row}-seed-1" for row in ("two-tables", "small-tt")}
     sizes = {row: (folder / "model" / "model.safetensors").stat().st_size for row, folder in folders.items()}
-    assert sizes["small-tt"] < sizes["0"] / 4.5
+    assert sizes["small-tt"] < sizes["two-tables"] / 4.5
     shutil.copytree(folders["small-tt"] / "model", tmp_path / "copy")
     split = load_data(json.loads((folders["small-tt"] / "run.json").read_text(encoding="utf-8"))["data"])["test"]
     sentences = split["source"][:3]
