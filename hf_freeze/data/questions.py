@@ -46,6 +46,7 @@ def read_squad(paths: Sequence[str | Path]) -> datasets.Dataset:
 def load_hub_questions(repo_id: str, split: str, name: str | None = None) -> datasets.Dataset:
     """As `read_squad`, from a data set of the Hub (or a local directory that `datasets` supports) with SQuAD's columns `id`,
     `question`, `context` and `answers`. Raises ValueError for other columns, and as `read_squad`."""
+    loaded: Any = load_hub_labelled(repo_id, split, ["id", "question", "context"], "answers", name)
     rows = [
         {
             "id": row["id"],
@@ -54,7 +55,7 @@ def load_hub_questions(repo_id: str, split: str, name: str | None = None) -> dat
             "answers": list(row["answers"]["text"]),
             "starts": list(row["answers"]["answer_start"]),
         }
-        for row in load_hub_labelled(repo_id, split, ["id", "question", "context"], "answers", name)
+        for row in loaded
     ]
     return _checked(rows, f"{repo_id} ({split})")
 

@@ -24,7 +24,8 @@ class EntityTrainer(TokenBatchTrainer):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         # The Trainer keeps the labels from the model, whose Distillation counts only the outputs that have one.
-        return super().compute_loss(functools.partial(model, labels=inputs["labels"]), inputs, *args, **kwargs)
+        with_labels: Any = functools.partial(model, labels=inputs["labels"])
+        return super().compute_loss(with_labels, inputs, *args, **kwargs)
 
     def _score_batch(self, model: Any, batch: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
         """(B, 6): summed negative log-likelihood in nats; numbers of words, of right tags, and of correct, found and true

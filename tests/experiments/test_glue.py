@@ -11,6 +11,7 @@ from rich.console import Console
 from scipy.stats import pearsonr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from support import ROOT
+from support.cases import ALL
 from support.recipes import BERT, changed, write_recipe
 from support.task_files import CLASSES, FOLDERS, write_glue
 
@@ -86,13 +87,16 @@ def test_the_columns_of_the_hub(tmp_path, name, columns, labels):
     assert splits["test"][0] == {"sentence": "a b", "second": "x", "label": labels[0]}
 
 
-@pytest.mark.parametrize(("name", "metric"), [("mrpc", "f1"), ("mnli", "accuracy"), ("stsb", "pearson")])
+GRIDS = [("mrpc", "f1"), ("stsb", "pearson"), ("mnli", "accuracy"), ("cola", "matthews")]
+
+
+@pytest.mark.parametrize(("name", "metric"), GRIDS if ALL else GRIDS[:2])
 def test_a_grid_reports_the_score_of_its_task(tmp_path, name, metric):
     recipe, out = tiny(tmp_path, name), tmp_path / "out"
     (record,) = run_grid(recipe, out, console=Console(quiet=True))
     metrics, items = record["metrics"], np.load(out / "row-0-seed-1" / "items.npy")
     headings, (cells,) = table_cells(make_report([out], say=lambda text: None))
-    assert headings[2] == {"f1": "F1 %", "pearson": "Pearson %"}.get(metric, "accuracy %")
+    assert headings[2] == {"f1": "F1 %", "pearson": "Pearson %", "matthews": "Matthews %"}.get(metric, "accuracy %")
     assert {"stsb": "Spearman %", "mnli": "mismatched %"}.get(name, "accuracy %") in headings
     assert float(cells[2]) == pytest.approx(100 * metrics[f"test_{metric}"], abs=0.051)
     assert f"dev_{metric}" in metrics

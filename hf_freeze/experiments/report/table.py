@@ -16,7 +16,10 @@ def table_cells(report: Report) -> tuple[list[str], list[list[str]]]:
     headings = ["row", task.rows_are, qualities[0], f"vs row {first}", *qualities[1:], "seeds", *costs]
     cells = []
     for row in report.rows:
-        values = [cell_text(*row[name], form) if name in row else UNKNOWN for name, (_, _, form) in columns.items()]
+        values = [
+            cell_text(row[name][0], row[name][1], form) if name in row else UNKNOWN
+            for name, (_, _, form) in columns.items()
+        ]
         values.insert(scores, str(row["seeds"]))
         cells.append([row["row"], row["label"], values[0], _against_first(report, row), *values[1:]])
     return headings, cells

@@ -13,7 +13,7 @@ from hf_freeze.training.precision import AUTO, uses_bf16
 
 def check_files(data: dict[str, Any]) -> None:
     """Raise FileNotFoundError once, rather than in every run."""
-    splits = SPLITS if data_form(data) == "files" else ()
+    splits = (*SPLITS, "mismatched") if data_form(data) == "files" else ()
     for path in (Path(data.get("root", ".")) / file for split in splits for file in data.get(split, ())):
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist; say where the files are: --set data.root=DIRECTORY")

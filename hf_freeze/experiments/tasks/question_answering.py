@@ -63,8 +63,7 @@ def encode(
             columns["example"].append(rows[row])
         return {**encoded, **columns}
 
-    options = {"batched": True, "with_indices": True, "keep_in_memory": True}
-    return split.map(windows, remove_columns=split.column_names, **options)
+    return split.map(windows, with_indices=True, batched=True, remove_columns=split.column_names, keep_in_memory=True)
 
 
 def _span(begins: list[int], ends: list[int], answers: Sequence[str], starts: Sequence[int]) -> list[int]:

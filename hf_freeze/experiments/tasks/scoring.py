@@ -201,7 +201,7 @@ SCORING = {
 }
 
 _BY_METRIC = {  # of tasks with several: (task, metric), for those that are not the first
-    ("sequence-classification", "f1"): _in_percent("F1", "F1", "f1", scores.f1, accuracy="accuracy"),
+    ("sequence-classification", "f1"): _in_percent("F1 score", "F1", "f1", scores.f1, accuracy="accuracy"),
     ("sequence-classification", "matthews"): _in_percent(
         "Matthews correlation", "Matthews", "matthews", scores.matthews, accuracy="accuracy"
     ),

@@ -22,7 +22,7 @@ def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
 
     Raises ValueError for tags that name no entities.
     """
-    root, hub = Path(settings.get("root", ".")), settings.get("hub")
+    root, hub = Path(settings.get("root", ".")), settings.get("hub", "")
     tokens, tags = settings.get("column", "tokens"), settings.get("label", "ner_tags")
 
     def read(named: Any) -> datasets.Dataset:
