@@ -191,7 +191,8 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
             always = frozen_at(method, None)
             for name, definition in method.freeze(self, self.architecture):
                 if definition is not None:
-                    self.seeded_tensors[name] = self._traced(definition, number)
+                    self.seeded_tensors[name] = traced = self._traced(definition, number)
+                    traced.check()
                 if always or definition is not None:
                     self._frozen.add(name)
         tied = self.all_tied_weights_keys

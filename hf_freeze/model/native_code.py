@@ -19,10 +19,11 @@ from hf_freeze.model.merging import native_config_of
 from hf_freeze.model.remote_code import MODULE, filled, module, module_for
 from hf_freeze.model.uneven import shapes_of
 from hf_freeze.model.weights import no_draws
+from hf_freeze.seeded import schemes
 from hf_freeze.seeded import tensor as rng
 
-_NATIVE, _RNG = "hf_freeze_native", "hf_freeze_rng"
-FILES: tuple[str, ...] = (MODULE, f"{_NATIVE}.py", f"{_RNG}.py")
+_NATIVE, _RNG, _SCHEMES = "hf_freeze_native", "hf_freeze_rng", "hf_freeze_schemes"
+FILES: tuple[str, ...] = (MODULE, f"{_NATIVE}.py", f"{_RNG}.py", f"{_SCHEMES}.py")
 
 
 def remote_code(model: Any) -> tuple[dict[str, str], dict[str, str]]:
@@ -49,8 +50,10 @@ def remote_code(model: Any) -> tuple[dict[str, str], dict[str, str]]:
         VARIANT_FIELDS=repr((*VARIANT_FIELDS, "auto_map")),
         NATIVE_FIELDS=repr(cache_fields(model.config)),
     )
-    generator = Path(str(rng.__file__)).read_text(encoding="utf-8")
-    return auto_map, dict(zip(FILES, (module(model.config, contents, importing), native, generator), strict=True))
+    generator, of_schemes = (Path(str(source.__file__)).read_text(encoding="utf-8") for source in (rng, schemes))
+    generator = generator.replace(f"from {schemes.__name__} import", f"from .{_SCHEMES} import")
+    sources = module(model.config, contents, importing), native, generator, of_schemes
+    return auto_map, dict(zip(FILES, sources, strict=True))
 
 
 def write_remote_code(folder: Path, model: Any) -> None:

@@ -7,12 +7,14 @@ hash of (seed, name), so every tensor has its own stream.
 A word is converted to fp32 by exact steps and one rounded multiplication: its top 24 bits u give u + 1/2 - 2^23, which is exact
 in fp32, times bound * 2^-23. The values are symmetric around zero and lie in (-bound, bound).
 
-This file is copied into repositories (model/native_code.py), so it imports nothing from hf_freeze.
+This file is copied into repositories (model/native_code.py), so it imports nothing from hf_freeze but `schemes`, which is copied
+too.
 """
 
 import hashlib
 import math
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
@@ -20,9 +22,14 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 
+from hf_freeze.seeded.schemes import block_diagonal, normal, orthogonal, orthogonal_table, sparse
+
 # Positions, or for each entry of dimension 0, such as an expert, positions of its own.
 Index: TypeAlias = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
+_OF_MATRICES = ("glorot", "diagonal", "zero_diagonal", "normal", "sparse", "orthogonal", "blocks")
+_OF_TABLES = ("embedding", "embedding_normal", "embedding_sparse", "embedding_orthogonal")
+SCHEMES = (*_OF_MATRICES, *_OF_TABLES, "zeros", "ones")
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
@@ -204,7 +211,13 @@ class SeededTensor:
     - `embedding`: U(±sqrt(3 / d)), d the row width: Glorot with the fan-out only, which gives rows of norm 1 on average;
     - `diagonal`: ones on the main diagonal of the (rectangular) matrix, zeros elsewhere;
     - `zero_diagonal`: `glorot` with zeros on the main diagonal;
-    - `zeros`: the bias of a random or diagonal linear, or of a norm; `ones`: the weight of a norm.
+    - `zeros`: the bias of a random or diagonal linear, or of a norm; `ones`: the weight of a norm;
+    - `normal`, `sparse` and `embedding_normal`, `embedding_sparse`: normal values, or two values and zeros in the share
+      1 - `density`, with the variance of `glorot` or `embedding`;
+    - `orthogonal`: orthonormal columns, or rows if there are fewer; `embedding_orthogonal`: orthogonal blocks of d rows;
+    - `blocks`: `blocks` equal blocks on the diagonal, each of them `glorot` for its own sizes, and zeros elsewhere.
+
+    `schemes.py` has the algorithms of these. `gain` multiplies random values.
 
     `parts`: the sizes of matrices that lie one after another along `dimension`, if there are several; the scheme applies to each
     of them (GPT-2 stores queries, keys and values in one matrix). `interleaved`: if these matrices lie mixed, the number of
@@ -220,18 +233,31 @@ class SeededTensor:
     kept: tuple[tuple[int, Index], ...] = ()
     dimension: int = 1
     interleaved: tuple[int, ...] = ()
+    gain: float = 1.0
+    density: float = 1.0
+    blocks: int = 1
 
     @property
     def bound(self) -> float:
-        """The values lie in (-bound, bound), those of the first of several parts; 1 if they are not random."""
+        """Uniform values lie in (-bound, bound), those of the first of several parts; 1 if they are not uniform."""
         if self.scheme == "embedding":
-            return math.sqrt(3 / self.shape[1])
+            return math.sqrt(3 / self.shape[1]) * self.gain
         if self.scheme not in ("glorot", "zero_diagonal"):
             return 1.0
         rows, columns = (
             self.parts[0] if self.parts and axis == self.dimension - 2 else self.shape[axis] for axis in (-2, -1)
         )
-        return math.sqrt(6 / (rows + columns))
+        return math.sqrt(6 / (rows + columns)) * self.gain
+
+    def check(self) -> None:
+        """Raise ValueError for a matrix that cannot be divided into `blocks`."""
+        if self.scheme == "blocks":
+            for rows, columns in self._matrices():
+                if rows % self.blocks or columns % self.blocks:
+                    raise ValueError(
+                        f"{self.name!r} ({rows} x {columns}) cannot be divided into {self.blocks} diagonal blocks: their number "
+                        "must divide both sizes"
+                    )
 
     def taken_from(self, origin: Origin) -> "SeededTensor":
         """The definition of this tensor as a slice of the parameter that `origin` names."""
@@ -255,8 +281,7 @@ class SeededTensor:
     def generate_rows(self, start: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """The rows [start, stop) of `generate()`, fp32 (stop - start, ...). Of a whole random matrix nothing else is computed."""
         if self.scheme in ("glorot", "embedding") and len(self.shape) == 2 and not (self.kept or self.parts):
-            total = self.shape[1] if self.scheme == "embedding" else sum(self.shape) / 2
-            return uniform(self.seed, self.name, self.shape, math.sqrt(3 / total), rows=(start, stop), device=device)
+            return uniform(self.seed, self.name, self.shape, self.bound, rows=(start, stop), device=device)
         return self.generate(device)[start:stop]
 
     def _mixed(self, value: torch.Tensor) -> torch.Tensor:
@@ -276,43 +301,63 @@ class SeededTensor:
         if self.scheme == "ones":
             return torch.ones(self.shape, device=device)
         if self.scheme == "embedding":
-            return uniform(self.seed, self.name, self.shape, math.sqrt(3 / self.shape[1]), device=device)
-        if len(self.shape) == 3:  # the matrices of experts
-            return self._generate_experts(device)
-        sizes = self.parts or (self.shape[self.dimension],)
-        other = self.shape[1 - self.dimension]
-        if self.scheme == "diagonal":
-            shapes = [(other, size) if self.dimension else (size, other) for size in sizes]
-            ones = [torch.eye(*shape, device=device) for shape in shapes]
-            return torch.cat(ones, dim=self.dimension)
+            return uniform(self.seed, self.name, self.shape, self.bound, device=device)
+        if self.scheme.startswith("embedding_"):
+            return self._transformed(self.name, *self.shape).to(device)
+        matrices = self._matrices()
         if self.scheme in ("glorot", "zero_diagonal"):
-            bounds = [math.sqrt(6 / (other + size)) for size in sizes]
+            bounds = [math.sqrt(6 / sum(sizes)) * self.gain for sizes in matrices]
             out = uniform(self.seed, self.name, self.shape, bounds[0], device=device)
-            for matrix, bound in zip(out.split(sizes, dim=self.dimension), bounds, strict=True):
+            for matrix, bound in zip(self._split(out), bounds, strict=True):
                 if bound != bounds[0]:
                     matrix *= bound / bounds[0]
                 if self.scheme == "zero_diagonal":
                     matrix.fill_diagonal_(0)
             return out
-        raise self._unknown_scheme()
-
-    def _generate_experts(self, device: torch.device | str) -> torch.Tensor:
-        """(experts, N, M): the scheme for each expert."""
-        _, rows, columns = self.shape
-        if self.scheme == "diagonal":
-            return torch.eye(rows, columns, device=device).repeat(self.shape[0], 1, 1)
-        if self.scheme not in ("glorot", "zero_diagonal"):
-            raise self._unknown_scheme()
-        out = uniform(self.seed, self.name, self.shape, math.sqrt(6 / (rows + columns)), device=device)
-        if self.scheme == "zero_diagonal":
-            out.diagonal(dim1=1, dim2=2).zero_()
+        out = torch.empty(self.shape, device=device)
+        for number, matrix in enumerate(self._split(out)):
+            if self.scheme == "diagonal":
+                matrix.copy_(torch.eye(*matrix.shape))
+            else:
+                name = f"{self.name}[{number}]" if len(matrices) > 1 else self.name
+                matrix.copy_(self._transformed(name, *matrix.shape))
         return out
 
-    def _unknown_scheme(self) -> ValueError:
-        return ValueError(
-            f"unknown scheme {self.scheme!r} of {self.name!r}; "
-            "choose from glorot, embedding, diagonal, zero_diagonal, zeros, ones"
-        )
+    def _matrices(self) -> list[tuple[int, int]]:
+        """(rows, columns) of each matrix: of each expert, or of `parts`."""
+        if len(self.shape) == 3:
+            return [self.shape[1:]] * self.shape[0]  # type: ignore[list-item]
+        other = self.shape[1 - self.dimension]
+        return [
+            (other, size) if self.dimension else (size, other) for size in self.parts or (self.shape[self.dimension],)
+        ]
+
+    def _split(self, value: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Views of the matrices of `_matrices`."""
+        if len(self.shape) == 3:
+            return value.unbind()
+        return value.split(self.parts or (self.shape[self.dimension],), dim=self.dimension)
+
+    def _transformed(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        """fp32 (rows, columns) on the CPU, by an algorithm of `schemes.py` on the stream of `name`."""
+
+        def draw(part: str, shape: tuple[int, ...]) -> torch.Tensor:
+            return uniform(self.seed, f"{name}/{part}" if part else name, shape, 2.0**23)
+
+        kind = self.scheme.removeprefix("embedding_")
+        of_table = kind != self.scheme
+        std = math.sqrt(1 / columns if of_table else 2 / (rows + columns)) * self.gain
+        if kind == "normal":
+            return normal(draw("", (rows, columns)), std)
+        if kind == "sparse":
+            return sparse(draw("", (rows, columns)), std, self.density)
+        if kind == "orthogonal":
+            return (orthogonal_table if of_table else orthogonal)(draw, rows, columns, self.gain)
+        if self.scheme == "blocks":
+            self.check()
+            bound = math.sqrt(6 * self.blocks / (rows + columns)) * self.gain
+            return block_diagonal(uniform(self.seed, name, (rows, columns // self.blocks), bound), self.blocks)
+        raise ValueError(f"unknown scheme {self.scheme!r} of {self.name!r}; choose from {', '.join(SCHEMES)}")
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -54,7 +54,8 @@ class Refuse:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Refuse())
 """
-CODE, NATIVE_CODE = {"modeling_hf_freeze.py"}, {"modeling_hf_freeze.py", "hf_freeze_native.py", "hf_freeze_rng.py"}
+CODE = {"modeling_hf_freeze.py"}
+NATIVE_CODE = CODE | {"hf_freeze_native.py", "hf_freeze_rng.py", "hf_freeze_schemes.py"}
 
 
 def sources(folder):

@@ -327,7 +327,7 @@ def test_rows_outside_the_tensor_are_refused(rows):
 
 
 def test_an_unknown_scheme_is_refused():
-    with pytest.raises(ValueError, match=r"unknown scheme 'gaussian' of 'w'; choose from glorot, embedding"):
+    with pytest.raises(ValueError, match=r"unknown scheme 'gaussian' of 'w'; choose from glorot, diagonal"):
         SeededTensor(0, "w", (5, 3), "gaussian").generate()
 
 
