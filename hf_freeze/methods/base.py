@@ -33,6 +33,10 @@ class Method:
     structural: ClassVar[bool] = True  # it overrides `restructure` or `convert`
     converts_fresh: ClassVar[bool] = False  # its modules cannot draw values: fresh weights also pass through `convert`
     freezes: ClassVar[bool] = False  # `freeze` names parameters, in `layers` if the method has that field
+    as_successor: ClassVar[bool] = (
+        False  # though `from_scratch`, its blocks may learn beside trained ones: `keeps_old_blocks`
+    )
+    keeps_old_blocks: ClassVar[bool] = False  # copies of the old blocks run beside the new ones until `finalize`
     replaces_blocks: ClassVar[bool] = False  # replaces all attentions or FFNs by blocks of another design
     repeatable: ClassVar[bool] = True  # may be applied to the same model twice
     pads: ClassVar[bool] = False  # `merge` does no more than fill up layers with zeros

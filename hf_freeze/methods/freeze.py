@@ -17,21 +17,38 @@ from hf_freeze.architectures.base import (
     is_of_predecessor,
 )
 from hf_freeze.architectures.layer_parts import AttentionParts, check_parts, named_by
-from hf_freeze.methods._checks import check_choice, check_seed, check_training_span, training_span
+from hf_freeze.methods._checks import (
+    check_choice,
+    check_integer,
+    check_positive_share,
+    check_seed,
+    check_training_span,
+    is_number,
+    training_span,
+)
 from hf_freeze.methods.base import Method, Model
-from hf_freeze.methods.parts import FreezePhase, Part, SeededValues
+from hf_freeze.methods.parts import FreezePhase, InitialValues, Part, SeededValues
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import SeededTensor
 
 _KEEP = ("trainable", "frozen")
+_STORED = (*_KEEP, "redrawn")
 _MODES = {
-    "embeddings": (*_KEEP, "random"),
-    "attention": (*_KEEP, "random", "diagonal", "zero_diagonal"),
-    "ffn": (*_KEEP, "random", "diagonal", "zero_diagonal"),
-    "norm": _KEEP,
-    "head": _KEEP,
+    "embeddings": (*_STORED, "random"),
+    "attention": (*_STORED, "random", "diagonal", "zero_diagonal"),
+    "ffn": (*_STORED, "random", "diagonal", "zero_diagonal"),
+    "norm": _STORED,
+    "head": _STORED,
 }
-_SCHEMES = {"random": "glorot", "diagonal": "diagonal", "zero_diagonal": "zero_diagonal"}
+# Setting -> scheme of a SeededTensor, of a matrix and of a table.
+_SCHEMES = {
+    "glorot_uniform": ("glorot", "embedding"),
+    "glorot_normal": ("normal", "embedding_normal"),
+    "orthogonal": ("orthogonal", "embedding_orthogonal"),
+    "sparse": ("sparse", "embedding_sparse"),
+    "blocks": ("blocks", None),
+}
+_DENSITY = 1 / 3  # Achlioptas (2003)
 
 
 @register_method("freeze", example={"ffn": "random", "attention": "frozen", "seed": 13}, shrinks=True)
@@ -41,10 +58,22 @@ class Freeze(Method):
 
     - `"trainable"` (default): unchanged;
     - `"frozen"`: keeps its weights, which are stored;
-    - `"random"` (embeddings, attention, ffn): Glorot-uniform matrices (of a mixture of experts, each expert's), zero biases,
-      tables U(±sqrt(3/d)), and the identity for a norm within the embeddings; never stored;
+    - `"random"` (embeddings, attention, ffn): random matrices (of a mixture of experts, each expert's) and tables, by `scheme`,
+      zero biases, and the identity for a norm within the embeddings; never stored;
+    - `"redrawn"`: starts from the values of `"random"`, and norms from those of a new model, whatever it has learned before, and
+      is trained; stored;
     - `"diagonal"` (attention, ffn): ones on the main diagonal of the matrix, zeros elsewhere, biases 0; never stored;
     - `"zero_diagonal"` (attention, ffn): random with zeros on the main diagonal; never stored.
+
+    `scheme`, for `"random"` and `"redrawn"`, is one of
+
+    - `"glorot_uniform"` (default): matrices U(±sqrt(6/(I + O))) for I inputs and O outputs, tables U(±sqrt(3/d)) for rows of d;
+    - `"glorot_normal"`: normal values of the same variance, 2/(I + O) and 1/d;
+    - `"orthogonal"`: matrices with orthonormal columns, or rows if there are fewer; tables of orthogonal blocks of d rows;
+    - `"sparse"`: zeros, and in the share `density` of places (None: 1/3) two values ±c, of the same variance;
+    - `"blocks"` (attention, ffn): `blocks` equal blocks on the diagonal, each Glorot-uniform for its own sizes, and zeros.
+
+    `gain` multiplies all these values. One Freeze has one scheme; give components different ones by several Freeze.
 
     `attention` may be a dict from parts of attentions to modes, such as `{"cross": "random", "self.q": "frozen"}`: a kind of
     attention (`"self"`, `"cross"`), a projection of all kinds (`"q"`, `"k"`, `"v"`, `"o"`), or a projection of one kind. Parts
@@ -58,9 +87,10 @@ class Freeze(Method):
     None means from the start (0) or to the end (1). They work for `"frozen"` only, and training then needs `VariantCallback` or
     `model.advance`.
 
-    Raises ValueError for an unknown mode or part, a part that is named twice, different modes for projections that are one matrix
-    (GPT-2's q, k and v), a seed outside 0..2^63-1, a stack or layer that the backbone does not have, and a
-    begin or end that is outside 0..1, in the wrong order or set for a component that is not stored.
+    Raises ValueError for an unknown mode, part or scheme, a part that is named twice, different modes for projections that are
+    one matrix (GPT-2's q, k and v), a seed outside 0..2^63-1, a gain that is not above 0, a density outside (0, 1], a matrix that
+    `blocks` do not divide, a setting of the scheme without a component that it is for, a stack or layer that the backbone does
+    not have, and a begin or end that is outside 0..1, in the wrong order or set for a component that is not stored.
     """
 
     structural: ClassVar[bool] = False
@@ -74,6 +104,10 @@ class Freeze(Method):
     seed: int = 0
     begin: float | None = None
     end: float | None = None
+    scheme: str = "glorot_uniform"
+    gain: float = 1.0
+    density: float | None = None
+    blocks: int | None = None
 
     def __post_init__(self) -> None:
         if self.attention == {}:
@@ -91,6 +125,31 @@ class Freeze(Method):
                     "seed regenerates are not stored, so they cannot be unfrozen; use 'frozen' (fresh weights of a config are "
                     "random as well)"
                 )
+        self._check_scheme()
+
+    def _check_scheme(self) -> None:
+        check_choice(self.scheme, _SCHEMES, "Freeze", "scheme")
+        if not is_number(self.gain) or not 0 < self.gain < 1e6:
+            raise ValueError(f"Freeze(gain={self.gain!r}): must be a number above 0 and below 1e6")
+        for field, scheme, value in (("density", "sparse", self.density), ("blocks", "blocks", self.blocks)):
+            if value is not None and self.scheme != scheme:
+                raise ValueError(
+                    f"Freeze({field}={value!r}, scheme={self.scheme!r}): {field} belongs to scheme={scheme!r}"
+                )
+        if self.density is not None:
+            check_positive_share(self.density, "Freeze", "density")
+        if self.scheme == "blocks":
+            check_integer(self.blocks, 2, "Freeze", "blocks")
+        drawn = [component for component in _MODES if self._has(component, "random", "redrawn")]
+        if not drawn and (self.scheme != "glorot_uniform" or self.gain != 1):
+            raise ValueError(
+                f"Freeze(scheme={self.scheme!r}, gain={self.gain!r}): no component is 'random' or 'redrawn'"
+            )
+        if self.scheme == "blocks" and "embeddings" in drawn:
+            raise ValueError(
+                f"Freeze(embeddings={self.embeddings!r}, scheme='blocks'): a table has no diagonal; use a Freeze of its own for "
+                "the embeddings, with another scheme"
+            )
 
     def modes(self, component: str) -> dict[str, str]:
         """Field, as text, -> mode: one for a component, or one for each of its parts."""
@@ -101,7 +160,11 @@ class Freeze(Method):
 
     def _seeds(self, component: str) -> bool:
         """Whether a seed regenerates some of its weights."""
-        return any(mode not in _KEEP for mode in self.modes(component).values())
+        return any(mode not in _STORED for mode in self.modes(component).values())
+
+    def _has(self, component: str, *modes: str) -> bool:
+        """Whether some of its weights have one of these modes."""
+        return any(mode in modes for mode in self.modes(component).values())
 
     @property
     def phase(self) -> tuple[float, float]:
@@ -110,10 +173,12 @@ class Freeze(Method):
 
     @property
     def parts(self) -> tuple[Part, ...]:
+        redraws = any(self._has(component, "redrawn") for component in _MODES)
+        redrawn = (InitialValues(self._redrawn),) if redraws else ()
         if self.phase != (0, 1):
-            return (_Phase(self),)
+            return (_Phase(self), *redrawn)
         seeded = frozenset(filter(self._seeds, _MODES))
-        return (SeededValues(seeded),) if seeded else ()
+        return (SeededValues(seeded), *redrawn) if seeded else redrawn
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
@@ -121,6 +186,17 @@ class Freeze(Method):
             check_parts(self.attention, (), architecture, config, f"Freeze(attention={self.attention!r})", self.layers)
 
     def freeze(self, model: Model, architecture: Architecture) -> Iterable[tuple[str, SeededTensor | None]]:
+        for full_name, mode, definition in self._tensors(model, architecture):
+            if mode != "redrawn":
+                yield full_name, definition
+
+    def _redrawn(self, model: Model, architecture: Architecture) -> Iterable[tuple[str, SeededTensor | None]]:
+        for full_name, mode, definition in self._tensors(model, architecture):
+            if mode == "redrawn":
+                yield full_name, definition
+
+    def _tensors(self, model: Model, architecture: Architecture) -> Iterable[tuple[str, str, SeededTensor | None]]:
+        """(full name, mode, definition of its values) of the parameters of all components that are not "trainable"."""
         parts = AttentionParts(architecture)
         for full_name, parameter in canonical_parameters(model):
             name = base_name(model, full_name)
@@ -130,22 +206,32 @@ class Freeze(Method):
                 mode = mode.get(named_by(mode, parts.of(name)) or "", "trainable")
             if mode == "trainable" or is_of_predecessor(name) or not self._selects(architecture, component, name):
                 continue
-            if mode == "frozen":
-                yield full_name, None
+            if mode == "frozen" or component == "norm":
+                yield full_name, mode, None
                 continue
             if component != "embeddings":
                 _check_native(model, full_name, f"Freeze({component}={mode!r})")
-            scheme = "embedding" if component == "embeddings" else _SCHEMES[mode]
+            definition = SeededTensor(self.seed, name, tuple(parameter.shape), "zeros")
             if is_bias(name, parameter):
-                scheme = "zeros"
+                yield full_name, mode, definition
             elif parameter.ndim == 1 and _is_scale_of_norm(model, full_name):
-                scheme = "ones"
+                yield full_name, mode, replace(definition, scheme="ones")
             elif parameter.ndim not in (2, 3):  # such as the scale of a residual
-                yield full_name, None
-                continue
-            definition = SeededTensor(self.seed, name, tuple(parameter.shape), scheme)
-            fused = surgery.fused_projections(model, architecture, name) if parameter.ndim == 2 else None
-            yield full_name, definition if fused is None else replace(definition, **fused)
+                yield full_name, mode, None
+            else:
+                fused = surgery.fused_projections(model, architecture, name) if parameter.ndim == 2 else None
+                yield full_name, mode, replace(definition, **self._scheme_of(component, mode), **(fused or {}))
+
+    def _scheme_of(self, component: str, mode: str) -> dict[str, Any]:
+        """The fields of a SeededTensor for the matrices of a component."""
+        if mode in ("diagonal", "zero_diagonal"):
+            return {"scheme": mode}
+        fields: dict[str, Any] = {"scheme": _SCHEMES[self.scheme][component == "embeddings"], "gain": float(self.gain)}
+        if self.scheme == "sparse":
+            fields["density"] = _DENSITY if self.density is None else float(self.density)
+        if self.scheme == "blocks":
+            fields["blocks"] = self.blocks
+        return fields
 
     def _selects(self, architecture: Architecture, component: str, name: str) -> bool:
         if self.layers is None or component in ("embeddings", "head"):
@@ -189,7 +275,7 @@ def _check_native(model: Any, parameter_name: str, setting: str) -> None:
     """Raise ValueError if another method has replaced the linear of this parameter."""
     name = parameter_name.rpartition(".")[0]
     module = model.get_submodule(name)
-    if type(module).__module__.startswith("hf_freeze."):
+    if name and type(module).__module__.startswith("hf_freeze."):
         raise ValueError(
             f"{setting}: {name!r} is a {type(module).__name__}, and only the matrices of plain linears can be drawn from a seed; "
             "use 'frozen', or leave it out by layers="

@@ -40,6 +40,16 @@ def check_shared_layers(
                 )
 
 
+def needs_config(method: Method, earlier: Sequence[Method]) -> bool:
+    """Whether `method`, after `earlier`, cannot be applied to a backbone with weights."""
+    return method.from_scratch and not any(_succeeds(method, before) for before in earlier)
+
+
+def _succeeds(method: Method, before: Method) -> bool:
+    """Whether the blocks of `method` learn beside the old ones, which `before` keeps until it is finalized."""
+    return method.as_successor and before.keeps_old_blocks and before.finalizable
+
+
 def _conflict(method: Method, before: Method) -> str | None:
     """The reason why `method` may not follow `before`, as the end of the message; None if it may."""
     own = type(method).__name__
@@ -54,7 +64,7 @@ def _conflict(method: Method, before: Method) -> str | None:
     ):
         other = ", or finalize() before" if can_follow and before.finalizable else ""
         return f", which names {method.renumbers} by number: the {method.renumbers} get new numbers; {first}{other}"
-    if method.replaces_blocks and before.finalizable:
+    if method.replaces_blocks and before.finalizable and not _succeeds(method, before):
         return f", which needs the old blocks until finalize(); {first}"
     if method.replaces_blocks and before.replaces_blocks:
         return ", which has put in other blocks; leave one of the two out"

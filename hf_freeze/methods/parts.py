@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.seeded import Origin
+from hf_freeze.seeded import Origin, SeededTensor
 
 
 class Model(Protocol):
@@ -129,6 +129,17 @@ class SeededValues(Part):
     """A seed regenerates the weights of these `components`, so they are not stored."""
 
     components: frozenset[str]
+
+
+@dataclass(frozen=True)
+class InitialValues(Part):
+    """`make_variant` draws parameters anew, once; from then on they are like all others.
+
+    `definitions(model, architecture)`: (full parameter name, definition of its values, or None: as the native class draws it).
+    Called after `restructure` and `convert`.
+    """
+
+    definitions: Callable[[Model, Architecture], Iterable[tuple[str, SeededTensor | None]]]
 
 
 @dataclass(frozen=True)

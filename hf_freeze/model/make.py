@@ -11,7 +11,7 @@
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,18 +23,20 @@ from hf_freeze.architectures.registry import architecture_for, architecture_of
 from hf_freeze.architectures.tasks import AUTO_CLASSES, native_class, native_classes
 from hf_freeze.compat.transformers import copy_attention_implementation
 from hf_freeze.methods.base import Method
-from hf_freeze.methods.parts import SeededValues, Selection
+from hf_freeze.methods.order import needs_config
+from hf_freeze.methods.parts import InitialValues, SeededValues, Selection
 from hf_freeze.methods.registry import method_to_dict
 from hf_freeze.model import paging
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.classes import variant_class_of
+from hf_freeze.model.components import take_components
 from hf_freeze.model.config import INITS, native_config_class
 from hf_freeze.model.loading import check_exists
 from hf_freeze.model.merging import copy_runtime
 from hf_freeze.model.resizing import vocabulary_size
 from hf_freeze.model.sharing import copy_shared, releasing, share_tensors, use_up
 from hf_freeze.model.token_ids import renumber_token_ids
-from hf_freeze.model.weights import no_draws, regenerate
+from hf_freeze.model.weights import no_draws, redraw, regenerate, seeded_draws
 
 _OF_CLASS = ("model_type", "auto_map")  # the latter names code that loads the variant as it was before
 
@@ -47,6 +49,7 @@ def make_variant(
     init: str = "backbone",
     seed: int = 0,
     copy: bool = True,
+    components: Mapping[str, Any] | None = None,
 ) -> Any:
     """Apply `methods`, in order, to a backbone; returns a variant, which is an instance of the backbone's class.
 
@@ -55,18 +58,27 @@ def make_variant(
     name; a model has its own. `init`: how trainable fresh weights are drawn, natively or as `"marian"` does (Glorot matrices,
     tables U(±sqrt(3/d)), and a trained output bias where the native class has a constant one). `seed`: of the fresh weights.
     `copy`: True leaves a model as it is. With False the variant takes its tensors over, without a second copy in memory, and the
-    model cannot be used any more.
+    model cannot be used any more. `components`, such as `{"embeddings": "folder"}`: components of the backbone that take the
+    weights of another model, Hub id or directory of the same architecture and sizes there; its depth or other widths may differ.
 
     Raises ValueError for an unsupported backbone, task, init or method setting, FileNotFoundError for a missing directory.
     """
     _check_arguments(backbone, methods, task, init)
+    if components:
+        if scratch := next((method.name for method in methods if method.from_scratch), None):
+            raise ValueError(
+                f"method {scratch!r}: its blocks train from scratch, so the backbone can have no components="
+            )
+        backbone = make_variant(backbone, [], task=task, init=init, seed=seed, copy=copy)
+        take_components(backbone, components)
+        copy = False
     if isinstance(backbone, PreTrainedConfig):
         variant = _from_config(backbone, methods, task, init, seed)
     elif isinstance(backbone, PreTrainedModel):
-        variant = _from_model(backbone, methods, copy=copy)
+        variant = _from_model(backbone, methods, copy=copy, seed=seed)
     else:
         check_exists(backbone)
-        variant = _from_model(AUTO_CLASSES[str(task)].from_pretrained(backbone), methods, copy=False)
+        variant = _from_model(AUTO_CLASSES[str(task)].from_pretrained(backbone), methods, copy=False, seed=seed)
     for method in methods:
         if (teacher := getattr(method, "teacher", None)) is not None:
             variant.set_teacher(teacher)
@@ -91,11 +103,12 @@ def _check_arguments(backbone: Any, methods: Any, task: str | None, init: str) -
         raise ValueError(f"init={init!r} draws fresh weights, but {what}: pass a config")
     if is_model and task is not None:
         _check_task(backbone, task)
-    for method in methods:
-        if method.from_scratch and not is_config:
+    earlier = [] if is_config else list(getattr(backbone, "methods", ()))
+    for number, method in enumerate(methods):
+        if not is_config and needs_config(method, [*earlier, *methods[:number]]):
             raise ValueError(
                 f"method {method.name!r}: its blocks train from scratch and cannot take over trained weights; pass the config of "
-                "the backbone, not a model or a name"
+                "the backbone, not a model or a name" + ", or put Theseus before it" * method.as_successor
             )
 
 
@@ -118,16 +131,15 @@ def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, s
                 f"over; put {method.name!r} first"
             )
     variant_class = _variant_class(_native_class(config, task))
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
+    with seeded_draws(seed):
         model = variant_class(_variant_config(variant_class, config, methods[:fresh], init))
     for method in model.methods_now:
         _prepare(method, model)
     regenerate(model)  # `prepare` may have copied fresh values over seeded ones
-    return _from_model(model, methods[fresh:], copy=False) if methods[fresh:] else model
+    return _from_model(model, methods[fresh:], copy=False, seed=seed) if methods[fresh:] else model
 
 
-def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool) -> Any:
+def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool, seed: int) -> Any:
     """A variant with the weights of `model`, by way of one model for each method that changes the structure."""
     _check_class(type(model), model.config)
     variant_class = _variant_class(type(model))
@@ -137,20 +149,24 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool) 
     # Later methods may select by seeded values, so these are drawn when their method has its turn.
     seeding = {number for number, method in enumerate(added, 1) if method.part(SeededValues)}
     current: Any = model
-    for number in sorted({*structural, *seeding, len(added)}):
+    redrawing = {number for number, method in enumerate(added, 1) if method.part(InitialValues)}
+    for number in sorted({*structural, *seeding, *redrawing, len(added)}):
         if number and not on_meta:
             added[number - 1] = _decided(added[number - 1], current)
         config = _variant_config(variant_class, model.config, added[:number], "backbone")
         with torch.device("meta") if on_meta else no_draws(model.dtype):
             new = variant_class(config)
         if not on_meta:
-            share_tensors(current, new)
+            from_scratch = number in structural and added[number - 1].from_scratch
+            share_tensors(current, new, converted=not from_scratch)
             new.tie_weights(recompute_mapping=False)
-            new.draw_fresh()  # what neither the model before nor `convert` fills
+            with seeded_draws(seed if from_scratch else None):
+                new.draw_fresh()  # what neither the model before nor `convert` fills
             if number in structural:
                 with no_draws(), releasing(current, new, used_up=current is not model or not copy):
                     added[number - 1].convert(current, new)
                 new.tie_weights(recompute_mapping=False)  # `convert` may have put new modules in
+            if number in structural | redrawing:
                 _prepare(added[number - 1], new)
             new.apply_freeze()  # `convert` may have put modules in, which are trainable
             new.config.digests = {}
@@ -219,4 +235,6 @@ def _decided(method: Method, old: Any) -> Method:
 
 def _prepare(method: Method, model: Any) -> None:
     if model.device.type != "meta":
+        if (fresh := method.part(InitialValues)) is not None:
+            redraw(model, fresh.definitions(model, model.architecture))
         method.prepare(model, model.architecture)

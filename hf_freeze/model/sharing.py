@@ -15,9 +15,9 @@ _BY_MAKING = "make_variant(copy=False), which gave its tensors to the variant; u
 
 
 @torch.no_grad()
-def share_tensors(old: Any, new: Any) -> None:
+def share_tensors(old: Any, new: Any, *, converted: bool = True) -> None:
     """Give `new` the parameters and stored buffers of `old` that have the same name and shape, in the same memory, except for
-    seeded ones. Those of the same name and another shape, which a method fills, get the dtype of the old ones."""
+    seeded ones. Those of the same name and another shape get the dtype of the old ones; with `converted`, a method fills them."""
     tensors = dict(old.named_parameters(remove_duplicate=False)) | dict(old.named_buffers(remove_duplicate=False))
     own: dict[int, nn.Parameter] = {}  # a tied parameter of `old` becomes a tied one of `new`
     for prefix, module in new.named_modules():
@@ -40,7 +40,7 @@ def share_tensors(old: Any, new: Any) -> None:
                 moved = module._parameters[name] = own[key]
             else:
                 module._buffers[name] = moved
-            if source is not None:
+            if source is not None and (converted or source.shape == tensor.shape):
                 mark_initialized([moved])
 
 

@@ -14,7 +14,7 @@ from hf_freeze.architectures.base import base_name
 from hf_freeze.compat.transformers import draw, mark_initialized
 from hf_freeze.layers.factorized_embedding import Factors
 from hf_freeze.model import paging
-from hf_freeze.seeded import digest
+from hf_freeze.seeded import SeededTensor, digest
 
 
 @contextlib.contextmanager
@@ -28,6 +28,17 @@ def no_draws(dtype: torch.dtype | None = None) -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def seeded_draws(seed: int | None) -> Iterator[None]:
+    """Draw from `seed`, without moving the global random state; None: from that state."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
 
 
 @torch.no_grad()
@@ -84,6 +95,20 @@ def regenerate(model: Any) -> None:
                 paged.move(model.get_submodule(name.rpartition(".")[0]))
 
 
+@torch.no_grad()
+def redraw(model: Any, definitions: Iterable[tuple[str, SeededTensor | None]]) -> None:
+    """Give the parameters the values of `definitions` (None: those of the native class), in memory of their own: the backbone may
+    share what they had before."""
+    for name, definition in definitions:
+        parameter = model.get_parameter(name)
+        if definition is None:
+            parameter.data = computed_constant(model, name, torch.empty_like(parameter)).data
+        else:
+            definition.check()
+            parameter.data = definition.generate(parameter.device).to(parameter.dtype)
+        mark_initialized([parameter])
+
+
 def generated(model: Any, name: str, device: torch.device | str) -> torch.Tensor:
     """The values of a seeded tensor. Their digest goes into the config, or is checked against it.
 
@@ -101,7 +126,7 @@ def generated(model: Any, name: str, device: torch.device | str) -> torch.Tensor
 
 
 def computed_constant(model: Any, name: str, memory: torch.Tensor) -> torch.Tensor:
-    """The values that the native class computes for a constant, such as positions, written into `memory`."""
+    """The values that the native class gives a constant, such as positions, or a norm, written into `memory`."""
     owner, _, attribute = name.rpartition(".")
     module = copy.deepcopy(model.get_submodule(owner))
     module._parameters[attribute] = nn.Parameter(memory)  # the model's own may be sharded, or on meta
