@@ -36,7 +36,8 @@ class LiteTransformer(Method):
     has no gate. `conv_dropout` drops taps in training (DropConnect). Surplus `kernels` are ignored. The published translation
     models have six layers in each stack, ReLU and a cosine schedule.
 
-    The blocks train from scratch: the backbone is a config. `merge()` raises an error, because no native model has such blocks.
+    The blocks train from scratch: the backbone is a config, or Theseus comes before, whose predecessors are the trained blocks.
+    `merge()` raises an error, because no native model has such blocks.
 
     Raises ValueError for an even kernel size, fewer kernels than layers, heads that do not divide half of the hidden size, and
     an attention or FFN that another method has changed.
@@ -44,6 +45,7 @@ class LiteTransformer(Method):
 
     needs: ClassVar[frozenset[str]] = frozenset({"blocks"})
     replaces_blocks: ClassVar[bool] = True
+    as_successor: ClassVar[bool] = True
     kernels: list[int] = field(default_factory=lambda: [3, 7, 15, 31, 31, 31])
     conv: str = "dynamic"
     heads: int = 4

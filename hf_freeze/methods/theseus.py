@@ -48,6 +48,10 @@ class Theseus(Method):
 
     `successor`: stack -> layers, such as `{"encoder": 3}`; other stacks stay whole. None: half of each stack, as in the paper.
 
+    Methods after Theseus change the successor only: factors (LowRank, TensorTrain, Tucker), fewer heads or neurons, fixed
+    attention, or the blocks of LiteTransformer then replace the trained layers. For these, the successor may be as deep as the
+    backbone.
+
     The successor of a module runs with the replacing rate: the constant `rate` (None: 0.5), or a `schedule`. `("linear", k, b)`
     is min(1, k·t + b) after t optimiser steps, as in the paper's equation 6; `("linear", b)`, `("cosine", b)` and
     `("cubic", b)` rise from b to 1 within `steps`. `steps` is a number of steps, or a share of training below 1; after it only
@@ -69,6 +73,7 @@ class Theseus(Method):
     needs: ClassVar[frozenset[str]] = frozenset({"layers"})
     renumbers: ClassVar[str | None] = "layers"
     repeatable: ClassVar[bool] = False
+    keeps_old_blocks: ClassVar[bool] = True
     successor: dict[str, int] | None = None
     rate: float | None = None
     schedule: Sequence[Any] | None = None
@@ -124,15 +129,15 @@ class Theseus(Method):
         architecture.check_layers({stack: [] for stack in self.successor or {}}, config)
         for stack, depth in self._depths(architecture, config).items():
             before = architecture.depths(config)[stack]
-            if before == 1:
+            if before == 1 and self.successor is None:
                 raise ValueError(
                     f"Theseus: stack {stack!r} has one layer, which fewer cannot replace; name other stacks by successor="
                 )
-            if before % depth or depth == before:
-                choices = [divisor for divisor in range(1, before) if before % divisor == 0]
+            if before % depth:
+                choices = [divisor for divisor in range(1, before + 1) if before % divisor == 0]
                 raise ValueError(
-                    f"Theseus(successor={{{stack!r}: {depth}}}): the {before} layers of that stack must be divided among fewer, "
-                    f"equally; choose from {choices}"
+                    f"Theseus(successor={{{stack!r}: {depth}}}): the {before} layers of that stack must be divided equally among "
+                    f"as many or fewer; choose from {choices}"
                 )
 
     def _depths(self, architecture: Architecture, config: Any) -> dict[str, int]:

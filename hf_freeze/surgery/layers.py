@@ -69,8 +69,8 @@ def drop_predecessors(layers: Iterable[Any]) -> None:
 
 @torch.no_grad()
 def copy_layer(old: Any, new: Any, attentions: Iterable[Attention], config: Any, *, share: bool = False) -> None:
-    """Copy the values of one layer into another of the same shapes, so that both compute the same. With `share`, both have the
-    same memory. Predecessors are not copied.
+    """Copy the values of one layer into another, so that both compute the same where their tensors have the same shapes. With
+    `share`, all have, and both layers have the same memory. Predecessors are not copied.
 
     Raises ValueError if `new` cannot adopt the score scale of one of the layer's `attentions`; see `match_scales`.
     """
@@ -79,5 +79,8 @@ def copy_layer(old: Any, new: Any, attentions: Iterable[Attention], config: Any,
         for name, value in old.state_dict().items()
         if not name.startswith("predecessor.")
     }
+    if not share:  # of fresh weights, later methods have changed shapes already; they convert those of trained ones
+        own = new.state_dict()
+        values = {name: value for name, value in values.items() if name in own and own[name].shape == value.shape}
     new.load_state_dict(values, strict=False, assign=True)
     match_scales(old, new, attentions, config)

@@ -4,9 +4,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameters
+from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameters, is_of_predecessor
 from hf_freeze.architectures.registry import architecture_for, architecture_of
 from hf_freeze.methods import Freeze
+
+SUCCESSOR = "successor"  # beside the components: the layers that replace others (Theseus)
+RATED = (*TRAINED, SUCCESSOR)
 
 
 def gradual_unfreezing(backbone: Any, *, until: float = 0.5) -> list[Freeze]:
@@ -47,7 +50,7 @@ def parameter_groups(
     model: Any, learning_rates: Mapping[str, float] | None = None, *, lr: float, weight_decay: float = 0.0
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer: `learning_rates` by component (`embeddings`, `attention`, `ffn`, `norm`, `head`), others
-    with `lr`.
+    with `lr`. A rate of `successor` is for all parameters of the layers that replace others (Theseus), whatever their component.
 
     They contain every parameter that is trained at some time, including those that a schedule currently freezes. Tied parameters
     appear once, in the group of their source. Norms and biases have no weight decay. A scheduler scales the rate of each group:
@@ -60,8 +63,8 @@ def parameter_groups(
     """
     learning_rates = dict(learning_rates or {})
     for component in learning_rates:
-        if component not in TRAINED:
-            raise ValueError(f"learning_rates: unknown component {component!r}; choose from {list(TRAINED)}")
+        if component not in RATED:
+            raise ValueError(f"learning_rates: unknown component {component!r}; choose from {list(RATED)}")
     named = {f"learning_rates[{component!r}]": rate for component, rate in learning_rates.items()}
     for name, value in (named | {"lr": lr, "weight_decay": weight_decay}).items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -76,15 +79,18 @@ def parameter_groups(
             "weight_decay": weight_decay if decayed else 0.0,
             "component": component,
         }
-        for component in TRAINED
+        for component in RATED
         for decayed in (True, False)
     }
+    names = [base_name(model, name) for name, _ in model.named_parameters()] if SUCCESSOR in learning_rates else []
+    replacing = {architecture.layer_of(name) for name in names if is_of_predecessor(name)}
     for name, parameter in canonical_parameters(model):
         component = architecture.component(base_name(model, name))
         if component != "constant" and (parameter.requires_grad or name in thawing):
             # Parameters with one dimension are biases, or norms of task heads. Marian's output bias has two dimensions.
             decayed = component != "norm" and parameter.ndim > 1 and not name.endswith("bias")
-            groups[component, decayed]["params"].append(parameter)
+            group = SUCCESSOR if replacing and architecture.layer_of(base_name(model, name)) in replacing else component
+            groups[group, decayed]["params"].append(parameter)
     filled = [group for group in groups.values() if group["params"]]
     if empty := sorted(set(learning_rates) - {group["component"] for group in filled}):
         raise ValueError(f"learning_rates: {empty[0]!r} has nothing to train in this {type(model).__name__}")

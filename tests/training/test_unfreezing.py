@@ -108,13 +108,14 @@ def test_groups_hold_what_is_trained_at_some_time_once(case, phase):
         (
             {"ffns": 0.1},
             {},
-            r"unknown component 'ffns'; choose from \['embeddings', 'attention', 'ffn', 'norm', 'head'\]",
+            r"unknown component 'ffns'; choose from \['embeddings', 'attention', 'ffn', 'norm', 'head', 'successor'\]",
         ),
         ({"constant": 0.1}, {}, "unknown component 'constant'"),
         ({"ffn": -0.1}, {}, r"learning_rates\['ffn'\]=-0\.1: must be a number of at least 0"),
         ({"ffn": "0.1"}, {}, r"learning_rates\['ffn'\]='0\.1'"),
         ({}, {"lr": float("nan")}, "lr=nan: must be a number of at least 0"),
         ({}, {"weight_decay": True}, "weight_decay=True: must be a number of at least 0"),
+        ({"successor": 0.1}, {}, "'successor' has nothing to train in this VariantMarianMTModel"),
         ({"norm": 0.1}, {}, "'norm' has nothing to train in this VariantMarianMTModel"),
     ],
 )

@@ -5,7 +5,6 @@ from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
-from hf_freeze.architectures.base import TRAINED
 from hf_freeze.data.columns import kind_of
 from hf_freeze.experiments.recipes.fields import DATA_FIELDS, FIELDS, SECTIONS, TAKES, TASK_FIELDS, TRACKERS
 from hf_freeze.experiments.recipes.merge import merge
@@ -26,6 +25,7 @@ from hf_freeze.experiments.tasks.perceptron import PerceptronConfig
 from hf_freeze.experiments.tasks.registry import TASK_MODULES
 from hf_freeze.methods.registry import METHODS
 from hf_freeze.training.precision import AUTO
+from hf_freeze.training.schedules import RATED
 
 
 def check_types(recipe: dict[str, Any], path: Any) -> None:
@@ -177,9 +177,9 @@ def _check_training(training: dict[str, Any], task: str, path: Any) -> None:
                 f"{path}: training.{key}={value!r} is not a value that it takes: {TAKES[reader]}"
             ) from None
     for component in training.get("learning_rates", ()):
-        if component not in TRAINED:
+        if component not in RATED:
             raise ValueError(
-                f"{path}: unknown component training.learning_rates.{component}; choose from {list(TRAINED)}"
+                f"{path}: unknown component training.learning_rates.{component}; choose from {list(RATED)}"
             )
     if "masking" in training and task != "masked-lm":
         raise ValueError(f"{path}: training.masking is for task 'masked-lm', not for {task!r}")

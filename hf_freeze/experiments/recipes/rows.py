@@ -3,7 +3,8 @@
 from typing import Any
 
 from hf_freeze.methods.base import Method
-from hf_freeze.methods.registry import METHODS, method_from_dict
+from hf_freeze.methods.order import needs_config
+from hf_freeze.methods.registry import method_from_dict
 
 OF_A_ROW = ("training", "backbone", "tokenizer")  # sections that a row may change
 
@@ -91,10 +92,11 @@ def check_pretrained(backbone: Any, path: Any, *, has_tokenizer: bool) -> None:
 
 def check_from_scratch(row: dict[str, Any], trained: bool, path: Any) -> None:
     """Blocks that cannot take over weights, where a row has weights to begin with."""
-    for method in row["methods"]:
-        if trained and METHODS[method["method"]].from_scratch:
+    methods = [method_of(method) for method in row["methods"]]
+    for number, method in enumerate(methods):
+        if trained and needs_config(method, methods[:number]):
             raise ValueError(
-                f"{path}: the blocks of method {method['method']!r} train from scratch: it can have neither 'start' nor "
+                f"{path}: the blocks of method {method.name!r} train from scratch: it can have neither 'start' nor "
                 "'backbone.pretrained'"
             )
 

@@ -85,7 +85,7 @@ def execute_text(
             report({"stage": "choosing layers"})
             batches = _batches(task, run, folder, model, tokenizer, encode("dev"))
             methods.insert(0, chosen_layers.selection(run["layers"], model, batches))
-        model = make_variant(model, methods)
+        model = make_variant(model, methods, seed=run["seed"])
     else:
         tokenizer = new_tokenizer(task, run, splits["train"])
         config = backbone_config(run["backbone"], tokenizer, **fields)
