@@ -42,7 +42,9 @@ class DeLighT(Method):
 
     Each stack has B = `n_max` blocks; a backbone of another depth raises an error. Block b = 0..B-1 has a unit of
     N_b = ⌊N_min + (N_max - N_min) b/(B - 1)⌋ group layers, at most m_w + (N_max/N_min - 1) b/(B - 1) times as wide as H
-    ("block-wise scaling"). Without `block_wise`, every unit has N_min group layers and the factor m_w. `groups`: the largest
+    ("block-wise scaling"). An `n_min` above `n_max`, such as 12 and 4, has the blocks of 4 and 12 in the opposite order, the deepest
+    and widest one first: B is the larger of the two. Without `block_wise`, every unit has N_min group layers and the factor m_w.
+    `groups`: the largest
     number of groups in a layer; None: 2 to the power ⌈log2(H/32)⌉, or with `spec="paper"` ⌈I/32⌉ for a unit of I inputs. `spec`:
     "released" has the units of the released code, with the published sizes; "paper" follows the equations of the paper.
 
@@ -54,8 +56,8 @@ class DeLighT(Method):
     The blocks train from scratch: the backbone is a config; `init="marian"` draws all weights after Glorot, as the paper does.
     `merge()` raises an error, because no native model has such blocks.
 
-    Raises ValueError for a `width` that is not the hidden size, a `map_dim` above 16 H, an n_min above n_max, a depth that is not
-    n_max, widths that the groups do not divide, and an attention, FFN or table that another method has changed.
+    Raises ValueError for a `width` that is not the hidden size, a `map_dim` above 16 H, a depth of the backbone that is not B,
+    widths that the groups do not divide, and an attention, FFN or table that another method has changed.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"blocks"})
@@ -74,21 +76,30 @@ class DeLighT(Method):
         for name in ("n_min", "n_max", "width", "map_dim", "groups"):
             if (value := getattr(self, name)) is not None or name.startswith("n_"):
                 check_positive(value, "DeLighT", name)
-        if self.n_min > self.n_max or self.n_max > _DEEPEST:
-            raise ValueError(
-                f"DeLighT(n_min={self.n_min}, n_max={self.n_max}): n_min must be at most n_max, and n_max at most {_DEEPEST}"
-            )
+        if self.depth > _DEEPEST:
+            raise ValueError(f"DeLighT(n_min={self.n_min}, n_max={self.n_max}): both must be at most {_DEEPEST}")
         check_number(self.m_w, 1, _WIDEST, "DeLighT", "m_w")
         check_bool(self.block_wise, "DeLighT", "block_wise")
         check_share(self.dropout, "DeLighT", "dropout", below_one=True)
         check_choice(self.spec, SPECS, "DeLighT", "spec")
 
+    @property
+    def depth(self) -> int:
+        """B, the number of blocks in each stack."""
+        return max(self.n_min, self.n_max)
+
+    @property
+    def _shallowest(self) -> int:
+        return min(self.n_min, self.n_max)
+
     def blocks(self) -> list[tuple[int, float]]:
         """(number of group layers N_b, multiplier of the width) of each block."""
+        least, most = self._shallowest, self.depth
         if not self.block_wise:
-            return [(self.n_min, self.m_w)] * self.n_max
-        steps, deeper, wider = max(self.n_max - 1, 1), self.n_max - self.n_min, self.n_max / self.n_min - 1
-        return [(self.n_min + deeper * block // steps, self.m_w + wider * block / steps) for block in range(self.n_max)]
+            return [(least, self.m_w)] * most
+        steps, deeper, wider = max(most - 1, 1), most - least, most / least - 1
+        blocks = [(least + deeper * block // steps, self.m_w + wider * block / steps) for block in range(most)]
+        return blocks if self.n_min <= self.n_max else blocks[::-1]
 
     def check(self, architecture: Architecture, config: Any) -> None:
         check_blocks(architecture, config, "DeLighT")
@@ -98,10 +109,11 @@ class DeLighT(Method):
                 f"DeLighT(width={self.width}): the hidden size of this {architecture.model_type} is {hidden}; make them equal"
             )
         for stack, depth in architecture.depths(config).items():
-            if depth != self.n_max:
+            if depth != self.depth:
+                larger = "n_max" if self.n_max >= self.n_min else "n_min"
                 raise ValueError(
-                    f"DeLighT(n_max={self.n_max}): each stack must have n_max layers, but {stack!r} has {depth}; set "
-                    f"{architecture.stacks[stack].depth}={self.n_max}, or n_max={depth}"
+                    f"DeLighT({larger}={self.depth}): each stack must have {larger} layers, but {stack!r} has {depth}; set "
+                    f"{architecture.stacks[stack].depth}={self.depth}, or {larger}={depth}"
                 )
         if self.map_dim is not None and self.map_dim > _WIDEST * hidden:
             raise ValueError(
@@ -120,7 +132,7 @@ class DeLighT(Method):
     def _all_sizes(self, hidden: int) -> Iterator[DExTraSizes]:
         yield from (self._sizes(hidden, hidden // 2, hidden, *block) for block in self.blocks())
         if self.map_dim is not None:
-            yield self._sizes(self.map_dim, hidden, hidden, self.n_min, self.m_w)
+            yield self._sizes(self.map_dim, hidden, hidden, self._shallowest, self.m_w)
 
     def _sizes(self, inputs: int, outputs: int, hidden: int, depth: int, multiplier: float) -> DExTraSizes:
         groups = self.groups
@@ -166,7 +178,7 @@ class DeLighT(Method):
 
     def _restructure_tables(self, model: Model, architecture: Architecture, hidden: int) -> None:
         scale = hidden**0.5 if getattr(model.config, "scale_embedding", False) else 1.0
-        sizes = self._sizes(self.map_dim or 0, hidden, hidden, self.n_min, self.m_w)
+        sizes = self._sizes(self.map_dim or 0, hidden, hidden, self._shallowest, self.m_w)
         for name in surgery.token_tables(model, architecture):
             table = surgery.native_table(model, name, self.name)
             surgery.replace_by_full_name(model, name, DExTraEmbedding(table, sizes, dropout=self.dropout, scale=scale))
