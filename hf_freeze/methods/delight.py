@@ -42,9 +42,9 @@ class DeLighT(Method):
 
     Each stack has B = `n_max` blocks; a backbone of another depth raises an error. Block b = 0..B-1 has a unit of
     N_b = ⌊N_min + (N_max - N_min) b/(B - 1)⌋ group layers, at most m_w + (N_max/N_min - 1) b/(B - 1) times as wide as H
-    ("block-wise scaling"). An `n_min` above `n_max`, such as 12 and 4, has the blocks of 4 and 12 in the opposite order, the deepest
-    and widest one first: B is the larger of the two. Without `block_wise`, every unit has N_min group layers and the factor m_w.
-    `groups`: the largest
+    ("block-wise scaling"). With an `n_min` above `n_max`, B is `n_min`, and the blocks of (`n_max`, `n_min`) come in the opposite
+    order, the deepest and widest one first. Without `block_wise`, every unit has the smaller number of group layers and the
+    factor m_w. `groups`: the largest
     number of groups in a layer; None: 2 to the power ⌈log2(H/32)⌉, or with `spec="paper"` ⌈I/32⌉ for a unit of I inputs. `spec`:
     "released" has the units of the released code, with the published sizes; "paper" follows the equations of the paper.
 

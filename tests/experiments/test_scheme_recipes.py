@@ -1,5 +1,5 @@
-"""Recipes of random schemes, embeddings, Theseus' modules, DeFINE's sweep and shallow decoders: their rows are the models that they
-name, and what they compare is equal otherwise."""
+"""Recipes of random schemes, embeddings, Theseus' modules, DeFINE's sweep and shallow decoders: their rows are the models that
+they name, and what they compare is equal otherwise."""
 
 import itertools
 
