@@ -74,7 +74,7 @@ def classifier(*applied):
 
 
 LAYERS = methods.LowRank(components=["attention"], rank=4)
-SEEDED = methods.Freeze(ffn="random", embeddings="random", seed=5)
+SEEDED = methods.Freeze(ffn="random", embeddings="random", seed=5, scheme="orthogonal", gain=0.5)
 BATCH = {"input_ids": torch.tensor([[1, 2, 3, 4]])}
 
 
