@@ -82,7 +82,14 @@ def test_every_row_of_the_recipe_can_be_made(preset):
     assert all(found.pop(row) < found["two-tables"] for row in ("layers", "tables"))
     assert all(found[row] < found["two-tables"] / 1.5 for row in found if row not in ("two-tables", "tt-random"))
     if preset == "big":
-        expected = {"two-tables": 258.08, "ls-8": 39.86, "ls": 50.36, "ls-share": 40.12, "ls-vocabulary": 32.96, "ls-ffn": 41.98}
+        expected = {
+            "two-tables": 258.08,
+            "ls-8": 39.86,
+            "ls": 50.36,
+            "ls-share": 40.12,
+            "ls-vocabulary": 32.96,
+            "ls-ffn": 41.98,
+        }
         expected |= {"ls-adaptive": 52.59}
         assert {row: found[row] for row in expected} == pytest.approx(expected, rel=1e-3)
         assert found["ls-deep"] == pytest.approx(50.36, rel=1e-3)
