@@ -133,7 +133,7 @@ class SeededValues(Part):
 
 @dataclass(frozen=True)
 class InitialValues(Part):
-    """`make_variant` draws parameters anew, once; from then on they are like all others.
+    """`make_variant` draws parameters again, once; from then on they are like all others.
 
     `definitions(model, architecture)`: (full parameter name, definition of its values, or None: as the native class draws it).
     Called after `restructure` and `convert`.
