@@ -60,7 +60,7 @@ def keep(grid: Path, name: str) -> None:
     if not re.fullmatch(r"\w+", name):
         raise ValueError(f"{name!r}: a name is letters, digits and _")
     files = {file: text for file in KEPT if (text := _read(grid / file)) is not None}
-    for run in sorted(grid.glob("row-*")):
+    for run in sorted(path.parent for path in grid.glob("row-*/metrics.json")):
         files |= {f"{run.name}/{file}": text for file in KEPT_OF_RUNS if (text := _read(run / file)) is not None}
     _write_archive(RESULTS / f"{name}{ENDING}", files)
     with _unpacked(name) as folder, tempfile.TemporaryDirectory() as out:
