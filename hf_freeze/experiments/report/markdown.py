@@ -24,7 +24,7 @@ def markdown(report: Report) -> str:
     lines += [f"![{report.task.name} against {against} and stored size]({report.picture('report')})", ""]
     lines += [report.tested_on, ""] * bool(report.tested_on)
     lines += [f"**{note}**" for note in report.notes] + [""] * bool(report.notes)
-    lines += [" ".join(legend(report)), ""]
+    lines += [" ".join(line[0].upper() + line[1:] for line in legend(report)), ""]
     lines += [f"- {_escape(what)}: {_escape(sentence)}" for what, sentence in findings(report)] + [""]
     if report.measured:
         picture = report.picture("heads")
