@@ -37,6 +37,7 @@ def compress(
     settings: Sequence[str] = (),
     smoke: bool = False,
     jobs: int = 1,
+    targets: str = "data",
     callback: Callable[[Step], Any] | None = None,
     metric: Callable[[Sequence[Any], Sequence[Any]], float] | None = None,
     trainer_class: type[TokenBatchTrainer] | None = None,
@@ -47,6 +48,9 @@ def compress(
 
     `data`: a recipe, and `settings` changes to it, such as "training.max_tokens=2000". `out`: the folder for the model and all
     that leads to it. Called again with the same arguments, a stopped compression goes on, and a finished one returns its result.
+
+    `targets`: "model" trains translators on the model's own translations of the training texts, which are made first, in the
+    engine (sequence-level distillation); "data" on those of the data.
 
     `callback`: called with a `Step` after each phase that is not kept from before, and while models are trained. Where it returns
     True, `Stopped` is raised; an exception of its own stops the compression too.
@@ -64,7 +68,7 @@ def compress(
     """
     folder, console = Path(out), console or Console()
     recipe = _used(read_recipe(Path(data), list(settings), smoke=smoke), fspath(model), data)
-    command = _command(fspath(model), data, budget, hours, engine, epochs, seed, settings, smoke)
+    command = _command(fspath(model), data, budget, hours, engine, epochs, seed, targets, settings, smoke)
     with _no_bars():
         compression = Compression(
             *(fspath(model), recipe, budget, folder),
@@ -73,6 +77,7 @@ def compress(
             epochs=epochs,
             seed=seed,
             jobs=jobs,
+            targets=targets,
             console=console,
             command=command,
             metric=metric,
@@ -107,6 +112,7 @@ def _command(
     engine: str,
     epochs: float | None,
     seed: int,
+    targets: str,
     settings: Sequence[str],
     smoke: bool,
 ) -> str:
@@ -115,6 +121,7 @@ def _command(
     limits = {name.replace("_", "-"): value for name, value in budget.to_dict().items()}
     limits |= {"hours": hours, "epochs": epochs, "seed": seed}
     words += [f"--{name} {value}" for name, value in limits.items() if value is not None]
+    words += ["--targets model"] if targets == "model" else []
     words += [f"--set {shlex.quote(one)}" for one in settings if not one.startswith(("data.root=", "report_to="))]
     return " ".join([*words, *["--smoke"] * smoke])
 

@@ -36,6 +36,10 @@ def compress(
     epochs: Annotated[
         float | None, typer.Option(help="Epochs of all trainings together; four times the recipe's if not given.")
     ] = None,
+    targets: Annotated[
+        str,
+        typer.Option(help="What translators learn from: data; or model, its own translations of the training texts."),
+    ] = "data",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the trainings.")] = 1,
     settings: options.Settings = None,
     smoke: options.Smoke = False,
@@ -62,6 +66,7 @@ def compress(
             engine=engine,
             epochs=epochs,
             seed=seed,
+            targets=targets,
             settings=[*(settings or ()), *([f"report_to={report_to}"] if report_to else [])],
             smoke=smoke,
             jobs=jobs,

@@ -4,11 +4,13 @@ distillation", https://arxiv.org/abs/1606.07947).
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from rich.console import Console
 from rich.progress import track
 from torch import distributed
 from torch.distributed.tensor import DTensor
@@ -104,8 +106,25 @@ def teacher_translations(
         teacher = transformers.AutoModelForSeq2SeqLM.from_pretrained(teacher)
     if tokenizer is None:
         raise ValueError("teacher_translations: give the tokenizer of the teacher, tokenizer=...")
+    of = {"teacher": fingerprint(teacher), "decoding": decoding}
+    return stored_translations(sentences, path, of, lambda chunk: translate(teacher, tokenizer, chunk, **decoding))
+
+
+def stored_translations(
+    sentences: list[str],
+    path: str | Path,
+    of: dict[str, Any],
+    translate: Callable[[list[str]], list[str]],
+    *,
+    console: Console | None = None,
+) -> list[str]:
+    """What `translate` makes of the sentences, stored in `path` as `teacher_translations` does. `of`: what else than the
+    sentences must be the same for the file to be used.
+
+    Raises ValueError if `path` holds translations of other sentences, or with another `of`.
+    """
     path, (rank, _) = Path(path), _place()
-    header = {"sentences": _hash(sentences), "teacher": fingerprint(teacher), "decoding": decoding}
+    header = {"sentences": _hash(sentences)} | of
     translations: list[str] = []
     if path.exists():
         old_header, *chunks = [json.loads(line) for line in whole_lines(path)] or [{}]
@@ -118,8 +137,8 @@ def teacher_translations(
     if rank == 0 and not path.exists():
         write_whole(path, json.dumps(header) + "\n")
     starts = range(len(translations), len(sentences), _CHUNK)
-    for start in track(starts, "Translating", disable=rank > 0) if len(starts) > 1 else starts:
-        chunk = translate(teacher, tokenizer, sentences[start : start + _CHUNK], **decoding)
+    for start in track(starts, "Translating", disable=rank > 0, console=console) if len(starts) > 1 else starts:
+        chunk = translate(sentences[start : start + _CHUNK])
         if rank == 0:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(chunk, ensure_ascii=False) + "\n")

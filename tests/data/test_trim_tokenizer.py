@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, MarianConfig, MarianMTMod
 
 from hf_freeze import make_variant
 from hf_freeze.analysis import choose_vocabulary
+from hf_freeze.analysis.vocabulary import count_tokens
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.data import builtin_corpus, train_tokenizer, trim_tokenizer
 from hf_freeze.data.sentencepiece_model import keep_pieces
@@ -160,6 +161,11 @@ def test_both_sides_of_a_marian_tokenizer_count(tmp_path):
     tokenizer = marian_tokenizer(tmp_path, codes=(">>fr<<", ">>es<<"))
     vocabulary = tokenizer.get_vocab()
     keep = choose_vocabulary(tokenizer, SOURCE, targets=TARGET, coverage=1).keep
+    counts = count_tokens(tokenizer, SOURCE, targets=TARGET)
+    assert choose_vocabulary(tokenizer, (), counts=counts, coverage=1).keep == keep
+    size = len(keep) - 2
+    counted = choose_vocabulary(tokenizer, (), counts=counts, size=size)
+    assert counted == choose_vocabulary(tokenizer, SOURCE, targets=TARGET, size=size)
     used = set(tokenizer(SOURCE)["input_ids"][0]) | set(tokenizer(text_target=TARGET)["input_ids"][0])
     assert used <= set(keep)
     assert {vocabulary[token] for token in (">>fr<<", ">>es<<", "<pad>", "</s>", "<unk>")} <= set(keep)

@@ -10,10 +10,17 @@ import numpy as np
 import pytest
 import torch
 from support.cases import ALL
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MarianConfig,
+    MarianMTModel,
+)
 
 from hf_freeze import data, make_variant
-from hf_freeze.analysis.sensitivity import Sensitivity, sensitivity, total_loss
+from hf_freeze.analysis.sensitivity import Sensitivity, _encoded, fewer_neurons, sensitivity, total_loss
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.experiments.compress import serving
 from hf_freeze.experiments.compress.allocation import (
@@ -40,7 +47,7 @@ from hf_freeze.experiments.compress.shapes import (
 )
 from hf_freeze.io import bytes_of
 from hf_freeze.layers import LowRankLinear
-from hf_freeze.methods import LayerSharing
+from hf_freeze.methods import LayerSelection, LayerSharing
 from hf_freeze.methods.registry import method_from_dict
 from hf_freeze.publish.latency import Latency
 
@@ -207,6 +214,36 @@ def test_the_methods_of_a_shape_name_the_layers_that_are_left(llama):
         assert torch.isfinite(small(**batches[0]).loss)
     kept = "2 of 4 layers, 50% of the neurons, 50% of the heads, 25% of the rank of FFNs"
     assert shape.words(whole) == f"decoder {kept}"
+
+
+def test_decoders_are_measured_without_the_encoder_and_layers_ranked_on_a_part():
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 3, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    config = MarianConfig(vocab_size=40, pad_token_id=0, decoder_start_token_id=0, eos_token_id=1, **sizes)
+    config.encoder_attention_heads = config.decoder_attention_heads = 2
+    model, batches = MarianMTModel(config).eval(), []
+    for length in range(4, 12):
+        ids = torch.randint(2, 40, (3, length))
+        ids[0, -2:] = 0
+        batches.append({"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": torch.randint(2, 40, (3, 5))})
+    calls = []
+    model.model.encoder.register_forward_hook(lambda *_: calls.append(1))
+    found = sensitivity(model, batches, heads=False, ranks=False)
+    for stack, removed in found.removal.items():
+        for count, loss in found.layers[stack].items():
+            depth = max(found.layers[stack])
+            kept = [layer for layer in range(depth) if layer not in removed[: depth - count]]
+            variant = make_variant(model, [LayerSelection(keep={stack: kept})])
+            assert loss == pytest.approx(total_loss(variant, batches)[0], rel=1e-5)
+    for share, loss in list(found.neurons["decoder"].items())[-2:]:
+        method = fewer_neurons(found, "decoder", share, [0, 1, 2], uniform=True)
+        assert loss == pytest.approx(total_loss(make_variant(model, [method]), batches)[0], rel=1e-5)
+    assert model.config.use_cache
+    encoded = _encoded(model, batches)
+    assert "input_ids" not in encoded[0]
+    calls.clear()
+    assert total_loss(model, encoded)[0] == pytest.approx(found.loss, rel=1e-6)
+    assert not calls
 
 
 @pytest.mark.parametrize(("kind", "block"), [("ffn_ranks", "mlp"), ("attention_ranks", "self_attn")])

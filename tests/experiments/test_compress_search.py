@@ -117,6 +117,8 @@ def check_folder(out, result):
     assert f"| after | {in_bytes(result.after.bytes)} |" in card
     assert f"- Kept: {result.words}." in card
     assert 'pipeline("text-classification", model="served")' in card
+    assert 0 < result.measuring < result.seconds
+    assert f"{100 * result.measuring / result.seconds:.1f} % went into measuring." in card
     assert "95 % interval over its examples" in card
     variant = (result.model / "README.md").read_text(encoding="utf-8")
     assert variant.split("## Compression")[1].startswith(card.split("## Compression")[1][:200])
@@ -162,6 +164,8 @@ def test_a_stopped_compression_goes_on_with_a_loss_and_a_metric_of_ones_own(plac
     assert CountingTrainer.calls == before
     assert 0 <= result.after.dev_score <= 1, "the metric's own scale"
     check_folder(place / "out", result)
+    (untrained,) = (place / "out" / "trainings").glob("row-tokens-*-seed-1/metrics.json")
+    assert not any("accuracy" in name for name in json.loads(untrained.read_text())["metrics"] if "test" in name)
     with pytest.raises(ValueError, match=r"holds another compression \(metric was 'share of right', now None\)"):
         compress(place / "model", **arguments(place), trainer_class=CountingTrainer)
 
@@ -186,12 +190,17 @@ def test_settings_that_are_wrong(place, tmp_path):
     refused(r"unknown engine 'rust'; choose from \['ctranslate2', 'onnx', 'torch'\]", engine="rust")
     refused(r"hours=0: must be above 0", hours=0)
     refused(r"epochs=-1: must be above 0", epochs=-1)
+    refused(r"unknown targets 'teacher'; choose from \['data', 'model'\]", targets="teacher")
     refused(r"metric='accuracy': must be a function of predictions and references", metric="accuracy")
     refused(r"must be a subclass of hf_freeze.training.ClassificationTrainer", trainer_class=TokenBatchTrainer)
     refused(r"trainer_class=.*Local: .* define it at the top level of a file", trainer_class=Local)
     refused(r"--set 'epochs': write KEY=VALUE", settings=["epochs"])
     error = one_line_error("compress", place / "model", "--data", place / "recipe.yaml", "--out", tmp_path / "out")
     assert "a budget limits bytes or time" in error
+    where = ("compress", place / "model", "--data", place / "recipe.yaml", "--out", tmp_path / "out")
+    error = one_line_error(*where, "--max-bytes", "30%", "--targets", "model")
+    assert "targets='model' is for the task 'translation', not 'sequence-classification'; leave it out" in error
+    assert "max_ms='120%': a share of what the model takes is above 0 %" in one_line_error(*where, "--max-ms", "120%")
 
 
 def test_a_metric_must_return_a_number_and_has_an_interval():

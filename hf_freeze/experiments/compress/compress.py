@@ -20,6 +20,7 @@ from hf_freeze.experiments.compress.progress import Callback, Progress
 from hf_freeze.experiments.compress.scores import Metric, Scoring
 from hf_freeze.experiments.compress.serving import ENGINES, Served, serve
 from hf_freeze.experiments.compress.shapes import Part, Shape, parts_of_shape
+from hf_freeze.experiments.compress.targets import check_targets, taught_data
 from hf_freeze.experiments.compress.trainings import Student, Trained, Trainings
 from hf_freeze.experiments.compress.trials import CANDIDATE, FINAL, MODEL, PART, TAUGHT
 from hf_freeze.io import bytes_of
@@ -27,7 +28,7 @@ from hf_freeze.training import TokenBatchTrainer
 
 _LEAST = 0.01  # share of a loss that a short training is taken to leave at least: no kind of part is free
 _SHORT = 1 / 24  # of all epochs, the training of one kind of part alone; candidates get twice that
-_TRAININGS = ("remains", "chosen")  # phases in which models are trained
+_NOT_MEASURING = ("taught", "remains", "chosen")  # phases that make targets, or train models
 _RESERVE = 0.1  # of the hours, for what comes after the last training
 
 
@@ -52,8 +53,9 @@ class Compressed:
 class Compression:
     """One compression in the folder `out`; called again with the same settings, it goes on where it was stopped.
 
-    `hours`: for all of the work; it shortens trainings and stops none. `metric`, `trainer_class`: of the user's own. `callback`:
-    called with each `Step`; `watch`: with this compression after each phase and each training.
+    `hours`: for all of the work; it shortens trainings and stops none. `targets`: "model" to train on its own translations.
+    `metric`, `trainer_class`: of the user's own. `callback`: called with each `Step`; `watch`: with this compression after each
+    phase and each training.
 
     Raises ValueError for a budget that cannot be met, or is met already, and a folder that holds another compression; Stopped
     where the callback has stopped it.
@@ -71,6 +73,7 @@ class Compression:
         epochs: float | None = None,
         seed: int = 1,
         jobs: int = 1,
+        targets: str = "data",
         console: Console | None = None,
         command: str = "",
         metric: Metric | None = None,
@@ -86,6 +89,8 @@ class Compression:
         for name, value in (("epochs", self.epochs), ("hours", hours)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value}: must be above 0")
+        check_targets(targets, recipe["task"])
+        self.targets = targets
         self.trainings = Trainings(
             *(source, recipe, out),
             seed=seed,
@@ -101,6 +106,7 @@ class Compression:
         limits = budget.to_dict() | {"hours": hours}
         identity |= {"decoding": recipe.get("decoding", {}), "budget": limits, "engine": engine}
         own = {"metric": self.scoring.name if metric else None, "trainer": self.trainings.trainer}
+        own["targets"] = targets if targets != "data" else None  # older compressions have none
         identity |= {"epochs": self.epochs, "seed": seed} | {name: value for name, value in own.items() if value}
         self.phases = Phases(out, identity)
         self.progress = Progress(
@@ -122,6 +128,8 @@ class Compression:
 
     def _run(self) -> Compressed:
         before = self._original()
+        if self.targets == "model":
+            self.trainings.learn_from(self._taught(before))
         measured = self._sensitivity()
         tokens = self._tokens(measured)
         estimate = self.bench.estimate(measured, tokens)
@@ -181,6 +189,21 @@ class Compression:
                 "variants learn from it; ask for less"
             )
         return served
+
+    def _taught(self, original: Served) -> dict[str, Any]:
+        """The data with the model's own translations for training."""
+        splits, decoding = self.trainings.splits, self.trainings.base.get("decoding", {})
+
+        def translate() -> dict[str, Any]:
+            self.say(f"translating {len(splits['train']):,} training texts by the model, in the engine")
+            return taught_data(
+                *(original.folder, self.engine, splits, decoding, self.out / "taught"),
+                model=digest_of(self.trainings.source),
+                console=self.console,
+            )
+
+        self.bench.rest()
+        return self._once("taught", translate) | {"root": str(self.out / "taught")}  # the folder may have moved
 
     def _sensitivity(self) -> Sensitivity:
         whole, keeps = self.trainings.whole, self.engine.keeps_structure
@@ -334,7 +357,7 @@ class Compression:
             resolution=(high - low) / 2,
             epochs=epochs,
             seconds=self.phases.seconds + original + trained.seconds,
-            measuring=self.phases.seconds_but(*_TRAININGS) + self.trainings.seconds_untrained(),
+            measuring=self.phases.seconds_but(*_NOT_MEASURING) + self.trainings.seconds_untrained(),
         )
 
     # -- shared ----------------------------------------------------------------------------------------------------------------

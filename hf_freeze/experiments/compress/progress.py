@@ -17,6 +17,7 @@ _PAUSE = 10.0  # seconds between two pages, at least
 _SHARE = 0.01  # of the time that may go into pages
 _PHASES = {
     "whole": "measuring the model in the engine",
+    "taught": "translating the training texts by the model",
     "sensitivity": "measuring what layers, heads, neurons and ranks are worth",
     "tokens": "measuring smaller vocabularies",
     "prices": "measuring what parts cost in the engine",

@@ -26,6 +26,9 @@ def write_result(compression: Compression, result: Compressed) -> list[str]:
     """Write `FILES` into the folder of the compression; returns the lines that tell the result."""
     out, rows = compression.out, rows_of(result, compression.scoring)
     facts = sentences(result, compression.scoring, len(compression.trainings.splits["dev"]))
+    if compression.targets == "model":
+        texts = len(compression.trainings.splits["train"])
+        facts.append(("Learned from", f"It learned from the model's own translations of the {texts:,} training texts."))
     lines = [f"Kept: {result.words}.", *(sentence for _, sentence in facts), f"Budget: {compression.budget.words()}."]
     table = "\n".join(markdown_table(list(rows[0]), [list(row.values()) for row in rows], left=1))
     made = f"`{compression.command}`; {about()}"

@@ -106,17 +106,27 @@ def milliseconds(
     return {name: unit[1] * times[folder].ratio_to(times[unit[0]], 1)[0] for name, folder in folders.items()}
 
 
+def translator_of(folder: Path, engine: Engine, decoding: Mapping[str, Any]) -> Callable[[list[str]], list[str]]:
+    """What translates texts in the engine. Open once for several calls."""
+    tokenizer = load_tokenizer(folder)
+    if engine.format != "ctranslate2":
+        model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+        return lambda texts: translate(model, tokenizer, texts, **decoding)
+    translator = CTranslate2Translator(folder, intra_threads=torch.get_num_threads())
+
+    def translated(texts: list[str]) -> list[str]:
+        longest = max(map(len, tokenizer(texts, truncation=True)["input_ids"]))
+        settings = {"num_beams": decoding.get("num_beams", 1), "max_new_tokens": most_new_tokens(longest)}
+        return [one["translation_text"] for one in translator(texts, truncation=True, **settings)]
+
+    return translated
+
+
 def answers_of(folder: Path, engine: Engine, task: str, split: Any, decoding: Mapping[str, Any]) -> list[Any]:
     """What the engine answers for each example of `split`: a translation, or the number of a class."""
-    tokenizer = load_tokenizer(folder)
     if task == "translation":
-        sources = list(split["source"])
-        if engine.format == "ctranslate2":
-            translator = CTranslate2Translator(folder, intra_threads=torch.get_num_threads())
-            longest = max(map(len, tokenizer(sources, truncation=True)["input_ids"]))
-            settings = {"num_beams": decoding.get("num_beams", 1), "max_new_tokens": most_new_tokens(longest)}
-            return [one["translation_text"] for one in translator(sources, truncation=True, **settings)]
-        return translate(AutoModelForSeq2SeqLM.from_pretrained(folder), tokenizer, sources, **decoding)
+        return translator_of(folder, engine, decoding)(list(split["source"]))
+    tokenizer = load_tokenizer(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     columns, classes = columns_of(split), []
     with torch.inference_mode():

@@ -93,8 +93,13 @@ class Trainings:
         self._rows: dict[str, dict[str, Any]] = {}
         self.splits = task.load(recipe["data"])
         self.whole = len(self.tokenizer)
+        self._prefix = "tokens"  # of the rows of untrained models, which name the data too
         self._labels: dict[int, int] = {}
         self._counts: np.ndarray | None = None  # of each token in the training texts
+
+    def learn_from(self, data: dict[str, Any]) -> None:
+        """Train on other data from now on, whose dev split is the same."""
+        self.base["data"], self.splits, self._prefix = data, self.task.load(data), "taught"
 
     # -- the model and its vocabularies ----------------------------------------------------------------------------------------
 
@@ -178,7 +183,7 @@ class Trainings:
         return self._trained(name, vocabulary)
 
     def _teacher(self, vocabulary: int) -> str:
-        name = f"tokens-{vocabulary}"
+        name = f"{self._prefix}-{vocabulary}"
         backbone = {"pretrained": str(self.folder_of(vocabulary))}
         label = "the model" if vocabulary == self.whole else f"the model with {vocabulary:,} tokens"
         self._rows[name] = {"label": label, "methods": [], "backbone": backbone, "training": {"epochs": 0}}
