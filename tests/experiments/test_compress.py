@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import time
 from dataclasses import asdict
 
 import datasets
@@ -391,6 +392,11 @@ def test_phases_are_kept_and_another_compression_is_refused(tmp_path):
         phases = Phases(tmp_path, {"seed": 1})
         assert phases.once("one", lambda: calls.append(1) or {"a": [1.5]}) == {"a": [1.5]}
     assert calls == [1]
+    phases.once("outer", lambda: [phases.once("inner", lambda: time.sleep(0.05) or 1), phases.spend("pages", 0.04)])
+    found = phases.seconds_by_phase
+    assert found["inner"] >= 0.05
+    assert found["outer"] < 0.02, "what is done within it is not counted twice"
+    assert phases.seconds_but("one", "outer") == pytest.approx(found["inner"] + 0.04)
     with pytest.raises(ValueError, match=r"holds another compression \(seed was 1, now 2\); choose another --out"):
         Phases(tmp_path, {"seed": 2})
     (tmp_path / "phases.json").write_text("{")

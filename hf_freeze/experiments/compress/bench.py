@@ -36,7 +36,7 @@ class Bench:
         say: Callable[[str], Any],
     ) -> None:
         self._trainings, self._engine, self._once, self._say = trainings, engine, once, say
-        self._worker: Worker | None = None
+        self._worker: Worker | None = None  # for all measurements of times: it takes seconds to start
         self.budget = budget  # resolved when the original was measured
         self._out = trainings.out
         model = trainings.model(trainings.whole)
@@ -141,8 +141,8 @@ class Bench:
         self._worker = self._worker or Worker()
         return milliseconds(*(folders, task, dev, self._trainings.tokenizer, self._say), unit=unit, worker=self._worker)
 
-    def rest(self) -> None:
-        """End the process that measures times, since trainings need the memory. The next measurement starts another one."""
+    def close(self) -> None:
+        """End the process that answers when times are measured."""
         if self._worker is not None:
             self._worker.close()
         self._worker = None

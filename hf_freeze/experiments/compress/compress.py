@@ -124,7 +124,7 @@ class Compression:
         try:
             return self._run()
         finally:
-            self.bench.rest()
+            self.bench.close()
 
     def _run(self) -> Compressed:
         before = self._original()
@@ -202,7 +202,6 @@ class Compression:
                 console=self.console,
             )
 
-        self.bench.rest()
         return self._once("taught", translate) | {"root": str(self.out / "taught")}  # the folder may have moved
 
     def _sensitivity(self) -> Sensitivity:
@@ -245,7 +244,6 @@ class Compression:
             label = f"{half_in_words(kind)}: {shape.words(self.whole)}"
             students[f"recover-{kind}"] = self._student(label, shape, measured, epochs)
         self.say(f"training {len(students)} models for {epochs:g} epochs each: how much of a loss does training mend?")
-        self.bench.rest()
         trained = self.trainings.train(students)
         base, remains = trained["recover-nothing"].loss, {}
         losses = Losses(measured=measured, tokens=tokens, remains={})
@@ -275,7 +273,6 @@ class Compression:
             for number, shape in enumerate(candidates, start=1)
         }
         self.say(f"training {len(students)} candidates for {epochs:g} epochs each")
-        self.bench.rest()
         trained = self.trainings.train(students)
         epochs, ranks = sum(one.epochs for one in trained.values()), []
         for (name, one), shape in zip(trained.items(), candidates, strict=True):
@@ -290,7 +287,6 @@ class Compression:
     def _final(self, shape: Shape, measured: Sensitivity, spent: float) -> Trained:
         epochs = self._once("epochs", lambda: self._epochs_left(spent))
         self.say(f"training {shape.words(self.whole)} for {epochs:g} epochs")
-        self.bench.rest()
         return self.trainings.train({"final": self._student(shape.words(self.whole), shape, measured, epochs)})["final"]
 
     def _epochs_left(self, spent: float) -> float:

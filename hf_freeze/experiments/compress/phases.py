@@ -48,17 +48,16 @@ class Phases:
         return self._state["results"].get(name)
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
-        """The result of a phase as plain data: computed at the first call, then read."""
+        """The result of a phase as plain data: computed at the first call, then read. The time of phases within it is theirs."""
         if name not in self._state["results"]:
             began, spent = time.monotonic(), self._spent
             result = compute()
             self._state["results"][name] = json.loads(json.dumps(result))
-            self._state["seconds"][name] = time.monotonic() - began - (self._spent - spent)
-            self._write()
+            self.spend(name, time.monotonic() - began - (self._spent - spent))
         return self._state["results"][name]
 
     def spend(self, name: str, seconds: float) -> None:
-        """Time for something that is done again and again, perhaps within a phase, which does not count it then."""
+        """Count time for `name`. A phase in which it was spent does not count it again."""
         self._spent += seconds
         self._state["seconds"][name] = self._state["seconds"].get(name, 0.0) + seconds
         self._write()
