@@ -162,8 +162,8 @@ def _batches_of(texts: Iterable[str], targets: Iterable[str]) -> Iterator[tuple[
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
     if isinstance(texts, datasets.arrow_dataset.Column):  # a slice takes a tenth of the time of its rows one by one
-        for start in range(0, len(texts), _BATCH_SIZE):
-            yield texts[start : start + _BATCH_SIZE]
+        column: Any = texts
+        yield from (column[start : start + _BATCH_SIZE] for start in range(0, len(column), _BATCH_SIZE))
         return
     texts = iter(texts)
     while batch := list(itertools.islice(texts, _BATCH_SIZE)):

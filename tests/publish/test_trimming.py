@@ -330,7 +330,7 @@ def test_wrong_inputs_are_one_line(bert, texts, tmp_path):
     assert "empty.txt: the file is empty" in one_line_error(*command, empty)
     empty.write_text("\n\n")
     assert "empty.txt: all lines are empty" in one_line_error(*command, empty)
-    assert "No such file or directory" in (missing := one_line_error(*command, tmp_path / "missing.txt"))
+    assert "no such file or directory" in (missing := one_line_error(*command, tmp_path / "missing.txt"))
     assert "missing.txt" in missing
     for coverage in ("0", "1.5", "-1", "nan"):
         message = f"coverage={float(coverage)}): must be a share in (0, 1]"

@@ -89,7 +89,8 @@ def milliseconds(
     texts, new_tokens = list(split["source" if task == "translation" else "sentence"]), 1
     if task == "translation":
         new_tokens = round(float(np.mean([len(ids) for ids in tokenizer(list(split["target"]))["input_ids"]])))
-    measured = list(dict.fromkeys([*folders.values(), *([unit[0]] if unit else [])]))
+    every: list[Path] = [*folders.values(), *([unit[0]] if unit else [])]
+    measured = list(dict.fromkeys(every))
     results = measure(
         measured,
         texts,
