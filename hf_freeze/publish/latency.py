@@ -383,7 +383,7 @@ class _CTranslate2:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
     def __call__(self, texts: list[str], new_tokens: int, exactly: bool) -> int:
-        tokens = [self.tokenizer.convert_ids_to_tokens(ids) for ids in self.tokenizer(texts).input_ids]
+        tokens = [self.tokenizer.convert_ids_to_tokens(ids) for ids in self.tokenizer(texts, truncation=True).input_ids]
         least = new_tokens if exactly else 1
         if self.task == "seq2seq-lm":
             found = self.model.translate_batch(
