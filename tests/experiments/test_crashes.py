@@ -232,7 +232,7 @@ def test_a_folder_that_is_only_read_is_one_line():
             found = {name: CliRunner().invoke(app, [name, *map(str, words)]) for name, words in commands.items()}
         for name, result in found.items():
             assert result.exit_code == 2, (name, result.output)
-            assert re.search(r"Error: .*Permission denied", result.output), (name, result.output)
+            assert re.search(r"Error: .*permission denied", result.output), (name, result.output)
         assert not list(locked.iterdir())
         for path in (root, *root.rglob("*")):
             path.chmod(0o700)

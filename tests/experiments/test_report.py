@@ -277,7 +277,7 @@ def test_rows_of_unlike_sizes_show_them(tmp_path):
     assert list(cells["3"])[-4:] == ["share %", "total k", "stored MB", "train min"]
     assert cells["3"]["trained"] == "✓✓✗ FFN random, from 0"
     text = (tmp_path / "report.md").read_text("utf-8")
-    assert "share %: trained parameters of all; total k: all parameters, in thousands; stored MB: " in text
+    assert "Share %: trained parameters of all; total k: all parameters, in thousands; stored MB: " in text
     assert "Fewest trained parameters" not in text, "shares are of unlike totals"
     keys = re.findall(r'data-key="([^"]*)"', (tmp_path / "report.html").read_text("utf-8"))
     assert len(keys) == 3 * 12

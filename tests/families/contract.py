@@ -5,7 +5,7 @@ saved, opened in a new process with bit-equal outputs, and merged into a native 
 """
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +123,11 @@ def _fitting(method: Method, architecture: Architecture, config: Any) -> Method:
     the embeddings where their tables are not understood."""
     if isinstance(method, FFNPruning) and architecture.experts(config):
         return replace(method, width=method.width if architecture.ffns(config) else None, expert_width=8)
-    if "components" in {field.name for field in fields(method)} and not architecture.linears(config, "ffn"):
+    components = getattr(method, "components", None)
+    if components and not architecture.linears(config, "ffn"):
         return replace(method, components=["attention"])
-    if "embeddings" in getattr(method, "components", ()) and not architecture.token_tables:
-        return replace(method, components=[name for name in method.components if name != "embeddings"])
+    if components and "embeddings" in components and not architecture.token_tables:
+        return replace(method, components=[name for name in components if name != "embeddings"])
     return method
 
 

@@ -130,7 +130,7 @@ def test_for_a_part_of_training():
         ({"attention": {}}, r"Freeze\(attention=\{\}\): must be a mode, or a dict such as \{'cross': 'random'\}"),
         (
             {"attention": {"q": "shared"}},
-            r"Freeze\(attention\['q'\]='shared'\): choose from \['trainable', 'frozen', 'random'",
+            r"Freeze\(attention\['q'\]='shared'\): choose from \['trainable', 'frozen', 'redrawn', 'random'",
         ),
         (
             {"attention": {"x": "frozen"}},
