@@ -1,6 +1,7 @@
 """Decides from data what to compress and how far. Every function returns the config of a method, or plain numbers."""
 
 from hf_freeze.analysis.ablation import head_ablation as head_ablation
+from hf_freeze.analysis.ablation import head_ablation_tests as head_ablation_tests
 from hf_freeze.analysis.cutoffs import choose_cutoffs as choose_cutoffs
 from hf_freeze.analysis.depth import extract_depth as extract_depth
 from hf_freeze.analysis.head_importance import head_gates as head_gates
