@@ -9,7 +9,7 @@ from support.models import differences, outputs, perturbed, trainability
 from support.training import training_step
 from transformers import AutoConfig, DynamicCache, EncoderDecoderCache, StaticCache
 
-from hf_freeze import count_parameters, make_variant, methods
+from hf_freeze import count_parameters, make_variant
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers import long_short
@@ -408,11 +408,6 @@ LITE = LiteTransformer(kernels=[3, 5], heads=2, conv_heads=2)
             "LiteTransformer after 'lite_transformer', which has put in other blocks; leave one of the two out",
         ),
         ("marian", [LowRank(rank=2), LITE], "'lite_transformer': 'encoder.layers.0.fc1' is a LowRankLinear already"),
-        (
-            "gpt2",
-            [methods.Theseus.example, LITE],
-            r"LiteTransformer after 'theseus', which needs the old blocks until finalize\(\).*put LiteTransformer first",
-        ),
     ],
 )
 def test_what_does_not_fit_is_refused(name, applied, message):
