@@ -77,6 +77,24 @@ def head_scores(report: Report) -> str:
     return f"Row {run.row}, seed {run.record['seed']}: {'; '.join(shown)}.{tested}"
 
 
+def map_captions(report: Report) -> dict[str, tuple[str, str]]:
+    """Picture -> its title and what it shows, for the pictures that a row has."""
+    attention = (
+        "Where the heads look",
+        "Mean share of each head's attention by relative position, over the dev set, a line a head; darker is more.",
+    )
+    embeddings = (
+        "Which embeddings are alike",
+        "Cosine similarities of the most frequent tokens in training, similar ones side by side, and those of a random table.",
+    )
+    captions = {"attention": attention, "embeddings": embeddings}
+    return {
+        picture: (title, f"{text} Row {', '.join(rows)}, the first seed.")
+        for picture, (title, text) in captions.items()
+        if (rows := report.mapped(picture))
+    }
+
+
 def one_head_cells(report: Report) -> list[list[str]]:
     """A line an attention: its best head alone, and what is lost with it; empty where it was not measured."""
     scores = report.measured.head_scores.get("one_head", {}) if report.measured else {}
