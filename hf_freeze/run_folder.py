@@ -8,6 +8,8 @@ COMMANDS = "command.txt"  # in the folder of a grid, a line each
 PRECISION = "precision.txt"  # in the folder of a grid: what `training.bf16: auto` means in all of its runs
 LATENCY = "latency.json"  # in the folder of a run: how long its model decodes, as benchmarks/run_latency.py leaves it
 HEAD_SCORES = "head_scores.json"  # in the folder of a run: name of a score -> attention -> a number for each head
+HEAD_TESTS = "head_tests.json"  # beside it: name of a score -> attention -> a corrected p for each head
+MAPS = "maps.json"  # in the folder of a run: what the pictures of its attentions and embeddings show
 NOTHING = "nothing"  # `scored_on` of a run that only others start from
 
 
@@ -38,5 +40,18 @@ def commands_of(out: Path) -> list[str]:
 
 def read_head_scores(folder: Path) -> dict[str, dict[str, list[float]]]:
     """Those in the folder of a run; empty where none were measured."""
-    path = folder / HEAD_SCORES
+    return _read(folder / HEAD_SCORES)
+
+
+def read_head_tests(folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Corrected p of the scores in the folder of a run; empty where none were tested."""
+    return _read(folder / HEAD_TESTS)
+
+
+def read_maps(folder: Path) -> dict[str, Any]:
+    """Those in the folder of a run; empty where none were measured."""
+    return _read(folder / MAPS)
+
+
+def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

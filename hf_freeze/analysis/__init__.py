@@ -1,6 +1,7 @@
 """Decides from data what to compress and how far. Every function returns the config of a method, or plain numbers."""
 
 from hf_freeze.analysis.ablation import head_ablation as head_ablation
+from hf_freeze.analysis.ablation import head_ablation_tests as head_ablation_tests
 from hf_freeze.analysis.cutoffs import choose_cutoffs as choose_cutoffs
 from hf_freeze.analysis.depth import extract_depth as extract_depth
 from hf_freeze.analysis.head_importance import head_gates as head_gates
@@ -11,6 +12,12 @@ from hf_freeze.analysis.latency import linear_latencies as linear_latencies
 from hf_freeze.analysis.layer_importance import layer_importance as layer_importance
 from hf_freeze.analysis.layer_importance import select_layers as select_layers
 from hf_freeze.analysis.layer_search import search_layers as search_layers
+from hf_freeze.analysis.maps import attention_by_position as attention_by_position
+from hf_freeze.analysis.maps import attention_weights as attention_weights
+from hf_freeze.analysis.maps import clustered as clustered
+from hf_freeze.analysis.maps import embedding_similarity as embedding_similarity
+from hf_freeze.analysis.maps import most_frequent as most_frequent
+from hf_freeze.analysis.maps import random_similarity as random_similarity
 from hf_freeze.analysis.neurons import ffn_importance as ffn_importance
 from hf_freeze.analysis.neurons import select_neurons as select_neurons
 from hf_freeze.analysis.ranks import choose_ranks as choose_ranks

@@ -1,4 +1,4 @@
-"""Measure how much a model loses without an attention head."""
+"""Measure how much a model loses without an attention head, and whether that is more than chance."""
 
 import json
 import math
@@ -7,23 +7,26 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_freeze.analysis._probe import batches_on, check_model, in_eval_mode, input_hooks, loss_of
 from hf_freeze.analysis._progress import track
 from hf_freeze.analysis.head_importance import count_heads, count_labels, output_projections
+from hf_freeze.analysis.significance import Difference, compare, enough_replicates
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.io import whole_lines, write_whole
 from hf_freeze.seeded import fingerprint
 
 Head = tuple[str, int]  # attention, such as "encoder.0.self", and number of the head
+HEAD_LEVEL = 0.01  # below this corrected p, a single head counts, as in table 1 of Michel et al.
 
 
 def head_ablation(
     model: Any,
     data: Iterable[Mapping[str, Any]] | None = None,
     *,
-    evaluate: Callable[[Any], float] | None = None,
+    evaluate: Callable[[Any], Any] | None = None,
     keep_one: bool = False,
     path: str | Path | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -32,7 +35,9 @@ def head_ablation(
     model is better without the head. As scores for `select_heads` they give the oracle order.
 
     `evaluate` receives the model in eval mode and returns a score where more is better, such as BLEU. It is called once for the
-    whole model and once for each head. `path`: a file of finished measurements, from which an interrupted call resumes.
+    whole model and once for each head. It may return a pair instead: the score, and an array (items, k) of the sums that each
+    test item adds to it. `path`: a file of finished measurements, from which an interrupted call resumes; with items in it,
+    `head_ablation_tests` says which heads count.
 
     With `data`, batches as for `head_importance`, the result is the rise of the loss, as a mean over all labels. The layers
     before a head's layer are computed once per batch.
@@ -57,6 +62,38 @@ def head_ablation(
     return {name: torch.tensor([losses[name, head] for head in range(count)]) for name, count in counts.items()}
 
 
+def head_ablation_tests(path: str | Path, score: Callable[[np.ndarray], np.ndarray]) -> dict[str, list[Difference]]:
+    """Which single heads count: attention -> a comparison for each head of the model without it and the whole model, of what
+    `head_ablation` measured into `path`. A paired bootstrap over the items, as in `compare`, with Holm's correction over all
+    heads in `p_first`; Michel et al. (2019, table 1) underline p < 0.01.
+
+    `score`: sums of items, (..., k), to the score, (...).
+
+    Raises ValueError for a file without items.
+    """
+    _, *lines = map(json.loads, whole_lines(Path(path)))
+    lacking = next((line for line in lines if "items" not in line), None)
+    if lacking is not None or not any("head" in line for line in lines):
+        raise ValueError(
+            f"{path} has no items of a test set to compare: let evaluate of head_ablation return (score, items)"
+        )
+    rows = {
+        (line["attention"], line["head"]) if "head" in line else None: [np.array(line["items"], float)]
+        for line in lines
+    }
+    names = {head: "whole" if head is None else f"{head[0]} {head[1]}" for head in rows}
+    found = compare(
+        {names[head]: items for head, items in rows.items()},
+        score,
+        replicates=enough_replicates(len(rows) - 1, HEAD_LEVEL),
+        to_first=True,
+    )
+    tests: dict[str, list[Difference]] = {}
+    for head, test in zip([head for head in rows if head is not None], found, strict=True):
+        tests.setdefault(head[0], []).append(test)
+    return tests
+
+
 @contextmanager
 def _masked(output: Any, size: int, head: int, keep_one: bool) -> Iterator[None]:
     """Mask the context of this head, or with `keep_one` of all other heads, before the projection `output`."""
@@ -74,7 +111,7 @@ def _masked(output: Any, size: int, head: int, keep_one: bool) -> Iterator[None]
 
 def _score_drops(
     model: Any,
-    evaluate: Callable[[Any], float],
+    evaluate: Callable[[Any], Any],
     outputs: dict[str, Any],
     sizes: dict[str, int],
     heads: list[Head],
@@ -97,16 +134,18 @@ def _score_drops(
         if head in scores:
             continue
         with nullcontext() if head is None else _masked(outputs[head[0]], sizes[head[0]], head[1], keep_one):
-            score = evaluate(model)
+            result = evaluate(model)
+        score, items = result if isinstance(result, tuple) else (result, None)
         if not isinstance(score, int | float) or not math.isfinite(score):
             raise ValueError(
                 f"head_ablation: evaluate returned {score!r}; it must be a finite number, where more is better"
             )
         scores[head] = float(score)
         if path is not None:
-            fields = {} if head is None else {"attention": head[0], "head": head[1]}
+            fields: dict[str, Any] = {} if head is None else {"attention": head[0], "head": head[1]}
+            fields |= {"score": float(score)} | ({} if items is None else {"items": np.asarray(items).tolist()})
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(fields | {"score": float(score)}) + "\n")
+                file.write(json.dumps(fields) + "\n")
     return {head: scores[None] - scores[head] for head in heads}
 
 

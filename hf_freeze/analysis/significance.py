@@ -50,9 +50,10 @@ def compare(
     *,
     replicates: int | None = None,
     seed: int = 0,
+    to_first: bool = False,
 ) -> list[Difference]:
-    """Every pair of `rows`, the first named first; of `MANY` rows and more, those with the first. Each row is one (N, k) array
-    of items a seed, N and its order shared.
+    """Every pair of `rows`, the first named first; with `to_first`, and of `MANY` rows and more, those with the first. Each row
+    is one (N, k) array of items a seed, N and its order shared.
 
     Raises ValueError where the runs were tested on different numbers of items.
     """
@@ -60,7 +61,8 @@ def compare(
         counts = {row: [len(items) for items in runs] for row, runs in rows.items()}
         raise ValueError(f"runs tested on different numbers of items cannot be paired: {counts}")
     first = next(iter(rows), None)
-    pairs = [pair for pair in combinations(rows, 2) if len(rows) < MANY or pair[0] == first]
+    all_pairs = len(rows) < MANY and not to_first
+    pairs = [pair for pair in combinations(rows, 2) if all_pairs or pair[0] == first]
     if not pairs:
         return []
     replicates = replicates or enough_replicates(len(pairs))
@@ -81,9 +83,9 @@ def compare(
     return _corrected(differences, first=pairs[0][0])
 
 
-def enough_replicates(pairs: int) -> int:
+def enough_replicates(pairs: int, level: float = LEVEL) -> int:
     """2000, or more for many pairs: the smallest p of B replicates is 2/(B+1), and Holm multiplies it by `pairs`."""
-    return max(2000, int(4 / LEVEL) * pairs)
+    return max(2000, int(4 / level) * pairs)
 
 
 def holm(values: Sequence[float]) -> list[float]:

@@ -107,7 +107,8 @@ class Architecture:
                 patterns += [
                     (re.compile(rf"{stack.layer_pattern}\.{translate(other)}"), "attention") for other in block.others
                 ]
-            patterns += [(re.compile(rf"{stack.layer_pattern}\.{translate(other)}"), "ffn") for other in stack.others]
+            for component, others in (("attention", stack.mixers), ("ffn", stack.others)):
+                patterns += [(re.compile(rf"{stack.layer_pattern}\.{translate(other)}"), component) for other in others]
         for component, globs in (("embeddings", self.embeddings), ("norm", self.norms), ("constant", self.constants)):
             patterns += [(re.compile(translate(glob)), component) for glob in globs]
         return patterns

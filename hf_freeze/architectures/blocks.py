@@ -161,6 +161,7 @@ class Stack:
     neurons: dict[str, int] = field(default_factory=dict)  # linear of an FFN -> its inputs, where no field holds them
     reads: str = ""  # the module whose forward receives the stack's token ids; "" is the base model
     projections: tuple[str, ...] = ()  # linears of attentions that are no plain queries, keys, values and outputs
+    mixers: tuple[str, ...] = ()  # patterns of parameters in the place of an attention, such as those of a convolution
     others: tuple[str, ...] = ()  # patterns of further parameters of the FFN, such as those of experts
     experts: dict[str, int] = field(default_factory=dict)  # module with parameters of experts -> neurons of each expert
     expert_width: str | None = None  # the config field that holds these neurons; None if no field does

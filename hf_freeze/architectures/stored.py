@@ -91,7 +91,7 @@ def _stack(data: dict[str, Any]) -> Stack:
                 raise ValueError(f"{name} of {part!r}: {width} is outside 1..{_LARGEST_WIDTH}")
     lists: dict[str, Any] = {
         name: tuple(data.get(name, ()))
-        for name in ("ffn", "projections", "others", "differ", "per_layer", "scaled", "unread")
+        for name in ("ffn", "projections", "mixers", "others", "differ", "per_layer", "scaled", "unread")
     }
     blocks: dict[str, Any] = {
         "attentions": {kind: _attention(value) for kind, value in data["attentions"].items()},

@@ -15,6 +15,7 @@ from hf_freeze.layers.fixed_heads import FixedHeads as FixedHeads
 from hf_freeze.layers.gated import GatedConv1D as GatedConv1D
 from hf_freeze.layers.gated import GatedLinear as GatedLinear
 from hf_freeze.layers.group_linear import GroupLinear as GroupLinear
+from hf_freeze.layers.long_short import ConvolutionAlone as ConvolutionAlone
 from hf_freeze.layers.long_short import LongShortAttention as LongShortAttention
 from hf_freeze.layers.low_rank import LowRankLinear as LowRankLinear
 from hf_freeze.layers.masked import MaskedConv1D as MaskedConv1D

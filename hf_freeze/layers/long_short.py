@@ -1,5 +1,5 @@
 """Long-short range attention (Wu et al., 2020, "Lite Transformer with Long-Short Range Attention",
-https://arxiv.org/abs/2004.11886): attention over half of the channels, a convolution over the other half.
+https://arxiv.org/abs/2004.11886): attention over half of the channels, a convolution over the other half, or over all.
 
 Shapes: B batch, T tokens, H hidden size, h = H/2, K taps.
 """
@@ -36,11 +36,7 @@ class LongShortAttention(nn.Module):
         """(B, T, H) -> (B, T, H), and the attention weights"""
         long, short = hidden_states.chunk(2, dim=-1)
         name = cache_name(kwargs)
-        cache = kwargs.get(name)
-        if isinstance(cache, EncoderDecoderCache):
-            cache = cache.self_attention_cache
-        # Adding 0 copies the length: a static cache returns its own counter, which it later increments in place.
-        seen = 0 if cache is None else cache.get_seq_length(self.attention.layer_idx) + 0
+        cache, seen = _cache_of(kwargs.get(name), self.attention)
         inputs = self.conv.inputs(short, _token_mask(attention_mask, seen, hidden_states))
         shared_cache = None if cache is None else _SharedCache(cache, inputs, self.head_size)
         if shared_cache is not None:
@@ -49,6 +45,42 @@ class LongShortAttention(nn.Module):
         past = None if shared_cache is None else shared_cache.past_inputs(seen, self.conv.taps - 1)
         convolved = self.dropout(self.conv(inputs, past))
         return torch.cat([attended, convolved.to(attended.dtype)], dim=-1), weights
+
+
+class ConvolutionAlone(nn.Module):
+    """Replaces the self-attention `attention` by `conv`, over all H channels. Its inputs are stored in the cache in the place of
+    keys and values."""
+
+    def __init__(self, attention: Any, conv: KernelConvolution) -> None:
+        super().__init__()
+        self.conv, self.layer_idx = conv, attention.layer_idx
+        self.dropout = getattr(attention, "resid_dropout", nn.Identity())  # GPT-2 has it inside its attention
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """(B, T, H) -> (B, T, H), and no attention weights"""
+        cache, seen = _cache_of(kwargs.get(cache_name(kwargs)), self)
+        inputs = self.conv.inputs(hidden_states, _token_mask(attention_mask, seen, hidden_states))
+        past = None
+        if cache is not None:
+            half = hidden_states.shape[-1] // 2  # one head of keys, one of values
+            shared_cache = _SharedCache(cache, inputs, half)
+            none = inputs.new_zeros(len(inputs), 0, inputs.shape[1], half)
+            shared_cache.update(none, none, self.layer_idx)
+            past = shared_cache.past_inputs(seen, self.conv.taps - 1)
+        return self.dropout(self.conv(inputs, past)), None
+
+
+def _cache_of(cache: Any, owner: Any) -> tuple[Any, Any]:
+    """The cache of self-attentions, or None, and the number of tokens in it at the layer of `owner`."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    # Adding 0 copies the length: a static cache returns its own counter, which it later increments in place.
+    return cache, 0 if cache is None else cache.get_seq_length(owner.layer_idx) + 0
 
 
 def _token_mask(attention_mask: torch.Tensor | None, seen: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:

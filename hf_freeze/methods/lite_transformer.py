@@ -2,15 +2,15 @@
 https://arxiv.org/abs/2004.11886).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention
 from hf_freeze.layers.convolution import KINDS, KernelConvolution
-from hf_freeze.layers.long_short import LongShortAttention
+from hf_freeze.layers.long_short import ConvolutionAlone, LongShortAttention
 from hf_freeze.methods._blocks import check_blocks, with_blocks
-from hf_freeze.methods._checks import check_choice, check_positive, check_positive_list, check_share
+from hf_freeze.methods._checks import check_bool, check_choice, check_positive, check_positive_list, check_share
 from hf_freeze.methods._linear import set_field
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.registry import register_method
@@ -33,14 +33,15 @@ class LiteTransformer(Method):
     (`layers/convolution.py`). The FFN, which mixes the branches, gets H neurons; cross-attentions stay unchanged.
 
     `conv`: "dynamic" computes the kernels from the token, as the paper does for WMT; "lightweight" learns them as parameters, and
-    has no gate. `conv_dropout` drops taps in training (DropConnect). Surplus `kernels` are ignored. The published translation
-    models have six layers in each stack, ReLU and a cosine schedule.
+    has no gate. Without `attention`, the convolution has all H channels, and no self-attention is left: the flat convolutional
+    model; `heads` is ignored. `conv_dropout` drops taps in training (DropConnect). Surplus `kernels` are ignored. The published
+    translation models have six layers in each stack, ReLU and a cosine schedule.
 
     The blocks train from scratch: the backbone is a config, or Theseus comes before, whose predecessors are the trained blocks.
     `merge()` raises an error, because no native model has such blocks.
 
-    Raises ValueError for an even kernel size, fewer kernels than layers, heads that do not divide half of the hidden size, and
-    an attention or FFN that another method has changed.
+    Raises ValueError for an even kernel size, fewer kernels than layers, heads that do not divide half of the hidden size, an odd
+    hidden size, and an attention or FFN that another method has changed.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"blocks"})
@@ -48,6 +49,7 @@ class LiteTransformer(Method):
     as_successor: ClassVar[bool] = True
     kernels: list[int] = field(default_factory=lambda: [3, 7, 15, 31, 31, 31])
     conv: str = "dynamic"
+    attention: bool = True
     heads: int = 4
     conv_heads: int = 4
     conv_dropout: float = 0.0
@@ -58,6 +60,7 @@ class LiteTransformer(Method):
             if taps % 2 == 0 or taps > _WIDEST:
                 raise ValueError(f"LiteTransformer(kernels={self.kernels!r}): {taps} must be odd and below {_WIDEST}")
         check_choice(self.conv, KINDS, "LiteTransformer", "conv")
+        check_bool(self.attention, "LiteTransformer", "attention")
         for name in ("heads", "conv_heads"):
             check_positive(getattr(self, name), "LiteTransformer", name)
         check_share(self.conv_dropout, "LiteTransformer", "conv_dropout", below_one=True)
@@ -71,7 +74,8 @@ class LiteTransformer(Method):
                     f"{stack!r}; give one for each"
                 )
         hidden = config.hidden_size
-        for name in ("heads", "conv_heads"):
+        for name in ("heads", "conv_heads") if self.attention else ("conv_heads",):
+            # Half of the channels in both cases: without attention, a cache stores one half as keys and the other as values.
             if hidden % (2 * getattr(self, name)):
                 raise ValueError(
                     f"LiteTransformer({name}={getattr(self, name)}): must divide half of the hidden size {hidden}"
@@ -84,9 +88,10 @@ class LiteTransformer(Method):
         half, size = model.config.hidden_size // 2, self._head_size(model.config)
         for name, attention in architecture.attentions(model.config).items():
             if name.endswith(".self"):
-                surgery.resize_attention(model, attention, self.heads, size, self.name, inputs=half, outputs=half)
+                if self.attention:
+                    surgery.resize_attention(model, attention, self.heads, size, self.name, inputs=half, outputs=half)
                 conv = KernelConvolution(
-                    half,
+                    half if self.attention else model.config.hidden_size,
                     self.conv_heads,
                     self.kernels[int(name.split(".")[1])],
                     kind=self.conv,
@@ -94,11 +99,23 @@ class LiteTransformer(Method):
                     dropout=self.conv_dropout,
                     **surgery.device_and_dtype(model, attention.o),
                 )
-                branches = LongShortAttention(model.base_model.get_submodule(attention.module), conv, size)
-                surgery.replace(model, attention.module, branches)
+                old = model.base_model.get_submodule(attention.module)
+                new = LongShortAttention(old, conv, size) if self.attention else ConvolutionAlone(old, conv)
+                surgery.replace(model, attention.module, new)
         surgery.resize_ffns(model, architecture, model.config.hidden_size, self.name)
 
     def describe(self, architecture: Architecture, config: Any) -> Architecture:
+        if not self.attention:
+            stacks = {
+                name: replace(
+                    stack,
+                    attentions={kind: block for kind, block in stack.attentions.items() if kind != "self"},
+                    mixers=(f"{stack.attentions['self'].module}.conv.*",),
+                )
+                for name, stack in architecture.stacks.items()
+            }
+            return replace(architecture, stacks=stacks)
+
         def describe_attention(kind: str, attention: Attention) -> Attention:
             if kind != "self":
                 return attention

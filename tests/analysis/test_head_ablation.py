@@ -2,13 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from support.models import native
 from test_head_importance import CASES, MARIAN, summed_loss
 
 from hf_freeze import make_variant
-from hf_freeze.analysis import head_ablation, select_heads
+from hf_freeze.analysis import head_ablation, head_ablation_tests, select_heads
+from hf_freeze.analysis.significance import enough_replicates
 from hf_freeze.methods import HeadMask, HeadPruning
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -92,6 +94,36 @@ def test_scores_are_of_the_users_own(tmp_path):
             ValueError, match=r"heads\.jsonl is of another measurement: .*give another path, or delete it"
         ):
             head_ablation(arguments.pop("model", native(MARIAN)), evaluate=score, path=path, **arguments)
+
+
+def test_single_heads_count_where_chance_alone_would_rarely_do_as_much(tmp_path):
+    """Of 200 items, the h-th head spoils 4 h when it is removed. All draws without one of m spoiled items have no
+    difference: p = 2 (1 - m / 200)^200, times the number of heads that have this p or a larger one (Holm)."""
+    spoiled = iter(range(0, 100, 4))
+
+    def evaluate(_):
+        right = np.arange(200) >= next(spoiled)
+        return float(right.mean()), np.stack([right, np.ones(200)], axis=1)
+
+    path = tmp_path / "heads.jsonl"
+    drops = head_ablation(native(MARIAN), evaluate=evaluate, path=path)
+    tests = head_ablation_tests(path, lambda sums: sums[..., 0] / sums[..., 1])
+    assert {name: len(values) for name, values in tests.items()} == heads_of(MARIAN)
+    flat = [test for values in tests.values() for test in values]
+    assert -np.array([test.difference for test in flat]) == pytest.approx(torch.cat(list(drops.values())).numpy())
+    exact = [2 * (1 - 4 * head / 200) ** 200 for head in range(1, 13)]
+    corrected = [min(1, p * (12 - place)) for p, place in zip(exact, range(11, -1, -1), strict=True)]
+    assert enough_replicates(12, 0.01) == 4800
+    for test, p in zip(flat, corrected, strict=True):
+        assert test.p_first == pytest.approx(p, rel=0.4, abs=0.006), test.row
+    assert [test.p_first < 0.01 for test in flat] == [p < 0.01 for p in corrected] == [False] + [True] * 11
+
+
+def test_heads_without_items_are_not_tested(tmp_path):
+    path = tmp_path / "heads.jsonl"
+    head_ablation(native(MARIAN), evaluate=lambda _: 1.0, path=path)
+    with pytest.raises(ValueError, match=r"heads\.jsonl has no items of a test set.*return \(score, items\)"):
+        head_ablation_tests(path, np.sum)
 
 
 def test_the_order_of_an_oracle():

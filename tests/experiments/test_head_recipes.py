@@ -24,7 +24,7 @@ from hf_freeze.experiments.runs import measured_heads as heads
 from hf_freeze.experiments.runs.execute import execute
 from hf_freeze.experiments.runs.grid import run_grid
 from hf_freeze.experiments.tasks.translation import encode, load_data
-from hf_freeze.run_folder import HEAD_SCORES, read_head_scores, run_folder
+from hf_freeze.run_folder import HEAD_SCORES, HEAD_TESTS, read_head_scores, read_head_tests, run_folder
 
 ALL = {"label": "all", "methods": [], "head_scores": ["importance", "ablation", "one_head"]}
 
@@ -328,6 +328,24 @@ def test_numbers_of_the_heat_maps(grid):
     ]
     for axes, scores in zip(figure.axes, read_head_scores(out / "row-0-seed-1").values(), strict=True):
         assert [text.get_text() for text in axes.texts] == [_short(v) for values in scores.values() for v in values]
+
+
+def test_significant_heads_are_underlined(grid, tmp_path):
+    from hf_freeze.experiments.report.plots.heat_maps import heads_figure
+    from hf_freeze.experiments.report.wording import head_scores
+
+    _, out = grid
+    scores, tests = (read(out / "row-0-seed-1") for read in (read_head_scores, read_head_tests))
+    assert list(tests) == ["ablation", "one_head"]
+    assert {name: len(values) for name, values in tests["ablation"].items()} == dict.fromkeys(scores["ablation"], 2)
+    shutil.copytree(out, tmp_path / "runs")
+    marked = {"ablation": {name: [0.009, 0.011] for name in scores["ablation"]}}
+    (tmp_path / "runs" / "row-0-seed-1" / HEAD_TESTS).write_text(json.dumps(marked))
+    report = make_report([tmp_path / "runs"], lambda _: None)
+    plots = heads_figure(report).axes
+    assert [len(axes.lines) for axes in plots] == [0, len(scores["ablation"]), 0]
+    assert {round(float(line.get_xdata().mean()), 6) for line in plots[1].lines} == {0.0}
+    assert head_scores(report).endswith(" Underlined: significant, p < 0.01 after Holm's correction over all heads.")
 
 
 def test_many_rows_are_compared_with_the_first_alone(monkeypatch, grid):

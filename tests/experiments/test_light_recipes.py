@@ -30,7 +30,10 @@ def model(run):
 def test_rows_of_translators_have_the_size_of_the_plain_one(preset):
     models = {run["row"]: model(run) for run in expand(load_recipe(FOLDER / "recipe.yaml", [f"preset={preset}"]))}
     sizes = {row: count_parameters(made).total for row, made in models.items()}
-    assert list(sizes) == ["0", "lite", "lite-fixed", "delight", "delight-uniform", "half", "half-lite", "half-delight"]
+    assert list(sizes) == [
+        *("0", "lite", "lite-fixed", "flat", "conv", "delight", "delight-uniform"),
+        *("half", "half-lite", "half-delight"),
+    ]
     assert 0.45 < sizes["half"] / sizes["0"] < 0.55
     for row, size in sizes.items():
         assert abs(size / sizes["half" if row.startswith("half") else "0"] - 1) < 0.12, row
@@ -50,3 +53,43 @@ def test_rows_of_language_models_have_the_size_of_the_plain_one(preset):
     for row in ("lite", "delight"):
         assert abs(sizes[row] / sizes["0"] - 1) < 0.06, row
     assert sizes["r1"] < sizes["r4"] < sizes["r2"] < sizes["r5"] == sizes["r16"]
+
+
+# Millions of parameters of the released code without positions, with adaptive embeddings of 11.80M (cut-offs 20k and 60k of
+# 267,744 words, 128 columns, factor 2) instead of the table, and group layers and dense layers on the way of a token.
+PREPRINT = {
+    "r1": (13.4, 43),
+    "r2": (15.2, 115),
+    "r3": (18.3, 115),
+    "r4": (15.4, 92),
+    "r5": (18.8, 158),
+    "r7": (15.1, 102),
+    "r9": (17.8, 172),
+    "r11": (21.2, 158),
+    "r12": (24.2, 158),
+    "r14": (25.0, 158),
+    "r15": (35.1, 158),
+    "r16": (35.1, None),
+}
+
+
+def test_rows_of_the_preprint_have_its_sizes_and_depths():
+    runs = expand(load_recipe(FOLDER / "preprint.yaml", ["preset=lm-wikitext103"]))
+    assert [run["row"] for run in runs] == list(PREPRINT)
+    for run in runs if ALL else [run for run in runs if run["row"] in ("r3", "r7", "r9", "r14")]:
+        millions, depth = PREPRINT[run["row"]]
+        made, hidden = model(run), run["backbone"]["config"]["n_embd"]
+        size = count_parameters(made).total - 32000 * 128 - 513 * hidden
+        assert size / 1e6 + 11.80 == pytest.approx(millions, abs=0.06), run["row"]
+        (method,) = made.methods
+        blocks = [layers for layers, _ in method.blocks()]
+        if depth is not None:
+            assert sum(blocks) + 5 * len(blocks) + method.n_min + 3 == depth, run["row"]
+
+
+def test_rows_of_the_preprint_scaled_down():
+    runs = expand(load_recipe(FOLDER / "preprint.yaml"))
+    assert [run["row"] for run in runs] == list(PREPRINT)
+    ascending = [run for run in runs if run["row"] in ("r1", "r4", "r5", "r14", "r15")]
+    sizes = [count_parameters(model(run)).total for run in ascending]
+    assert sizes == sorted(sizes)

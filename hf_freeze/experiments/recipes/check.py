@@ -14,6 +14,7 @@ from hf_freeze.experiments.recipes.rows import (
     check_from_scratch,
     check_heads,
     check_layers,
+    check_pictures,
     check_pretrained,
     check_start,
     check_teacher,
@@ -115,6 +116,7 @@ def _check_row(name: Any, row: Any, recipe: dict[str, Any], path: Any) -> None:
     check_teacher(row, task, where)
     check_heads(row, recipe["rows"], task, "start" in recipe, where)
     check_layers(row, task, "start" in recipe, where)
+    check_pictures(row, task, where)
     backbone = merged.get("backbone", {})
     check_pretrained(backbone, where, has_tokenizer="tokenizer" in merged)
     check_from_scratch(row, "start" in recipe or "start" in row or "pretrained" in backbone, where)

@@ -42,7 +42,11 @@ def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
             run = copy.deepcopy(shared) | {"row": name, "label": row["label"], "seed": seed}
             run["methods"] = [_seeded(method, seed) for method in row["methods"]]
             run = merge(run, {key: row[key] for key in OF_A_ROW if key in row})
-            run |= {key: copy.deepcopy(row[key]) for key in ("targets", "heads", "head_scores", "layers") if key in row}
+            run |= {
+                key: copy.deepcopy(row[key])
+                for key in ("targets", "heads", "head_scores", "layers", "pictures")
+                if key in row
+            }
             if "start" in recipe:
                 run["start"] = {"grid": recipe["start"], "row": name, "seed": seed}
             if "start" in row:

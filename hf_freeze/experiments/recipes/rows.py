@@ -18,9 +18,11 @@ ROW_FIELDS = (
     "heads",
     "head_scores",
     "layers",
+    "pictures",
 )  # the first two are needed
 
 HEAD_SCORES = ("importance", "ablation", "one_head")  # what can be measured of a finished run's heads
+PICTURES = ("attention", "embeddings")  # what may be drawn of a finished run
 HEAD_ORDERS = ("importance", "ablation", "random")  # by which heads are removed from what a run starts from
 LAYER_CHOICES = ("every_other", "removal", "similarity", "search")  # by which layers of what a run starts from are kept
 
@@ -52,6 +54,17 @@ def check_heads(row: dict[str, Any], rows: dict[str, Any], task: str, elsewhere:
     start = rows[row["start"]]
     if heads["by"] != "random" and heads["by"] not in (start.get("head_scores", []) if isinstance(start, dict) else []):
         raise ValueError(f"{path}: heads.by={heads['by']!r} is not in the head_scores of row {row['start']!r}")
+
+
+def check_pictures(row: dict[str, Any], task: str, path: Any) -> None:
+    """`pictures: [attention, embeddings]`."""
+    if "pictures" not in row:
+        return
+    if task == "image-classification":
+        raise ValueError(f"{path}: pictures is for transformers, not for task {task!r}")
+    pictures = row["pictures"]
+    if not isinstance(pictures, list) or any(picture not in PICTURES for picture in pictures):
+        raise ValueError(f"{path}: pictures={pictures!r} must be a list; choose from {list(PICTURES)}")
 
 
 def check_layers(row: dict[str, Any], task: str, elsewhere: bool, path: Any) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from hf_freeze.experiments.recipes.rows import method_of
 from hf_freeze.io import write_whole
 from hf_freeze.methods.parts import Schedule, parts_of
-from hf_freeze.run_folder import LATENCY, read_head_scores, run_folder
+from hf_freeze.run_folder import LATENCY, read_head_scores, read_head_tests, read_maps, run_folder
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,16 @@ class Run:
     def head_scores(self) -> dict[str, dict[str, list[float]]]:
         """Name of a score -> attention -> a number for each head; empty where none were measured."""
         return read_head_scores(run_folder(self.grid, self.record))
+
+    @property
+    def head_tests(self) -> dict[str, dict[str, list[float]]]:
+        """Name of a score -> attention -> a corrected p for each head; empty where none were tested."""
+        return read_head_tests(run_folder(self.grid, self.record))
+
+    @property
+    def maps(self) -> dict[str, Any]:
+        """What the pictures of its attentions and embeddings show; empty where none are wanted."""
+        return read_maps(run_folder(self.grid, self.record))
 
     @property
     def row(self) -> str:

@@ -10,6 +10,7 @@ from hf_freeze.experiments.report.wording import (
     head_scores,
     legend,
     machines,
+    map_captions,
     method,
     one_head_cells,
     pair_cells,
@@ -32,6 +33,8 @@ def markdown(report: Report) -> str:
         if cells := one_head_cells(report):
             headings = ["attention", "best head", f"{report.task.name} with it alone"]
             lines += [*markdown_table(headings, cells, left=1), ""]
+    for picture, (title, text) in map_captions(report).items():
+        lines += [f"## {title}", "", f"![{title.lower()}]({report.picture(picture)})", "", text, ""]
     if any(run.schedules() for run in report.runs):
         picture = report.picture("schedules")
         lines += ["## Schedules", "", f"![what methods scheduled in training]({picture})", ""]

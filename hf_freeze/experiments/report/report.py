@@ -12,6 +12,8 @@ from hf_freeze.experiments.report.finished_runs import Run, Source, split_of
 from hf_freeze.experiments.report.signs import SIGNS
 from hf_freeze.experiments.tasks.scoring import Axis, Columns, TaskScoring
 
+MAPPED = 3  # rows whose pictures stand side by side
+
 
 @dataclass(frozen=True)
 class Series:
@@ -174,6 +176,14 @@ class Report:
     def measured(self) -> Run | None:
         """The first run whose heads were measured."""
         return next((run for run in self.runs if run.head_scores), None)
+
+    def mapped(self, picture: str) -> dict[str, Any]:
+        """Row -> what a picture ("attention", "embeddings") of its first run shows, for the first three rows that have it."""
+        found: dict[str, Any] = {}
+        for run in self.runs:
+            if run.row not in found and len(found) < MAPPED and picture in (maps := run.maps):
+                found[run.row] = maps[picture]
+        return found
 
     @property
     def all_pairs(self) -> bool:

@@ -1,5 +1,6 @@
 """What columns, marks, pictures and tests of a report mean, in words."""
 
+from hf_freeze.analysis.ablation import HEAD_LEVEL
 from hf_freeze.analysis.significance import LEVEL, TOO_FEW, enough_replicates
 from hf_freeze.experiments.report.convergence import FEWEST, scores_of
 from hf_freeze.experiments.report.findings import p_value
@@ -70,7 +71,28 @@ def head_scores(report: Report) -> str:
         "one_head": f"one head is what {report.task.name} on the dev set loses where it alone is left of its attention",
     }
     shown = [meaning for name, meaning in meanings.items() if name in run.head_scores]
-    return f"Row {run.row}, seed {run.record['seed']}: {'; '.join(shown)}."
+    tested = (
+        f" Underlined: significant, p < {HEAD_LEVEL} after Holm's correction over all heads." if run.head_tests else ""
+    )
+    return f"Row {run.row}, seed {run.record['seed']}: {'; '.join(shown)}.{tested}"
+
+
+def map_captions(report: Report) -> dict[str, tuple[str, str]]:
+    """Picture -> its title and what it shows, for the pictures that a row has."""
+    attention = (
+        "Where the heads look",
+        "Mean share of each head's attention by relative position, over the dev set, a line a head; darker is more.",
+    )
+    embeddings = (
+        "Which embeddings are alike",
+        "Cosine similarities of the most frequent tokens in training, similar ones side by side, and those of a random table.",
+    )
+    captions = {"attention": attention, "embeddings": embeddings}
+    return {
+        picture: (title, f"{text} Row {', '.join(rows)}, the first seed.")
+        for picture, (title, text) in captions.items()
+        if (rows := report.mapped(picture))
+    }
 
 
 def one_head_cells(report: Report) -> list[list[str]]:

@@ -14,7 +14,7 @@ from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.experiments.tasks.base import Task
 from hf_freeze.experiments.tasks.scoring import scoring_of
 from hf_freeze.io import write_whole
-from hf_freeze.run_folder import HEAD_SCORES, read_head_scores
+from hf_freeze.run_folder import HEAD_SCORES, HEAD_TESTS, read_head_scores
 
 
 def measure(
@@ -30,7 +30,7 @@ def measure(
     """Write the `wanted` scores of the trainer's model into `folder`; a broken measurement goes on where it was.
 
     `importance`: `head_importance` on the training split. `ablation`: what the score of the task loses on the dev split without
-    each head; `one_head`: without all others of its attention.
+    each head; `one_head`: without all others of its attention. Both are tested for significance, except with several processes.
     """
 
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -38,12 +38,12 @@ def measure(
     metric = comparison.columns[comparison.quality][1][-1]
     unit = comparison.units.get(comparison.quality, 1) * (1 if comparison.higher else -1)
 
-    def evaluate(_: Any) -> float:
+    def evaluate(_: Any) -> tuple[float, np.ndarray]:
         with tempfile.TemporaryDirectory() as scratch:
             outcome = task.test(run, Path(scratch), trainer, tokenizer, splits["dev"], encoded["dev"])
-        return unit * outcome.metrics[metric]
+        return unit * outcome.metrics[metric], outcome.items
 
-    head_scores = {}
+    head_scores, head_tests = {}, {}
     for name in wanted:
         if name == "importance":
             scores = analysis.head_importance(model, trainer.get_eval_dataloader(encoded["train"]))
@@ -51,9 +51,13 @@ def measure(
             alone = trainer.args.world_size == 1  # processes that go on from different places would wait for each other
             path = folder / f"head_{name}.jsonl" if alone else None
             scores = analysis.head_ablation(model, evaluate=evaluate, keep_one=name == "one_head", path=path)
+            if path is not None:
+                tests = analysis.head_ablation_tests(path, comparison.score)
+                head_tests[name] = {attention: [test.p_first for test in of] for attention, of in tests.items()}
         head_scores[name] = {attention: values.tolist() for attention, values in scores.items()}
     if trainer.is_world_process_zero():
         write_whole(folder / HEAD_SCORES, json.dumps(head_scores, indent=1) + "\n")
+        write_whole(folder / HEAD_TESTS, json.dumps(head_tests, indent=1) + "\n")
 
 
 def pruning(settings: dict[str, Any], start: Path, model: Any, seed: int) -> methods.HeadPruning:

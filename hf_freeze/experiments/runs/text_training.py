@@ -16,7 +16,7 @@ from hf_freeze import data as hf_data
 from hf_freeze import make_variant
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.experiments.recipes.rows import method_of
-from hf_freeze.experiments.runs import chosen_layers, measured_heads
+from hf_freeze.experiments.runs import chosen_layers, measured_heads, measured_maps
 from hf_freeze.experiments.runs.resume import check_data
 from hf_freeze.experiments.tasks import translation
 from hf_freeze.experiments.tasks.base import Outcome, ProgressCallback, Task, Trained
@@ -101,7 +101,7 @@ def execute_text(
             splits["train"] = translation.taught(splits["train"], teacher, run)
     choose_attention(model)
     trains = run["training"]["epochs"] > 0
-    used = ["train"] if trains or "head_scores" in run else []
+    used = ["train"] if trains or "head_scores" in run or "pictures" in run else []
     used += [name for name in splits if name in ("dev", scored_on)]
     for name in used:
         encode(name)
@@ -147,6 +147,10 @@ def execute_text(
     if "head_scores" in run:
         report({"stage": "measuring measured_heads"})
         measured_heads.measure(run["head_scores"], task, run, folder, trainer, tokenizer, splits, encoded)
+    if "pictures" in run and trainer.is_world_process_zero():
+        report({"stage": "mapping attention and embeddings"})
+        dev_batches = trainer.get_eval_dataloader(encoded["dev"])
+        measured_maps.measure(run["pictures"], folder, model, tokenizer, encoded["train"], dev_batches)
     test_seconds = time.perf_counter() - tested
     epochs = [entry for entry in trainer.state.log_history if "eval_loss" in entry][:-1]
     if trainer.is_world_process_zero():

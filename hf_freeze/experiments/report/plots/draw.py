@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from hf_freeze.experiments.report.plots.components import components_figure
 from hf_freeze.experiments.report.plots.costs import cost_figure, draw_costs, name_rows
 from hf_freeze.experiments.report.plots.heat_maps import heads_figure
+from hf_freeze.experiments.report.plots.maps import attention_of_rows, embeddings_of_rows
 from hf_freeze.experiments.report.plots.setting import draw_setting, setting_figure
 from hf_freeze.experiments.report.plots.style import INK, STYLE, draw_legend, legend_columns, named
 from hf_freeze.experiments.report.plots.training import curves_figure, schedules_figure
@@ -56,9 +57,11 @@ def outstanding_rows(report: Report) -> list[str]:
 
 
 def draw_extra(report: Report, out: Path) -> None:
-    """`heads.png`, the heat-maps of the run whose heads were measured, and `schedules.png`, where there are such."""
+    """`heads.png`, the heat-maps of the run whose heads were measured, `attention.png` and `embeddings.png` of rows with such
+    pictures, and `schedules.png`, where there are such."""
     with mpl.rc_context(STYLE):
-        for name, plot in (("heads", heads_figure), ("schedules", schedules_figure)):
+        plots = {"heads": heads_figure, "attention": attention_of_rows, "embeddings": embeddings_of_rows}
+        for name, plot in (plots | {"schedules": schedules_figure}).items():
             if (figure := plot(report)) is not None:
                 save_png(figure, out / report.picture(name))
 
@@ -76,6 +79,8 @@ def svg_plots(report: Report) -> dict[str, str]:
         **{cost: functools.partial(cost_figure, cost=cost) for cost in report.axes},
         "setting": setting_figure,
         "heads": heads_figure,
+        "attention": attention_of_rows,
+        "embeddings": embeddings_of_rows,
         "schedules": schedules_figure,
         "curves": curves_figure,
         "components": components_figure,

@@ -1,0 +1,153 @@
+"""What attentions look at, and which embeddings are alike: numbers for pictures.
+
+Shapes: B batch, N heads, Q query tokens, K key tokens, R reach, n tokens of a vocabulary, D columns of their embeddings.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.cluster.hierarchy import leaves_list, linkage
+from scipy.spatial.distance import squareform
+
+from hf_freeze import surgery
+from hf_freeze.analysis._probe import batches_on, check_model, in_eval_mode, on_device, token_mask, without_cache
+from hf_freeze.architectures.base import Architecture
+from hf_freeze.methods._checks import check_positive
+
+
+def attention_by_position(
+    model: Any, dataloader: Iterable[Mapping[str, Any]], *, reach: int = 8
+) -> dict[str, torch.Tensor]:
+    """The mean attention of each head by relative position: attention, such as `"encoder.0.self"` -> fp32 on the CPU
+    (N, 2R + 1). Column R + o is what a query gives on average to the key o places after it; in a cross-attention, to the source
+    token whose position is o larger. What a row lacks to 1 lies beyond `reach`, R.
+
+    `dataloader`: batches as for `head_importance`; padding does not count. Attentions without weights are left out, such as
+    those that have lost all heads.
+
+    Raises ValueError for a model on meta, an unknown architecture, a `reach` below 1, and a model without attention weights.
+    """
+    check_positive(reach, "attention_by_position", "reach")
+    architecture = check_model(model)
+    sums: dict[str, torch.Tensor] = {}
+    counts: dict[str, int] = {}
+    for batch in batches_on(model, dataloader, "Mapping attention"):
+        for name, weights in _weights(model, architecture, batch).items():
+            mask = token_mask(architecture, model, batch, name, weights[:, 0])
+            weights = weights.double() * mask[:, None, :, None]
+            diagonals = [_diagonal_sum(weights, offset) for offset in range(-reach, reach + 1)]
+            sums[name] = sums.get(name, 0) + torch.stack(diagonals, dim=-1)
+            counts[name] = counts.get(name, 0) + int(mask.sum())
+    return {name: (total / counts[name]).float().cpu() for name, total in sums.items()}
+
+
+def _diagonal_sum(weights: torch.Tensor, offset: int) -> torch.Tensor:
+    """(B, N, Q, K) -> (N,): the sum of the weights from each query to the key `offset` places after it."""
+    return (
+        torch.diagonal(weights, offset, 2, 3).sum((0, 2))
+        if -weights.shape[2] < offset < weights.shape[3]
+        else weights.new_zeros(weights.shape[1])
+    )
+
+
+def attention_weights(model: Any, batch: Mapping[str, Any], *, item: int = 0) -> dict[str, torch.Tensor]:
+    """The attention of each head in one text of a batch, without padding: attention -> fp32 on the CPU (N, Q, K).
+
+    Raises ValueError as `attention_by_position`, and for an `item` that the batch does not have.
+    """
+    architecture = check_model(model)
+    batch = on_device(model, batch)
+    found = {}
+    for name, weights in _weights(model, architecture, batch).items():
+        if not 0 <= item < len(weights):
+            raise ValueError(
+                f"attention_weights(item={item}): must be in 0..{len(weights) - 1}, the texts of the batch"
+            )
+        queries = token_mask(architecture, model, batch, name, weights[:, 0])[item]
+        keys = queries
+        if name.endswith(".cross"):
+            source = batch.get("attention_mask")
+            keys = torch.ones(weights.shape[-1]).bool() if source is None else source[item].bool()
+        found[name] = weights[item][:, queries][:, :, keys].float().cpu()
+    return found
+
+
+def _weights(model: Any, architecture: Architecture, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Attention -> (B, N, Q, K), of one forward. Raises ValueError if no attention returns weights."""
+    found: dict[str, torch.Tensor] = {}
+    handles = []
+    for name, attention in architecture.attentions(model.config).items():
+
+        def keep(_: Any, __: Any, result: Any, name: str = name) -> None:
+            if isinstance(result, tuple) and len(result) > 1 and torch.is_tensor(result[1]) and result[1].ndim == 4:
+                found[name] = result[1]
+
+        handles.append(model.base_model.get_submodule(attention.module).register_forward_hook(keep))
+    try:
+        with in_eval_mode(model), without_cache(model), torch.no_grad(), _eager(model):
+            model(**batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not found:
+        raise ValueError(f"this {type(model).__name__} has no attention weights to map")
+    return found
+
+
+@contextmanager
+def _eager(model: Any) -> Iterator[None]:
+    """Attentions that return their weights; the implementation is restored."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def embedding_similarity(model: Any, tokens: Sequence[int], *, table: str | None = None) -> torch.Tensor:
+    """Cosine similarities of the embeddings of `tokens`: fp32 on the CPU (n, n). Compressed tables count as what they compute.
+
+    `table`: a token table below the base model; None: the first. Raises ValueError for a model on meta, an unknown
+    architecture, an unknown table, and ids outside it.
+    """
+    architecture = check_model(model)
+    tables = dict(zip(architecture.token_tables, surgery.token_tables(model, architecture).values(), strict=False))
+    if table is not None and table not in tables:
+        raise ValueError(f"embedding_similarity(table={table!r}): choose from {list(tables)}")
+    rows = tables[table] if table is not None else next(iter(tables.values()))
+    ids = torch.tensor(list(tokens), device=model.device)
+    if not len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < model.config.vocab_size:
+        raise ValueError(f"embedding_similarity: tokens must be ids in 0..{model.config.vocab_size - 1}, at least one")
+    with in_eval_mode(model), torch.no_grad():
+        vectors = torch.nn.functional.normalize(rows(ids).float(), dim=-1)
+    return (vectors @ vectors.T).cpu()
+
+
+def random_similarity(tokens: int, columns: int, *, seed: int = 0) -> torch.Tensor:
+    """What `embedding_similarity` gives on average for a random table: of normal vectors with D = `columns` numbers. Off the
+    diagonal, the mean is 0 and the standard deviation 1/sqrt(D)."""
+    vectors = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(seed))
+    vectors = torch.nn.functional.normalize(vectors, dim=-1)
+    return vectors @ vectors.T
+
+
+def clustered(similarity: torch.Tensor) -> list[int]:
+    """An order of the rows of (n, n) similarities in which similar ones are neighbours: the leaves of a hierarchical clustering
+    by average linkage of 1 - similarity."""
+    if len(similarity) < 3:
+        return list(range(len(similarity)))
+    distances = (1 - similarity.double()).clamp(min=0).fill_diagonal_(0).numpy()
+    distances = (distances + distances.T) / 2
+    return leaves_list(linkage(squareform(distances), "average", optimal_ordering=True)).tolist()
+
+
+def most_frequent(counts: np.ndarray, number: int, leave_out: Iterable[int] = ()) -> list[int]:
+    """The `number` ids with the largest `counts`, as of `count_tokens`, most frequent first; those in `leave_out`, such as the
+    special ones, and those that do not occur are left out."""
+    unwanted = set(leave_out)
+    order = np.argsort(-counts, kind="stable").tolist()
+    return [token for token in order if counts[token] and token not in unwanted][:number]
