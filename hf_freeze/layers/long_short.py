@@ -48,7 +48,7 @@ class LongShortAttention(nn.Module):
 
 
 class ConvolutionAlone(nn.Module):
-    """Replaces the self-attention `attention` by `conv`, over all H channels. Its inputs are stored in the cache in the place of
+    """Replaces the self-attention `attention` by `conv`, over all H channels. Its inputs are stored in the cache instead of
     keys and values."""
 
     def __init__(self, attention: Any, conv: KernelConvolution) -> None:

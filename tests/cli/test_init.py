@@ -149,6 +149,12 @@ def test_a_folder_has_its_splits_by_the_names_of_its_files(place):
     init("translation", "study", "new", "corpus", "--force")  # the choice of epochs is then made on a part of train
     files = {"train": ["train.de", "train.en"], "test": ["val.de", "val.en"]}
     assert load_recipe("recipe.yaml")["data"] == {"root": "corpus"} | files | {"holdout": 4}
+    named = ("--dev", "corpus/val.de,corpus/val.en")  # who names a dev file means it
+    init("translation", "study", "new", "corpus/train.de,corpus/train.en", *named, "--force")
+    made = load_recipe("recipe.yaml")["data"]
+    assert made["dev"] == ["corpus/val.de", "corpus/val.en"]
+    assert "test" not in made
+    assert made["holdout_test"] == 4
 
 
 def test_columns_are_found_or_named(place):

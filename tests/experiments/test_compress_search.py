@@ -190,6 +190,9 @@ def test_settings_that_are_wrong(place, tmp_path):
         pass
 
     refused(r"unknown engine 'rust'; choose from \['ctranslate2', 'onnx', 'torch'\]", engine="rust")
+    refused(
+        r"engine 'ctranslate2' serves translators, not sequence-class.*; choose onnx or torch", engine="ctranslate2"
+    )
     refused(r"hours=0: must be above 0", hours=0)
     refused(r"epochs=-1: must be above 0", epochs=-1)
     refused(r"unknown targets 'teacher'; choose from \['data', 'model'\]", targets="teacher")
@@ -200,7 +203,7 @@ def test_settings_that_are_wrong(place, tmp_path):
     error = one_line_error("compress", place / "model", "--data", place / "recipe.yaml", "--out", tmp_path / "out")
     assert "a budget limits bytes or time" in error
     where = ("compress", place / "model", "--data", place / "recipe.yaml", "--out", tmp_path / "out")
-    error = one_line_error(*where, "--max-bytes", "30%", "--targets", "model")
+    error = one_line_error(*where, "--max-bytes", "30%", "--targets", "model", "--engine", "onnx")
     assert "targets='model' is for the task 'translation', not 'sequence-classification'; leave it out" in error
     assert "max_ms='120%': a share of what the model takes is above 0 %" in one_line_error(*where, "--max-ms", "120%")
 

@@ -639,6 +639,15 @@ def test_what_cannot_be_reported_is_one_line(tmp_path, monkeypatch):
     assert not (tmp_path / "a" / "report.md").exists()
 
 
+def test_a_row_that_has_learned_nothing_loses_nothing(tmp_path):
+    make_runs(tmp_path, rows={"0": ("all trained", 0.01), "3": ("random", 0.01)})
+    report = make_report([tmp_path], lambda text: None)
+    assert re.fullmatch(
+        r"all trained \(row 0\) has BLEU 0\.\d ± 0\.\d: it learned too little to compare .*", answer(report)
+    )
+    assert not any(what.startswith("Loses less") for what, _ in findings(report))
+
+
 def test_what_counts_as_no_loss():
     """The interval must exclude every loss above the margin: 1 point, 1 BLEU, 2 % of a perplexity."""
     translation, language_model = SCORING["translation"], SCORING["language-modelling"]

@@ -151,6 +151,10 @@ def read_bytes(text: str) -> int:
         raise ValueError(
             f"{text!r} is no number of bytes; write it as 2MB, 500kB or 1.5MiB, or as a share of the model's, such as 33%"
         )
+    if not match[2] and 0 < float(match[1]) < 1000:
+        raise ValueError(
+            f"max_bytes={text!r}: without a unit these are bytes, which hold no model; write {match[1]}MB or {match[1]}kB"
+        )
     return round(float(match[1]) * _UNITS[match[2]])
 
 

@@ -83,6 +83,8 @@ class Compression:
     ) -> None:
         if engine not in ENGINES:
             raise ValueError(f"unknown engine {engine!r}; choose from {list(ENGINES)}")
+        if engine == "ctranslate2" and recipe["task"] != "translation":
+            raise ValueError(f"engine 'ctranslate2' serves translators, not {recipe['task']}; choose onnx or torch")
         self.budget, self.hours, self.engine, self.out, self.command = budget, hours, ENGINES[engine], out, command
         self.console = console or Console()
         self.epochs = 4 * recipe["training"]["epochs"] if epochs is None else epochs

@@ -39,7 +39,7 @@ def data_section(
         if not files["train"]:
             raise ValueError(f"--data {data}: no file in this folder begins with 'train'; name the training files")
     files = {split: files[split] for split in _STARTS if files.get(split)}
-    if "test" not in files and "dev" in files:  # a choice of epochs needs no more than a part of the training data
+    if "test" not in files and "dev" in files and dev is None:  # of a folder: training data do for the choice of epochs
         files["test"] = files.pop("dev")
     for split, named in files.items():
         _check_number(task, split, named)

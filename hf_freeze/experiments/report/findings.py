@@ -10,6 +10,8 @@ def answer(report: Report) -> str:
     """What a reader looks for first, in one sentence: the smallest row without a measurable loss, else the smaller row that loses
     least, else the best row; with its difference from the first row."""
     task, rows, first = report.task, report.rows, report.rows[0]
+    if not _has_learned(report):
+        return f"{_named(first)} has {task.name} {quality(report, first)}: it learned too little to compare others with it."
     best = min(rows, key=lambda row: _sign(report) * row[task.quality][0])
     top = f"{'Highest' if task.higher else 'Lowest'} {task.name}: {_named(best)}, {quality(report, best)}"
     tested = [row for row in rows[1:] if report.to_first(row)[1] is not None]
@@ -127,7 +129,9 @@ def _significant(report: Report) -> list[tuple[str, str]]:
         if test.significant_to_first:
             groups["better" if (difference > 0) is report.task.higher else "worse"].append(text)
         else:
-            within = "margin" if report.task.loses_at_most(test.low, test.high) else "unclear"
+            within = "unclear"
+            if _has_learned(report) and report.task.loses_at_most(test.low, test.high):
+                within = "margin"
             groups[within if test.seeds else "one seed"].append(f"{text} ({interval(report, test)})")
     first = report.rows[0]["row"]
     sentences = [
@@ -148,6 +152,11 @@ def _significant(report: Report) -> list[tuple[str, str]]:
     if groups["one seed"]:
         sentences.append((f"{TOO_FEW.capitalize()} against row {first}", _listed(groups["one seed"]) + "."))
     return sentences
+
+
+def _has_learned(report: Report) -> bool:
+    """Whether the first row scores more than the margin: any other row loses less than that against one of 0 BLEU."""
+    return not report.task.higher or report.rows[0]["score"] > report.task.margin
 
 
 def _listed(rows: list[str]) -> str:
