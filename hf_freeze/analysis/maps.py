@@ -15,6 +15,7 @@ from scipy.spatial.distance import squareform
 from hf_freeze import surgery
 from hf_freeze.analysis._probe import batches_on, check_model, in_eval_mode, on_device, token_mask, without_cache
 from hf_freeze.architectures.base import Architecture
+from hf_freeze.compat.transformers import attention_implementation
 from hf_freeze.methods._checks import check_positive
 
 
@@ -100,7 +101,7 @@ def _weights(model: Any, architecture: Architecture, batch: Mapping[str, Any]) -
 @contextmanager
 def _eager(model: Any) -> Iterator[None]:
     """Attentions that return their weights; the implementation is restored."""
-    before = model.config._attn_implementation
+    before = attention_implementation(model.config)
     model.set_attn_implementation("eager")
     try:
         yield

@@ -293,4 +293,11 @@ def test_what_is_not_used_of_a_recipe_may_be_missing(tmp_path):
     with pytest.raises(ValueError, match=r"mine.yaml: training.learning_rate is missing"):
         compress(tmp_path, data=path, budget=Budget(max_bytes="1MB"), out=out)
     with pytest.raises(ValueError, match=r"holds no tokenizer; save it beside the model"):
-        compress(tmp_path, data=path, budget=Budget(max_bytes="1MB"), out=out, settings=["training.learning_rate=1e-3"])
+        compress(
+            tmp_path,
+            data=path,
+            budget=Budget(max_bytes="1MB"),
+            out=out,
+            engine="onnx",
+            settings=["training.learning_rate=1e-3"],
+        )
