@@ -49,7 +49,7 @@ def read_head_tests(folder: Path) -> dict[str, dict[str, list[float]]]:
 
 
 def read_maps(folder: Path) -> dict[str, Any]:
-    """Those in the folder of a run; empty where none were measured."""
+    """The maps of attentions and embeddings in the folder of a run; empty where none were measured."""
     return _read(folder / MAPS)
 
 

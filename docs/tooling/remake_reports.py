@@ -22,35 +22,30 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from results import publish
+
 from hf_freeze.analysis.significance import Difference
 from hf_freeze.experiments.report.build import make_report
 from hf_freeze.experiments.report.report import Report
 from hf_freeze.experiments.report.table import table_cells
 from hf_freeze.experiments.report.wording import pair_cells
-from hf_freeze.experiments.report.write import write_pages
 from hf_freeze.run_folder import HEAD_SCORES, LATENCY, run_folder
 
 Points = list[tuple[float, float]]
 GROUP, USE, TEXT, PATH = (f"{{http://www.w3.org/2000/svg}}{name}" for name in ("g", "use", "text", "path"))
-ENDS = {"report": "", "heads": "_heads", "schedules": "_schedules"}  # of the names of pictures
 
 
 def remake(path: Path) -> None:
     """Raises ValueError where the new page would not hold the numbers of the old one."""
     page = path.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as temporary:
-        grid, out = Path(temporary, "grid"), Path(temporary, "out")
-        grid.mkdir()
+        grid = Path(temporary)
         shutil.copy(path.with_suffix(".jsonl"), grid / "results.jsonl")
         records = [json.loads(line) for line in (grid / "results.jsonl").read_text(encoding="utf-8").splitlines()]
         write_runs(path, page, records, grid)
         report = as_tested(make_report([grid], lambda _: None), page)
         check(report, page)
-        write_pages([report], out)
-        shutil.copy(out / "report.html", path)
-        for name, end in ENDS.items():
-            if (out / f"{name}.png").exists():
-                shutil.copy(out / f"{name}.png", path.with_name(f"{path.stem}{end}.png"))
+        publish(report, path)
 
 
 def write_runs(path: Path, page: str, records: list[dict[str, Any]], grid: Path) -> None:

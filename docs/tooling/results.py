@@ -13,6 +13,7 @@ import argparse
 import gzip
 import io
 import re
+import shutil
 import sys
 import tarfile
 import tempfile
@@ -25,30 +26,22 @@ import yaml
 
 from hf_freeze.analysis.significance import Difference
 from hf_freeze.experiments.report.build import make_report
-from hf_freeze.experiments.report.findings import interval, quality
+from hf_freeze.experiments.report.findings import interval, quality, seeds_in_words
 from hf_freeze.experiments.report.markdown import markdown
 from hf_freeze.experiments.report.report import Report
 from hf_freeze.experiments.report.write import write_pages
 from hf_freeze.experiments.tasks.scoring import TaskScoring
-from hf_freeze.run_folder import COMMANDS, HEAD_SCORES, LATENCY, PRECISION
+from hf_freeze.run_folder import COMMANDS, HEAD_SCORES, HEAD_TESTS, LATENCY, MAPS, PRECISION
 
 RESULTS = Path(__file__).parents[1] / "results"
 CLAIMS = RESULTS / "claims.yaml"
 ENDING = "_runs.tar.gz"
 KEPT = (COMMANDS, PRECISION, "results.jsonl")  # of a grid
-KEPT_OF_RUNS = (
-    *(
-        "run.json",
-        "metrics.json",
-        "environment.json",
-        "log.jsonl",
-        "items.npy",
-        "translations.txt",
-        "model/config.json",
-    ),
-    *(HEAD_SCORES, LATENCY),
-)
-PICTURES = {"report": "", "heads": "_heads", "schedules": "_schedules"}
+SETTINGS = ("run.json", "environment.json", "model/config.json")
+FIGURES = ("metrics.json", "log.jsonl", "items.npy", "translations.txt", HEAD_SCORES, HEAD_TESTS, MAPS, LATENCY)
+PICTURES = {"report": ""} | {
+    name: f"_{name}" for name in ("heads", "attention", "embeddings", "schedules")
+}  # -> end of file name
 TABLE = re.compile(r"(?s)(<!-- table (\w+) -->\n).*?(<!-- end -->\n)")
 CLAIMED = re.compile(r"(?s)(<!-- claims -->\n).*?(<!-- end -->\n)")
 ABSOLUTE = re.compile(r'"/\w[\w.-]*/[^"]*"')
@@ -61,14 +54,20 @@ def keep(grid: Path, name: str) -> None:
         raise ValueError(f"{name!r}: a name is letters, digits and _")
     files = {file: text for file in KEPT if (text := _read(grid / file)) is not None}
     for run in sorted(path.parent for path in grid.glob("row-*/metrics.json")):
-        files |= {f"{run.name}/{file}": text for file in KEPT_OF_RUNS if (text := _read(run / file)) is not None}
+        files |= {f"{run.name}/{file}": text for file in SETTINGS + FIGURES if (text := _read(run / file)) is not None}
     _write_archive(RESULTS / f"{name}{ENDING}", files)
-    with _unpacked(name) as folder, tempfile.TemporaryDirectory() as out:
-        write_pages([make_report([folder], lambda _: None)], Path(out))
-        (RESULTS / f"{name}.html").write_bytes(Path(out, "report.html").read_bytes())
-        for picture, end in PICTURES.items():
-            if Path(out, f"{picture}.png").exists():
-                (RESULTS / f"{name}{end}.png").write_bytes(Path(out, f"{picture}.png").read_bytes())
+    with _unpacked(name) as folder:
+        publish(make_report([folder], lambda _: None), RESULTS / f"{name}.html")
+
+
+def publish(report: Report, path: Path) -> None:
+    """Write the page of a report to `path`, and its pictures beside it."""
+    with tempfile.TemporaryDirectory() as out:
+        write_pages([report], Path(out))
+        shutil.copy(Path(out, "report.html"), path)
+        for name, end in PICTURES.items():
+            if Path(out, f"{name}.png").exists():
+                shutil.copy(Path(out, f"{name}.png"), path.with_name(f"{path.stem}{end}.png"))
 
 
 def _read(path: Path) -> bytes | None:
@@ -143,9 +142,9 @@ def pages(reports: Reports) -> dict[Path, str]:
     made = {}
     for path in sorted(RESULTS.glob("*.md")):
         text = path.read_text(encoding="utf-8")
-        text = TABLE.sub(lambda found: f"{found[1]}\n{reports.text(found[2])}\n\n{found[3]}", text)
-        text = CLAIMED.sub(lambda found: f"{found[1]}\n{claims(reports)}\n\n{found[2]}", text)
-        if text != path.read_text(encoding="utf-8") or TABLE.search(text) or CLAIMED.search(text):
+        text, tables = TABLE.subn(lambda found: f"{found[1]}\n{reports.text(found[2])}\n\n{found[3]}", text)
+        text, lists = CLAIMED.subn(lambda found: f"{found[1]}\n{claims(reports)}\n\n{found[2]}", text)
+        if tables or lists:
             made[path] = text
     return made
 
@@ -182,17 +181,16 @@ def measure(reports: Reports, *, grid: str, row: str, base: str = "0", expects: 
     if found.base == row:  # the other way round
         found = replace(found, base=base, row=row, difference=-found.difference, low=-found.high, high=-found.low)
     first, second = (next(one for one in report.rows if one["row"] == name) for name in (base, row))
-    seeds = min(first["seeds"], second["seeds"])
     words = f"{report.task.signed(found.difference)} {report.task.name} of {quality(report, first)}"
-    words += f" ({interval(report, found)}; {'one seed' if seeds == 1 else f'{seeds} seeds'})"
-    holds = verdict(report.task, found, expects) + " (one seed)" * (seeds == 1)
+    words += f" ({interval(report, found)}; {seeds_in_words(first, second)})"
+    holds = verdict(report.task, found, expects) + " (one seed)" * (not found.seeds)
     return f"{words}, row {row} of [{grid}]({grid}.html)", holds
 
 
 def verdict(task: TaskScoring, found: Difference, expects: str) -> str:
     """By the 95 % interval of one comparison: "holds" and "does not hold" only where the interval allows nothing else."""
     low, high = (found.low, found.high) if task.higher else (-found.high, -found.low)
-    loss, gain, no_loss = high < 0, low > 0, low > -task.margin
+    loss, gain, no_loss = high < 0, low > 0, task.loses_at_most(found.low, found.high)
     if expects not in EXPECTED:
         raise ValueError(f"expects: {expects!r}: choose from {list(EXPECTED)}")
     holds, fails = {
@@ -221,10 +219,9 @@ def main() -> None:
             path.write_text(text, encoding="utf-8")
         elif path.read_text(encoding="utf-8") != text:
             wrong.append(path.name)
-    if not wrong:
-        print(f"{len(archives())} archives: every table and claim is what they give")
     if wrong:
         sys.exit(f"not what the records give: {', '.join(wrong)}; run: python docs/tooling/results.py write")
+    print(f"{len(archives())} archives: every table and claim is what they give")
 
 
 if __name__ == "__main__":

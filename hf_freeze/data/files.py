@@ -47,3 +47,8 @@ def read_pieces(path: str | Path) -> Iterator[bytes]:
 def read_bytes(path: str | Path) -> bytes:
     """The whole content of a file, with the errors of `read_pieces`."""
     return b"".join(read_pieces(path))
+
+
+def fault(error: Exception) -> str:
+    """What is wrong with parsed JSON: the field that is missing, or what the error says."""
+    return f"no field {error}" if isinstance(error, KeyError) else str(error)

@@ -7,7 +7,7 @@ from typing import Any
 
 import datasets
 
-from hf_freeze.data.files import read_bytes
+from hf_freeze.data.files import fault, read_bytes
 from hf_freeze.data.text import load_hub_labelled
 
 COLUMNS = ("id", "question", "context", "answers", "starts")
@@ -38,8 +38,7 @@ def read_squad(paths: Sequence[str | Path]) -> datasets.Dataset:
                             }
                         )
         except (KeyError, TypeError, ValueError) as error:
-            reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"{path}: not a file of SQuAD's format: {reason}") from error
+            raise ValueError(f"{path}: not a file of SQuAD's format: {fault(error)}") from error
     return _checked(rows, ", ".join(map(str, paths)))
 
 

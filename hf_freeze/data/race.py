@@ -6,7 +6,7 @@ from pathlib import Path
 
 import datasets
 
-from hf_freeze.data.files import read_bytes
+from hf_freeze.data.files import fault, read_bytes
 
 LETTERS = "ABCDEFGH"
 
@@ -27,8 +27,7 @@ def read_race(folders: Sequence[str | Path]) -> datasets.Dataset:
                 questions = list(zip(text["questions"], text["options"], text["answers"], strict=True))
                 rows["article"] += [str(text["article"])] * len(questions)
             except (KeyError, TypeError, ValueError) as error:
-                reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
-                raise ValueError(f"{path}: not a file of RACE's format: {reason}") from error
+                raise ValueError(f"{path}: not a file of RACE's format: {fault(error)}") from error
             for question, options, answer in questions:
                 rows["question"].append(question)
                 rows["options"].append(options)

@@ -16,7 +16,7 @@ def answer(report: Report) -> str:
     top = f"{'Highest' if task.higher else 'Lowest'} {task.name}: {_named(best)}, {quality(report, best)}"
     tested = [row for row in rows[1:] if report.to_first(row)[1] is not None]
     if not tested:
-        return f"{top} ({_seeds(best)}{'; no difference was tested' * (len(rows) > 1)})."
+        return f"{top} ({seeds_in_words(best)}{'; no difference was tested' * (len(rows) > 1)})."
     smaller = [row for row in tested if row["stored"][0] < first["stored"][0]]
     if kept := [row for row in smaller if not _worse(report, row)]:
         least = min(kept, key=lambda row: (row["stored"][0], _sign(report) * row[task.quality][0]))
@@ -27,7 +27,7 @@ def answer(report: Report) -> str:
         closest = "; closest: " if len(smaller) > 1 else ": "
         return f"{every} measurably worse than {_named(first)}{closest}{_against_first(report, least)}."
     if best is first or best not in tested:
-        return f"{top} ({_seeds(best)}); no smaller row was tested."
+        return f"{top} ({seeds_in_words(best)}); no smaller row was tested."
     return f"{'Highest' if task.higher else 'Lowest'} {task.name}: {_against_first(report, best)}."
 
 
@@ -57,7 +57,7 @@ def _named(row: dict[str, Any]) -> str:
     return f"{row['label']} (row {row['row']})"
 
 
-def _seeds(*rows: dict[str, Any]) -> str:
+def seeds_in_words(*rows: dict[str, Any]) -> str:
     counts = sorted({row["seeds"] for row in rows})
     return "one seed" if counts == [1] else f"{' and '.join(map(str, counts))} seeds"
 
@@ -69,7 +69,7 @@ def _against_first(report: Report, row: dict[str, Any]) -> str:
     unit, form = task.columns["stored"][0].split()[-1], task.columns["stored"][2]
     size, whole = (f"{each['stored'][0]:{form}}" for each in (row, first))
     size = f"{size} {unit} in place of {whole}" if size != whole else f"{size} {unit}"
-    said = [*([interval(report, test)] if test else []), _seeds(first, row)]
+    said = [*([interval(report, test)] if test else []), seeds_in_words(first, row)]
     return (
         f"{_named(row)}, {size}, {task.name} {task.signed(difference)} against row {first['row']} ({'; '.join(said)})"
     )
