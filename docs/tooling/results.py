@@ -39,9 +39,8 @@ ENDING = "_runs.tar.gz"
 KEPT = (COMMANDS, PRECISION, "results.jsonl")  # of a grid
 SETTINGS = ("run.json", "environment.json", "model/config.json")
 FIGURES = ("metrics.json", "log.jsonl", "items.npy", "translations.txt", HEAD_SCORES, HEAD_TESTS, MAPS, LATENCY)
-PICTURES = {"report": ""} | {
-    name: f"_{name}" for name in ("heads", "attention", "embeddings", "schedules")
-}  # -> end of file name
+# Picture of a report -> how the name of its file ends here
+PICTURES = {"report": ""} | {name: f"_{name}" for name in ("heads", "attention", "embeddings", "schedules")}
 TABLE = re.compile(r"(?s)(<!-- table (\w+) -->\n).*?(<!-- end -->\n)")
 CLAIMED = re.compile(r"(?s)(<!-- claims -->\n).*?(<!-- end -->\n)")
 ABSOLUTE = re.compile(r'"/\w[\w.-]*/[^"]*"')

@@ -9,6 +9,7 @@ from support.reports import make_runs
 
 from hf_freeze.analysis.significance import Difference
 from hf_freeze.experiments.tasks.scoring import SCORING
+from hf_freeze.run_folder import HEAD_TESTS, MAPS
 
 sys.path.insert(0, str(ROOT / "docs" / "tooling"))
 import results
@@ -68,6 +69,11 @@ def test_an_archive_is_the_same_again_and_names_no_folder_of_a_machine(folder, t
     assert (folder / "tiny_runs.tar.gz").read_bytes() == first
     with results._unpacked("tiny") as unpacked:
         assert '"root": "DIRECTORY"' in (unpacked / "row-0-seed-1" / "run.json").read_text()
+    for name in (HEAD_TESTS, MAPS):  # what pictures are drawn from
+        (tmp_path / "grid" / "row-0-seed-1" / name).write_text("{}")
+    results.keep(tmp_path / "grid", "tiny")
+    with results._unpacked("tiny") as unpacked:
+        assert {HEAD_TESTS, MAPS} <= {path.name for path in (unpacked / "row-0-seed-1").iterdir()}
     settings = tmp_path / "grid" / "row-0-seed-1" / "run.json"
     settings.write_text('{"teacher": "/home/me/runs/teacher"}')
     with pytest.raises(ValueError, match=r'run\.json names a folder .*: "/home/me/runs/teacher"'):
