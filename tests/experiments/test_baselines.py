@@ -15,7 +15,7 @@ OWN = {  # what row 0 of a grid may have of its own: where it is the subject of 
     "theseus": {"encoder_layers", "decoder_layers"},
     "layerdrop": {"encoder_layers", "decoder_layers"},
 }
-BASELINES = {"multi30k": "r2-d1"}  # corpus -> the row of its sweep that was chosen
+BASELINES = {"multi30k": "r2-d1", "wikitext2": "r3-d0"}  # corpus -> the row of its sweep that was chosen
 ANOTHER_SIZE = {"served"}  # has a wider model, to be made smaller
 
 
@@ -25,7 +25,12 @@ def row_of(recipe, name):
 
 def grids(corpus):
     found = sorted(set(RECIPES.rglob(f"{corpus}.yaml")) | set(RECIPES.rglob(f"*_{corpus}.yaml")))
-    return [path for path in found if path.parent.name not in {"baselines", *ANOTHER_SIZE}]
+    found = [path for path in found if path.parent.name not in {"baselines", *ANOTHER_SIZE}]
+    return [
+        path
+        for path in found
+        if load_recipe(path)["task"] == load_recipe(RECIPES / "baselines" / f"{corpus}.yaml")["task"]
+    ]
 
 
 CASES = [(corpus, path) for corpus in BASELINES for path in grids(corpus)]
