@@ -18,6 +18,12 @@ def run(
     smoke: options.Smoke = False,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, each in its own process.")] = 1,
     report_to: options.ReportTo = None,
+    reuse: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Folder of another grid: take its finished runs of the same settings, such as row 0. Repeatable."
+        ),
+    ] = None,
     resume_anyway: options.ResumeAnyway = False,
     on: places.On = "local",
     sbatch: places.Sbatch = "",
@@ -29,6 +35,8 @@ def run(
     """Run a grid: every row and seed of a recipe. Finished runs are skipped, interrupted runs resume.
 
     Example: hf-freeze run freeze_ablation/multi30k --set data.root=data/multi30k --seeds 3
+
+    Example: hf-freeze run theseus/multi30k --set data.root=data/multi30k --reuse runs/freeze-ablation-multi30k
 
     Example: hf-freeze run freeze_ablation --report-to tensorboard; tensorboard --logdir runs/freeze-ablation
 
@@ -48,8 +56,11 @@ def run(
         loaded = load_recipe(recipe, all_settings, smoke=smoke)
         folder = out or Path("runs") / (loaded["name"] + ("-smoke" if smoke else ""))
         ray = places.ray_options(on, sbatch, **ray_settings)
+        reused = reuse or []
         if on == "slurm":
-            _print_job_script(recipe, loaded, all_settings, folder, sbatch, smoke=smoke, resume_anyway=resume_anyway)
+            _print_job_script(
+                recipe, loaded, all_settings, folder, sbatch, reused, smoke=smoke, resume_anyway=resume_anyway
+            )
             return
         command = _command(recipe, settings, seeds, smoke, jobs, on, ray_settings)
         if is_first_process():
@@ -61,6 +72,7 @@ def run(
                 jobs=jobs,
                 console=terminal.console,
                 command=command,
+                reuse=reused,
                 resume_anyway=resume_anyway,
                 ray=ray,
             )
@@ -83,6 +95,7 @@ def _print_job_script(
     settings: list[str],
     folder: Path,
     sbatch: str,
+    reuse: list[Path],
     *,
     smoke: bool,
     resume_anyway: bool,
@@ -90,6 +103,7 @@ def _print_job_script(
     from hf_freeze.experiments.runs.slurm import job_script
 
     words = ["hf-freeze", "run", str(recipe), *(word for setting in settings for word in ("--set", setting))]
+    words += [word for grid in reuse for word in ("--reuse", str(grid))]
     words += ["--smoke"] * smoke + ["--resume-anyway"] * resume_anyway + ["--out", str(folder)]
     typer.echo(job_script(loaded, words, folder, sbatch), nl=False)
 

@@ -344,6 +344,31 @@ def test_finished_runs_are_skipped(grid, monkeypatch):
     assert before == {p: p.stat().st_mtime_ns for p in out.rglob("*") if "results" not in p.name and p != out}
 
 
+def test_a_row_that_another_grid_has_finished_is_not_trained_again(grid, tmp_path, monkeypatch):
+    _, out, _, records = grid
+    path = write_recipe(tmp_path / "r.yaml", name="another", rows={"dense": {"label": "dense", "methods": []}})
+    another = load_recipe(path)
+    trained = []
+    monkeypatch.setattr(
+        "hf_freeze.experiments.runs.grid._execute_all", lambda waiting, *args: trained.extend(waiting) or []
+    )
+    console = Console(record=True, width=300)
+    (record,) = run_grid(another, tmp_path / "out", console=console, reuse=[out])
+    assert trained == []
+    assert f"row dense seed 1: finished in {out / 'row-0-seed-1'}" in console.export_text()
+    assert record == records[0] | {"recipe": "another", "row": "dense", "label": "dense"}
+    reused = tmp_path / "out" / "row-dense-seed-1"
+    assert json.loads((reused / "run.json").read_text()) == expand(another)[0], "its own settings"
+    model = "model/model.safetensors"
+    assert (reused / model).read_bytes() == (out / "row-0-seed-1" / model).read_bytes()
+
+    path = write_recipe(tmp_path / "longer.yaml", training={"epochs": 2})
+    run_grid(load_recipe(path), tmp_path / "longer", console=console, reuse=[out])
+    assert [run["row"] for run in trained] == ["0", "2.1"], "other settings are trained"
+    with pytest.raises(ValueError, match="nothing holds no finished runs to reuse"):
+        run_grid(another, tmp_path / "other", console=console, reuse=[tmp_path / "nothing"])
+
+
 def test_a_folder_of_another_recipe_is_refused(grid):
     recipe, out, _, _ = grid
     other = changed(recipe, {"training/learning_rate": 0.1})

@@ -5,6 +5,7 @@ import os
 import shlex
 import stat
 import subprocess
+from itertools import pairwise
 
 import pytest
 from support.recipes import write_recipe
@@ -56,7 +57,9 @@ def run_script(folder, script):
 def test_the_jobs_of_a_grid_are_the_grid(tmp_path):
     """In an order in which each finds what it starts from; and the last one only reports."""
     recipe = write_recipe(tmp_path / "r.yaml", rows=ROWS, seeds=[1, 2])
-    script = printed(recipe, tmp_path / "out", "--sbatch", "--gres=gpu:1", "--set", "training.epochs=0.5")
+    script = printed(
+        *(recipe, tmp_path / "out", "--sbatch", "--gres=gpu:1", "--set", "training.epochs=0.5", "--reuse", "other")
+    )
     assert not (tmp_path / "out").exists()
     submitted, jobs = run_script(tmp_path, script)
     assert [("dependency=afterok:1" in line, "gres=gpu:1" in line) for line in submitted] == [
@@ -65,7 +68,9 @@ def test_the_jobs_of_a_grid_are_the_grid(tmp_path):
         (True, True),
         (True, True),
     ]
-    only = [(words[words.index("--set", 5) + 1], words[words.index("--set", 7) + 1]) for words in jobs]
+    assert all(words[words.index("--reuse") + 1] == "other" for words in jobs)
+    settings = [[value for word, value in pairwise(words) if word == "--set"] for words in jobs]
+    only = [(row, seed) for _, row, seed in settings]
     assert only[:4] == [(f"only=['{row}']", f"seeds=[{seed}]") for seed in (1, 2) for row in ("0", "2")]
     assert only[4:6] == [(f"only=['{1}']", f"seeds=[{seed}]") for seed in (1, 2)]
     assert only[6:] == [(f"only=['{3}']", f"seeds=[{seed}]") for seed in (1, 2)]

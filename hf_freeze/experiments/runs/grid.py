@@ -5,7 +5,7 @@ Finished runs are skipped, interrupted runs resume from their last checkpoint.
 
 import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from hf_freeze.experiments.runs.on_ray import RayOptions, RayTasks
 from hf_freeze.experiments.runs.precision import precision_of
 from hf_freeze.experiments.runs.processes import Processes
 from hf_freeze.experiments.runs.progress import show_progress, summary_line
+from hf_freeze.experiments.runs.reuse import reuse_finished
 from hf_freeze.experiments.runs.tracking import check_tracker
 from hf_freeze.model.loading import check_exists
 from hf_freeze.run_folder import NOTHING, needed_folders, run_folder, start_folder
@@ -42,6 +43,7 @@ def run_grid(
     scored_on: str = "test",
     unscored: Collection[str] = (),
     trainer: str | None = None,
+    reuse: Iterable[Path] = (),
     watch: Callable[[dict[str, Any], dict[str, Any]], Any] = lambda run, message: None,
 ) -> list[dict[str, Any]]:
     """Execute every run of `recipe` that `out` does not hold yet, `jobs` at a time; returns the records in grid order.
@@ -51,7 +53,8 @@ def run_grid(
     Under a launcher (torchrun, accelerate launch) all processes work on one run after the other. `resume_anyway`: go on with
     a checkpoint that another version, commit, device or number of threads or processes left. `scored_on`: "dev" for runs that
     must not see the test split. `unscored`: rows that only others start from, which have no score but the dev loss. `trainer`:
-    "module:class", instead of the task's. `watch(run, message)` is called with what a run says, and with {"stage": "finished"}
+    "module:class", instead of the task's. `reuse`: folders of other grids, whose finished runs of the same settings are copied
+    (`reuse_finished`). `watch(run, message)` is called with what a run says, and with {"stage": "finished"}
     after its end; an exception in it stops all runs at their last checkpoints.
 
     Writes `out/results.jsonl`, of all finished runs there, and `command` for the report. Raises ValueError where the recipe has
@@ -89,6 +92,9 @@ def run_grid(
         for run in runs:
             if not (run_folder(out, run) / "metrics.json").exists():
                 precision_of(out, run, resume_anyway=resume_anyway)
+    if not launched or is_first_process():
+        for line in reuse_finished(runs, out, reuse):
+            console.print(escape(line), soft_wrap=True)
     if launched:
         from hf_freeze.experiments.runs.launched import execute_launched  # it imports all that a run needs
 
