@@ -18,7 +18,7 @@ def reuse_finished(runs: list[dict[str, Any]], out: Path, grids: Iterable[Path])
     same settings, seed and precision, under any name; returns a line about each. Where the data lie may differ, as for runs that
     are resumed. The record keeps the version, commit and device that made it.
 
-    Runs that start from another run, or learn from one, are trained anew. Raises ValueError for a folder without finished runs.
+    Runs that start from another run, or learn from one, are trained again. Raises ValueError for a folder without finished runs.
     """
     lines = []
     for grid in grids:
