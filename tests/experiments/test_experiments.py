@@ -32,6 +32,7 @@ from hf_freeze.experiments.recipes.fields import TAKES, TASK_FIELDS
 from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.report.finished_runs import read_results
 from hf_freeze.experiments.report.write import write_report
+from hf_freeze.experiments.runs.claim import check_free, training_in
 from hf_freeze.experiments.runs.grid import FailedRuns, run_grid
 from hf_freeze.experiments.runs.text_training import training_arguments
 from hf_freeze.methods import Freeze, LowRank
@@ -296,6 +297,7 @@ def test_a_grid_leaves_models_scores_and_records(grid):
         assert json.loads((folder / "metrics.json").read_text()) == record
         assert not (folder / "checkpoints").exists()
         assert not (folder / "error.log").exists()
+        assert (folder / "lock").exists(), "held while it was trained"
         translations = (folder / "translations.txt").read_text().splitlines()
         assert len(translations) == 8
         log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -367,6 +369,19 @@ def test_a_row_that_another_grid_has_finished_is_not_trained_again(grid, tmp_pat
     assert [run["row"] for run in trained] == ["0", "2.1"], "other settings are trained"
     with pytest.raises(ValueError, match="nothing holds no finished runs to reuse"):
         run_grid(another, tmp_path / "other", console=console, reuse=[tmp_path / "nothing"])
+
+
+def test_a_run_that_another_process_trains_is_refused(tmp_path):
+    recipe, out = load_recipe(write_recipe(tmp_path / "r.yaml")), tmp_path / "out"
+    folder = run_folder(out, expand(recipe)[1])
+    folder.mkdir(parents=True)
+    with training_in(folder):
+        with pytest.raises(
+            ValueError, match=r"another process is training in .*row-2\.1-seed-1: wait until it has ended"
+        ):
+            run_grid(recipe, out, console=Console(quiet=True))
+        assert not (out / "row-0-seed-1" / "metrics.json").exists(), "nothing was trained"
+    check_free([folder])  # it has ended
 
 
 def test_a_folder_of_another_recipe_is_refused(grid):

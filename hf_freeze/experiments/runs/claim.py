@@ -1,8 +1,12 @@
-"""Before a grid runs: check that its folder fits the recipe, and enter the settings of every run."""
+"""Before a grid runs: check that its folder fits the recipe and is free, and enter the settings of every run."""
 
 import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from hf_freeze.experiments.runs.precision import noted_precision, resolve_precision
 from hf_freeze.experiments.tasks.data_forms import SPLITS, data_form
@@ -60,6 +64,30 @@ def check_other_grid(out: Path, run: dict[str, Any]) -> None:
             f"{run['start']['grid']} holds no finished run of row {run['row']!r} with seed {run['seed']} to start from: run that "
             "grid first, or say where it is: --set start=FOLDER"
         )
+
+
+@contextmanager
+def training_in(folder: Path) -> Iterator[None]:
+    """Inside, other processes see that the run in `folder` is being trained; also after a kill, when nobody does, it is free."""
+    lock = FileLock(folder / "lock", timeout=0)
+    with suppress(NotImplementedError):  # a file system without locks
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_free(folders: Iterable[Path]) -> None:
+    """Raise ValueError where another process trains the run in one of `folders`."""
+    for folder in folders:
+        try:
+            with training_in(folder):
+                pass
+        except Timeout:
+            raise ValueError(
+                f"another process is training in {folder}: wait until it has ended, or choose another --out"
+            ) from None
 
 
 def claim_all(runs: list[dict[str, Any]], out: Path, command: str | None) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hf_freeze.experiments.recipes.expand import expand
-from hf_freeze.experiments.runs.claim import check_files, check_folder, check_other_grid, claim_all
+from hf_freeze.experiments.runs.claim import check_files, check_folder, check_free, check_other_grid, claim_all
 from hf_freeze.experiments.runs.collect import write_results
 from hf_freeze.experiments.runs.launcher import is_first_process, is_launched
 from hf_freeze.experiments.runs.on_ray import RayOptions, RayTasks
@@ -105,6 +105,7 @@ def run_grid(
     failed: list[Path] = []
     if waiting:
         if ray is None:
+            check_free(run_folder(out, run) for run in waiting)
             workers = Processes(jobs, resume_anyway)
         else:
             workers = RayTasks(ray, resume_anyway, lambda text: console.print(escape(text), soft_wrap=True))

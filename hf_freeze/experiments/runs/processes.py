@@ -106,6 +106,7 @@ def work(
     import torch
     import transformers
 
+    from hf_freeze.experiments.runs.claim import training_in
     from hf_freeze.experiments.runs.execute import execute
     from hf_freeze.experiments.runs.resume import forget_other_machines
     from hf_freeze.experiments.runs.text_training import Paused
@@ -121,7 +122,8 @@ def work(
     try:
         if begin_again and not resume_anyway:
             forget_other_machines(folder)
-        execute(run, folder, report, resume_anyway=resume_anyway, until=until)
+        with training_in(folder):
+            execute(run, folder, report, resume_anyway=resume_anyway, until=until)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     except Paused:
         return

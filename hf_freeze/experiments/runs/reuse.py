@@ -56,7 +56,9 @@ def _settings(run: dict[str, Any], precision: str) -> dict[str, Any]:
 
 
 def _copy(source: Path, folder: Path, run: dict[str, Any]) -> None:
-    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run.json", "metrics.json"))
+    shutil.copytree(
+        source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run.json", "metrics.json", "lock")
+    )
     record = json.loads((source / "metrics.json").read_text(encoding="utf-8"))
     record |= {"recipe": run["name"], "row": run["row"], "label": run["label"]}
     # Written last: a run with metrics.json is a finished one.
