@@ -25,6 +25,7 @@ from hf_freeze.cli import (
     recipes,
     report,
     run,
+    score,
     search,
     trim,
 )
@@ -66,6 +67,7 @@ for _command in (
     push.push,
     export.export,
     latency.latency,
+    score.score,
     convert.convert,
     merge.merge,
     trim.trim,

@@ -35,9 +35,11 @@ from hf_freeze.experiments.report.write import write_report
 from hf_freeze.experiments.runs.claim import check_free, training_in
 from hf_freeze.experiments.runs.grid import FailedRuns, run_grid
 from hf_freeze.experiments.runs.text_training import training_arguments
+from hf_freeze.experiments.scored import score_folders
 from hf_freeze.methods import Freeze, LowRank
 from hf_freeze.methods.registry import METHODS
 from hf_freeze.metrics import load as load_metric
+from hf_freeze.publish.export.convert import export_model
 from hf_freeze.run_folder import commands_of, run_folder
 
 ABLATION = ROOT / "recipes" / "freeze_ablation"
@@ -534,6 +536,36 @@ def test_inspect_a_trained_run(grid):
     _, out, _, records = grid
     output = plain(cli("inspect", out / "row-2.1-seed-1" / "model").output)
     assert f"{records[1]['parameters']['stored_bytes']:,} bytes" in output
+
+
+def test_score_repeats_the_scores_of_the_runs(grid, tmp_path):
+    recipe, out, _, records = grid
+    path = write_recipe(tmp_path / "r.yaml")
+    folders = [run_folder(out, run) / "model" for run in expand(recipe)]
+    name, count, results = score_folders(folders, load_recipe(path))
+    assert (name, count) == ("BLEU", 8)
+    assert [one.score for one in results] == [record["metrics"]["test_bleu"] for record in records]
+    assert results[0].to_first is None
+    difference, low, high = results[1].to_first
+    assert difference == pytest.approx(results[1].score - results[0].score)
+    assert low <= difference <= high
+    assert score_folders([folders[0]] * 2, load_recipe(path), split="dev")[2][1].to_first == (0, 0, 0)
+    printed = cli("score", *folders, "--data", path).output
+    assert "On the 8 texts of the test split" in printed
+    assert one_line_error("score", folders[0], "--data", path, "--split", "train") == (
+        "Error: split 'train': choose from ['test', 'dev']"
+    )
+    assert "nothing" in one_line_error("score", tmp_path / "nothing", "--data", path)
+    with pytest.raises(ValueError, match=r"task 'language-modelling': hf-freeze score is for \['translation',"):
+        score_folders(folders, load_recipe(ABLATION / "lm.yaml"))
+
+
+def test_score_runs_an_exported_folder_in_its_engine(grid, tmp_path):
+    pytest.importorskip("ctranslate2")
+    _, out, _, records = grid
+    exported = export_model(out / "row-0-seed-1" / "model", "ctranslate2", quantization=None, out=tmp_path / "exported")
+    (scored,) = score_folders([exported], load_recipe(write_recipe(tmp_path / "r.yaml")))[2]
+    assert scored.score == pytest.approx(records[0]["metrics"]["test_bleu"], abs=1)
 
 
 def test_inspect_measures_the_linears(tmp_path):
