@@ -50,6 +50,7 @@ def _settings_of_folder(folder: Path) -> dict[str, Any]:
 def _settings(run: dict[str, Any], precision: str) -> dict[str, Any]:
     settings = json.loads(json.dumps({key: value for key, value in run.items() if key not in _NAMES}))
     settings["data"].pop("root", None)
+    settings.get("backbone", {}).setdefault("init", "backbone")  # as if it were not there
     if "bf16" in settings["training"]:
         resolve_precision(settings, precision == "bf16")
     return settings
