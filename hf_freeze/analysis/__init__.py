@@ -9,6 +9,7 @@ from hf_freeze.analysis.head_importance import head_importance as head_importanc
 from hf_freeze.analysis.head_importance import select_heads as select_heads
 from hf_freeze.analysis.latency import LinearLatency as LinearLatency
 from hf_freeze.analysis.latency import linear_latencies as linear_latencies
+from hf_freeze.analysis.layer_importance import keep_rates as keep_rates
 from hf_freeze.analysis.layer_importance import layer_importance as layer_importance
 from hf_freeze.analysis.layer_importance import select_layers as select_layers
 from hf_freeze.analysis.layer_search import search_layers as search_layers

@@ -13,7 +13,7 @@ from hf_freeze.analysis.ablation import recorded, replayed
 from hf_freeze.analysis.head_importance import count_labels
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.layer_forward import Skipped
-from hf_freeze.methods import LayerSelection
+from hf_freeze.methods import LayerDrop, LayerSelection
 from hf_freeze.methods._checks import check_choice
 from hf_freeze.surgery.sublayers import ATTENTION, FFN, check_sublayers, last_linears
 
@@ -58,6 +58,25 @@ def layer_importance(
     for (name, number), rise in rises.items():
         scores[name][number] = rise
     return scores
+
+
+def keep_rates(model: Any) -> dict[str, torch.Tensor]:
+    """What `LayerDrop(learned=True)` has learnt, as scores for `select_layers`: stack -> fp32 on the CPU (layers,), the share of
+    training steps in which each layer runs.
+
+        model = make_variant(config, [methods.LayerDrop(p=0.2, learned=True)], task="seq2seq-lm")
+        ...  # train it
+        model.finalize()
+        shallow = make_variant(model, [analysis.select_layers(analysis.keep_rates(model), {"encoder": 2})])
+
+    Raises ValueError for an unknown architecture, a model on meta, and a model without learnt rates.
+    """
+    architecture = check_model(model)
+    for method in getattr(model, "methods_now", ()):
+        if isinstance(method, LayerDrop) and (method.learned or method.rates is not None):
+            rates = method.learnt_rates(model, architecture)
+            return {stack: 1 - torch.tensor(of, dtype=torch.float32) for stack, of in rates.items()}
+    raise ValueError(f"this {type(model).__name__} has no learnt rates: train it with LayerDrop(learned=True)")
 
 
 def select_layers(scores: Mapping[str, torch.Tensor], keep: Mapping[str, int]) -> LayerSelection:

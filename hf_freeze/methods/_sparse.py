@@ -18,7 +18,6 @@ M = TypeVar("M", bound="SparseMethod")
 class SparseMethod(LinearMethod):
     """`nonzeros`: linear -> number of its remaining weights. It is None until `finalize()` fills it in."""
 
-    keeps_masks: ClassVar[bool] = True
     skips_removed: ClassVar[bool] = False  # `nonzeros` has all linears
     by_layer: ClassVar[tuple[str, ...]] = ("nonzeros",)
     nonzeros: dict[str, int] | None = None
@@ -40,6 +39,10 @@ class SparseMethod(LinearMethod):
                 raise ValueError(
                     f"{type(self).__name__}: nonzeros must name the linears {names}; {differ[0]!r} does not match"
                 )
+
+    @property
+    def keeps_masks(self) -> bool:
+        return True
 
     @property
     def refers_to(self) -> frozenset[str]:

@@ -41,7 +41,6 @@ class Method:
     repeatable: ClassVar[bool] = True  # may be applied to the same model twice
     pads: ClassVar[bool] = False  # `merge` does no more than fill up layers with zeros
     shares_layers: ClassVar[bool] = False  # several layers use one set of parameters
-    keeps_masks: ClassVar[bool] = False  # keeps a mask for each layer until `finalize`
     renumbers: ClassVar[str | None] = None  # "layers" or "tokens": the kept ones get new numbers
     by_layer: ClassVar[tuple[str, ...]] = ()  # fields that may be dicts with keys such as "encoder.0.self"
 
@@ -51,6 +50,11 @@ class Method:
         meaning."""
         named = any(isinstance(getattr(self, name), dict) for name in self.by_layer)
         return frozenset({"layers"} if named or getattr(self, "layers", None) is not None else ())
+
+    @property
+    def keeps_masks(self) -> bool:
+        """Whether it keeps a mask or a score for each layer, which layers with shared parameters cannot have."""
+        return False
 
     @property
     def follows_layers(self) -> bool:

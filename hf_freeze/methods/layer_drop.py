@@ -1,13 +1,16 @@
 """Leave layers, or parts of them, out at random in training (Fan et al., 2020, https://arxiv.org/abs/1909.11556)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.layer_forward import Skipped
+from hf_freeze.layers.learnt_skip import LearntSkip, draw, drop_rates, drop_scores
 from hf_freeze.layers.thinned import Thinned
-from hf_freeze.methods._checks import check_positive, check_seed, check_share
+from hf_freeze.methods._checks import check_bool, check_positive, check_seed, check_share
+from hf_freeze.methods._layer_numbers import Kept
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import Part, Schedule
 from hf_freeze.methods.registry import register_method
@@ -35,11 +38,26 @@ class LayerDrop(Method):
 
     The draws are a function of `seed`, the unit and the step. All processes, accumulated batches and a resumed run get equal
     draws, so training needs `VariantCallback` or `model.advance`. DistributedDataParallel needs `find_unused_parameters=True`.
+
+    With `learned`, each layer has a rate of its own, and `p` is their mean in each stack ("data driven pruning" in the paper).
+    `finalize()` puts them into `rates`, and drops what they were computed from; from then on they stay as they are.
+    `analysis.select_layers(analysis.keep_rates(model), {"encoder": 3})` keeps the layers that are left out least. Other `rates`,
+    such as `{"encoder": [0.0, 0.1, 0.2, 0.3]}`, a number for each layer, take the place of `p` for whole layers.
+
+    The paper learns a softmax of a nonlinear function of each layer's activation, and leaves open which one, and how a draw has a
+    gradient. Here a trained score of each layer gives its rate, 1 - sigmoid(score + c), where one c for the stack holds the mean
+    at `p` in every step. A score does not depend on the input, as the choice of layers must not; the sigmoid ranks layers as a
+    softmax does, and keeps each rate below 1. The gradient estimates the loss with the layer less that without it, to second
+    order (`layers.learnt_skip.LearntSkip`); for this a skipped layer runs as well, without gradients of its own. Scores need a
+    higher learning rate than weights (`training.parameter_groups`, component "head") and no weight decay, which pulls all rates
+    to `p`. FSDP cannot train them.
+
     Whole layers work on all architectures, smaller units where heads and neurons are proved. The method refuses the
     `encoder_layerdrop` and `decoder_layerdrop` of some native configs, which draw separately in each process.
 
     Raises ValueError for p outside [0, 1), an unknown stack or unit, a unit that the layers lack (FFNs of experts count as
-    lacking), "attention" beside one of its kinds, a second LayerDrop, and a native LayerDrop.
+    lacking), "attention" beside one of its kinds, `learned` without a share of layers, rates that are not one for each layer of
+    `stacks`, a second LayerDrop, and a native LayerDrop.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"layers"})
@@ -48,6 +66,8 @@ class LayerDrop(Method):
     stacks: list[str] | None = None
     groups: int = 8
     seed: int = 0
+    learned: bool = False
+    rates: dict[str, list[float]] | None = None
 
     def __post_init__(self) -> None:
         if self.p == {}:
@@ -62,6 +82,25 @@ class LayerDrop(Method):
             )
         check_positive(self.groups, "LayerDrop", "groups")
         check_seed(self.seed, "LayerDrop")
+        check_bool(self.learned, "LayerDrop", "learned")
+        if self.learned and not self.probabilities.get(LAYERS):
+            raise ValueError(
+                f"LayerDrop(p={self.p!r}, learned=True): give 'layers' a share above 0, the mean of their rates"
+            )
+        if self.rates is not None:
+            self._check_rates(self.rates)
+
+    def _check_rates(self, rates: Any) -> None:
+        if self.learned or LAYERS not in self.probabilities:
+            raise ValueError(
+                f"LayerDrop(p={self.p!r}, learned={self.learned}, rates={rates!r}): rates are those of 'layers', "
+                "learnt or given; leave one of them out"
+            )
+        if not isinstance(rates, dict) or not rates or not all(isinstance(of, list) and of for of in rates.values()):
+            raise ValueError(f"LayerDrop(rates={rates!r}): must be a dict such as {{'encoder': [0.0, 0.1]}}")
+        for stack, of in rates.items():
+            for number, rate in enumerate(of):
+                check_share(rate, "LayerDrop", f"rates[{stack!r}][{number}]")
 
     @property
     def probabilities(self) -> dict[str, float]:
@@ -76,6 +115,13 @@ class LayerDrop(Method):
                     f"LayerDrop: the backbone skips layers already, by {field}={getattr(config, field)}; set that to 0"
                 )
         self._check_units(architecture, config)
+        if self.rates is not None:
+            depths = architecture.depths(config)
+            expected = {stack: depths[stack] for stack in self.chosen_stacks(architecture)}
+            if (given := {stack: len(of) for stack, of in self.rates.items()}) != expected:
+                raise ValueError(
+                    f"LayerDrop(rates=...): {given} numbers by stack; must be {expected}, one for each layer"
+                )
 
     def _check_units(self, architecture: Architecture, config: Any) -> None:
         stacks, units = self.chosen_stacks(architecture), self.probabilities
@@ -101,7 +147,8 @@ class LayerDrop(Method):
                 if units.keys() - {LAYERS}:
                     Thinned(layer)
                 if LAYERS in units:
-                    Skipped(layer, returns_tuple=architecture.stacks[stack].returns_tuple)
+                    skip = LearntSkip if self.learned else Skipped
+                    skip(layer, returns_tuple=architecture.stacks[stack].returns_tuple)
 
     def chosen_stacks(self, architecture: Architecture) -> list[str]:
         """The stacks that it acts on, in order."""
@@ -117,7 +164,43 @@ class LayerDrop(Method):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (_Draws(self),) if any(self.probabilities.values()) else ()
+        return (_Draws(self),) if any(self.probabilities.values()) or self.rates is not None else ()
+
+    @property
+    def refers_to(self) -> frozenset[str]:
+        return frozenset({"layers"} if self.learned or self.rates is not None else ())
+
+    def renumbered(self, architecture: Architecture, kept: Kept) -> "LayerDrop":
+        if self.rates is None:
+            return self
+        of_kept = {
+            stack: [of[number] for number in kept.get(stack, range(len(of)))] for stack, of in self.rates.items()
+        }
+        return replace(self, rates=of_kept)
+
+    @property
+    def finalizable(self) -> bool:
+        return self.learned
+
+    @property
+    def keeps_masks(self) -> bool:
+        return self.learned
+
+    def learnt_rates(self, model: Any, architecture: Architecture) -> dict[str, list[float]]:
+        """Stack -> the probability of each of its layers to be left out, by their scores or as `finalize()` has fixed it."""
+        if self.rates is not None:
+            return self.rates
+        stacks = {stack: surgery.layers_of(model, architecture, stack) for stack in self.chosen_stacks(architecture)}
+        return {stack: drop_rates(layers, self.probabilities[LAYERS]).tolist() for stack, layers in stacks.items()}
+
+    def finalize(self, model: Model, architecture: Architecture) -> "LayerDrop":
+        rates = self.learnt_rates(model, architecture)
+        self.merge(model, architecture)
+        return replace(self, learned=False, rates=rates)
+
+    def merge(self, model: Model, architecture: Architecture) -> None:
+        if self.learned:
+            drop_scores(self.affected_layers(model, architecture))
 
 
 class _Draws(Schedule):
@@ -129,21 +212,36 @@ class _Draws(Schedule):
         self.method = method
 
     def values(self, step: int, total_steps: int) -> dict[str, float]:
-        return {f"share of {unit} left out": p for unit, p in self.method.probabilities.items()}
+        shares = self.method.probabilities
+        if self.method.rates is not None:
+            shares = shares | {LAYERS: fmean(rate for of in self.method.rates.values() for rate in of)}
+        return {f"share of {unit} left out": share for unit, share in shares.items()}
 
     def advance(self, model: Model, architecture: Architecture, step: int, total_steps: int) -> None:
-        layers = self.method.affected_layers(model, architecture)
         units = self.method.probabilities
         if LAYERS in units:
-            for layer, out in zip(layers, self._drawn(LAYERS, step, len(layers)), strict=True):
-                Skipped.of(layer).active = out
+            count = len(self.method.affected_layers(model, architecture))
+            self._skip(model, architecture, self._draws(LAYERS, step, count))
         if units.keys() - {LAYERS}:
             self._thin(model, architecture, step)
 
-    def _drawn(self, unit: str, step: int, count: int) -> list[bool]:
-        """Whether each of `count` units is left out in this step."""
+    def _skip(self, model: Model, architecture: Architecture, drawn: list[float]) -> None:
+        """Draw whole layers."""
+        p, start = self.method.probabilities[LAYERS], 0
+        for stack in self.method.chosen_stacks(architecture):
+            layers = surgery.layers_of(model, architecture, stack)
+            own, start = drawn[start : start + len(layers)], start + len(layers)
+            if self.method.learned:
+                draw(layers, p, own)
+                continue
+            rates = [p] * len(layers) if self.method.rates is None else self.method.rates[stack]
+            for layer, number, rate in zip(layers, own, rates, strict=True):
+                Skipped.of(layer).active = number < rate
+
+    def _draws(self, unit: str, step: int, count: int) -> list[float]:
+        """A number in 0..1 for each of `count` units: in this step, those below their probability are left out."""
         name = f"layer_drop/{step}" if unit == LAYERS else f"layer_drop/{unit}/{step}"
-        return [draw < self.method.probabilities[unit] for draw in draws(self.method.seed, name, count)]
+        return draws(self.method.seed, name, count)
 
     def _thin(self, model: Model, architecture: Architecture, step: int) -> None:
         """Draw the sublayers, heads and neurons. The description is that of now: later methods may have moved linears and removed
@@ -165,9 +263,9 @@ class _Draws(Schedule):
                 counts = [head_count(layer, architecture, config, stack, kind) for stack, layer, kind, _ in places]
             elif unit == NEURONS:
                 counts = [self.method.groups] * len(places)
-            drawn = iter(self._drawn(unit, step, sum(counts)))
+            drawn = iter(self._draws(unit, step, sum(counts)))
             for (_, layer, _, linear), count in zip(places, counts, strict=True):
-                out = [next(drawn) for _ in range(count)]
+                out = [next(drawn) < units[unit] for _ in range(count)]
                 if inside is None and out[0]:
                     silent[layer].add(linear)
                 elif inside is not None and count:

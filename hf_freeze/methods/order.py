@@ -69,5 +69,8 @@ def _conflict(method: Method, before: Method) -> str | None:
     if method.replaces_blocks and before.replaces_blocks:
         return ", which has put in other blocks; leave one of the two out"
     if (method.shares_layers and before.keeps_masks) or (method.keeps_masks and before.shares_layers):
-        return ": layers that share their parameters cannot keep a mask each; merge() the first, or leave one of the two out"
+        return (
+            ": layers that share their parameters cannot keep a mask or score each; merge() the first, or leave one of the two "
+            "out"
+        )
     return None

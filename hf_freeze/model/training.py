@@ -81,7 +81,7 @@ class TrainingMixin(_Model):
         self.progress = step / total_steps
         self._freeze_phase()
         model: Any = self
-        for _, schedule in parts_of(self.methods, Schedule):
+        for _, schedule in parts_of(self.methods_now, Schedule):
             schedule.advance(model, self.architecture, step, total_steps)
 
     def rewind(self) -> None:
@@ -89,7 +89,7 @@ class TrainingMixin(_Model):
         self.progress = None
         self._freeze_phase()
         model: Any = self
-        for _, schedule in parts_of(self.methods, Schedule):
+        for _, schedule in parts_of(self.methods_now, Schedule):
             schedule.rewind(model, self.architecture)
 
     @property

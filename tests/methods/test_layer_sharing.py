@@ -265,7 +265,7 @@ def test_settings_that_are_refused(settings, message):
         ([methods.LayerSharing(), methods.FFNPruning(keep={"encoder.1.ffn": [0, 1]})], "have different shapes: 'fc1"),
         (
             [methods.LayerSharing(), methods.MagnitudePruning(sparsity=0.5)],
-            "MagnitudePruning after 'layer_sharing': layers that share .* cannot keep a mask each",
+            "MagnitudePruning after 'layer_sharing': layers that share .* cannot keep a mask or score each",
         ),
         (
             [methods.LayerSharing(), methods.Freeze(ffn="frozen", layers={"encoder": [1]})],
