@@ -14,6 +14,7 @@ from hf_freeze.layers.derived import DerivedWeight, features, linear_like, taken
 class Gated(DerivedWeight):
     """A mixin for nn.Linear or Conv1D with `gates` (heads,), initially 1, or 0 for the heads in `masked`."""
 
+    learnt_gates = ("gates",)
     weight: nn.Parameter
     gates: nn.Parameter
     masked: Sequence[int]

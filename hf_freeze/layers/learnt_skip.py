@@ -19,6 +19,8 @@ _HALVINGS = 100  # of an interval of doubles: more do not change it
 class KeepScore(SelfInitialized):
     """The trained `score` (1,) of a layer: the larger, the less often it is skipped."""
 
+    learnt_gates = ("score",)
+
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         like = first_float_tensor(layer)
@@ -47,9 +49,9 @@ class LearntSkip(Skipped):
     """As Skipped, and every step has a gradient of the scores of the stack.
 
     The layer f gives x + g (f(x) - x), with g = 1 where it runs and g = 0 where it is skipped, so the loss L has the derivative
-    G = ⟨∂L/∂output, f(x) - x⟩ by g. The mean loss has the derivative L(1) - L(0) by the probability q that the layer runs; if L is
-    quadratic in g, this is (G(1) + G(0)) / 2. A step sees one of the two: it gives q the gradient G / 2q where the layer runs,
-    and G / 2(1 - q) where not, for which f(x) is computed without gradients of its own.
+    G = ⟨∂L/∂output, f(x) - x⟩ by g. The mean loss has the derivative L(1) - L(0) by the probability q that the layer runs. For an
+    L that is quadratic in g, this is (G(1) + G(0)) / 2. A step sees one of the two: it gives q the gradient G / 2q where the
+    layer runs, and G / 2(1 - q) where not, for which f(x) is computed without gradients of its own.
     """
 
     def __init__(self, layer: Any, *, returns_tuple: bool = False) -> None:
@@ -69,7 +71,7 @@ class LearntSkip(Skipped):
             outputs = self.usual(hidden_states, *args, **kwargs)
         after = outputs[0] if isinstance(outputs, tuple) else outputs
         value = hidden_states if self.active else after
-        # From the scores themselves, not from a tensor for all layers: checkpointing computes each layer again, with its own graph.
+        # From the scores themselves, not from a tensor for all layers: checkpointing computes layers again, one graph for each.
         terms = [slope * keep.score.float() for slope, keep in zip(self.slopes, self.stack, strict=True)]
         total = torch.stack(terms).sum()
         value = value + (total - total.detach()).to(value.dtype) * (after - hidden_states).detach()

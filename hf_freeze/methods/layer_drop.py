@@ -49,8 +49,8 @@ class LayerDrop(Method):
     at `p` in every step. A score does not depend on the input, as the choice of layers must not; the sigmoid ranks layers as a
     softmax does, and keeps each rate below 1. The gradient estimates the loss with the layer less that without it, to second
     order (`layers.learnt_skip.LearntSkip`); for this a skipped layer runs as well, without gradients of its own. Scores need a
-    higher learning rate than weights (`training.parameter_groups`, component "head") and no weight decay, which pulls all rates
-    to `p`. FSDP cannot train them.
+    higher learning rate than weights (`training.parameter_groups(model, {"gates": 0.02}, lr=...)`) and no weight decay, which
+    pulls all rates to `p`. FSDP cannot train them.
 
     Whole layers work on all architectures, smaller units where heads and neurons are proved. The method refuses the
     `encoder_layerdrop` and `decoder_layerdrop` of some native configs, which draw separately in each process.

@@ -8,8 +8,9 @@ from hf_freeze.architectures.base import TRAINED, base_name, canonical_parameter
 from hf_freeze.architectures.registry import architecture_for, architecture_of
 from hf_freeze.methods import Freeze
 
-SUCCESSOR = "successor"  # beside the components: the layers that replace others (Theseus)
-RATED = (*TRAINED, SUCCESSOR)
+# Beside the components: the layers that replace others (Theseus), and what decides what is kept (HeadMask, LayerDrop).
+SUCCESSOR, GATES = "successor", "gates"
+RATED = (*TRAINED, SUCCESSOR, GATES)
 
 
 def gradual_unfreezing(backbone: Any, *, until: float = 0.5) -> list[Freeze]:
@@ -50,7 +51,8 @@ def parameter_groups(
     model: Any, learning_rates: Mapping[str, float] | None = None, *, lr: float, weight_decay: float = 0.0
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer: `learning_rates` by component (`embeddings`, `attention`, `ffn`, `norm`, `head`), others
-    with `lr`. A rate of `successor` is for all parameters of the layers that replace others (Theseus), whatever their component.
+    with `lr`. A rate of `successor` is for all parameters of the layers that replace others (Theseus), whatever their component;
+    one of `gates` for the gates of HeadMask and the scores of LayerDrop.
 
     They contain every parameter that is trained at some time, including those that a schedule currently freezes. Tied parameters
     appear once, in the group of their source. Norms and biases have no weight decay. A scheduler scales the rate of each group:
@@ -90,11 +92,19 @@ def parameter_groups(
             # Parameters with one dimension are biases, or norms of task heads. Marian's output bias has two dimensions.
             decayed = component != "norm" and parameter.ndim > 1 and not name.endswith("bias")
             group = SUCCESSOR if replacing and architecture.layer_of(base_name(model, name)) in replacing else component
+            if GATES in learning_rates and _is_gate(model, name):
+                group = GATES
             groups[group, decayed]["params"].append(parameter)
     filled = [group for group in groups.values() if group["params"]]
     if empty := sorted(set(learning_rates) - {group["component"] for group in filled}):
         raise ValueError(f"learning_rates: {empty[0]!r} has nothing to train in this {type(model).__name__}")
     return filled
+
+
+def _is_gate(model: Any, name: str) -> bool:
+    """Whether the parameter is one that a method learns to decide what is kept."""
+    owner, _, parameter = name.rpartition(".")
+    return parameter in getattr(model.get_submodule(owner), "learnt_gates", ())
 
 
 def _config(backbone: Any) -> Any:

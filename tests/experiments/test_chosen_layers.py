@@ -30,7 +30,14 @@ def fewer(by, **more):
     }
 
 
-ROWS = {"0": ALL} | {by: fewer(by) for by in ("removal", "search")}
+LEARNT = {
+    "label": "learnt",
+    "methods": [{"method": "layer_drop", "p": 0.2, "learned": True}],
+    "training": {"epochs": 1, "learning_rates": {"gates": 0.1}},
+}
+ROWS = {"0": ALL, "learnt": LEARNT, "rates": fewer("rates") | {"start": "learnt"}} | {
+    by: fewer(by) for by in ("removal", "search")
+}
 DEEPER = {"presets/small/backbone/config/encoder_layers": 3, "presets/small/backbone/config/decoder_layers": 2}
 
 
@@ -40,10 +47,13 @@ def test_the_dev_set_chooses_the_layers(tmp_path):
     for run in expand(recipe):
         execute(run, run_folder(out, run))
     found = {}
-    for by in ROWS.keys() - {"0"}:
+    for by in ROWS.keys() - {"0", "learnt"}:
         config = json.loads((out / f"row-{by}-seed-1" / "model" / "config.json").read_text())
         assert [config["encoder_layers"], config["decoder_layers"]] == [1, 1]
         (found[by],) = [m["keep"] for m in config["methods"] if m["method"] == "layer_selection"]
+    learnt = AutoModelForSeq2SeqLM.from_pretrained(out / "row-learnt-seed-1" / "model")
+    assert found.pop("rates") == analysis.select_layers(analysis.keep_rates(learnt), KEEP).keep
+    assert len(set(learnt.methods[0].rates["encoder"])) == 3
     folder = out / "row-0-seed-1" / "model"
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     run = expand(recipe)[0]
@@ -66,7 +76,7 @@ BAD_ROWS = {
     "no keep": (fewer("search") | {"layers": {"by": "search"}}, r"layers=\{'by': 'search'\} must have 'by' and 'keep'"),
     "choice": (
         fewer("size"),
-        r"unknown layers.by='size'; choose from \['every_other', 'removal', 'similarity', 'search'\]",
+        r"unknown layers.by='size'; choose from \['every_other', 'removal', 'similarity', 'rates', 'search'\]",
     ),
     "number": (
         fewer("search", keep={"encoder": 0}),

@@ -9,7 +9,7 @@ from transformers import BertConfig, MarianConfig, SqueezeBertConfig
 
 from hf_freeze import make_variant
 from hf_freeze.architectures.base import base_name, canonical_parameters
-from hf_freeze.methods import Freeze
+from hf_freeze.methods import Freeze, HeadMask, LayerDrop
 from hf_freeze.training import gradual_unfreezing, parameter_groups
 
 every_backbone = pytest.mark.parametrize("case", BASELINES, ids=[case.architecture.model_type for case in BASELINES])
@@ -102,13 +102,26 @@ def test_groups_hold_what_is_trained_at_some_time_once(case, phase):
     assert {group["lr"] for group in parameter_groups(model, lr=0.1)} == {0.1}
 
 
+@every_backbone
+def test_what_decides_what_is_kept_has_a_rate_of_its_own(case):
+    model = make_variant(native(case), [HeadMask(), LayerDrop(learned=True)])
+    groups = parameter_groups(model, {"gates": 0.5}, lr=0.1, weight_decay=0.01)
+    (gates,) = (group for group in groups if group["component"] == "gates")
+    assert (gates["lr"], gates["weight_decay"]) == (0.5, 0.0)
+    expected = {name for name, _ in model.named_parameters() if name.endswith((".gates", ".layer_drop.score"))}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {names[id(parameter)] for parameter in gates["params"]} == expected
+    assert {group["lr"] for group in groups if group is not gates} == {0.1}
+    assert "gates" not in {group["component"] for group in parameter_groups(model, lr=0.1)}
+
+
 @pytest.mark.parametrize(
     ("rates", "arguments", "message"),
     [
         (
             {"ffns": 0.1},
             {},
-            r"unknown component 'ffns'; choose from \['embeddings', 'attention', 'ffn', 'norm', 'head', 'successor'\]",
+            r"unknown component 'ffns'; choose from \['embeddings', 'attention', 'ffn', 'norm', 'head', 'successor', 'gates'\]",
         ),
         ({"constant": 0.1}, {}, "unknown component 'constant'"),
         ({"ffn": -0.1}, {}, r"learning_rates\['ffn'\]=-0\.1: must be a number of at least 0"),

@@ -24,7 +24,8 @@ ROW_FIELDS = (
 HEAD_SCORES = ("importance", "ablation", "one_head")  # what can be measured of a finished run's heads
 PICTURES = ("attention", "embeddings")  # what may be drawn of a finished run
 HEAD_ORDERS = ("importance", "ablation", "random")  # by which heads are removed from what a run starts from
-LAYER_CHOICES = ("every_other", "removal", "similarity", "search")  # by which layers of what a run starts from are kept
+# By which layers of what a run starts from are kept; rates are those that LayerDrop has learnt.
+LAYER_CHOICES = ("every_other", "removal", "similarity", "rates", "search")
 
 
 def check_heads(row: dict[str, Any], rows: dict[str, Any], task: str, elsewhere: bool, path: Any) -> None:
