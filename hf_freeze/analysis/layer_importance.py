@@ -64,10 +64,9 @@ def keep_rates(model: Any) -> dict[str, torch.Tensor]:
     """What `LayerDrop(learned=True)` has learnt, as scores for `select_layers`: stack -> fp32 on the CPU (layers,), the share of
     training steps in which each layer runs.
 
-        model = make_variant(config, [methods.LayerDrop(p=0.2, learned=True)], task="seq2seq-lm")
-        ...  # train it
-        model.finalize()
-        shallow = make_variant(model, [analysis.select_layers(analysis.keep_rates(model), {"encoder": 2})])
+        learnt = make_variant(model, [methods.LayerDrop(p=0.2, learned=True)])  # then train it
+        learnt.finalize()
+        shallow = make_variant(learnt, [analysis.select_layers(analysis.keep_rates(learnt), {"encoder": 2})])
 
     Raises ValueError for an unknown architecture, a model on meta, and a model without learnt rates.
     """

@@ -39,8 +39,8 @@ class Method:
     keeps_old_blocks: ClassVar[bool] = False  # copies of the old blocks run beside the new ones until `finalize`
     replaces_blocks: ClassVar[bool] = False  # replaces all attentions or FFNs by blocks of another design
     repeatable: ClassVar[bool] = True  # may be applied to the same model twice
-    pads: ClassVar[bool] = False  # `merge` does no more than fill up layers with zeros
     shares_layers: ClassVar[bool] = False  # several layers use one set of parameters
+    drops_masks: ClassVar[bool] = False  # `finalize` drops what `keeps_masks` is about
     renumbers: ClassVar[str | None] = None  # "layers" or "tokens": the kept ones get new numbers
     by_layer: ClassVar[tuple[str, ...]] = ()  # fields that may be dicts with keys such as "encoder.0.self"
 
@@ -50,6 +50,16 @@ class Method:
         meaning."""
         named = any(isinstance(getattr(self, name), dict) for name in self.by_layer)
         return frozenset({"layers"} if named or getattr(self, "layers", None) is not None else ())
+
+    @property
+    def pads(self) -> bool:
+        """Whether `merge` does no more than fill up layers with zeros."""
+        return False
+
+    @property
+    def cuts(self) -> frozenset[str]:
+        """The components of which `finalize` cuts matrices, so that a seed cannot regenerate them before."""
+        return frozenset()
 
     @property
     def keeps_masks(self) -> bool:

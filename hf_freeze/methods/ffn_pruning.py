@@ -45,7 +45,6 @@ class FFNPruning(Method):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"neurons"})
-    pads: ClassVar[bool] = True
     by_layer: ClassVar[tuple[str, ...]] = ("keep",)
     width: int | None = None
     keep: dict[str, surgery.Kept] | None = None
@@ -115,6 +114,10 @@ class FFNPruning(Method):
                 "parameter, in these layers: give width"
             )
         check_any_selected(self._blocks(architecture, config), self.layers, "FFNPruning")
+
+    @property
+    def pads(self) -> bool:
+        return True
 
     @property
     def selects(self) -> bool:

@@ -2,13 +2,22 @@
 https://arxiv.org/abs/1905.10650).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
-from hf_freeze.methods._checks import check_any_selected, check_one_given, check_share
+from hf_freeze.layers.masked_heads import MaskedHeads
+from hf_freeze.methods._checks import (
+    check_any_selected,
+    check_choice,
+    check_one_given,
+    check_share,
+    check_training_span,
+)
+from hf_freeze.methods._gradual_heads import HEAD_SCOPES, FewerHeads, kept_count, mask_least
 from hf_freeze.methods._head_settings import check_attentions, check_head, check_heads_type, chosen_attentions
+from hf_freeze.methods._ramps import RAMPS
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
@@ -27,24 +36,47 @@ class HeadPruning(Method):
     than its projections, such as norms, keeps one. Heads that share keys and values are removed together. Later methods use the
     new numbers. `merge()` gives a native model whose removed heads are zero.
 
+    With `begin` or `end`, heads are removed while the model is trained: the share of heads falls from 1 to `share` between these
+    shares of training (None: 0 and 1), as `ramp` says: "linear", "cosine" or "cubic" (fast at first, as for magnitude pruning).
+    The heads of the lowest importance go first, by equation 2 of the paper, from the gradients of about the last hundred steps of
+    the training itself; masked heads stay masked. `scope` compares heads in each attention ("attention"), or all heads together
+    by their share of the L2 norm of their attention ("global", as in the paper), which leaves each attention one. This needs
+    `VariantCallback` or `model.advance`. `finalize()` masks what is still to be masked, removes the masked heads, and names them
+    in `heads`.
+
     After a Freeze that makes an attention random, the config names the heads that `share` removes, and the others keep their
     random values. Of fresh weights, `share` then keeps the first heads.
 
     Raises ValueError for an unknown attention or head, a share outside 0..1, an incomplete group of heads, all heads of an
     attention that must keep one, and an attention with layers of another method that cannot lose heads: those of LowRank and
-    HeadMask can, and of Quantize with int8.
+    HeadMask can, and of Quantize with int8. While the model is trained, none of them can, and attentions cannot be random. Also
+    for a begin or end outside 0..1 or in the wrong order, an unknown ramp or scope, and any of these without `share`.
     """
 
+    drops_masks: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"heads"})
-    pads: ClassVar[bool] = True
     by_layer: ClassVar[tuple[str, ...]] = ("heads",)
     heads: dict[str, list[int]] | None = None
     share: float | None = None
     layers: dict[str, list[int]] | None = None
+    begin: float | None = None
+    end: float | None = None
+    ramp: str = "cubic"
+    scope: str = "attention"
 
     def __post_init__(self) -> None:
         check_layers_type(self.layers)
         check_one_given("HeadPruning", heads=self.heads, share=self.share)
+        check_choice(self.ramp, RAMPS, "HeadPruning", "ramp")
+        check_choice(self.scope, HEAD_SCOPES, "HeadPruning", "scope")
+        check_training_span(self.begin, self.end, "HeadPruning")
+        if self.share is None or (self.begin, self.end) == (None, None):
+            for field, default in (("begin", None), ("end", None), ("ramp", "cubic"), ("scope", "attention")):
+                if (value := getattr(self, field)) != default:
+                    raise ValueError(
+                        f"HeadPruning({field}={value!r}): is for heads that are removed during training: give share, and begin "
+                        "or end"
+                    )
         if self.share is not None:
             check_share(self.share, "HeadPruning", "share")
             return
@@ -54,7 +86,27 @@ class HeadPruning(Method):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (Selection(self.origins, self.decided, self.must_decide),)
+        return (FewerHeads(self),) if self.finalizable else (Selection(self.origins, self.decided, self.must_decide),)
+
+    @property
+    def finalizable(self) -> bool:
+        return (self.begin, self.end) != (None, None)
+
+    @property
+    def refers_to(self) -> frozenset[str]:
+        return super().refers_to | ({"layers"} if self.finalizable else set())  # finalize() names heads
+
+    @property
+    def keeps_masks(self) -> bool:
+        return self.finalizable
+
+    @property
+    def cuts(self) -> frozenset[str]:
+        return frozenset({"attention"} if self.finalizable else ())
+
+    @property
+    def pads(self) -> bool:
+        return not self.finalizable
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
@@ -80,6 +132,10 @@ class HeadPruning(Method):
         for name, attention in self._with_heads(model, architecture).items():
             heads = surgery.count_heads(model, attention, self.name)
             group = attention.group_size(model.config)
+            if self.finalizable:
+                linear = surgery.dense_module(model, attention.o, self.name, advice="leave it out by layers=")
+                surgery.replace(model, attention.o, MaskedHeads.from_linear(linear, heads))
+                continue
             if self.heads is not None:
                 self._check_removed(name, heads, group)
                 if len(self.heads[name]) == heads and _has_more_than_linears(model, attention):
@@ -92,12 +148,8 @@ class HeadPruning(Method):
     def _kept(self, name: str, attention: Attention, config: Any, heads: int) -> list[int]:
         """The heads that stay, out of `heads`; with `share`, the first ones stand for those of the largest magnitude."""
         if self.heads is None:
-            return list(range(self._kept_count(heads, attention.group_size(config))))
+            return list(range(kept_count(self.share, heads, attention.group_size(config))))  # type: ignore[arg-type]
         return [head for head in range(heads) if head not in self.heads[name]]
-
-    def _kept_count(self, heads: int, group: int) -> int:
-        """The number of heads that `share` keeps of `heads`: whole groups of `group` heads."""
-        return max(round(self.share * heads / group), 1) * group  # type: ignore[operator]
 
     def _check_removed(self, name: str, heads: int, group: int) -> None:
         removed = self.heads[name]  # type: ignore[index]
@@ -110,6 +162,8 @@ class HeadPruning(Method):
             )
 
     def convert(self, old: Any, new: Model) -> None:
+        if self.finalizable:  # the matrices are as they were
+            return
         for name, attention in self._with_heads(old, new.architecture).items():
             heads = surgery.count_heads(old, attention, self.name)
             if self.heads is None:
@@ -122,7 +176,8 @@ class HeadPruning(Method):
     def _largest(self, model: Any, attention: Attention, heads: int) -> list[int]:
         group = attention.group_size(model.config)
         score = surgery.head_magnitudes(model, attention, heads).view(-1, group).sum(1)
-        groups = score.argsort(descending=True, stable=True)[: self._kept_count(heads, group) // group]
+        count = kept_count(self.share, heads, group) // group  # type: ignore[arg-type]
+        groups = score.argsort(descending=True, stable=True)[:count]
         return [number * group + head for number in groups.sort().values.tolist() for head in range(group)]
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
@@ -148,7 +203,43 @@ class HeadPruning(Method):
         """Whether heads differ in more than their weights, so that the config must name them."""
         return any(attention.knows_heads for attention in architecture.attentions(config).values())
 
+    def masked(self, model: Any, architecture: Architecture) -> dict[str, MaskedHeads]:
+        """Attention -> its output projection, which has the mask, before `finalize()`."""
+        outputs = {name: attention.o for name, attention in self._attentions(architecture, model.config).items()}
+        modules = {name: model.base_model.get_submodule(output) for name, output in outputs.items()}
+        return {name: module for name, module in modules.items() if isinstance(module, MaskedHeads)}
+
+    def mask(self, model: Any, architecture: Architecture, share: float) -> None:
+        """Mask the least important heads, so that `share` of them is kept."""
+        attentions, modules = self._attentions(architecture, model.config), self.masked(model, architecture)
+
+        def magnitudes(name: str) -> Any:
+            return surgery.head_magnitudes(model, attentions[name], modules[name].mask.numel())
+
+        groups = {name: attentions[name].group_size(model.config) for name in modules}
+        mask_least(modules, groups, magnitudes, share, self.scope)
+
+    def finalize(self, model: Model, architecture: Architecture) -> "HeadPruning":
+        self.mask(model, architecture, self.share)  # type: ignore[arg-type]
+        modules, attentions = self.masked(model, architecture), self._attentions(architecture, model.config)
+        kept = {name: module.kept() for name, module in modules.items()}
+        heads = {name: module.mask.numel() for name, module in modules.items()}
+        self.merge(model, architecture)
+        removed = {}
+        for name, count in heads.items():
+            if gone := [head for head in range(count) if head not in kept[name]]:
+                removed[name] = gone
+                surgery.take_heads(model, attentions[name], kept[name], count, with_values=True)
+        if removed:
+            return HeadPruning(heads=removed)
+        return replace(self, share=1.0, begin=None, end=None, ramp="cubic", scope="attention")
+
     def merge(self, model: Model, architecture: Architecture) -> None:
+        if self.finalizable:
+            for name, module in self.masked(model, architecture).items():
+                output = self._attentions(architecture, model.config)[name].o
+                surgery.replace(model, output, surgery.dense_linear(module))
+            return
         for name, attention in self._attentions(architecture, model.config).items():
             heads = attention.head_count(model.config)
             kept = self._kept(name, attention, model.config, heads) if attention.knows_heads else None

@@ -60,6 +60,7 @@ class LayerDrop(Method):
     `stacks`, a second LayerDrop, and a native LayerDrop.
     """
 
+    drops_masks: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"layers"})
     repeatable: ClassVar[bool] = False
     p: float | dict[str, float] = 0.2

@@ -4,6 +4,7 @@ an order."""
 from collections.abc import Callable, Mapping, Sequence
 
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.parts import SeededValues
 
 
 def check_order(method: Method, earlier: Sequence[Method]) -> None:
@@ -69,8 +70,19 @@ def _conflict(method: Method, before: Method) -> str | None:
     if method.replaces_blocks and before.replaces_blocks:
         return ", which has put in other blocks; leave one of the two out"
     if (method.shares_layers and before.keeps_masks) or (method.keeps_masks and before.shares_layers):
+        final = ", or finalize() before" if before.finalizable and before.drops_masks else ""
         return (
             ": layers that share their parameters cannot keep a mask or score each; merge() the first, or leave one of the two "
-            "out"
+            f"out{final}"
         )
+    if seeded := before.cuts & _seeded(method):
+        return f", which removes some of {', '.join(seeded)} when training ends, so that no seed can define it; finalize() before"
+    if seeded := method.cuts & _seeded(before):
+        return f", whose {', '.join(seeded)} a seed regenerates: {own} cannot remove some of it when training ends, only at once"
     return None
+
+
+def _seeded(method: Method) -> frozenset[str]:
+    """The components that it has a seed regenerate."""
+    part = method.part(SeededValues)
+    return frozenset() if part is None else part.components

@@ -94,11 +94,16 @@ class TrainingMixin(_Model):
 
     @property
     def not_broadcast(self) -> list[str]:
-        """Names of the parameters that DistributedDataParallel need not send: a seed fills them in every process. Seeded
-        parameters that the user has made trainable are sent."""
+        """Names of the parameters and buffers that DistributedDataParallel need not send: a seed fills them in every process, or
+        each has its own. Seeded parameters that the user has made trainable are sent."""
         tied, seeded = self.all_tied_weights_keys, getattr(self, "seeded_tensors", {})
         named = self.named_parameters(remove_duplicate=False)
-        return [name for name, p in named if tied.get(name, name) in seeded and not p.requires_grad]
+        own = [
+            f"{name}.{buffer}"
+            for name, module in self.named_modules()
+            for buffer in getattr(module, "own_to_each_process", ())
+        ]
+        return own + [name for name, p in named if tied.get(name, name) in seeded and not p.requires_grad]
 
     @property
     def finalizable(self) -> bool:

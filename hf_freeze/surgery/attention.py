@@ -54,9 +54,9 @@ def head_origins(
     return origins
 
 
-def take_heads(model: Any, attention: Attention, kept: Sequence[int], heads: int) -> None:
-    """Reduce `attention` from `heads` heads to those in `kept`, with arbitrary values. Without heads, only the output's bias
-    remains."""
+def take_heads(model: Any, attention: Attention, kept: Sequence[int], heads: int, *, with_values: bool = False) -> None:
+    """Reduce `attention` from `heads` heads to those in `kept`, with arbitrary values, or with their own (of at least one head).
+    Without heads, only the output's bias remains."""
     module = model.base_model.get_submodule(attention.module)
     linears = dict(modules(model, attention.linears))
     count = len(kept)
@@ -73,8 +73,8 @@ def take_heads(model: Any, attention: Attention, kept: Sequence[int], heads: int
             replace(model, attention.o, output_bias)
         return
     for name, linear in linears.items():
-        features_kept = len(attention.features(model.config, name, range(count), heads))
-        replace(model, name, select_features(linear, features_kept, outputs=name != attention.o))
+        index = attention.features(model.config, name, kept if with_values else range(count), heads)
+        replace(model, name, select_features(linear, index if with_values else len(index), outputs=name != attention.o))
     groups = count // attention.group_size(model.config)
     set_heads(module, count, attention.head_size(model.config), groups, attention.resizes)
     prune_companions(model.base_model, attention, model.config, kept, heads)

@@ -35,7 +35,8 @@ def saved(tmp_path_factory):
     kept: OrderedDict[str, Saved] = OrderedDict()
 
     def save(case: Case) -> Saved:
-        if case.id not in kept:
+        key = f"{case.id} {case.methods}"  # methods may have other settings than their examples
+        if key not in kept:
             torch.manual_seed(0)
             # The gradient of some biases is zero but for rounding (a bias of all keys shifts a row of scores, which the
             # softmax cancels), and weight decay keeps a zero at zero. Values away from zero must move, whatever their gradient.
@@ -46,10 +47,10 @@ def saved(tmp_path_factory):
             model.zero_grad()
             folder = tmp_path_factory.mktemp("saved")
             model.save_pretrained(folder)
-            kept[case.id] = Saved(model, folder, before, reached)
+            kept[key] = Saved(model, folder, before, reached)
         if len(kept) > _KEPT:
             shutil.rmtree(kept.popitem(last=False)[1].folder)
-        return kept[case.id]
+        return kept[key]
 
     return save
 
