@@ -3,6 +3,7 @@
 Shapes: L layers of a stack, B batch, T tokens, D hidden size.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import initialization
 from hf_freeze.layers.derived import SelfInitialized, first_float_tensor
 from hf_freeze.layers.layer_forward import Skipped
 
-_HALVINGS = 100  # of an interval of doubles: more do not change it
+_HALVINGS = 60  # of an interval of doubles: more hardly change it
 
 
 class KeepScore(SelfInitialized):
@@ -30,19 +31,24 @@ class KeepScore(SelfInitialized):
         initialization.zeros_(self.score)
 
 
-def keep_rates(scores: torch.Tensor, mean: float) -> torch.Tensor:
-    """(L,) -> fp64 (L,): sigmoid(score + c), with the one c for which their mean is `mean`.
+def keep_rates(scores: Sequence[float], p: float) -> list[float]:
+    """sigmoid(score + c) for each score, with the one c for which their mean is 1 - p.
 
     As in a softmax, only differences of scores count, and equal scores get equal rates; but each rate stays below 1.
     """
-    scores = scores.double()
-    middle = torch.tensor(mean, dtype=torch.float64, device=scores.device).logit()
-    low, high = middle - scores.max(), middle - scores.min()  # at these, no rate is above the mean, and none below it
+    middle = math.log1p(-p) - math.log(p)
+    low, high = middle - max(scores), middle - min(scores)  # at these, no rate is above the mean, and none below it
     for _ in range(_HALVINGS):
         c = (low + high) / 2
-        too_low = (scores + c).sigmoid().mean() < mean
-        low, high = torch.where(too_low, c, low), torch.where(too_low, high, c)
-    return (scores + (low + high) / 2).sigmoid()
+        if math.fsum(_sigmoid(score + c) for score in scores) < (1 - p) * len(scores):
+            low = c
+        else:
+            high = c
+    return [_sigmoid(score + (low + high) / 2) for score in scores]
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
 class LearntSkip(Skipped):
@@ -78,9 +84,10 @@ class LearntSkip(Skipped):
         return type(outputs)((value, *outputs[1:])) if isinstance(outputs, tuple) else value
 
 
-def drop_rates(layers: Sequence[Any], p: float) -> torch.Tensor:
-    """fp64 on the CPU (L,): the probability of each layer of a stack to be skipped. Their mean is `p`."""
-    return 1 - keep_rates(torch.cat([layer.layer_drop.score.detach() for layer in layers]).cpu(), 1 - p)
+def drop_rates(layers: Sequence[Any], p: float) -> list[float]:
+    """The probability of each layer of a stack to be skipped. Their mean is `p`."""
+    scores = torch.cat([layer.layer_drop.score.detach() for layer in layers]).tolist()
+    return [1 - rate for rate in keep_rates(scores, p)]
 
 
 def draw(layers: Sequence[Any], p: float, uniform: Sequence[float]) -> None:
@@ -98,9 +105,10 @@ def draw(layers: Sequence[Any], p: float, uniform: Sequence[float]) -> None:
             LearntSkip.of(layer).set(number < p, (), ())
         return
     dropped = drop_rates(layers, p)
-    slopes = dropped * (1 - dropped)  # of the sigmoids
-    weights = (slopes / slopes.sum()).tolist()  # by which c follows the scores
-    for number, (layer, rate) in enumerate(zip(layers, dropped.tolist(), strict=True)):
+    slopes = [rate * (1 - rate) for rate in dropped]  # of the sigmoids
+    total = sum(slopes) or 1.0  # zero if all rates are 0 or 1 in float64
+    weights = [slope / total for slope in slopes]  # by which c follows the scores
+    for number, (layer, rate) in enumerate(zip(layers, dropped, strict=True)):
         active = uniform[number] < rate
         factor = (
             1 - rate if active else rate

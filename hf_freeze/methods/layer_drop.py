@@ -192,7 +192,7 @@ class LayerDrop(Method):
         if self.rates is not None:
             return self.rates
         stacks = {stack: surgery.layers_of(model, architecture, stack) for stack in self.chosen_stacks(architecture)}
-        return {stack: drop_rates(layers, self.probabilities[LAYERS]).tolist() for stack, layers in stacks.items()}
+        return {stack: drop_rates(layers, self.probabilities[LAYERS]) for stack, layers in stacks.items()}
 
     def finalize(self, model: Model, architecture: Architecture) -> "LayerDrop":
         rates = self.learnt_rates(model, architecture)
