@@ -1,4 +1,4 @@
-"""Masks attention heads little by little, by their importance to recent steps of training."""
+"""Heads that go during training: little by little, by their importance to recent steps, or by gates with a penalty."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from hf_freeze.layers.masked_heads import MaskedHeads, settle
 from hf_freeze.methods._checks import training_span
 from hf_freeze.methods._ramps import ramp
 from hf_freeze.methods.base import Model
-from hf_freeze.methods.parts import Schedule
+from hf_freeze.methods.parts import Objective, Schedule, Step
 
 HEAD_SCOPES = ("attention", "global")
 
@@ -27,6 +27,21 @@ class FewerHeads(Schedule):
 
     def advance(self, model: Model, architecture: Any, step: int, total_steps: int) -> None:
         self.method.mask(model, architecture, self.values(step, total_steps)["share of heads"])
+
+
+class OpenGates(Objective):
+    """λ times the expected number of heads with open gates (Voita et al., 2019, equation 8)."""
+
+    def __init__(self, method: Any, penalty: float) -> None:
+        self.method, self.penalty = method, penalty
+
+    def loss(self, model: Model, architecture: Any, step: Step | None = None) -> torch.Tensor | None:
+        modules, attentions = self.method.masked(model, architecture), architecture.attentions(model.config)
+        open_heads: Any = sum(
+            module.open_probabilities().sum() * attentions[name].group_size(model.config)
+            for name, module in modules.items()
+        )
+        return self.penalty * open_heads if modules else None
 
 
 def kept_count(share: float, heads: int, group: int) -> int:

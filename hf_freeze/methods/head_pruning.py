@@ -2,26 +2,30 @@
 https://arxiv.org/abs/1905.10650).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
+from hf_freeze.layers.hard_concrete import HardConcrete
 from hf_freeze.layers.masked_heads import MaskedHeads
 from hf_freeze.methods._checks import (
     check_any_selected,
     check_choice,
+    check_number,
     check_one_given,
     check_share,
     check_training_span,
 )
-from hf_freeze.methods._gradual_heads import HEAD_SCOPES, FewerHeads, kept_count, mask_least
+from hf_freeze.methods._gradual_heads import HEAD_SCOPES, FewerHeads, OpenGates, kept_count, mask_least
 from hf_freeze.methods._head_settings import check_attentions, check_head, check_heads_type, chosen_attentions
 from hf_freeze.methods._ramps import RAMPS
 from hf_freeze.methods.base import Method, Model
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
+
+_MOST_PENALTY = 1e9
 
 
 @register_method("head_pruning", example={"share": 0.5}, shrinks=True)
@@ -44,13 +48,20 @@ class HeadPruning(Method):
     `VariantCallback` or `model.advance`. `finalize()` masks what is still to be masked, removes the masked heads, and names them
     in `heads`.
 
+    Or `penalty`, the λ of Voita et al. (2019, https://arxiv.org/abs/1905.09418, equations 5 to 8): each head gets a hard concrete
+    gate, drawn in each step of training, and λ times the expected number of open gates is added to the mean loss per label. Heads
+    that share keys and values have one gate. In eval mode gates have no noise, and are 1 at the start. `finalize()` removes the
+    heads whose gates are 0, and multiplies the other gates into the output matrices. Gates may need a higher learning rate than
+    weights (`training.parameter_groups(model, {"gates": 0.01}, lr=...)`). A custom loss must add `outputs["auxiliary_loss"]`.
+
     After a Freeze that makes an attention random, the config names the heads that `share` removes, and the others keep their
     random values. Of fresh weights, `share` then keeps the first heads.
 
     Raises ValueError for an unknown attention or head, a share outside 0..1, an incomplete group of heads, all heads of an
     attention that must keep one, and an attention with layers of another method that cannot lose heads: those of LowRank and
     HeadMask can, and of Quantize with int8. While the model is trained, none of them can, and attentions cannot be random. Also
-    for a begin or end outside 0..1 or in the wrong order, an unknown ramp or scope, and any of these without `share`.
+    for a begin or end outside 0..1 or in the wrong order, an unknown ramp or scope, any of these without `share`, and a penalty
+    outside 0..1e9.
     """
 
     drops_masks: ClassVar[bool] = True
@@ -63,10 +74,11 @@ class HeadPruning(Method):
     end: float | None = None
     ramp: str = "cubic"
     scope: str = "attention"
+    penalty: float | None = None
 
     def __post_init__(self) -> None:
         check_layers_type(self.layers)
-        check_one_given("HeadPruning", heads=self.heads, share=self.share)
+        check_one_given("HeadPruning", heads=self.heads, share=self.share, penalty=self.penalty)
         check_choice(self.ramp, RAMPS, "HeadPruning", "ramp")
         check_choice(self.scope, HEAD_SCOPES, "HeadPruning", "scope")
         check_training_span(self.begin, self.end, "HeadPruning")
@@ -79,6 +91,9 @@ class HeadPruning(Method):
                     )
         if self.share is not None:
             check_share(self.share, "HeadPruning", "share")
+        if self.penalty is not None:
+            check_number(self.penalty, 0, _MOST_PENALTY, "HeadPruning", "penalty")
+        if self.heads is None:
             return
         if self.layers is not None:
             raise ValueError("HeadPruning(heads=..., layers=...): heads names the attentions already; leave layers out")
@@ -86,11 +101,13 @@ class HeadPruning(Method):
 
     @property
     def parts(self) -> tuple[Part, ...]:
+        if self.penalty is not None:
+            return (OpenGates(self, self.penalty),)
         return (FewerHeads(self),) if self.finalizable else (Selection(self.origins, self.decided, self.must_decide),)
 
     @property
     def finalizable(self) -> bool:
-        return (self.begin, self.end) != (None, None)
+        return self.penalty is not None or (self.begin, self.end) != (None, None)
 
     @property
     def refers_to(self) -> frozenset[str]:
@@ -134,7 +151,8 @@ class HeadPruning(Method):
             group = attention.group_size(model.config)
             if self.finalizable:
                 linear = surgery.dense_module(model, attention.o, self.name, advice="leave it out by layers=")
-                surgery.replace(model, attention.o, MaskedHeads.from_linear(linear, heads))
+                masked = MaskedHeads if self.penalty is None else HardConcrete
+                surgery.replace(model, attention.o, masked.from_linear(linear, heads // self._per_mask(group)))
                 continue
             if self.heads is not None:
                 self._check_removed(name, heads, group)
@@ -150,6 +168,10 @@ class HeadPruning(Method):
         if self.heads is None:
             return list(range(kept_count(self.share, heads, attention.group_size(config))))  # type: ignore[arg-type]
         return [head for head in range(heads) if head not in self.heads[name]]
+
+    def _per_mask(self, group: int) -> int:
+        """The number of heads for each mask or gate, if `group` heads share keys and values."""
+        return 1 if self.penalty is None else group
 
     def _check_removed(self, name: str, heads: int, group: int) -> None:
         removed = self.heads[name]  # type: ignore[index]
@@ -203,11 +225,11 @@ class HeadPruning(Method):
         """Whether heads differ in more than their weights, so that the config must name them."""
         return any(attention.knows_heads for attention in architecture.attentions(config).values())
 
-    def masked(self, model: Any, architecture: Architecture) -> dict[str, MaskedHeads]:
-        """Attention -> its output projection, which has the mask, before `finalize()`."""
+    def masked(self, model: Any, architecture: Architecture) -> dict[str, Any]:
+        """Attention -> its output projection, which has a mask or gates, before `finalize()`."""
         outputs = {name: attention.o for name, attention in self._attentions(architecture, model.config).items()}
         modules = {name: model.base_model.get_submodule(output) for name, output in outputs.items()}
-        return {name: module for name, module in modules.items() if isinstance(module, MaskedHeads)}
+        return {name: module for name, module in modules.items() if isinstance(module, MaskedHeads | HardConcrete)}
 
     def mask(self, model: Any, architecture: Architecture, share: float) -> None:
         """Mask the least important heads, so that `share` of them is kept."""
@@ -220,19 +242,21 @@ class HeadPruning(Method):
         mask_least(modules, groups, magnitudes, share, self.scope)
 
     def finalize(self, model: Model, architecture: Architecture) -> "HeadPruning":
-        self.mask(model, architecture, self.share)  # type: ignore[arg-type]
-        modules, attentions = self.masked(model, architecture), self._attentions(architecture, model.config)
-        kept = {name: module.kept() for name, module in modules.items()}
-        heads = {name: module.mask.numel() for name, module in modules.items()}
+        if self.share is not None:
+            self.mask(model, architecture, self.share)
+        attentions, kept = self._attentions(architecture, model.config), {}
+        for name, module in self.masked(model, architecture).items():
+            each = self._per_mask(attentions[name].group_size(model.config))
+            numbers = module.kept() or ([module.largest()] if _has_more_than_linears(model, attentions[name]) else [])
+            kept[name] = [number * each + head for number in numbers for head in range(each)]
         self.merge(model, architecture)
         removed = {}
-        for name, count in heads.items():
-            if gone := [head for head in range(count) if head not in kept[name]]:
+        for name, heads in kept.items():
+            count = surgery.count_heads(model, attentions[name], self.name)
+            if gone := [head for head in range(count) if head not in heads]:
                 removed[name] = gone
-                surgery.take_heads(model, attentions[name], kept[name], count, with_values=True)
-        if removed:
-            return HeadPruning(heads=removed)
-        return replace(self, share=1.0, begin=None, end=None, ramp="cubic", scope="attention")
+                surgery.take_heads(model, attentions[name], heads, count, with_values=True)
+        return HeadPruning(heads=removed) if removed else HeadPruning(share=1.0, layers=self.layers)
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         if self.finalizable:

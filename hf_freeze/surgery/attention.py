@@ -55,8 +55,8 @@ def head_origins(
 
 
 def take_heads(model: Any, attention: Attention, kept: Sequence[int], heads: int, *, with_values: bool = False) -> None:
-    """Reduce `attention` from `heads` heads to those in `kept`, with arbitrary values, or with their own (of at least one head).
-    Without heads, only the output's bias remains."""
+    """Reduce `attention` from `heads` heads to those in `kept`, with arbitrary values, or with their own. Without heads, only the
+    output's bias remains."""
     module = model.base_model.get_submodule(attention.module)
     linears = dict(modules(model, attention.linears))
     count = len(kept)
@@ -67,6 +67,8 @@ def take_heads(model: Any, attention: Attention, kept: Sequence[int], heads: int
         no_attention = NoAttention(module, removed, attention.o.removeprefix(prefix) if inside else None)
         replace(model, attention.module, no_attention)
         output_bias = NoHeads(linears[attention.o], features(linears[attention.o])[1])
+        if with_values and output_bias.bias is not None:
+            output_bias.bias.data.copy_(linears[attention.o].bias)
         if inside:
             no_attention.add_module(attention.o.removeprefix(prefix), output_bias)
         else:
