@@ -76,15 +76,15 @@ CELLS = [
 
 @pytest.mark.parametrize(
     ("check", "case"),
-    rotating(CELLS, 5),
-    ids=[f"{case.id}-{check.__name__.removeprefix('test_')}" for check, case in rotating(CELLS, 5)],
+    rotating(CELLS, 17),
+    ids=[f"{case.id}-{check.__name__.removeprefix('test_')}" for check, case in rotating(CELLS, 17)],
 )
 def test_it_holds(check, case, request):
     names = check.__code__.co_varnames[: check.__code__.co_argcount]
     check(**{name: case if name == "case" else request.getfixturevalue(name) for name in names})
 
 
-@over(rotating([case for method in SETTINGS for case in places(method)], 3))
+@over(rotating([case for method in SETTINGS for case in places(method)], 5))
 @pytest.mark.parametrize("steps", [0, 2])
 def test_finalize_ends_training_at_any_step(steps, case, tmp_path):
     finalizing.test_finalize_ends_training_at_any_step(steps, case, tmp_path)
@@ -94,10 +94,13 @@ PAIRS = [
     plain(architecture, *both)
     for number, (method, other) in enumerate(product(SETTINGS[:3], METHODS.values()))
     for order, both in enumerate([(method, other.example), (other.example, method)])
+    if not (
+        getattr(method, "penalty", None) and other.renumbers
+    )  # no gate has closed: what is finalized names no layer
     for architecture in [[a for a in ARCHITECTURES.values() if other.supports(a)][(number + order) % 2]]
 ]
 
 
-@over(rotating(PAIRS, 7))
+@over(rotating(PAIRS, 17))
 def test_a_pair_works_or_is_refused(case, tmp_path):
     pairs.test_a_pair_works_or_is_refused(case, tmp_path)

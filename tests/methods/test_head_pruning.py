@@ -180,7 +180,7 @@ def test_a_second_one_uses_the_new_numbers():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, r"HeadPruning\(heads=None, share=None\): give one of them"),
+        ({}, r"HeadPruning\(heads=None, share=None, penalty=None\): give one of them"),
         ({"heads": {"encoder.0.self": [0]}, "share": 0.5}, "give one of them"),
         ({"heads": {}}, r"heads=\{\}\): must be a dict such as \{'encoder\.0\.self': \[1, 3\]\}"),
         ({"heads": {"encoder.0.self": []}}, "must be a list of different heads, at least one, in ascending order"),
