@@ -43,6 +43,7 @@ class TrainingMixin(_Model):
     progress: float | None = None
     only_counted: bool = False
     methods: list[Method]
+    methods_now: list[Method]
     _reached: set[str] | None = None  # reached by gradients since the last forward: "outputs", "term"
     _active: tuple[int, ...] = ()  # numbers of the methods that freeze at `progress`, but not always
     _teacher: _Teacher | None = None
