@@ -110,9 +110,8 @@ def draw(layers: Sequence[Any], p: float, uniform: Sequence[float]) -> None:
     weights = [slope / total for slope in slopes]  # by which c follows the scores
     for number, (layer, rate) in enumerate(zip(layers, dropped, strict=True)):
         active = uniform[number] < rate
-        factor = (
-            1 - rate if active else rate
-        ) / 2  # the slope of the sigmoid, over twice the probability of what is drawn
+        # The slope of the sigmoid, over twice the probability of what was drawn.
+        factor = (1 - rate if active else rate) / 2
         LearntSkip.of(layer).set(active, keeps, [factor * ((n == number) - weight) for n, weight in enumerate(weights)])
 
 

@@ -52,9 +52,8 @@ class MaskedHeads(DerivedWeight):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""
         if self.training and torch.is_grad_enabled():
-            x = _Measured.apply(
-                x if x.requires_grad else x.detach().requires_grad_(), self
-            )  # all before it may be frozen
+            x = x if x.requires_grad else x.detach().requires_grad_()  # everything before it may be frozen
+            x = _Measured.apply(x, self)
         return super().forward(x)
 
     @torch.no_grad()
@@ -89,8 +88,8 @@ class _Measured(torch.autograd.Function):
 
 @torch.no_grad()
 def settle(modules: Sequence[MaskedHeads]) -> None:
-    """Add what a step has measured, in all processes, to the importance. A second call changes nothing before the next backward,
-    and a step with an infinite gradient does not count."""
+    """Add what a step has measured, in all processes, to the importance: with several, each of them must call this. A second call
+    changes nothing before the next backward, and a step with an infinite gradient does not count."""
     if not modules or modules[0].mask.is_meta:
         return
     sizes, device = [module.mask.numel() for module in modules], modules[0].recent.device
