@@ -7,6 +7,9 @@ hash of (seed, name), so every tensor has its own stream.
 A word is converted to fp32 by exact steps and one rounded multiplication: its top 24 bits u give u + 1/2 - 2^23, which is exact
 in fp32, times bound * 2^-23. The values are symmetric around zero and lie in (-bound, bound).
 
+The schemes of few bits make 16 or 128 values from a call, and count otherwise: the first word of the counter is the number of the
+call in the row, the second the number of the row. So every row starts with a call of its own, whatever its width.
+
 This file is copied into repositories (model/native_code.py), so it imports nothing from hf_freeze but `schemes`, which is copied
 too.
 """
@@ -22,13 +25,25 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 
-from hf_freeze.seeded.schemes import block_diagonal, normal, orthogonal, orthogonal_table, sparse
+from hf_freeze.seeded.schemes import (
+    PER_CALL,
+    UNIT,
+    block_diagonal,
+    normal,
+    orthogonal,
+    orthogonal_table,
+    sparse,
+    unpacked,
+)
 
 # Positions, or for each entry of dimension 0, such as an expert, positions of its own.
 Index: TypeAlias = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
-_OF_MATRICES = ("glorot", "diagonal", "zero_diagonal", "normal", "sparse", "orthogonal", "blocks")
-_OF_TABLES = ("embedding", "embedding_normal", "embedding_sparse", "embedding_orthogonal")
+_OF_MATRICES = ("glorot", "diagonal", "zero_diagonal", "normal", "sparse", "orthogonal", "blocks", *PER_CALL)
+_OF_TABLES = (
+    *("embedding", "embedding_normal", "embedding_sparse", "embedding_orthogonal"),
+    *(f"embedding_{kind}" for kind in PER_CALL),
+)
 SCHEMES = (*_OF_MATRICES, *_OF_TABLES, "zeros", "ones")
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -63,7 +78,7 @@ def _round_keys(key: tuple[int, int]) -> list[tuple[int, int]]:
     return [((key[0] + i * _WEYL[0]) & _MASK, (key[1] + i * _WEYL[1]) & _MASK) for i in range(_ROUNDS)]
 
 
-def _philox_on_cpu(
+def philox_on_cpu(
     counter: tuple[Any, Any, Any, Any], key: tuple[int, int], products: np.ndarray, outputs: np.ndarray
 ) -> tuple[Any, Any, Any, Any]:
     """The same as `philox` in half the time. Words are uint32 arrays of n values, or ints if all blocks share them.
@@ -145,7 +160,7 @@ def uniform(
             # All blocks of a chunk have the same upper word, unless the chunk crosses a multiple of 2^32.
             is_shared = block >> 32 == (block + size - 1) >> 32
             higher = block >> 32 if is_shared else (np.arange(block, block + size) >> 32).astype(np.uint32)
-            words = _philox_on_cpu((lower[:size], higher, *upper), key, products[:, :, :size], outputs[:, :size])
+            words = philox_on_cpu((lower[:size], higher, *upper), key, products[:, :, :size], outputs[:, :size])
             for column, word in enumerate(words):
                 target[:, column] = np.right_shift(word, np.uint32(8), out=top_bits[:size])
             target += np.float32(0.5 - 2**23)
@@ -163,6 +178,26 @@ def uniform(
         fill_on_cpu(range(first_block, last_block, chunk))
     offset = start * width - 4 * first_block
     return out.view(-1)[offset : offset + (stop - start) * width].view(stop - start, *shape[1:])
+
+
+def few_bits(kind: str, seed: int, name: str, rows: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """The columns [start, stop) of `rows`, numbers below 2^32, of a matrix of the scheme `kind` before it is scaled: fp32 integers
+    (rows, stop - start), computed on the CPU."""
+    per_call = PER_CALL[kind]
+    calls = np.arange(start // per_call, -(-stop // per_call), dtype=np.uint32)
+    key0, key1, counter2, counter3 = stream(seed, name)
+    out = np.empty((len(rows), stop - start), dtype=np.float32)
+    step = max(4 * _CPU_BLOCKS // max(per_call * len(calls), 1), 1)
+    for first in range(0, len(rows), step):
+        some = np.asarray(rows[first : first + step], dtype=np.uint32)
+        size = len(some) * len(calls)
+        products, outputs = np.empty((2, 2, size), dtype=np.uint64), np.empty((2, size), dtype=np.uint32)
+        counter = (np.tile(calls, len(some)), np.repeat(some, len(calls)), counter2, counter3)
+        words = np.stack(philox_on_cpu(counter, (key0, key1), products, outputs), axis=-1)
+        values = unpacked(kind, words).reshape(len(some), -1)
+        offset = start - start // per_call * per_call
+        out[first : first + step] = values[:, offset : offset + stop - start]
+    return out
 
 
 def draws(seed: int, name: str, count: int) -> list[float]:
@@ -215,7 +250,9 @@ class SeededTensor:
     - `normal`, `sparse` and `embedding_normal`, `embedding_sparse`: normal values, or two values and zeros in the share
       1 - `density`, with the variance of `glorot` or `embedding`;
     - `orthogonal`: orthonormal columns, or rows if there are fewer; `embedding_orthogonal`: orthogonal blocks of d rows;
-    - `blocks`: `blocks` equal blocks on the diagonal, each of them `glorot` for its own sizes, and zeros elsewhere.
+    - `blocks`: `blocks` equal blocks on the diagonal, each of them `glorot` for its own sizes, and zeros elsewhere;
+    - `int8`, `sign` and `embedding_int8`, `embedding_sign`: 256 or two equally likely values, 16 or 128 from one call of Philox,
+      with the variance of `glorot` or `embedding`: integers times one number.
 
     `schemes.py` has the algorithms of these. `gain` multiplies random values.
 
@@ -252,7 +289,7 @@ class SeededTensor:
     def check(self) -> None:
         """Raise ValueError for a matrix that cannot be divided into `blocks`."""
         if self.scheme == "blocks":
-            for rows, columns in self._matrices():
+            for rows, columns in self.matrices():
                 if rows % self.blocks or columns % self.blocks:
                     raise ValueError(
                         f"{self.name!r} ({rows} x {columns}) cannot be divided into {self.blocks} diagonal blocks: their number "
@@ -273,7 +310,7 @@ class SeededTensor:
 
     def generate(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """The tensor in fp32, in the shape that is left of `shape` after `kept`. Raises ValueError for an unknown scheme."""
-        value = self._mixed(self._generate_unsliced(device))
+        value = self.mixed(self._generate_unsliced(device))
         for dimension, index in self.kept:
             value = take(value, dimension, index)
         return value
@@ -282,9 +319,35 @@ class SeededTensor:
         """The rows [start, stop) of `generate()`, fp32 (stop - start, ...). Of a whole random matrix nothing else is computed."""
         if self.scheme in ("glorot", "embedding") and len(self.shape) == 2 and not (self.kept or self.parts):
             return uniform(self.seed, self.name, self.shape, self.bound, rows=(start, stop), device=device)
+        if self.kind in PER_CALL and len(self.shape) == 2 and not (self.kept or self.parts):
+            values = few_bits(self.kind, self.seed, self.name, np.arange(start, stop), 0, self.shape[1])
+            return torch.from_numpy(values).mul_(self.scales()[0]).to(device)
         return self.generate(device)[start:stop]
 
-    def _mixed(self, value: torch.Tensor) -> torch.Tensor:
+    def bounds(self) -> list[float]:
+        """Of a uniform scheme: the bound of each matrix of `parts`."""
+        if self.scheme == "embedding":
+            return [self.bound]
+        return [math.sqrt(6 / sum(sizes)) * self.gain for sizes in self.matrices()]
+
+    @property
+    def kind(self) -> str:
+        """The scheme, without "embedding_"."""
+        return self.scheme.removeprefix("embedding_")
+
+    def scales(self) -> list[float]:
+        """Of a scheme of few bits: the number, of fp32, by which the integers of each matrix of `parts` are multiplied."""
+        of_table = self.kind != self.scheme
+        return [
+            torch.tensor(self.std(of_table, rows, columns) / UNIT[self.kind], dtype=torch.float32).item()
+            for rows, columns in self.matrices()
+        ]
+
+    def std(self, of_table: bool, rows: int, columns: int) -> float:
+        """The standard deviation of random values in a matrix (rows, columns), or a table."""
+        return math.sqrt(1 / columns if of_table else 2 / (rows + columns)) * self.gain
+
+    def mixed(self, value: torch.Tensor) -> torch.Tensor:
         """The matrices of `parts`, block by block."""
         if not self.interleaved:
             return value
@@ -302,11 +365,17 @@ class SeededTensor:
             return torch.ones(self.shape, device=device)
         if self.scheme == "embedding":
             return uniform(self.seed, self.name, self.shape, self.bound, device=device)
+        if self.kind in PER_CALL:
+            rows = np.arange(math.prod(self.shape[:-1]))
+            values = few_bits(self.kind, self.seed, self.name, rows, 0, self.shape[-1])
+            out = torch.from_numpy(values).view(self.shape)
+            for matrix, scale in zip(self._split(out), self.scales(), strict=True):
+                matrix *= scale
+            return out.to(device)
         if self.scheme.startswith("embedding_"):
             return self._transformed(self.name, *self.shape).to(device)
-        matrices = self._matrices()
         if self.scheme in ("glorot", "zero_diagonal"):
-            bounds = [math.sqrt(6 / sum(sizes)) * self.gain for sizes in matrices]
+            bounds = self.bounds()
             out = uniform(self.seed, self.name, self.shape, bounds[0], device=device)
             for matrix, bound in zip(self._split(out), bounds, strict=True):
                 if bound != bounds[0]:
@@ -319,11 +388,11 @@ class SeededTensor:
             if self.scheme == "diagonal":
                 matrix.copy_(torch.eye(*matrix.shape))
             else:
-                name = f"{self.name}[{number}]" if len(matrices) > 1 else self.name
+                name = f"{self.name}[{number}]" if len(self.matrices()) > 1 else self.name
                 matrix.copy_(self._transformed(name, *matrix.shape))
         return out
 
-    def _matrices(self) -> list[tuple[int, int]]:
+    def matrices(self) -> list[tuple[int, int]]:
         """(rows, columns) of each matrix: of each expert, or of `parts`."""
         if len(self.shape) == 3:
             return [self.shape[1:]] * self.shape[0]  # type: ignore[list-item]
@@ -333,7 +402,7 @@ class SeededTensor:
         ]
 
     def _split(self, value: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Views of the matrices of `_matrices`."""
+        """Views of the matrices of `matrices`."""
         if len(self.shape) == 3:
             return value.unbind()
         return value.split(self.parts or (self.shape[self.dimension],), dim=self.dimension)
@@ -344,9 +413,8 @@ class SeededTensor:
         def draw(part: str, shape: tuple[int, ...]) -> torch.Tensor:
             return uniform(self.seed, f"{name}/{part}" if part else name, shape, 2.0**23)
 
-        kind = self.scheme.removeprefix("embedding_")
-        of_table = kind != self.scheme
-        std = math.sqrt(1 / columns if of_table else 2 / (rows + columns)) * self.gain
+        kind, of_table = self.kind, self.kind != self.scheme
+        std = self.std(of_table, rows, columns)
         if kind == "normal":
             return normal(draw("", (rows, columns)), std)
         if kind == "sparse":
