@@ -29,10 +29,11 @@ class _Scratch(threading.local):
         self.outputs = np.empty((2, _CALLS), dtype=np.uint32)
         self.low = np.empty(_CALLS, dtype=np.uint32)
         self.steps = np.arange(_CALLS, dtype=np.uint32)
-        self.values = torch.empty(TILE + 4)
+        self.values = torch.empty(TILE)
+        self.tile = torch.empty(TILE)
 
     def nbytes(self) -> int:
-        arrays = (self.products, self.outputs, self.low, self.steps, self.values)
+        arrays = (self.products, self.outputs, self.low, self.steps, self.values, self.tile)
         return sum(int(array.nbytes) for array in arrays)
 
 
@@ -42,6 +43,11 @@ _SCRATCH = _Scratch()
 def scratch_bytes() -> int:
     """Bytes of the memory in which a thread makes its tiles."""
     return _SCRATCH.nbytes()
+
+
+def buffer(size: int) -> torch.Tensor:
+    """fp32 memory (size,), at most TILE, for the tiles of this thread, one after another."""
+    return _SCRATCH.tile[:size]
 
 
 def whole_only(definition: SeededTensor) -> str | None:
