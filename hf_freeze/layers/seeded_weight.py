@@ -209,7 +209,9 @@ def _product(x: torch.Tensor, weight: SeededWeight, bias: torch.Tensor | None, a
     if dtype is not None:
         x, bias, weight = x.to(dtype), None if bias is None else bias.to(dtype), weight.like(dtype=dtype)
     if x.dtype != weight.dtype:
-        raise RuntimeError(f"expected inputs in {weight.dtype}, as {weight.definition.name!r} is, but they are {x.dtype}")
+        raise RuntimeError(
+            f"expected inputs in {weight.dtype}, as {weight.definition.name!r} is, but they are {x.dtype}"
+        )
     if x.shape[-1] != weight.shape[1 - axis]:
         raise RuntimeError(
             f"{weight.definition.name!r} takes {weight.shape[1 - axis]} inputs, but they are {x.shape[-1]}"

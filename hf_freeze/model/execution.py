@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_freeze.layers.fused_weight import why_not
 from hf_freeze.layers.seeded_weight import SeededWeight
 from hf_freeze.model.weights import ENGINES, regenerate
 from hf_freeze.seeded import SeededTensor
@@ -56,6 +57,11 @@ class ExecutionMixin(_Model):
                 self._check_unchanged(name, definition)
         self._set_execution(mode)
         regenerate(self)
+        self._warn_of_fallback()
+
+    def _warn_of_fallback(self) -> None:
+        if self._seeded_execution == "fused" and (reason := why_not(self.device.type)) is not None:
+            warnings.warn(f"seeded_execution='fused': {reason}; seeded tensors are streamed instead", stacklevel=3)
 
     def _check_unchanged(self, name: str, definition: SeededTensor) -> None:
         parameter: Any = self.get_parameter(name)
@@ -79,7 +85,8 @@ class ExecutionMixin(_Model):
                 some = ", ".join(f"{name} ({reason})" for name, reason in list(whole.items())[:_NAMED])
                 more = f" and {len(whole) - _NAMED} more" if len(whole) > _NAMED else ""
                 warnings.warn(
-                    f"seeded_execution={mode!r}: what can only be generated as a whole stays resident: {some}{more}", stacklevel=3
+                    f"seeded_execution={mode!r}: what can only be generated as a whole stays resident: {some}{more}",
+                    stacklevel=3,
                 )
 
     @contextlib.contextmanager

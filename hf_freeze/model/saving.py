@@ -189,6 +189,7 @@ class SavingMixin(_Model):
                     f"{where} holds tensors that its config does not describe: {sorted(info['unexpected_keys'])[:5]}"
                 )
         model._check_seeded(in_memory, pretrained_model_name_or_path)
+        model._warn_of_fallback()
         return (model, info) if with_info else model
 
     def generate_for_disk(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:

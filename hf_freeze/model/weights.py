@@ -13,12 +13,13 @@ from transformers import initialization
 from hf_freeze.architectures.base import base_name
 from hf_freeze.compat.transformers import draw, mark_initialized
 from hf_freeze.layers.factorized_embedding import Factors
+from hf_freeze.layers.fused_weight import Fused
 from hf_freeze.layers.seeded_weight import Engine, SeededWeight
 from hf_freeze.model import paging
 from hf_freeze.seeded import SeededTensor, digest
 from hf_freeze.seeded.tiles import whole_only
 
-ENGINES: dict[str, Engine | None] = {"resident": None, "streamed": Engine()}
+ENGINES: dict[str, Engine | None] = {"resident": None, "streamed": Engine(), "fused": Fused()}
 
 
 @contextlib.contextmanager

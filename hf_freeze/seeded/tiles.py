@@ -5,7 +5,7 @@ Shapes: (N, M) is the matrix of the definition, (R, C) what `kept` leaves of it.
 
 import math
 import threading
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,12 @@ _CALLS = TILE // 4
 _MASK = 0xFFFFFFFF
 _ON_CPU = ("cpu",)
 _UNIFORM = ("glorot", "zero_diagonal", "embedding")
+
+
+KINDS = ("uniform", *PER_CALL)
+_FUSED = {"glorot": 0, "embedding": 0} | {
+    f"{prefix}{kind}": number for number, kind in enumerate(PER_CALL, 1) for prefix in ("", "embedding_")
+}
 
 
 class _Scratch(threading.local):
@@ -63,10 +69,38 @@ def whole_only(definition: SeededTensor) -> str | None:
     return None
 
 
+class Numpy:
+    """Makes values before they are scaled, on the CPU by numpy and elsewhere by torch."""
+
+    def uniform(
+        self, seed: int, name: str, width: int, rows: np.ndarray, start: int, stop: int, device: torch.device
+    ) -> torch.Tensor:
+        """fp32 (rows, stop - start): the numbers u + 1/2 - 2^23 at these rows and columns of a matrix with rows of `width`. They
+        may lie in scratch memory, and are then valid until the next call."""
+        return _uniform(seed, name, width, rows, start, stop, device)
+
+    def few_bits(self, kind: str, seed: int, name: str, rows: np.ndarray, start: int, stop: int) -> torch.Tensor:
+        """fp32 (rows, stop - start) on the CPU: the integers of `hf_freeze.seeded.tensor.few_bits`."""
+        return torch.from_numpy(few_bits(kind, seed, name, rows, start, stop))
+
+
+class Plain(NamedTuple):
+    """What fused code needs to know of a matrix that is all of its definition, and of one piece.
+
+    `kind`: a position in KINDS. A value is `scale` times an integer, or in the first kind u + 1/2 - 2^23.
+    """
+
+    kind: int
+    stream: tuple[int, int, int, int]
+    height: int
+    width: int
+    scale: float
+
+
 class Tiles:
     """A source of rows and columns of the matrix of `definition`.
 
-    `shape`: (R, C). Raises ValueError for a tensor that can only be generated as a whole (`whole_only`).
+    `shape`: (R, C). `plain`: for fused code; None for a matrix that it cannot make. Raises ValueError for a tensor that can only be generated as a whole (`whole_only`).
     """
 
     def __init__(self, definition: SeededTensor) -> None:
@@ -88,6 +122,7 @@ class Tiles:
             Any, tuple(definition.shape[axis] if maps[axis] is None else len(cast(Any, maps[axis])) for axis in (0, 1))
         )
         self.cells = self._cells()
+        self.plain = self._plain()
 
     def _cells(self) -> list[tuple[str, int, int, int, int]]:
         """(name of its stream, first row, first column, rows, columns) of each matrix of `parts`."""
@@ -99,6 +134,18 @@ class Tiles:
             cells.append((name, *first, rows, columns))
             offset += (rows, columns)[definition.dimension]
         return cells
+
+    def _plain(self) -> "Plain | None":
+        definition = self.definition
+        if definition.scheme not in _FUSED or len(self.cells) > 1 or any(index is not None for index in self._maps):
+            return None
+        kind = _FUSED[definition.scheme]
+        bound = (
+            definition.scales()[0]
+            if kind
+            else torch.tensor(definition.bounds()[0], dtype=torch.float32).item() * 2.0**-23
+        )
+        return Plain(kind, stream(definition.seed, definition.name), *self.shape, bound)
 
     def places(self, axis: int, index: slice | np.ndarray) -> np.ndarray:
         """The positions in the matrix of the definition of the positions `index` of what is kept."""
@@ -125,12 +172,14 @@ class Tiles:
         *,
         out: torch.Tensor | None = None,
         device: torch.device | str = "cpu",
+        by: Numpy | None = None,
     ) -> torch.Tensor:
         """fp32 (rows, columns): these entries of `definition.generate()`, bit for bit.
 
-        `rows`: a slice, or positions (n,) int64. `out`, if given, takes the values. Temporary memory does not depend on the number
-        of rows.
+        `rows`: a slice, or positions (n,) int64. `out`, if given, takes the values; `by` makes them. Temporary memory does not
+        depend on the number of rows.
         """
+        by = by or Numpy()
         places = self.places(0, rows)
         start, stop, within = self.columns(columns)
         width = stop - start if within is None else len(within)
@@ -143,21 +192,21 @@ class Tiles:
             for piece in (slice(columns.start or 0, middle), slice(middle, half)):
                 offset = piece.start - (columns.start or 0)
                 target = out[:, offset : offset + piece.stop - piece.start]
-                self.generate(rows, piece, out=target, device=device)
+                self.generate(rows, piece, out=target, device=device, by=by)
             return out
         step = max((TILE - 8) // (stop - start + 8), 1) if width else len(places)
         if self.definition.shape[1] == stop - start and width:
             step = max((TILE - 8) // (stop - start), 1)
         for first in range(0, len(places), max(step, 1)):
-            values = self._entries(places[first : first + step], start, stop, torch.device(device))
+            values = self._entries(places[first : first + step], start, stop, torch.device(device), by)
             out[first : first + step] = values if within is None else values[:, torch.from_numpy(within).to(device)]
         return out
 
-    def _entries(self, rows: np.ndarray, start: int, stop: int, device: torch.device) -> torch.Tensor:
+    def _entries(self, rows: np.ndarray, start: int, stop: int, device: torch.device, by: Numpy) -> torch.Tensor:
         """fp32 (rows, stop - start) of the matrix of the definition, in scratch memory: valid until the next call."""
         definition = self.definition
         if definition.scheme in _UNIFORM:
-            out = _uniform(definition.seed, definition.name, definition.shape[1], rows, start, stop, device)
+            out = by.uniform(definition.seed, definition.name, definition.shape[1], rows, start, stop, device)
             bounds = definition.bounds()
             out *= torch.tensor(bounds[0], dtype=torch.float32).item() * 2.0**-23
             for (_, row, column, height, width), bound in zip(self.cells, bounds, strict=True):
@@ -170,8 +219,7 @@ class Tiles:
                     self._diagonal(out, rows, start, stop, row, column, height, width, 0.0)
             return out
         if definition.kind in PER_CALL:
-            values = few_bits(definition.kind, definition.seed, definition.name, rows, start, stop)
-            out = torch.from_numpy(values)
+            out = by.few_bits(definition.kind, definition.seed, definition.name, rows, start, stop)
             for (_, row, column, height, width), scale in zip(self.cells, definition.scales(), strict=True):
                 inside = (rows >= row) & (rows < row + height)
                 first, last = max(start, column), min(stop, column + width)
@@ -187,11 +235,13 @@ class Tiles:
             if definition.scheme == "diagonal":
                 self._diagonal(out, rows, start, stop, row, column, height, width, 1.0)
             elif definition.scheme != "zeros" and last > first and inside.any():
-                values = self._drawn(name, rows[inside] - row, first - column, last - column, height, width)
+                values = self._drawn(name, rows[inside] - row, first - column, last - column, height, width, by)
                 out[_selection(inside), first - start : last - start] = values
         return out.to(device)
 
-    def _drawn(self, name: str, rows: np.ndarray, start: int, stop: int, height: int, width: int) -> torch.Tensor:
+    def _drawn(
+        self, name: str, rows: np.ndarray, start: int, stop: int, height: int, width: int, by: Numpy
+    ) -> torch.Tensor:
         """fp32 entries of a matrix (height, width) of normal, sparse or block-diagonal values with the stream `name`."""
         definition, cpu = self.definition, torch.device("cpu")
         std = definition.std(definition.kind != definition.scheme, height, width)
@@ -199,7 +249,7 @@ class Tiles:
             definition.check()
             height, width = height // definition.blocks, width // definition.blocks
             bound = math.sqrt(6 / (height + width)) * definition.gain
-            values = _uniform(definition.seed, name, width, rows, 0, width, cpu)
+            values = by.uniform(definition.seed, name, width, rows, 0, width, cpu)
             values *= torch.tensor(bound, dtype=torch.float32).item() * 2.0**-23
             out = torch.zeros(len(rows), stop - start)
             for block in range(start // width, -(-stop // width)):
@@ -209,12 +259,20 @@ class Tiles:
                     part = values[_selection(inside), first - block * width : last - block * width]
                     out[_selection(inside), first - start : last - start] = part
             return out
-        drawn = _uniform(definition.seed, name, width, rows, start, stop, cpu)
+        drawn = by.uniform(definition.seed, name, width, rows, start, stop, cpu)
         return normal(drawn, std) if definition.kind == "normal" else sparse(drawn, std, definition.density)
 
     @staticmethod
     def _diagonal(
-        out: torch.Tensor, rows: np.ndarray, start: int, stop: int, row: int, column: int, height: int, width: int, value: float
+        out: torch.Tensor,
+        rows: np.ndarray,
+        start: int,
+        stop: int,
+        row: int,
+        column: int,
+        height: int,
+        width: int,
+        value: float,
     ) -> None:
         """Set the entries of `out` that lie on the main diagonal of the matrix (height, width) at (row, column)."""
         places = rows - row

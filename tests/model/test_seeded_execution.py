@@ -14,9 +14,10 @@ from transformers import Trainer, TrainingArguments
 
 from hf_freeze import count_parameters, make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.layers.fused_weight import why_not
 from hf_freeze.layers.seeded_weight import SeededWeight
 from hf_freeze.methods import FFNPruning, Freeze, HeadPruning, VocabularyTrimming
-from hf_freeze.seeded import digest
+from hf_freeze.seeded import digest, fused_cpu
 from hf_freeze.seeded.tiles import scratch_bytes
 
 ALL_RANDOM = Freeze(embeddings="random", attention="random", ffn="random", seed=5)
@@ -31,9 +32,11 @@ METHODS = {
 }
 NAMES = ("marian", "bert", "gpt2", "llama")
 CELLS = [
-    pytest.param(ARCHITECTURES[name], applied, id=f"{name}-{label}")
+    pytest.param(ARCHITECTURES[name], applied, mode, id=f"{name}-{label}-{mode}")
     for number, (label, applied) in enumerate(METHODS.items())
-    for name in (NAMES if ALL else NAMES[number % len(NAMES)].split())
+    for turn, mode in enumerate(("streamed", "fused"))
+    for name in (NAMES if ALL else (NAMES[(number + 2 * turn) % len(NAMES)],))
+    if ALL or label in {"streamed": ("all", "normal", "pruned", "trimmed"), "fused": ("all", "int8", "pruned")}[mode]
 ]
 assert all(method.supports(ARCHITECTURES[name]) for name in NAMES for applied in METHODS.values() for method in applied)
 
@@ -64,14 +67,16 @@ def alike(actual, expected, **tolerance):
         torch.testing.assert_close(actual[name], value, **tolerance)
 
 
-@pytest.mark.parametrize(("architecture", "applied"), CELLS)
-def test_streamed_weights_are_the_same_bits_and_give_the_same_outputs(architecture, applied, tmp_path):
+@pytest.mark.parametrize(("architecture", "applied", "mode"), CELLS)
+def test_weights_are_the_same_bits_and_give_the_same_outputs(architecture, applied, mode, tmp_path):
+    if mode == "fused" and why_not("cpu"):
+        pytest.skip(why_not("cpu"))
     case = case_of(architecture, applied)
     model, batch = build(case), case.batch()
     expected, grads, counts = outputs(model, batch), gradients(model, batch), count_parameters(model)
     values = {name: model.get_parameter(name).detach().clone() for name in model.seeded_tensors}
-    model.set_seeded_execution("streamed")
-    assert model.seeded_execution == "streamed"
+    model.set_seeded_execution(mode)
+    assert model.seeded_execution == mode
     assert streamed_names(model) == matrices(model) != set()
     for name, value in values.items():
         assert torch.equal(model.get_parameter(name), value), name
@@ -80,8 +85,9 @@ def test_streamed_weights_are_the_same_bits_and_give_the_same_outputs(architectu
     assert count_parameters(model) == counts
     # Saved and loaded, without ever being resident; and the checkpoint knows nothing of it.
     model.eval().save_pretrained(tmp_path)
-    loaded = case.auto_class.from_pretrained(tmp_path, seeded_execution="streamed")
+    loaded = case.auto_class.from_pretrained(tmp_path, seeded_execution=mode)
     assert streamed_names(loaded) == matrices(model)
+    assert loaded.seeded_execution == mode
     alike(outputs(loaded, batch), expected, rtol=1e-5, atol=1e-6)
     plain, _ = reload(case, tmp_path)
     assert plain.seeded_execution == "resident"
@@ -172,7 +178,13 @@ def test_the_trainer_trains_it_as_in_memory(name, tmp_path):
         model = build(case)
         model.set_seeded_execution(mode)
         arguments = TrainingArguments(
-            tmp_path / mode, max_steps=3, per_device_train_batch_size=2, learning_rate=0.01, report_to=[], save_steps=3, use_cpu=True
+            tmp_path / mode,
+            max_steps=3,
+            per_device_train_batch_size=2,
+            learning_rate=0.01,
+            report_to=[],
+            save_steps=3,
+            use_cpu=True,
         )
         Trainer(model=model, args=arguments, train_dataset=data).train()
         assert bool(streamed_names(model)) == (mode == "streamed")
@@ -220,7 +232,9 @@ def test_no_mode_changes_what_another_operation_reads():
     assert torch.equal(weight.T @ torch.ones(len(value)), value.T @ torch.ones(len(value)))
     assert torch.equal(weight[2:4] + 1, value[2:4] + 1)
     assert torch.equal(model.state_dict()[name], value)
-    with pytest.raises(RuntimeError, match=f"'{re.escape(model.seeded_tensors[name].name)}' is defined by a seed and has no memory"):
+    with pytest.raises(
+        RuntimeError, match=f"'{re.escape(model.seeded_tensors[name].name)}' is defined by a seed and has no memory"
+    ):
         weight.data.add_(1)
     with pytest.raises(RuntimeError, match=r"takes \d+ inputs, but they are 3"):
         nn.functional.linear(torch.ones(1, 3), weight)
@@ -234,7 +248,10 @@ def test_what_only_the_whole_defines_stays_resident_with_one_warning():
     case = case_of(ARCHITECTURES["marian"], (Freeze(ffn="random", scheme="orthogonal"), Freeze(attention="random")))
     model, batch = build(case), case.batch()
     expected = outputs(model, batch)
-    with pytest.warns(UserWarning, match=r"'streamed': what can only be generated as a whole stays resident: .*fc1.weight \(scheme 'orthogonal'\).* and 5 more") as caught:
+    with pytest.warns(
+        UserWarning,
+        match=r"'streamed': what can only be generated as a whole stays resident: .*fc1.weight \(scheme 'orthogonal'\).* and 5 more",
+    ) as caught:
         model.set_seeded_execution("streamed")
     assert len(caught) == 1
     assert streamed_names(model) and not any("fc" in name for name in streamed_names(model))
@@ -259,6 +276,30 @@ def test_unknown_modes_and_changed_tensors_are_refused(tmp_path):
     with pytest.raises(ValueError, match=f"'{re.escape(name)}' was changed, so it is not what its seed regenerates"):
         model.set_seeded_execution("streamed")
     assert model.seeded_execution == "resident"
+
+
+def test_without_a_compiler_there_is_one_warning(monkeypatch, tmp_path):
+    case = case_of(ARCHITECTURES["bert"])
+    model, batch = build(case), case.batch()
+    expected = outputs(model, batch)
+    model.save_pretrained(tmp_path)
+    why_not.cache_clear()
+    monkeypatch.setattr(fused_cpu, "library", no_library)
+    try:
+        message = "seeded_execution='fused': no C\\+\\+ compiler; seeded tensors are streamed instead"
+        with pytest.warns(UserWarning, match=message) as caught:
+            model.set_seeded_execution("fused")
+            alike(outputs(model, batch), expected, rtol=1e-5, atol=1e-6)
+        assert len(caught) == 1
+        with pytest.warns(UserWarning, match=message):
+            loaded = case.auto_class.from_pretrained(tmp_path, seeded_execution="fused")
+        alike(outputs(loaded, batch), expected, rtol=1e-5, atol=1e-6)
+    finally:
+        why_not.cache_clear()
+
+
+def no_library():
+    raise fused_cpu.UnavailableError("no C++ compiler")
 
 
 def test_a_wrong_digest_stops_a_streamed_load(tmp_path):

@@ -1,0 +1,60 @@
+"""Generates a seeded weight and multiplies by it at once: in the registers of a GPU by Triton, in the first-level cache of a CPU
+by a small library that is compiled on first use. Both are optional; without them, tiles are streamed.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from hf_freeze.layers.seeded_weight import Engine, SeededWeight
+from hf_freeze.seeded import fused_cpu, fused_gpu
+from hf_freeze.seeded.tiles import Tiles
+
+FEW_TOKENS = (
+    16  # up to here, products beside the generator are as fast as those of BLAS with a tile in the second-level cache
+)
+
+
+@functools.cache
+def why_not(device_type: str) -> str | None:
+    """Why weights on such a device are streamed instead, in one line; None if they are fused."""
+    try:
+        if device_type == "cpu":
+            fused_cpu.library()
+        else:
+            fused_gpu.check(device_type)
+    except (fused_cpu.UnavailableError, fused_gpu.UnavailableError) as error:
+        return str(error)
+    return None
+
+
+class Fused(Engine):
+    """Schemes that a library has not, fused matrices of several projections and slices are made by tiles; on the CPU quickly, too."""
+
+    name = "fused"
+
+    def fill(self, source: Tiles, rows: Any, columns: slice, out: torch.Tensor) -> None:
+        if out.device.type != "cpu" or why_not("cpu"):
+            super().fill(source, rows, columns, out)
+            return
+        matrix, (start, stop, _) = source.plain, columns.indices(source.shape[1])
+        if matrix is None or out.stride(-1) != 1:
+            source.generate(rows, columns, out=out, by=fused_cpu.Compiled())
+        else:
+            fused_cpu.fill(matrix, source.places(0, rows), start, stop, out)
+
+    def multiply(self, weight: SeededWeight, x: torch.Tensor, axis: int, bias: torch.Tensor | None) -> torch.Tensor:
+        device = weight.device.type
+        if why_not(device) is None and (matrix := weight.tiles.plain) is not None:
+            if device != "cpu":
+                return fused_gpu.multiply(matrix, x, axis, bias)
+            if len(x) <= FEW_TOKENS and x.dtype == weight.dtype == torch.float32:
+                return fused_cpu.multiply(matrix, x, axis, bias)
+        return super().multiply(weight, x, axis, bias)
+
+    def rows(self, weight: SeededWeight, ids: torch.Tensor) -> torch.Tensor:
+        matrix = weight.tiles.plain
+        if weight.device.type == "cpu" or why_not(weight.device.type) or matrix is None:
+            return super().rows(weight, ids)
+        return fused_gpu.rows(matrix, ids, weight.dtype)
