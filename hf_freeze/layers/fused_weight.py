@@ -29,8 +29,13 @@ def why_not(device_type: str) -> str | None:
     return None
 
 
+def on_cpu(weight: torch.Tensor) -> bool:
+    """Whether a weight is made by the CPU."""
+    return weight.device.type == "cpu"
+
+
 class Fused(Engine):
-    """Schemes that a library has not, fused matrices of several projections and slices are made by tiles; on the CPU quickly, too."""
+    """Weights that are not `Tiles.plain` are made by tiles; on the CPU, quickly too."""
 
     name = "fused"
 
@@ -47,7 +52,7 @@ class Fused(Engine):
     def multiply(self, weight: SeededWeight, x: torch.Tensor, axis: int, bias: torch.Tensor | None) -> torch.Tensor:
         device = weight.device.type
         if why_not(device) is None and (matrix := weight.tiles.plain) is not None:
-            if device != "cpu":
+            if not on_cpu(weight):
                 return fused_gpu.multiply(matrix, x, axis, bias)
             if len(x) <= FEW_TOKENS and x.dtype == weight.dtype == torch.float32:
                 return fused_cpu.multiply(matrix, x, axis, bias)
@@ -55,6 +60,6 @@ class Fused(Engine):
 
     def rows(self, weight: SeededWeight, ids: torch.Tensor) -> torch.Tensor:
         matrix = weight.tiles.plain
-        if weight.device.type == "cpu" or why_not(weight.device.type) or matrix is None:
+        if on_cpu(weight) or why_not(weight.device.type) or matrix is None:
             return super().rows(weight, ids)
         return fused_gpu.rows(matrix, ids, weight.dtype)

@@ -1,21 +1,86 @@
-"""Placeholder."""
+"""Products and rows of seeded weights on a GPU, whose values exist only in registers: calls the kernels of fused_kernels.py.
 
+Triton is optional: PyTorch for GPUs on Linux comes with it.
+"""
+
+import functools
+import importlib.util
+import os
 from typing import Any
 
 import torch
 
+from hf_freeze.seeded.tiles import Plain
+
+_MANY = 64  # tokens; from here on a program makes as many
+
 
 class UnavailableError(RuntimeError):
-    """Why no kernel can be had, in one line."""
+    """Why there is no kernel, in one line."""
 
 
 def check(device_type: str) -> None:
-    raise UnavailableError("no Triton")
+    """Raise UnavailableError without Triton, and for a device that it has no kernels for."""
+    if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UnavailableError(f"there are no kernels for the device {device_type!r}, only for 'cuda' and 'cpu'")
+    if importlib.util.find_spec("triton") is None:
+        raise UnavailableError("Triton is not installed: pip install triton")
+    try:
+        _kernels()
+    except Exception as error:  # of an old version, whatever it is
+        raise UnavailableError(f"Triton cannot be used: {error}".splitlines()[0]) from error
 
 
-def multiply(matrix: Any, shape: Any, x: torch.Tensor, axis: int, bias: Any) -> torch.Tensor:
-    raise NotImplementedError
+@functools.cache
+def _kernels() -> Any:
+    from hf_freeze.seeded import fused_kernels
+
+    return fused_kernels
 
 
-def rows(matrix: Any, shape: Any, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    raise NotImplementedError
+def _key(matrix: Plain) -> list[int]:
+    """The words of the stream as signed integers: Triton would compile others, above 2^31, anew as 64-bit ones."""
+    return [word - (word >> 31 << 32) for word in matrix.stream]
+
+
+def _settings(matrix: Plain) -> dict[str, Any]:
+    return {"KIND": matrix.kind, "ALIGNED": matrix.width % 4 == 0}
+
+
+def multiply(matrix: Plain, x: torch.Tensor, axis: int, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (T, K), fp32, bf16 or fp16, by the matrix (height, width) rounded to that dtype: (T, height) for `axis` 0, (T, width) for
+    1, plus `bias`. Sums are fp32."""
+    x = x.contiguous()
+    inputs, outputs = (matrix.height, matrix.width) if axis else (matrix.width, matrix.height)
+    y = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
+    tokens, narrow = (_MANY, 64) if len(x) > _MANY // 2 else (16, 16)
+    # A tile is as wide as a call of the generator has values at least.
+    wide = 128 if matrix.kind == 2 else 64
+    sizes = {"T": tokens, "N": wide if axis else narrow, "K": 32 if axis else wide}
+    precision = "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    grid = (-(-len(x) // sizes["T"]), -(-outputs // sizes["N"]))
+    if y.numel():
+        _kernels().product[grid](
+            *(x, y, x if bias is None else bias.contiguous(), len(x), inputs, outputs, matrix.width),
+            *(*_key(matrix), matrix.scale),
+            AXIS=axis,
+            HAS_BIAS=bias is not None,
+            PRECISION=precision,
+            **_settings(matrix),
+            **sizes,
+        )
+    return y
+
+
+def rows(matrix: Plain, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The rows `ids`, of any shape, of a table (V, D), in `dtype`: (..., D). As on a GPU without seeds, ids outside of the table
+    are not noticed: their rows have values, but no meaning."""
+    flat = ids.flatten().contiguous()
+    y = torch.empty(len(flat), matrix.width, dtype=dtype, device=ids.device)
+    sizes = {"R": 4, "C": 128}
+    if y.numel():
+        grid = (-(-len(flat) // sizes["R"]), -(-matrix.width // sizes["C"]))
+        _kernels().lookup[grid](
+            *(flat, y, len(flat), matrix.width, *_key(matrix), matrix.scale), **_settings(matrix), **sizes
+        )
+    return y.view(*ids.shape, matrix.width)
