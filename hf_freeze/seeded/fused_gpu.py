@@ -21,7 +21,7 @@ class UnavailableError(RuntimeError):
 
 def check(device_type: str) -> None:
     """Raise UnavailableError without Triton, and for a device that it has no kernels for."""
-    if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device_type != "cuda" and not _interpreted():
         raise UnavailableError(f"there are no kernels for the device {device_type!r}, only for 'cuda' and 'cpu'")
     if importlib.util.find_spec("triton") is None:
         raise UnavailableError("Triton is not installed: pip install triton")
@@ -43,8 +43,13 @@ def _key(matrix: Plain) -> list[int]:
     return [word - (word >> 31 << 32) for word in matrix.stream]
 
 
-def _settings(matrix: Plain) -> dict[str, Any]:
-    return {"KIND": matrix.kind, "ALIGNED": matrix.width % 4 == 0}
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _settings(matrix: Plain, dtype: torch.dtype) -> dict[str, Any]:
+    by_hand = dtype == torch.bfloat16 and _interpreted()
+    return {"KIND": matrix.kind, "ALIGNED": matrix.width % 4 == 0, "BF16_BY_HAND": by_hand}
 
 
 def multiply(matrix: Plain, x: torch.Tensor, axis: int, bias: torch.Tensor | None) -> torch.Tensor:
@@ -66,7 +71,7 @@ def multiply(matrix: Plain, x: torch.Tensor, axis: int, bias: torch.Tensor | Non
             AXIS=axis,
             HAS_BIAS=bias is not None,
             PRECISION=precision,
-            **_settings(matrix),
+            **_settings(matrix, x.dtype),
             **sizes,
         )
     return y
@@ -81,6 +86,6 @@ def rows(matrix: Plain, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if y.numel():
         grid = (-(-len(flat) // sizes["R"]), -(-matrix.width // sizes["C"]))
         _kernels().lookup[grid](
-            *(flat, y, len(flat), matrix.width, *_key(matrix), matrix.scale), **_settings(matrix), **sizes
+            *(flat, y, len(flat), matrix.width, *_key(matrix), matrix.scale), **_settings(matrix, dtype), **sizes
         )
     return y.view(*ids.shape, matrix.width)

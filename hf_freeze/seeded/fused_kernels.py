@@ -29,6 +29,13 @@ def _octet(word, shift: tl.constexpr):
 
 
 @triton.jit
+def _as_bf16(values):
+    """fp32, rounded to the nearest bf16, ties to even. Triton's interpreter would cut the bits off, and multiplies bf16 wrongly."""
+    bits = values.to(tl.uint32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _words(first, second, key0, key1, upper0, upper1):
     """The four words of the calls with these first and second counter words, uint32 of any shape."""
     zero = first * 0
@@ -93,6 +100,7 @@ def product(
     ALIGNED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
+    BF16_BY_HAND: tl.constexpr,
     T: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -117,9 +125,14 @@ def product(
             weight = _tile(
                 place.to(tl.int64), begin, key0, key1, upper0, upper1, width, scale, KIND=KIND, ALIGNED=ALIGNED, C=N
             )
-        total = tl.dot(x, weight.to(x.dtype), total, input_precision=PRECISION)
+        if BF16_BY_HAND:
+            total = tl.dot(x.to(tl.float32), _as_bf16(weight), total, input_precision=PRECISION)
+        else:
+            total = tl.dot(x, weight.to(x.dtype), total, input_precision=PRECISION)
     if HAS_BIAS:
         total += tl.load(bias_at + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+    if BF16_BY_HAND:
+        total = _as_bf16(total)
     inside = (token[:, None] < tokens) & (output[None, :] < outputs)
     tl.store(y_at + token[:, None].to(tl.int64) * outputs + output[None, :], total.to(y_at.dtype.element_ty), mask=inside)
 
@@ -137,6 +150,7 @@ def lookup(
     scale,
     KIND: tl.constexpr,
     ALIGNED: tl.constexpr,
+    BF16_BY_HAND: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
 ):
@@ -147,6 +161,8 @@ def lookup(
     begin = tl.program_id(1) * C
     rows = tl.load(ids_at + place, mask=place < count, other=0).to(tl.int64)
     values = _tile(rows, begin, key0, key1, upper0, upper1, width, scale, KIND=KIND, ALIGNED=ALIGNED, C=C)
+    if BF16_BY_HAND:
+        values = _as_bf16(values)
     column = begin + tl.arange(0, C)
     inside = (place[:, None] < count) & (column[None, :] < width)
     tl.store(y_at + place[:, None].to(tl.int64) * width + column[None, :], values.to(y_at.dtype.element_ty), mask=inside)
