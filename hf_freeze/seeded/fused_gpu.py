@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from hf_freeze.seeded.tiles import Plain
+from hf_freeze.seeded.tiles import KINDS, Plain
 
-_MANY = 64  # tokens; from here on a program makes as many
+_FEW = 16  # tokens, the fewest that a tensor core multiplies
 
 
 class UnavailableError(RuntimeError):
@@ -52,16 +52,27 @@ def _settings(matrix: Plain, dtype: torch.dtype) -> dict[str, Any]:
     return {"KIND": matrix.kind, "ALIGNED": matrix.width % 4 == 0, "BF16_BY_HAND": by_hand}
 
 
+def _sizes(kind: str, axis: int, tokens: int, is_fp32: bool) -> dict[str, int]:
+    """Tokens, outputs and inputs of a tile, and warps. The threads make as many calls of the generator for a tile as they can
+    without making one twice or spilling registers, by what Triton 3.9 compiled for compute capability 9.0."""
+    wide = 128 if kind == "sign" else 64
+    many = tokens > _FEW and not is_fp32  # fp32 without tensor cores takes four times the registers
+    if many:
+        most = 128 if tokens > 64 else 64
+        return {"T": most, "N": wide if axis else 64, "K": 32 if axis else wide, "num_warps": most // 16}
+    if axis:
+        return {"T": 16, "N": wide, "K": 32, "num_warps": 1 if kind == "sign" and not is_fp32 else 4}
+    inputs = 256 if kind == "sign" and not is_fp32 else wide
+    return {"T": 16, "N": 16, "K": inputs, "num_warps": {"uniform": 4, "int8": 2, "sign": 4 if is_fp32 else 1}[kind]}
+
+
 def multiply(matrix: Plain, x: torch.Tensor, axis: int, bias: torch.Tensor | None) -> torch.Tensor:
     """x (T, K), fp32, bf16 or fp16, by the matrix (height, width) rounded to that dtype: (T, height) for `axis` 0, (T, width) for
     1, plus `bias`. Sums are fp32."""
     x = x.contiguous()
     inputs, outputs = (matrix.height, matrix.width) if axis else (matrix.width, matrix.height)
     y = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
-    tokens, narrow = (_MANY, 64) if len(x) > _MANY // 2 else (16, 16)
-    # A tile is as wide as a call of the generator has values at least.
-    wide = 128 if matrix.kind == 2 else 64
-    sizes = {"T": tokens, "N": wide if axis else narrow, "K": 32 if axis else wide}
+    sizes = _sizes(KINDS[matrix.kind], axis, len(x), x.dtype == torch.float32)
     precision = "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
     grid = (-(-len(x) // sizes["T"]), -(-outputs // sizes["N"]))
     if y.numel():
