@@ -1,7 +1,7 @@
 """Seeded weights that are generated where they are used: memory and time beside weights in memory.
 
     python benchmarks/on_the_fly.py
-    python benchmarks/on_the_fly.py --width 64 --layers 1 --vocabulary 500 --new-tokens 2 --rounds 1   # a few seconds
+    python benchmarks/on_the_fly.py --width 64 --layers 1 --vocabulary 500 --new-tokens 2 --rounds 1   # seconds
 
 Claims: all seeded tensors of Transformer-big (widths 1024 and 4096, 6 + 6 layers, 16 heads, 32,000 tokens; FFN, attention and
 embeddings random) take at most 4 MB when streamed or fused, and the fused generator makes values at least 5 times as fast as
@@ -12,8 +12,8 @@ unpacking takes about 4 operations a weight (uniform: shift, convert, add, multi
 multiply) or 3 (sign). A core does 2 vector operations of 512 bits a cycle at --ghz; in Philox a lane takes 64 bits and makes a
 product with one multiplication instead of two. An H200 has 132 x 64 integer lanes at 1.98 GHz and reads 4.8 TB/s. Beside it, the
 best of --rounds times of the generator and of products with a --square matrix, in processor time, since another process may share
-the core. The memory of the model is that of forked processes: resident bytes (VmRSS) after loading, less those before, and the rise of
-the peak (VmHWM) during --new-tokens greedy steps of one sentence; the weights that are not seeded are in it.
+the core. The memory of the model is that of forked processes: resident bytes (VmRSS) after loading, less those before, and the
+rise of the peak (VmHWM) during --new-tokens greedy steps of one sentence; the weights that are not seeded are in it.
 """
 
 import argparse

@@ -17,9 +17,9 @@ from hf_freeze.seeded.tiles import scratch_bytes, whole_only
 class InferenceMemory:
     """Bytes of weights and buffers, in the dtypes that the model has.
 
-    `resident`: in memory after loading, with the buffer for tiles. `read`: of them, what one decoding step reads for one token; of a
-    model that does not generate, what a forward reads beside a row of each table for each token. `scratch`: the buffer for tiles,
-    which is the same for all layers; it stays in the cache, and is not in `read`.
+    `resident`: in memory after loading, with the buffer for tiles. `read`: of them, what one decoding step reads for one token;
+    for a model that does not generate, what a forward of one token reads. `scratch`: the buffer for tiles, which is the same for
+    all layers; it stays in the cache, and is not in `read`.
     """
 
     resident: int

@@ -45,9 +45,9 @@ class ExecutionMixin(_Model):
         - `"fused"`: as `"streamed"`, by code that generates and multiplies at once. Where it cannot be had, it warns once and
           streams.
 
-        The values of the weights are the same bits in all modes. Vectors, and with a warning that names them, what can only be
-        generated as a whole (orthogonal matrices, experts), stay in memory. Training goes on: seeded tensors are frozen. Casts and
-        moves of a streamed weight start from its definition.
+        The values of the weights are the same bits in all modes. Vectors stay in memory. So does what can only be generated as a
+        whole (orthogonal matrices, experts), with a warning that names it. Training goes on: seeded tensors are frozen. A cast or
+        move of a streamed weight starts from its definition.
 
         Raises ValueError for an unknown mode, and for a seeded tensor that is trainable or was changed.
         """

@@ -149,8 +149,8 @@ class SavingMixin(_Model):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As the native method. `seeded_execution` (default "resident"): see `set_seeded_execution`.
 
-        Raises ValueError for a damaged file, for a tensor that is missing, unexpected or of another size, for a seeded tensor that
-        has no digest or differs in `state_dict`, and for an unknown `seeded_execution`."""
+        Raises ValueError for a damaged file, for a tensor that is missing, unexpected or of another size, for a seeded tensor
+        that has no digest or differs in `state_dict`, and for an unknown `seeded_execution`."""
         mode = kwargs.pop("seeded_execution", "resident")
         with_info = kwargs.pop("output_loading_info", False)
         resizes = kwargs.pop("ignore_mismatched_sizes", False)
@@ -162,7 +162,11 @@ class SavingMixin(_Model):
         try:
             with loading(mode):
                 loaded: Any = super().from_pretrained(
-                    pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+                    pretrained_model_name_or_path,
+                    *args,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                    **kwargs,
                 )
             model, info = loaded
         except SafetensorError as error:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_freeze.seeded.tensor import stream
+from hf_freeze.seeded.philox import stream
 from hf_freeze.seeded.tiles import KINDS, Numpy, Plain
 
 _SOURCE = Path(__file__).with_suffix(".cpp")

@@ -1,9 +1,9 @@
 """Triton kernels that make a seeded weight in registers (imported by fused_gpu.py only where Triton is installed).
 
 Shapes: T tokens, K inputs and N outputs of a product; the weight is (N, K) for axis 0, (K, N) for axis 1. A tile of it is (R, C).
-Tested, bit for bit, in the interpreter of Triton 3.9 on a CPU, and compiled by it for compute capability 9.0: no register is spilled
-in bf16 and fp16; in fp32, two of three kinds without spills, and signs along axis 0 with 208 bytes. They have not run on a GPU: their
-speed and the choice of sizes in fused_gpu.py are unmeasured.
+Tested, bit for bit, in the interpreter of Triton 3.9 on a CPU, and compiled by it for compute capability 9.0: no register is
+spilled in bf16 and fp16; in fp32, signs along axis 0 spill 208 bytes. They have not run on a GPU: their speed and the choice of
+sizes in fused_gpu.py are unmeasured.
 """
 
 # pyright: reportMissingImports=false
@@ -31,7 +31,7 @@ def _octet(word, shift: tl.constexpr):
 
 @triton.jit
 def _as_bf16(values):
-    """fp32, rounded to the nearest bf16, ties to even. Triton's interpreter would cut the bits off, and multiplies bf16 wrongly."""
+    """fp32, rounded to the nearest bf16, ties to even. Triton's interpreter would cut bits off, and multiplies bf16 wrongly."""
     bits = values.to(tl.uint32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
@@ -57,7 +57,7 @@ def _tile(
     ALIGNED: tl.constexpr,
     C: tl.constexpr,
 ):
-    """fp32 (R, C): `rows` int64 (R,), columns from `column` on. ALIGNED: `width` is a multiple of the 4 uniform values of a call."""
+    """fp32 (R, C): `rows` int64 (R,), columns from `column` on. ALIGNED: a row of `width` has whole calls of 4 uniform values."""
     if KIND == 0:
         if ALIGNED:
             call = (rows[:, None] * width + column) // 4 + tl.arange(0, C // 4)[None, :]
@@ -138,7 +138,9 @@ def product(
     if BF16_BY_HAND:
         total = _as_bf16(total)
     inside = (token[:, None] < tokens) & (output[None, :] < outputs)
-    tl.store(y_at + token[:, None].to(tl.int64) * outputs + output[None, :], total.to(y_at.dtype.element_ty), mask=inside)
+    tl.store(
+        y_at + token[:, None].to(tl.int64) * outputs + output[None, :], total.to(y_at.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit(do_not_specialize=["key0", "key1", "upper0", "upper1"])
@@ -169,4 +171,6 @@ def lookup(
         values = _as_bf16(values)
     column = begin + tl.arange(0, C)
     inside = (place[:, None] < count) & (column[None, :] < width)
-    tl.store(y_at + place[:, None].to(tl.int64) * width + column[None, :], values.to(y_at.dtype.element_ty), mask=inside)
+    tl.store(
+        y_at + place[:, None].to(tl.int64) * width + column[None, :], values.to(y_at.dtype.element_ty), mask=inside
+    )

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
+from hf_freeze.seeded.philox import philox, philox_on_cpu, stream
 from hf_freeze.seeded.schemes import PER_CALL, normal, sparse
-from hf_freeze.seeded.tensor import SeededTensor, few_bits, philox, philox_on_cpu, stream
+from hf_freeze.seeded.tensor import SeededTensor, few_bits
 
+ALL = slice(None)
 TILE = 1 << 17  # values of a tile at most: 512 KiB in fp32, which the second-level cache holds
 _CALLS = TILE // 4
 _MASK = 0xFFFFFFFF
@@ -100,7 +102,9 @@ class Plain(NamedTuple):
 class Tiles:
     """A source of rows and columns of the matrix of `definition`.
 
-    `shape`: (R, C). `plain`: for fused code; None for a matrix that it cannot make. Raises ValueError for a tensor that can only be generated as a whole (`whole_only`).
+    `shape`: (R, C). `plain`: for fused code; None for a matrix that it cannot make.
+
+    Raises ValueError for a tensor that can only be generated as a whole (`whole_only`).
     """
 
     def __init__(self, definition: SeededTensor) -> None:
@@ -167,8 +171,8 @@ class Tiles:
 
     def generate(
         self,
-        rows: slice | np.ndarray = slice(None),
-        columns: slice = slice(None),
+        rows: slice | np.ndarray = ALL,
+        columns: slice = ALL,
         *,
         out: torch.Tensor | None = None,
         device: torch.device | str = "cpu",

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from hf_freeze import make_variant
 from hf_freeze.analysis import inference_memory
 from hf_freeze.cli import app
-from hf_freeze.methods import Freeze, FactorizedEmbedding
+from hf_freeze.methods import FactorizedEmbedding, Freeze
 from hf_freeze.seeded.tiles import scratch_bytes
 
 V, D, F, P = 40, 16, 24, 32  # tokens, width, neurons, positions
@@ -76,9 +76,11 @@ def test_inspect_tells_both(tmp_path):
         assert result.exit_code == 0, result.output
         lines[name] = [line for line in result.output.splitlines() if "bytes in memory" in line]
     memory = inference_memory(make_variant(CONFIG, [], task="seq2seq-lm"))
-    assert lines["plain"] == [
-        f"resident: {memory.resident:,} bytes in memory; a decoding step reads {memory.read:,}"
-    ] == lines["random"][:1]
+    assert (
+        lines["plain"]
+        == [f"resident: {memory.resident:,} bytes in memory; a decoding step reads {memory.read:,}"]
+        == lines["random"][:1]
+    )
     assert lines["random"][1].startswith("streamed: ")
 
 

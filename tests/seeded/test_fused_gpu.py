@@ -102,7 +102,10 @@ def test_forward_and_gradient_of_a_layer(monkeypatch):
 @pytest.mark.skipif(INTERPRETED, reason="every device is interpreted")
 @pytest.mark.parametrize(
     ("device", "message"),
-    [("mps", "there are no kernels for the device 'mps', only for 'cuda' and 'cpu'"), ("cuda", "Triton is not installed")],
+    [
+        ("mps", "there are no kernels for the device 'mps', only for 'cuda' and 'cpu'"),
+        ("cuda", "Triton is not installed"),
+    ],
 )
 def test_without_kernels_the_reason_is_one_line(device, message, monkeypatch):
     monkeypatch.setattr(fused_gpu.importlib.util, "find_spec", lambda name: None)
