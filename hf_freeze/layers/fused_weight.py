@@ -50,16 +50,19 @@ class Fused(Engine):
             fused_cpu.fill(matrix, source.places(0, rows), start, stop, out)
 
     def multiply(self, weight: SeededWeight, x: torch.Tensor, axis: int, bias: torch.Tensor | None) -> torch.Tensor:
-        device = weight.device.type
-        if why_not(device) is None and (matrix := weight.tiles.plain) is not None:
-            if not on_cpu(weight):
-                return fused_gpu.multiply(matrix, x, axis, bias)
-            if len(x) <= FEW_TOKENS and x.dtype == weight.dtype == torch.float32:
-                return fused_cpu.multiply(matrix, x, axis, bias)
+        matrix, others = weight.tiles.plain, (x,) if bias is None else (x, bias)
+        # The libraries read memory: what does not fit is left to torch, which says so.
+        fits = all(other.device == weight.device and other.dtype == weight.dtype for other in others)
+        if matrix is None or not fits or why_not(weight.device.type) is not None:
+            return super().multiply(weight, x, axis, bias)
+        if not on_cpu(weight) and weight.dtype in fused_gpu.DTYPES:
+            return fused_gpu.multiply(matrix, x, axis, bias)
+        if on_cpu(weight) and len(x) <= FEW_TOKENS and weight.dtype == torch.float32:
+            return fused_cpu.multiply(matrix, x, axis, bias)
         return super().multiply(weight, x, axis, bias)
 
     def rows(self, weight: SeededWeight, ids: torch.Tensor) -> torch.Tensor:
-        matrix = weight.tiles.plain
-        if on_cpu(weight) or why_not(weight.device.type) or matrix is None:
+        matrix, on_device = weight.tiles.plain, ids.device == weight.device and weight.dtype in fused_gpu.DTYPES
+        if matrix is None or on_cpu(weight) or not on_device or why_not(weight.device.type) is not None:
             return super().rows(weight, ids)
         return fused_gpu.rows(matrix, ids, weight.dtype)

@@ -12,6 +12,7 @@ import torch
 
 from hf_freeze.seeded.tiles import KINDS, Plain
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FEW = 16  # tokens, the fewest that a tensor core multiplies
 
 

@@ -1,7 +1,7 @@
 """Random tensors defined by a seed: bit-identical on every device, in every version and for any range of rows.
 
-Philox-4x32-10 (philox.py) maps a counter to four 32-bit words with integer operations only. Element i of a tensor is word i % 4 of
-block i // 4. The key and the upper half of the counter are a hash of (seed, name), so every tensor has its own stream.
+Philox-4x32-10 (philox.py) maps a counter to four 32-bit words with integer operations only. Element i of a tensor is word i % 4
+of block i // 4. The key and the upper half of the counter are a hash of (seed, name), so every tensor has its own stream.
 
 A word is converted to fp32 by exact steps and one rounded multiplication: its top 24 bits u give u + 1/2 - 2^23, which is exact
 in fp32, times bound * 2^-23. The values are symmetric around zero and lie in (-bound, bound).
