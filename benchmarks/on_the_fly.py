@@ -54,18 +54,21 @@ def main() -> None:
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--ghz", type=float, default=2.6, help="clock of the CPU, for the roofline on paper")
+    parts = ["generator", "products", "model"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="what is measured")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.width < 512:
         options.square = min(options.square, 256)
-    of_model, memory = model_table(options)  # first, while this process is small: it is forked
-    paper, speeds = roofline(options)
-    of_products = products(options)
+    # The model first, while this process is small: it is forked.
+    of_model, memory = model_table(options) if "model" in options.parts else ("", "memory of the model: not measured")
+    paper, speeds = roofline(options) if "generator" in options.parts else ("", {})
+    of_products = products(options) if "products" in options.parts else ""
     faster = [(new / old, scheme) for scheme, (old, new) in speeds.items()]
     summary = (
         f"fused against tiles of numpy, at least 5 times as fast: {_shared.verdict(faster, lambda ratio: ratio >= 5)}"
     )
-    _shared.report(options, "\n\n".join((paper, of_products, of_model)), f"{summary}; {memory}")
+    _shared.report(options, "\n\n".join(filter(None, (paper, of_products, of_model))), f"{summary}; {memory}")
 
 
 def processor_seconds(work: Callable[[], object], rounds: int, at_least: float = 0.05) -> float:
@@ -86,7 +89,8 @@ def processor_seconds(work: Callable[[], object], rounds: int, at_least: float =
 def roofline(options: argparse.Namespace) -> tuple[str, dict[str, tuple[float, float]]]:
     """Time of making a weight against that of reading it; {scheme: values a second by numpy, and fused}."""
     rows, columns = min(131072 // options.square, options.square), options.square
-    read = _shared.read_rate(256 * MB if options.square >= 1024 else MB)
+    values = torch.ones((64 if options.square >= 1024 else 1) * MB)
+    read = 4 * len(values) / processor_seconds(lambda: torch.dot(values, values), options.rounds)
     lines, speeds = [], {}
     for name, (scheme, per_call, unpack) in SCHEMES.items():
         weight = SeededWeight(
@@ -166,12 +170,12 @@ def model_table(options: argparse.Namespace) -> tuple[str, str]:
                     [
                         f"{scheme}, {mode}",
                         *(f"{facts[key] / MB:.1f}" for key in ("counted", "seeded", "loaded", "decoding", "read")),
-                        *(f"{facts[key]:.2f}" for key in ("load", "encode", "step")),
+                        *(f"{facts['load']:.2f}", f"{1e3 * facts['encode']:.0f}", f"{1e3 * facts['step']:.0f}"),
                     ]
                 )
     header = [
         *("model", "weights, MB", "of them seeded", "process after load", "peak of decoding", "read a step, MB"),
-        *("load, s", "first step, s", "further step, s"),
+        *("load, s", "first step, ms", "further step, ms"),
     ]
     return _shared.markdown(header, lines), (
         f"memory of seeded tensors, at most 4 MB: {_shared.verdict(seeded, lambda size: size <= 4)}; times are of one processor"
