@@ -110,7 +110,7 @@ def regenerate(model: Any) -> None:
 
 
 def _unmake(model: Any, name: str, parameter: Any, weight: SeededWeight) -> None:
-    """Put `weight`, which has no memory, in the place of `parameter`."""
+    """Put `weight`, which has no memory, instead of `parameter`."""
     same = isinstance(parameter, SeededWeight) and parameter.definition == weight.definition
     if not same or base_name(model, name) not in model.config.digests:
         _check_digest(model, name, weight.engine.digest(weight))

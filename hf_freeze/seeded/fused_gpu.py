@@ -40,7 +40,7 @@ def _kernels() -> Any:
 
 
 def _key(matrix: Plain) -> list[int]:
-    """The words of the stream as signed integers: Triton would compile others, above 2^31, anew as 64-bit ones."""
+    """The words of the stream as signed integers: Triton would compile the kernel once more for 64-bit ones, above 2^31."""
     return [word - (word >> 31 << 32) for word in matrix.stream]
 
 
