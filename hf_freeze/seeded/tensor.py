@@ -283,7 +283,7 @@ class SeededTensor:
         return math.sqrt(1 / columns if of_table else 2 / (rows + columns)) * self.gain
 
     def mixed(self, value: torch.Tensor) -> torch.Tensor:
-        """The matrices of `parts`, block by block."""
+        """`value`, a matrix (N, M) whose `parts` lie side by side, with them block by block instead."""
         if not self.interleaved:
             return value
         matrices = value.split(self.parts, dim=self.dimension)
