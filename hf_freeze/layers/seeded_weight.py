@@ -138,7 +138,8 @@ class Engine:
         """The digest of its fp32 values, made by tiles (`hf_freeze.seeded.digest`)."""
         sha, exact = hashlib.sha256(), weight.like(dtype=torch.float32)
         for part in parts(weight.shape[0], weight.shape[1], 0):
-            sha.update(memoryview(self.tile(exact, part, slice(None)).cpu().numpy()).cast("B"))
+            values: Any = self.tile(exact, part, slice(None)).cpu().numpy()
+            sha.update(memoryview(values).cast("B"))
         return sha.hexdigest()[:32]
 
     def same(self, weight: SeededWeight, values: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_freeze.layers.fused_weight import why_not
-from hf_freeze.layers.seeded_weight import SeededWeight
+from hf_freeze.layers.seeded_weight import Engine, SeededWeight
 from hf_freeze.model.weights import ENGINES, regenerate
 from hf_freeze.seeded import SeededTensor
 from hf_freeze.seeded.tiles import whole_only
@@ -69,7 +69,7 @@ class ExecutionMixin(_Model):
             return
         if type(parameter.data).__name__ == "DTensor":
             raise ValueError(f"{name!r} is sharded, and must stay resident")
-        engine = ENGINES["streamed"]
+        engine = Engine()
         if parameter.requires_grad or not engine.same(
             SeededWeight(definition, parameter.dtype, parameter.device, engine), parameter
         ):

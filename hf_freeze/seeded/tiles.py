@@ -187,8 +187,7 @@ class Tiles:
         places = self.places(0, rows)
         start, stop, within = self.columns(columns)
         width = stop - start if within is None else len(within)
-        if out is None:
-            out = torch.empty(len(places), width, device=device)
+        out = torch.empty(len(places), width, device=device) if out is None else out
         # A call of the generator may lie across the ends of a row. Very wide rows are made in pieces.
         if len(places) and stop - start > TILE - 8:
             half = self.shape[1] if columns.stop is None else columns.stop
@@ -311,8 +310,8 @@ def _uniform(
         values = _words_on_cpu(stream(seed, name), calls, count)
     else:
         numbers = (torch.from_numpy(calls).to(device)[:, None] + torch.arange(count, device=device)).flatten()
-        key0, key1, *upper = stream(seed, name)
-        words = philox((numbers & _MASK, numbers >> 32, *upper), (key0, key1))
+        key0, key1, upper0, upper1 = stream(seed, name)
+        words = philox((numbers & _MASK, numbers >> 32, upper0, upper1), (key0, key1))
         values = torch.stack([(word >> 8).float() + (0.5 - 2**23) for word in words], dim=1)
     values = values.reshape(len(first), 4 * count)
     if (offsets == offsets[0]).all():
