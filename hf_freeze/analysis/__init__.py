@@ -19,6 +19,8 @@ from hf_freeze.analysis.maps import clustered as clustered
 from hf_freeze.analysis.maps import embedding_similarity as embedding_similarity
 from hf_freeze.analysis.maps import most_frequent as most_frequent
 from hf_freeze.analysis.maps import random_similarity as random_similarity
+from hf_freeze.analysis.memory import InferenceMemory as InferenceMemory
+from hf_freeze.analysis.memory import inference_memory as inference_memory
 from hf_freeze.analysis.neurons import ffn_importance as ffn_importance
 from hf_freeze.analysis.neurons import select_neurons as select_neurons
 from hf_freeze.analysis.ranks import choose_ranks as choose_ranks

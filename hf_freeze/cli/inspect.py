@@ -19,19 +19,21 @@ def inspect(
         tuple[int, int], typer.Option(metavar="FEW MANY", help="Tokens in each forward that --latency times.")
     ] = (1, 64),
 ) -> None:
-    """Count parameters, stored bytes and multiply-adds per component, without loading any weights.
+    """Count parameters, stored bytes and multiply-adds per component, and the memory of inference, without loading any weights.
 
     Example: hf-freeze inspect Helsinki-NLP/opus-mt-tr-en
 
     Example: hf-freeze inspect runs/freeze-ablation/row-3-seed-1/model --latency --tokens 1 64
     """
     from hf_freeze.analysis.accounting import count_parameters, multiply_adds, stored_bytes
+    from hf_freeze.analysis.memory import inference_memory
     from hf_freeze.model.loading import empty_model
     from hf_freeze.publish.cards import shortened
 
     with terminal.one_line_errors():
         empty = empty_model(model)
         parameters, operations = count_parameters(empty), multiply_adds(empty, length=length)
+        memory = {mode: inference_memory(empty, mode) for mode in _modes(empty)}
         latencies = _latency_table(type(empty), model, tokens) if latency else None
     table = Table(
         *("component", "parameters", "trainable", "stored", "forward", "backward"),
@@ -45,10 +47,18 @@ def inspect(
     console.print(table)
     where = f"token at length {length}" if operations.example is None else f"example ({_shapes(operations.example)})"
     terminal.say(f"stored: {stored_bytes(empty):,} bytes; forward, backward: multiply-adds per {where}")
+    step = "decoding step" if empty.can_generate() else "forward"
+    for mode, cost in memory.items():
+        terminal.say(f"{mode}: {cost.resident:,} bytes in memory; a {step} reads {cost.read:,}")
     for method in getattr(empty.config, "methods", ()):
         console.print(f"method: { {name: shortened(value) for name, value in method.items()} }")
     if latencies is not None:
         console.print(latencies)
+
+
+def _modes(model: Any) -> tuple[str, ...]:
+    """What `set_seeded_execution` makes a difference between; "fused" needs the same memory as "streamed"."""
+    return ("resident", "streamed") if getattr(model, "seeded_tensors", None) else ("resident",)
 
 
 def _shapes(example: dict[str, tuple[int, ...]]) -> str:

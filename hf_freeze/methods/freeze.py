@@ -47,6 +47,8 @@ _SCHEMES = {
     "orthogonal": ("orthogonal", "embedding_orthogonal"),
     "sparse": ("sparse", "embedding_sparse"),
     "blocks": ("blocks", None),
+    "int8": ("int8", "embedding_int8"),
+    "sign": ("sign", "embedding_sign"),
 }
 _DENSITY = 1 / 3  # Achlioptas (2003)
 
@@ -71,7 +73,9 @@ class Freeze(Method):
     - `"glorot_normal"`: normal values of the same variance, 2/(I + O) and 1/d;
     - `"orthogonal"`: matrices with orthonormal columns, or rows if there are fewer; tables of orthogonal blocks of d rows;
     - `"sparse"`: zeros, and in the share `density` of places (None: 1/3) two values ±c, of the same variance;
-    - `"blocks"` (attention, ffn): `blocks` equal blocks on the diagonal, each Glorot-uniform for its own sizes, and zeros.
+    - `"blocks"` (attention, ffn): `blocks` equal blocks on the diagonal, each Glorot-uniform for its own sizes, and zeros;
+    - `"int8"`, `"sign"`: 256 or two equally likely values, of the same variance. They are quicker to make: one call of the
+      generator gives 16 or 128 of them, and 4 uniform ones (`model.set_seeded_execution`).
 
     `gain` multiplies all these values. One Freeze has one scheme; give components different ones by several Freeze.
 

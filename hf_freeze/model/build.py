@@ -29,6 +29,7 @@ from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import check_shared_layers
 from hf_freeze.methods.parts import SeededValues, Selection, frozen_at, parts_of
 from hf_freeze.model.adapters import refuse_wrong_merges
+from hf_freeze.model.execution import ExecutionMixin, mode_of_loading
 from hf_freeze.model.merging import merged
 from hf_freeze.model.resizing import ResizingMixin
 from hf_freeze.model.saving import SavingMixin
@@ -44,7 +45,7 @@ from hf_freeze.model.weights import (
 from hf_freeze.seeded import Origin, SeededTensor
 
 
-class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
+class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, PrivateHooks):
     """In front of a native class: builds the structure from the config, freezes, and regenerates what is not stored.
 
     `methods`: those applied, in order; `methods_now`: the same, where they name layers, by the numbers that layers have after all
@@ -80,6 +81,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         # 4. What is frozen, and what is not stored because a seed regenerates it.
         self._collect_unstored()
         self.apply_freeze()
+        self._set_execution(mode_of_loading())
         # 5. Values: fresh draws, then the seeded tensors. On meta there are none yet; `from_pretrained` fills them in and calls
         #    `initialize_weights` at its end.
         if not any(parameter.is_meta for parameter in self.parameters()):
@@ -263,7 +265,10 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, PrivateHooks):
         Raises ValueError for a method that cannot be undone, while PEFT adapters are in the model, and with `uneven` for a
         family of which transformers reads no such sizes.
         """
-        return merged(self, copy=copy, uneven=uneven)
+        if not copy:
+            self.set_seeded_execution("resident")
+        with self.resident():
+            return merged(self, copy=copy, uneven=uneven)
 
     @property
     def peft_config(self) -> Any:

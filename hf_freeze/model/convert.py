@@ -26,7 +26,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _JOB = "job.json"
 _OF_MODEL = re.compile(
     r"config\.json|.*\.(safetensors|bin|pt|index\.json|h5|msgpack|onnx|gguf)|README\.md|\..*"
-    r"|modeling_hf_freeze\.py|hf_freeze_native\.py|hf_freeze_rng\.py|hf_freeze_schemes\.py"  # which load the source
+    r"|modeling_hf_freeze\.py|hf_freeze_native\.py|hf_freeze_(rng|philox|schemes)\.py"  # which load the source
 )
 
 

@@ -19,11 +19,11 @@ from hf_freeze.model.merging import native_config_of
 from hf_freeze.model.remote_code import MODULE, filled, module, module_for
 from hf_freeze.model.uneven import shapes_of
 from hf_freeze.model.weights import no_draws
-from hf_freeze.seeded import schemes
+from hf_freeze.seeded import philox, schemes
 from hf_freeze.seeded import tensor as rng
 
-_NATIVE, _RNG, _SCHEMES = "hf_freeze_native", "hf_freeze_rng", "hf_freeze_schemes"
-FILES: tuple[str, ...] = (MODULE, f"{_NATIVE}.py", f"{_RNG}.py", f"{_SCHEMES}.py")
+_NATIVE, _RNG, _PHILOX, _SCHEMES = "hf_freeze_native", "hf_freeze_rng", "hf_freeze_philox", "hf_freeze_schemes"
+FILES: tuple[str, ...] = (MODULE, f"{_NATIVE}.py", f"{_RNG}.py", f"{_PHILOX}.py", f"{_SCHEMES}.py")
 
 
 def remote_code(model: Any) -> tuple[dict[str, str], dict[str, str]]:
@@ -50,9 +50,10 @@ def remote_code(model: Any) -> tuple[dict[str, str], dict[str, str]]:
         VARIANT_FIELDS=repr((*VARIANT_FIELDS, "auto_map")),
         NATIVE_FIELDS=repr(cache_fields(model.config)),
     )
-    generator, of_schemes = (Path(str(source.__file__)).read_text(encoding="utf-8") for source in (rng, schemes))
-    generator = generator.replace(f"from {schemes.__name__} import", f"from .{_SCHEMES} import")
-    sources = module(model.config, contents, importing), native, generator, of_schemes
+    copied = [Path(str(source.__file__)).read_text(encoding="utf-8") for source in (rng, philox, schemes)]
+    for source, name in ((philox, _PHILOX), (schemes, _SCHEMES)):
+        copied[0] = copied[0].replace(f"from {source.__name__} import", f"from .{name} import")
+    sources = module(model.config, contents, importing), native, *copied
     return auto_map, dict(zip(FILES, sources, strict=True))
 
 

@@ -16,7 +16,9 @@ from torch import distributed
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name
 from hf_freeze.compat.transformers import do_not_save, keys_to_ignore, saves_adapters_alone
+from hf_freeze.layers.seeded_weight import SeededWeight
 from hf_freeze.model.atomic_save import finish_adapter, replacing_adapter, replacing_model, staged_subfolder
+from hf_freeze.model.execution import loading
 from hf_freeze.model.native_code import FILES, remote_code
 from hf_freeze.model.remote_code import has_remote_code
 from hf_freeze.model.weights import computed_constant, generated
@@ -64,6 +66,8 @@ class SavingMixin(_Model):
         for name, definition in self.seeded_tensors.items():
             value = self.get_parameter(name) if state_dict is None else state_dict.get(name)
             if value is None or value.is_meta or type(value).__name__ == "DTensor":
+                continue
+            if isinstance(value, SeededWeight) and value.definition == definition:
                 continue
             if value.dtype == torch.float32 and digest(value) == self.config.digests.get(base_name(self, name)):
                 continue
@@ -143,8 +147,11 @@ class SavingMixin(_Model):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the native method. Raises ValueError for a damaged file, for a tensor that is missing, unexpected or of another
-        size, and for a seeded tensor that has no digest or differs in `state_dict`."""
+        """As the native method. `seeded_execution` (default "resident"): see `set_seeded_execution`.
+
+        Raises ValueError for a damaged file, for a tensor that is missing, unexpected or of another size, for a seeded tensor
+        that has no digest or differs in `state_dict`, and for an unknown `seeded_execution`."""
+        mode = kwargs.pop("seeded_execution", "resident")
         with_info = kwargs.pop("output_loading_info", False)
         resizes = kwargs.pop("ignore_mismatched_sizes", False)
         in_memory = dict(kwargs.get("state_dict") or {})
@@ -153,9 +160,14 @@ class SavingMixin(_Model):
         if pretrained_model_name_or_path is not None:
             finish_adapter(Path(pretrained_model_name_or_path))
         try:
-            loaded: Any = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-            )
+            with loading(mode):
+                loaded: Any = super().from_pretrained(
+                    pretrained_model_name_or_path,
+                    *args,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                    **kwargs,
+                )
             model, info = loaded
         except SafetensorError as error:
             raise ValueError(
@@ -181,6 +193,7 @@ class SavingMixin(_Model):
                     f"{where} holds tensors that its config does not describe: {sorted(info['unexpected_keys'])[:5]}"
                 )
         model._check_seeded(in_memory, pretrained_model_name_or_path)
+        model._warn_of_fallback()
         return (model, info) if with_info else model
 
     def generate_for_disk(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_freeze import surgery
 from hf_freeze.compat.transformers import mark_initialized
+from hf_freeze.layers.seeded_weight import SeededWeight
 from hf_freeze.model import paging
 
 _BY_MAKING = "make_variant(copy=False), which gave its tensors to the variant; use the variant"
@@ -87,5 +88,7 @@ def use_up(model: Any, by: str = _BY_MAKING) -> None:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """The address of the memory that a tensor lies in, perhaps with others."""
+    """The address of the memory that a tensor lies in, perhaps with others. A weight without memory has one of its own."""
+    if isinstance(tensor, SeededWeight):
+        return -id(tensor)
     return tensor.untyped_storage().data_ptr()

@@ -13,8 +13,13 @@ from transformers import initialization
 from hf_freeze.architectures.base import base_name
 from hf_freeze.compat.transformers import draw, mark_initialized
 from hf_freeze.layers.factorized_embedding import Factors
+from hf_freeze.layers.fused_weight import Fused
+from hf_freeze.layers.seeded_weight import Engine, SeededWeight
 from hf_freeze.model import paging
 from hf_freeze.seeded import SeededTensor, digest
+from hf_freeze.seeded.tiles import whole_only
+
+ENGINES: dict[str, Engine | None] = {"resident": None, "streamed": Engine(), "fused": Fused()}
 
 
 @contextlib.contextmanager
@@ -82,17 +87,43 @@ def balance_factors(model: Any, fresh: Iterable[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def regenerate(model: Any) -> None:
-    """Fill the seeded tensors; enter their digests into the config, or check them against it.
+    """Fill the seeded tensors, or put weights in that are generated where they are used (`seeded_execution`); enter their digests
+    into the config, or check them against it.
 
     Raises ValueError for a tensor that does not match its digest.
     """
-    for name in model.seeded_tensors:
+    engine = ENGINES[model.seeded_execution]
+    for name, definition in model.seeded_tensors.items():
         parameter = model.get_parameter(name)
         if not parameter.is_meta and name not in model.on_disk:
-            parameter.copy_(generated(model, name, parameter.device))
-            mark_initialized([parameter])
+            if engine is not None and whole_only(definition) is None:
+                _unmake(model, name, parameter, SeededWeight(definition, parameter.dtype, parameter.device, engine))
+                continue
+            if isinstance(parameter, SeededWeight):
+                value = generated(model, name, parameter.device).to(parameter.dtype)
+                _put(model, parameter, nn.Parameter(value, requires_grad=False))
+            else:
+                parameter.copy_(generated(model, name, parameter.device))
+            mark_initialized([model.get_parameter(name)])
             if (paged := paging.active()) is not None:
                 paged.move(model.get_submodule(name.rpartition(".")[0]))
+
+
+def _unmake(model: Any, name: str, parameter: Any, weight: SeededWeight) -> None:
+    """Put `weight`, which has no memory, instead of `parameter`."""
+    same = isinstance(parameter, SeededWeight) and parameter.definition == weight.definition
+    if not same or base_name(model, name) not in model.config.digests:
+        _check_digest(model, name, weight.engine.digest(weight))
+    if not same or parameter.engine != weight.engine:
+        _put(model, parameter, weight.as_parameter())
+
+
+def _put(model: Any, old: Any, new: Any) -> None:
+    """Replace a parameter under all of its names."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                module._parameters[name] = new
 
 
 @torch.no_grad()
@@ -115,14 +146,17 @@ def generated(model: Any, name: str, device: torch.device | str) -> torch.Tensor
     Raises ValueError if they do not match the digest.
     """
     value = model.seeded_tensors[name].generate(device)
-    actual = digest(value)
+    _check_digest(model, name, digest(value))
+    return value
+
+
+def _check_digest(model: Any, name: str, actual: str) -> None:
     expected = model.config.digests.setdefault(base_name(model, name), actual)
     if actual != expected:
         raise ValueError(
             f"digest mismatch: the regenerated tensor {base_name(model, name)!r} has {actual}, the config says {expected}; "
             "the config was changed, or this is not the hf_freeze that wrote it"
         )
-    return value
 
 
 def computed_constant(model: Any, name: str, memory: torch.Tensor) -> torch.Tensor:

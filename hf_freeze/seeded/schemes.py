@@ -1,4 +1,5 @@
-"""Random matrices that are functions of a stream of random integers: normal, orthogonal, sparse and block-diagonal.
+"""Random matrices that are functions of a stream of random integers: normal, orthogonal, sparse and block-diagonal; and those of
+few bits, int8 and sign.
 
 `draw(part, shape)` returns fp32 numbers u + 1/2 with an integer u, uniform in (-2^23, 2^23); each `part` has a stream of its own.
 All that follows is elementwise: additions, multiplications, divisions and square roots of float64, each of which IEEE 754 rounds
@@ -21,6 +22,11 @@ _RANGE = 2.0**23
 _CHUNK = 1 << 16  # numbers computed at a time, so that their float64 steps stay in the cache
 _ROUNDS_PER_BIT = 3
 _LN2 = 0.6931471805599453
+PER_CALL = {"int8": 16, "sign": 128}  # values of one call of Philox, which gives 128 bits
+_SIGNS = (1 - 2 * ((np.arange(256)[:, None] >> np.arange(8)) & 1)).astype(
+    np.float32
+)  # (256, 8): of the bits of an octet
+UNIT = {"int8": math.sqrt(21845), "sign": 1.0}  # their standard deviation before they are scaled
 # Wichura (1988), "Algorithm AS 241: The percentage points of the normal distribution": numerator and denominator of two rational
 # functions, from the highest power to the lowest.
 # fmt: off
@@ -138,3 +144,19 @@ def block_diagonal(values: torch.Tensor, blocks: int) -> torch.Tensor:
     """(rows, columns) with `blocks` equal blocks on the diagonal and zeros elsewhere, of their `values`
     (rows, columns / blocks)."""
     return torch.block_diag(*values.chunk(blocks))
+
+
+def unpacked(kind: str, words: np.ndarray) -> np.ndarray:
+    """fp32 (..., 4 · values of a word) of contiguous uint32 `words` (..., 4), low bits first.
+
+    `int8`: 2b + 1 for each signed byte b: the odd numbers -255, -253, ..., 255, all equally likely. They are symmetric, without a
+    zero, exact in bf16 too, and have the variance (256² - 1) / 3 = 21845. `sign`: 1 for a bit 0, -1 for a bit 1; no bit is left
+    over, since each of the 128 is a fair coin.
+    """
+    octets = words.astype("<u4", copy=False).view(np.uint8)
+    if kind == "int8":
+        values = octets.view(np.int8).astype(np.float32)
+        values *= 2
+        values += 1
+        return values
+    return np.take(_SIGNS, octets, axis=0).reshape(*words.shape[:-1], -1)

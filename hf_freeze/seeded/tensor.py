@@ -1,19 +1,20 @@
 """Random tensors defined by a seed: bit-identical on every device, in every version and for any range of rows.
 
-Philox-4x32-10 (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3") maps a counter to four 32-bit words with
-integer operations only. Element i of a tensor is word i % 4 of block i // 4. The key and the upper half of the counter are a
-hash of (seed, name), so every tensor has its own stream.
+Philox-4x32-10 (philox.py) maps a counter to four 32-bit words with integer operations only. Element i of a tensor is word i % 4
+of block i // 4. The key and the upper half of the counter are a hash of (seed, name), so every tensor has its own stream.
 
 A word is converted to fp32 by exact steps and one rounded multiplication: its top 24 bits u give u + 1/2 - 2^23, which is exact
 in fp32, times bound * 2^-23. The values are symmetric around zero and lie in (-bound, bound).
 
-This file is copied into repositories (model/native_code.py), so it imports nothing from hf_freeze but `schemes`, which is copied
-too.
+The schemes of few bits make 16 or 128 values from a call, and count otherwise: the first word of the counter is the number of the
+call in the row, the second the number of the row. So every row starts with a call of its own, whatever its width.
+
+This file is copied into repositories (model/native_code.py), so it imports nothing from hf_freeze but `philox` and `schemes`,
+which are copied too.
 """
 
 import hashlib
 import math
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,81 +23,30 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 
-from hf_freeze.seeded.schemes import block_diagonal, normal, orthogonal, orthogonal_table, sparse
+from hf_freeze.seeded.philox import philox, philox_on_cpu, stream
+from hf_freeze.seeded.schemes import (
+    PER_CALL,
+    UNIT,
+    block_diagonal,
+    normal,
+    orthogonal,
+    orthogonal_table,
+    sparse,
+    unpacked,
+)
 
 # Positions, or for each entry of dimension 0, such as an expert, positions of its own.
 Index: TypeAlias = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
-_OF_MATRICES = ("glorot", "diagonal", "zero_diagonal", "normal", "sparse", "orthogonal", "blocks")
-_OF_TABLES = ("embedding", "embedding_normal", "embedding_sparse", "embedding_orthogonal")
+_OF_MATRICES = ("glorot", "diagonal", "zero_diagonal", "normal", "sparse", "orthogonal", "blocks", *PER_CALL)
+_OF_TABLES = (
+    *("embedding", "embedding_normal", "embedding_sparse", "embedding_orthogonal"),
+    *(f"embedding_{kind}" for kind in PER_CALL),
+)
 SCHEMES = (*_OF_MATRICES, *_OF_TABLES, "zeros", "ones")
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
-_ROUNDS = 10
-_LOW, _HIGH = (
-    (0, 1) if sys.byteorder == "little" else (1, 0)
-)  # positions of the halves of a 64-bit word viewed as 32-bit words
 _CPU_BLOCKS = 1 << 15  # blocks computed at a time, so that their words stay in the second-level cache
 _GPU_BLOCKS = 1 << 24
-
-
-def stream(seed: int, name: str) -> tuple[int, int, int, int]:
-    """Two key words and two upper counter words for the tensor `name` with `seed`."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
-    key0, key1, counter2, counter3 = (int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4))
-    return key0, key1, counter2, counter3
-
-
-def philox(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
-    """Philox-4x32-10 of four 32-bit counter words, stored in ints or in integer arrays or tensors of at least 64 bits."""
-    c0, c1, c2, c3 = counter
-    for k0, k1 in _round_keys(key):
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        # In int64 a product may overflow. Its bits are correct, but the shift extends the sign, so mask the result.
-        c0, c2 = ((p1 >> 32) & _MASK) ^ (c1 ^ k0), ((p0 >> 32) & _MASK) ^ (c3 ^ k1)
-        c1, c3 = p1 & _MASK, p0 & _MASK
-    return c0, c1, c2, c3
-
-
-def _round_keys(key: tuple[int, int]) -> list[tuple[int, int]]:
-    return [((key[0] + i * _WEYL[0]) & _MASK, (key[1] + i * _WEYL[1]) & _MASK) for i in range(_ROUNDS)]
-
-
-def _philox_on_cpu(
-    counter: tuple[Any, Any, Any, Any], key: tuple[int, int], products: np.ndarray, outputs: np.ndarray
-) -> tuple[Any, Any, Any, Any]:
-    """The same as `philox` in half the time. Words are uint32 arrays of n values, or ints if all blocks share them.
-
-    The time is saved in three ways. The halves of a product are strided views of it, instead of shifts and masks. Words that are
-    ints, initially three of four, cost nothing. All arrays are preallocated: `products`, uint64 (2, 2, n), and `outputs`,
-    uint32 (2, n). The result is a view of them.
-    """
-    c0, c1, c2, c3 = counter
-    for i, (k0, k1) in enumerate(_round_keys(key)):
-        # Two buffers alternate, because the lower halves are still needed in the next round, as c1 and c3.
-        high0, low0 = _multiply(c0, _MULTIPLIERS[0], products[i % 2, 0])
-        high1, low1 = _multiply(c2, _MULTIPLIERS[1], products[i % 2, 1])
-        c0, c2 = _xor(high1, c1, k0, outputs[0]), _xor(high0, c3, k1, outputs[1])
-        c1, c3 = low1, low0
-    return c0, c1, c2, c3
-
-
-def _multiply(word: Any, multiplier: int, product: np.ndarray) -> tuple[Any, Any]:
-    if isinstance(word, int):
-        return word * multiplier >> 32, word * multiplier & _MASK
-    halves = np.multiply(word, np.uint64(multiplier), out=product, dtype=np.uint64).view(np.uint32)
-    return halves[_HIGH::2], halves[_LOW::2]
-
-
-def _xor(a: Any, b: Any, key: int, out: np.ndarray) -> Any:
-    if isinstance(a, int):
-        a, b = b, a
-    if isinstance(a, int):
-        return a ^ b ^ key
-    if isinstance(b, int):
-        return np.bitwise_xor(a, np.uint32(b ^ key), out=out)
-    return np.bitwise_xor(np.bitwise_xor(a, b, out=out), np.uint32(key), out=out)
 
 
 def uniform(
@@ -145,7 +95,7 @@ def uniform(
             # All blocks of a chunk have the same upper word, unless the chunk crosses a multiple of 2^32.
             is_shared = block >> 32 == (block + size - 1) >> 32
             higher = block >> 32 if is_shared else (np.arange(block, block + size) >> 32).astype(np.uint32)
-            words = _philox_on_cpu((lower[:size], higher, *upper), key, products[:, :, :size], outputs[:, :size])
+            words = philox_on_cpu((lower[:size], higher, *upper), key, products[:, :, :size], outputs[:, :size])
             for column, word in enumerate(words):
                 target[:, column] = np.right_shift(word, np.uint32(8), out=top_bits[:size])
             target += np.float32(0.5 - 2**23)
@@ -163,6 +113,26 @@ def uniform(
         fill_on_cpu(range(first_block, last_block, chunk))
     offset = start * width - 4 * first_block
     return out.view(-1)[offset : offset + (stop - start) * width].view(stop - start, *shape[1:])
+
+
+def few_bits(kind: str, seed: int, name: str, rows: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """fp32 integers (rows, stop - start): the columns [start, stop) of `rows`, numbers below 2^32, of a matrix of the scheme
+    `kind` before it is scaled, computed on the CPU."""
+    per_call = PER_CALL[kind]
+    calls = np.arange(start // per_call, -(-stop // per_call), dtype=np.uint32)
+    key0, key1, counter2, counter3 = stream(seed, name)
+    out = np.empty((len(rows), stop - start), dtype=np.float32)
+    step = max(4 * _CPU_BLOCKS // max(per_call * len(calls), 1), 1)
+    for first in range(0, len(rows), step):
+        some = np.asarray(rows[first : first + step], dtype=np.uint32)
+        size = len(some) * len(calls)
+        products, outputs = np.empty((2, 2, size), dtype=np.uint64), np.empty((2, size), dtype=np.uint32)
+        counter = (np.tile(calls, len(some)), np.repeat(some, len(calls)), counter2, counter3)
+        words = np.stack(philox_on_cpu(counter, (key0, key1), products, outputs), axis=-1)
+        values = unpacked(kind, words).reshape(len(some), -1)
+        offset = start - start // per_call * per_call
+        out[first : first + step] = values[:, offset : offset + stop - start]
+    return out
 
 
 def draws(seed: int, name: str, count: int) -> list[float]:
@@ -215,7 +185,9 @@ class SeededTensor:
     - `normal`, `sparse` and `embedding_normal`, `embedding_sparse`: normal values, or two values and zeros in the share
       1 - `density`, with the variance of `glorot` or `embedding`;
     - `orthogonal`: orthonormal columns, or rows if there are fewer; `embedding_orthogonal`: orthogonal blocks of d rows;
-    - `blocks`: `blocks` equal blocks on the diagonal, each of them `glorot` for its own sizes, and zeros elsewhere.
+    - `blocks`: `blocks` equal blocks on the diagonal, each of them `glorot` for its own sizes, and zeros elsewhere;
+    - `int8`, `sign` and `embedding_int8`, `embedding_sign`: 256 or two equally likely values, 16 or 128 from one call of Philox,
+      with the variance of `glorot` or `embedding`: integers times one number.
 
     `schemes.py` has the algorithms of these. `gain` multiplies random values.
 
@@ -252,7 +224,7 @@ class SeededTensor:
     def check(self) -> None:
         """Raise ValueError for a matrix that cannot be divided into `blocks`."""
         if self.scheme == "blocks":
-            for rows, columns in self._matrices():
+            for rows, columns in self.matrices():
                 if rows % self.blocks or columns % self.blocks:
                     raise ValueError(
                         f"{self.name!r} ({rows} x {columns}) cannot be divided into {self.blocks} diagonal blocks: their number "
@@ -273,7 +245,7 @@ class SeededTensor:
 
     def generate(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """The tensor in fp32, in the shape that is left of `shape` after `kept`. Raises ValueError for an unknown scheme."""
-        value = self._mixed(self._generate_unsliced(device))
+        value = self.mixed(self._generate_unsliced(device))
         for dimension, index in self.kept:
             value = take(value, dimension, index)
         return value
@@ -282,10 +254,36 @@ class SeededTensor:
         """The rows [start, stop) of `generate()`, fp32 (stop - start, ...). Of a whole random matrix nothing else is computed."""
         if self.scheme in ("glorot", "embedding") and len(self.shape) == 2 and not (self.kept or self.parts):
             return uniform(self.seed, self.name, self.shape, self.bound, rows=(start, stop), device=device)
+        if self.kind in PER_CALL and len(self.shape) == 2 and not (self.kept or self.parts):
+            values = few_bits(self.kind, self.seed, self.name, np.arange(start, stop), 0, self.shape[1])
+            return torch.from_numpy(values).mul_(self.scales()[0]).to(device)
         return self.generate(device)[start:stop]
 
-    def _mixed(self, value: torch.Tensor) -> torch.Tensor:
-        """The matrices of `parts`, block by block."""
+    def bounds(self) -> list[float]:
+        """Of a uniform scheme: the bound of each matrix of `parts`."""
+        if self.scheme == "embedding":
+            return [self.bound]
+        return [math.sqrt(6 / sum(sizes)) * self.gain for sizes in self.matrices()]
+
+    @property
+    def kind(self) -> str:
+        """The scheme, without "embedding_"."""
+        return self.scheme.removeprefix("embedding_")
+
+    def scales(self) -> list[float]:
+        """Of a scheme of few bits: the number, of fp32, by which the integers of each matrix of `parts` are multiplied."""
+        of_table = self.kind != self.scheme
+        return [
+            torch.tensor(self.std(of_table, rows, columns) / UNIT[self.kind], dtype=torch.float32).item()
+            for rows, columns in self.matrices()
+        ]
+
+    def std(self, of_table: bool, rows: int, columns: int) -> float:
+        """The standard deviation of random values in a matrix (rows, columns), or a table."""
+        return math.sqrt(1 / columns if of_table else 2 / (rows + columns)) * self.gain
+
+    def mixed(self, value: torch.Tensor) -> torch.Tensor:
+        """`value`, a matrix (N, M) whose `parts` lie side by side, with them block by block instead."""
         if not self.interleaved:
             return value
         matrices = value.split(self.parts, dim=self.dimension)
@@ -302,11 +300,17 @@ class SeededTensor:
             return torch.ones(self.shape, device=device)
         if self.scheme == "embedding":
             return uniform(self.seed, self.name, self.shape, self.bound, device=device)
+        if self.kind in PER_CALL:
+            rows = np.arange(math.prod(self.shape[:-1]))
+            values = few_bits(self.kind, self.seed, self.name, rows, 0, self.shape[-1])
+            out = torch.from_numpy(values).view(self.shape)
+            for matrix, scale in zip(self._split(out), self.scales(), strict=True):
+                matrix *= scale
+            return out.to(device)
         if self.scheme.startswith("embedding_"):
             return self._transformed(self.name, *self.shape).to(device)
-        matrices = self._matrices()
         if self.scheme in ("glorot", "zero_diagonal"):
-            bounds = [math.sqrt(6 / sum(sizes)) * self.gain for sizes in matrices]
+            bounds = self.bounds()
             out = uniform(self.seed, self.name, self.shape, bounds[0], device=device)
             for matrix, bound in zip(self._split(out), bounds, strict=True):
                 if bound != bounds[0]:
@@ -319,11 +323,11 @@ class SeededTensor:
             if self.scheme == "diagonal":
                 matrix.copy_(torch.eye(*matrix.shape))
             else:
-                name = f"{self.name}[{number}]" if len(matrices) > 1 else self.name
+                name = f"{self.name}[{number}]" if len(self.matrices()) > 1 else self.name
                 matrix.copy_(self._transformed(name, *matrix.shape))
         return out
 
-    def _matrices(self) -> list[tuple[int, int]]:
+    def matrices(self) -> list[tuple[int, int]]:
         """(rows, columns) of each matrix: of each expert, or of `parts`."""
         if len(self.shape) == 3:
             return [self.shape[1:]] * self.shape[0]  # type: ignore[list-item]
@@ -333,7 +337,7 @@ class SeededTensor:
         ]
 
     def _split(self, value: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Views of the matrices of `_matrices`."""
+        """Views of the matrices of `matrices`."""
         if len(self.shape) == 3:
             return value.unbind()
         return value.split(self.parts or (self.shape[self.dimension],), dim=self.dimension)
@@ -344,9 +348,8 @@ class SeededTensor:
         def draw(part: str, shape: tuple[int, ...]) -> torch.Tensor:
             return uniform(self.seed, f"{name}/{part}" if part else name, shape, 2.0**23)
 
-        kind = self.scheme.removeprefix("embedding_")
-        of_table = kind != self.scheme
-        std = math.sqrt(1 / columns if of_table else 2 / (rows + columns)) * self.gain
+        kind, of_table = self.kind, self.kind != self.scheme
+        std = self.std(of_table, rows, columns)
         if kind == "normal":
             return normal(draw("", (rows, columns)), std)
         if kind == "sparse":

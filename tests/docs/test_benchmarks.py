@@ -93,6 +93,16 @@ def test_precision(run):
     assert printed.count("| chosen |") == 1
 
 
+@slow
+def test_on_the_fly(run, monkeypatch):
+    benchmark = importlib.import_module("on_the_fly")
+    monkeypatch.setattr(benchmark, "forked", lambda work, *arguments: work(*arguments))
+    sizes = {"width": 64, "layers": 1, "vocabulary": 500, "new-tokens": 2, "rounds": 1}
+    printed = run("on_the_fly", *(str(part) for name, size in sizes.items() for part in (f"--{name}", size)))
+    assert "memory of seeded tensors, at most 4 MB: passed in all 6" in printed
+    assert printed.count("| sign, ") == 6
+
+
 def test_freeze_step(run, in_this_process, tmp_path):
     out = tmp_path / "table.md"
     arguments = ["--preset", "demo", "--vocab", "96", "--tokens", "64", "--rows", "0", "5", "--rounds", "1"]

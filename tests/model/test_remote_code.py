@@ -55,7 +55,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 """
 CODE = {"modeling_hf_freeze.py"}
-NATIVE_CODE = CODE | {"hf_freeze_native.py", "hf_freeze_rng.py", "hf_freeze_schemes.py"}
+NATIVE_CODE = CODE | {"hf_freeze_native.py", "hf_freeze_philox.py", "hf_freeze_rng.py", "hf_freeze_schemes.py"}
 
 
 def sources(folder):

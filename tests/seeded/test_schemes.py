@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hf_freeze.seeded import schemes
-from hf_freeze.seeded.tensor import SeededTensor, digest, uniform
+from hf_freeze.seeded.tensor import SeededTensor, digest, philox, stream, uniform
 
+FEW_BITS = ["int8", "sign", "embedding_int8", "embedding_sign"]
 ELEMENTWISE = ["normal", "sparse", "embedding_normal", "embedding_sparse"]
 
 
@@ -49,6 +50,55 @@ def test_sparse(scheme, variance, density):
     assert set(values.abs().unique().tolist()) == {0, np.float32(size).item()} - ({0} if density == 1 else set())
     assert abs((values != 0).double().mean() - density) < 5 * math.sqrt(density * (1 - density) / n) + 1e-12
     assert abs(values.mean()) < 5 * math.sqrt(variance / n)
+
+
+@pytest.mark.parametrize(("scheme", "variance"), [("int8", 2 / 700), ("embedding_int8", 1 / 200)])
+def test_int8_values_are_odd_numbers_times_one_number(scheme, variance):
+    values = generated(scheme, (500, 200))
+    scale = np.float32(math.sqrt(variance / 21845)).astype(np.float64)
+    odd = (values / scale).round()
+    assert torch.equal(odd.float() * np.float32(scale), values.float())
+    numbers, counts = odd.unique(return_counts=True)
+    assert numbers.tolist() == list(range(-255, 256, 2))
+    # chi-squared of 255 degrees of freedom, five standard deviations; the mean and the variance, five standard errors.
+    expected = odd.numel() / 256
+    assert abs(((counts - expected) ** 2 / expected).sum() - 255) < 5 * math.sqrt(2 * 255)
+    assert abs(odd.mean()) < 5 * math.sqrt(21845 / odd.numel())
+    assert abs(values.var() / variance - 1) < 5 * math.sqrt(0.8 / odd.numel())
+
+
+@pytest.mark.parametrize(("scheme", "variance"), [("sign", 2 / 700), ("embedding_sign", 1 / 200)])
+def test_signs_are_fair_coins(scheme, variance):
+    values = generated(scheme, (500, 200))
+    size = np.float32(math.sqrt(variance)).item()
+    assert set(values.unique().tolist()) == {-size, size}
+    signs = values.sign().flatten()
+    for lag in (1, 8, 31, 32, 64, 128, 200):
+        assert abs((signs[lag:] * signs[:-lag]).mean()) < 5 / math.sqrt(len(signs)), lag
+    assert (values.sign().mean(0).abs() < 5 / math.sqrt(500)).all()
+
+
+@pytest.mark.parametrize("scheme", FEW_BITS)
+def test_values_of_few_bits_are_the_definition(scheme):
+    """Each entry on its own: call c // n of row r, whose first two counter words are (c // n, r)."""
+    shape, tensor = (5, 300), SeededTensor(7, "x", (5, 300), scheme, gain=0.5)
+    key0, key1, counter2, counter3 = stream(7, "x")
+    values, size = tensor.generate(), np.float32(tensor.scales()[0])
+    for row, column in [(0, 0), (1, 15), (2, 16), (3, 127), (4, 128), (4, 299)]:
+        per_call = 16 if "int8" in scheme else 128
+        words = philox((column // per_call, row, counter2, counter3), (key0, key1))
+        bits = sum(word << (32 * number) for number, word in enumerate(words))
+        place = column % per_call
+        if "int8" in scheme:
+            octet = bits >> (8 * place) & 255
+            expected = 2 * (octet - 256 * (octet > 127)) + 1
+        else:
+            expected = 1 - 2 * (bits >> place & 1)
+        assert values[row, column].item() == np.float32(expected) * size, (row, column)
+    # Wider and longer matrices begin with the same integers.
+    wider = SeededTensor(7, "x", (8, 500), scheme, gain=0.5)
+    whole = (wider.generate() / wider.scales()[0]).round()
+    assert torch.equal(whole[:5, :300], (values / size).round().view(shape))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (7, 3), (3, 7), (64, 64), (96, 40), (40, 96)])
@@ -92,7 +142,7 @@ def test_block_diagonal(shape):
 
 
 @pytest.mark.parametrize(
-    "scheme", ["glorot", "embedding", "orthogonal", "embedding_orthogonal", "blocks", *ELEMENTWISE]
+    "scheme", ["glorot", "embedding", "orthogonal", "embedding_orthogonal", "blocks", *ELEMENTWISE, *FEW_BITS]
 )
 def test_gain_multiplies(scheme):
     fields = {"blocks": 2} if scheme == "blocks" else {"density": 0.5}
@@ -133,6 +183,10 @@ DIGESTS = {
     "embedding_normal": "f67b772244538f31fa51e834a80ec703",
     "embedding_sparse": "1205492c09ec6f0399be737a168119e6",
     "embedding_orthogonal": "ccf615e9343db3955a0da4f6fa6fbb72",
+    "int8": "dc97a0ee5ce1baf206bcfef54514951c",
+    "sign": "834b925a3f0665097cd363d790b93007",
+    "embedding_int8": "e005e5c74eb9b294c10ed67562a5e3f1",
+    "embedding_sign": "35243bb6cfdc34d47bc43ae11ec9ad94",
 }
 
 

@@ -1,0 +1,103 @@
+"""Products and rows of seeded weights on a GPU, whose values exist only in registers: calls the kernels of fused_kernels.py.
+
+Triton is optional: PyTorch for GPUs on Linux comes with it.
+"""
+
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+from hf_freeze.seeded.tiles import KINDS, Plain
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FEW = 16  # tokens, the fewest that a tensor core multiplies
+
+
+class UnavailableError(RuntimeError):
+    """Why there is no kernel, in one line."""
+
+
+def check(device_type: str) -> None:
+    """Raise UnavailableError without Triton, and for a device that it has no kernels for."""
+    if device_type != "cuda" and not _interpreted():
+        raise UnavailableError(f"there are no kernels for the device {device_type!r}, only for 'cuda' and 'cpu'")
+    if importlib.util.find_spec("triton") is None:
+        raise UnavailableError("Triton is not installed: pip install triton")
+    try:
+        _kernels()
+    except Exception as error:  # of an old version, whatever it is
+        raise UnavailableError(f"Triton cannot be used: {error}".splitlines()[0]) from error
+
+
+@functools.cache
+def _kernels() -> Any:
+    from hf_freeze.seeded import fused_kernels
+
+    return fused_kernels
+
+
+def _key(matrix: Plain) -> list[int]:
+    """The words of the stream as signed integers: Triton would compile the kernel once more for 64-bit ones, above 2^31."""
+    return [word - (word >> 31 << 32) for word in matrix.stream]
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _settings(matrix: Plain, dtype: torch.dtype) -> dict[str, Any]:
+    by_hand = dtype == torch.bfloat16 and _interpreted()
+    return {"KIND": matrix.kind, "ALIGNED": matrix.width % 4 == 0, "BF16_BY_HAND": by_hand}
+
+
+def _sizes(kind: str, axis: int, tokens: int, is_fp32: bool) -> dict[str, int]:
+    """Tokens, outputs and inputs of a tile, and warps. The threads make as many calls of the generator for a tile as they can
+    without making one twice or spilling registers, by what Triton 3.9 compiled for compute capability 9.0."""
+    wide = 128 if kind == "sign" else 64
+    many = tokens > _FEW and not is_fp32  # fp32 without tensor cores takes four times the registers
+    if many:
+        most = 128 if tokens > 64 else 64
+        return {"T": most, "N": wide if axis else 64, "K": 32 if axis else wide, "num_warps": most // 16}
+    if axis:
+        return {"T": 16, "N": wide, "K": 32, "num_warps": 1 if kind == "sign" and not is_fp32 else 4}
+    inputs = 256 if kind == "sign" and not is_fp32 else wide
+    return {"T": 16, "N": 16, "K": inputs, "num_warps": {"uniform": 4, "int8": 2, "sign": 4 if is_fp32 else 1}[kind]}
+
+
+def multiply(matrix: Plain, x: torch.Tensor, axis: int, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (T, K), fp32, bf16 or fp16, by the matrix (height, width) rounded to that dtype: (T, height) for `axis` 0, (T, width) for
+    1, plus `bias`. Sums are fp32."""
+    x = x.contiguous()
+    inputs, outputs = (matrix.height, matrix.width) if axis else (matrix.width, matrix.height)
+    y = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
+    sizes = _sizes(KINDS[matrix.kind], axis, len(x), x.dtype == torch.float32)
+    precision = "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    grid = (-(-len(x) // sizes["T"]), -(-outputs // sizes["N"]))
+    if y.numel():
+        _kernels().product[grid](
+            *(x, y, x if bias is None else bias.contiguous(), len(x), inputs, outputs, matrix.width),
+            *(*_key(matrix), matrix.scale),
+            AXIS=axis,
+            HAS_BIAS=bias is not None,
+            PRECISION=precision,
+            **_settings(matrix, x.dtype),
+            **sizes,
+        )
+    return y
+
+
+def rows(matrix: Plain, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The rows `ids`, of any shape, of a table (V, D), in `dtype`: (..., D). As on a GPU without seeds, ids outside of the table
+    are not noticed: their rows have values, but no meaning."""
+    flat = ids.flatten().contiguous()
+    y = torch.empty(len(flat), matrix.width, dtype=dtype, device=ids.device)
+    sizes = {"R": 4, "C": 128}
+    if y.numel():
+        grid = (-(-len(flat) // sizes["R"]), -(-matrix.width // sizes["C"]))
+        _kernels().lookup[grid](
+            *(flat, y, len(flat), matrix.width, *_key(matrix), matrix.scale), **_settings(matrix, dtype), **sizes
+        )
+    return y.view(*ids.shape, matrix.width)
