@@ -1,5 +1,5 @@
-"""Layers that train for few bits: weights, and inputs if wanted, are rounded to their grid in the forward, and gradients go straight
-through (`layers.grids`). `fixed()` gives the layer that stores integers (`layers.integer_weights`).
+"""Layers that train for few bits: weights, and inputs if wanted, are rounded to their grid in the forward, and gradients go
+straight through (`layers.grids`). `fixed()` gives the layer that stores integers (`layers.integer_weights`).
 
 In training, a forward rounds from the step on at which `Rounding.active` is set; before, it computes in full precision. In eval
 mode it always computes what the fixed layer will: the same numbers, steps and products, so that `fixed()` changes no bit.
@@ -7,6 +7,8 @@ mode it always computes what the fixed layer will: the same numbers, steps and p
 Shapes: O outputs, I inputs, R rank, V rows of the vocabulary, H hidden size, G steps of a row.
 """
 
+import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.roles import table_scale
-from hf_freeze.layers.derived import Derived, linear_like, scaled
+from hf_freeze.layers.derived import Derived, linear_like, scaled, taken
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
 from hf_freeze.layers.grids import Grid, rounded
 from hf_freeze.layers.integer_weights import (
@@ -35,13 +37,19 @@ from hf_freeze.layers.sparse import SparseLinear
 class Rounded(nn.Module):
     """The base of the layers here."""
 
-    def roundings(self) -> list[tuple[Rounding, torch.Tensor]]:
-        """(rounding, its weight (O, I)) for each weight."""
+    rounding: Rounding
+
+    def roundings(self) -> list[Rounding]:
+        """One for each weight."""
+        return [self.rounding]
+
+    def full_weights(self) -> list[torch.Tensor]:
+        """(O, I) of each weight, in full precision."""
         raise NotImplementedError
 
     def start(self) -> None:
         """Set learnt steps from the weights."""
-        for rounding, weight in self.roundings():
+        for rounding, weight in zip(self.roundings(), self.full_weights(), strict=True):
             rounding.start(weight)
 
     def fixed(self) -> nn.Module:
@@ -54,14 +62,30 @@ class _Linear(Rounded, Derived):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    rounding: Rounding
 
     def oriented(self) -> torch.Tensor:
         """The full-precision weight (O, I)."""
         return self.weight.T if isinstance(self, Conv1D) else self.weight
 
-    def roundings(self) -> list[tuple[Rounding, torch.Tensor]]:
-        return [(self.rounding, self.oriented())]
+    def full_weights(self) -> list[torch.Tensor]:
+        return [self.oriented()]
+
+    @property
+    def selectable(self) -> bool:
+        """Whether inputs and outputs can be removed: not if a step is for several inputs but not for all."""
+        return self.rounding.grid.granularity == "channel"
+
+    def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
+        """A copy with only the outputs `kept`, or the inputs if `outputs` is False. It shares no tensor with this layer."""
+        counts = {"outputs" if outputs else "inputs": len(kept)}
+        new: Any = linear_like(self, **counts, classes=(FakeQuantizedLinear, FakeQuantizedConv1D))
+        axis = int(outputs) if isinstance(self, Conv1D) else int(not outputs)
+        new.weight = nn.Parameter(taken(self.weight, axis, kept))
+        if self.bias is not None:
+            new.bias = nn.Parameter(taken(self.bias, 0, kept) if outputs else self.bias.detach().clone())
+        new.rounding = copy.deepcopy(self.rounding)
+        new.rounding.select(kept, outputs=outputs)
+        return new
 
     def initialize_parameters(self) -> None:
         self.start()
@@ -107,8 +131,8 @@ class FakeQuantizedEmbedding(Rounded, Derived, nn.Embedding):
         self.scale = table_scale(table)
         self.rounding = Rounding(*table.weight.shape, replace(grid, activations=None), **new)
 
-    def roundings(self) -> list[tuple[Rounding, torch.Tensor]]:
-        return [(self.rounding, self.weight)]
+    def full_weights(self) -> list[torch.Tensor]:
+        return [self.weight]
 
     def initialize_parameters(self) -> None:
         self.start()
@@ -147,10 +171,20 @@ class FakeQuantizedLowRankLinear(Rounded, LowRankLinear):
         self.up_rounding = Rounding(*self.up.shape, grid, **new)
         self.start()
 
-    selectable = False  # the steps of learnt ranges would have to follow
+    @property
+    def selectable(self) -> bool:
+        return self.up_rounding.grid.granularity == "channel"
 
-    def roundings(self) -> list[tuple[Rounding, torch.Tensor]]:
-        return [(self.down_rounding, self.down), (self.up_rounding, self.up)]
+    def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
+        new = super().selected(kept, outputs=outputs)
+        (new.up_rounding if outputs else new.down_rounding).select(kept, outputs=outputs)
+        return new
+
+    def roundings(self) -> list[Rounding]:
+        return [self.down_rounding, self.up_rounding]
+
+    def full_weights(self) -> list[torch.Tensor]:
+        return [self.down, self.up]
 
     def initialize_parameters(self) -> None:
         super().initialize_parameters()
@@ -170,8 +204,8 @@ class FakeQuantizedLowRankLinear(Rounded, LowRankLinear):
     @torch.no_grad()
     def fixed(self) -> nn.Module:
         layer = IntegerLowRankLinear(self, self.up_rounding.grid)
-        for rounding, weight in self.roundings():
-            rounding.fix(weight, layer.down if weight is self.down else layer.up)
+        self.down_rounding.fix(self.down, layer.down)
+        self.up_rounding.fix(self.up, layer.up)
         if layer.bias is not None:
             layer.bias.copy_(self.bias)  # type: ignore[arg-type]
         return layer
@@ -213,8 +247,8 @@ class FakeQuantizedLowRankOutput(Rounded, LowRankOutput):
         new: dict[str, Any] = {"device": linear.weight.device, "dtype": linear.weight.dtype}
         self.rounding = Rounding(*linear.weight.shape, grid, **new)
 
-    def roundings(self) -> list[tuple[Rounding, torch.Tensor]]:
-        return [(self.rounding, self.weight)]
+    def full_weights(self) -> list[torch.Tensor]:
+        return [self.weight]
 
     def initialize_parameters(self) -> None:
         super().initialize_parameters()
@@ -246,8 +280,8 @@ class FakeQuantizedSparseLinear(Rounded, SparseLinear):
         new: dict[str, Any] = {"device": self.values.device, "dtype": self.values.dtype}
         self.rounding = Rounding(self.out_features, self.in_features, grid, **new)
 
-    def roundings(self) -> list[tuple[Rounding, torch.Tensor]]:
-        return [(self.rounding, SparseLinear.dense_weight(self))]
+    def full_weights(self) -> list[torch.Tensor]:
+        return [SparseLinear.dense_weight(self)]
 
     def dense_weight(self) -> torch.Tensor:
         return self.rounding.weight(super().dense_weight())

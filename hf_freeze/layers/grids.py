@@ -1,8 +1,8 @@
 """Symmetric grids of integers, on which quantised weights and activations lie; rounding to them with gradients; exact integer
 products.
 
-A value v is stored as the integer q = clamp(round(v / s), -Q, Q) and stands for q · s, with Q = 127 (int8) or 7 (int4). The lowest
-number of the width, -128 or -8, is not used: the grid is symmetric, so that zero is zero and a product needs no correction. A
+A value v is stored as the integer q = clamp(round(v / s), -Q, Q) and stands for q · s, with Q = 127 (int8) or 7 (int4). The
+lowest number of the width, -128 or -8, is not used: the grid is symmetric, so that zero is zero and a product needs no correction. A
 step s belongs to an output of the weight ("channel") or to 64 neighbouring inputs of an output ("group-64"; the last group may
 be shorter).
 
@@ -58,10 +58,20 @@ class Grid:
 
     def largest(self, weight: torch.Tensor) -> torch.Tensor:
         """(O, I) -> (O, G): the largest absolute value that shares each step, fp32."""
+        sizes = self._grouped(weight)
+        return sizes.amax(-1) if weight.shape[1] else sizes.sum(-1)
+
+    def first_steps(self, weight: torch.Tensor) -> torch.Tensor:
+        """(O, I) -> (O, G): steps to start learning from (`first_steps`)."""
+        counts = self._grouped(torch.ones_like(weight[:1])).sum(-1).clamp_min(1)
+        return first_steps(self._grouped(weight).sum(-1) / counts, self.largest(weight), self.levels)
+
+    def _grouped(self, weight: torch.Tensor) -> torch.Tensor:
+        """(O, I) -> (O, G, I or 64): the absolute values that share each step, padded with zeros, fp32."""
         sizes, groups = weight.detach().float().abs(), self.groups(weight.shape[1])
-        if groups == 1:
-            return sizes.amax(1, keepdim=True) if weight.shape[1] else sizes.new_zeros(len(sizes), 1)
-        return functional.pad(sizes, (0, groups * GROUP - weight.shape[1])).view(-1, groups, GROUP).amax(-1)
+        if self.granularity == "channel":
+            return sizes[:, None]
+        return functional.pad(sizes, (0, groups * GROUP - weight.shape[1])).view(-1, groups, GROUP)
 
     def steps(self, weight: torch.Tensor) -> torch.Tensor:
         """(O, I) -> (O, G): the steps with which nothing is cut off. That of zeros alone is 0."""
@@ -72,8 +82,8 @@ class Grid:
         return steps if steps.shape[1] == 1 else steps.repeat_interleave(GROUP, 1)[:, :columns]
 
     def numbers(self, weight: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        """The numbers (O, I) of a weight, fp32, with gradients: to the steps too if they need them, and then straight through only
-        inside their range."""
+        """The numbers (O, I) of a weight, fp32, with gradients: to the steps too if they are learnt, and then straight through
+        only inside their range."""
         return rounded(weight, self.spread(steps, weight.shape[1]), self.levels, clips=self.weight_ranges == "learnt")
 
 
@@ -123,12 +133,8 @@ class _ScaledGradient(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
-def first_steps(values: torch.Tensor, largest: torch.Tensor, levels: int, dims: int | tuple[int, ...]) -> torch.Tensor:
-    """Steps to start learning from: LSQ's 2 · mean |v| / √Q, but none above the largest |v| / Q, beyond which there is nothing.
-
-    `largest` has the shape of the result; the mean is over `dims` of the values.
-    """
-    means = values.detach().float().abs().mean(dims).view_as(largest)
+def first_steps(means: torch.Tensor, largest: torch.Tensor, levels: int) -> torch.Tensor:
+    """Steps to start learning from: LSQ's 2 · mean |v| / √Q, but none above the largest |v| / Q, beyond which there is nothing."""
     return torch.minimum(2 * means / levels**0.5, largest / levels)
 
 

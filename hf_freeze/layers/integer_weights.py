@@ -1,5 +1,5 @@
-"""Weights on a symmetric grid of integers (`layers.grids`), stored as integers and steps: the result of training for few bits, or of
-rounding a trained weight. They are buffers and are not trained.
+"""Weights on a symmetric grid of integers (`layers.grids`), stored as integers and steps: the result of training for few bits,
+or of rounding a trained weight. They are buffers and are not trained.
 
 If inputs are rounded too, the product is one of integers (`grids.product_on_grid`). Gradients go straight through the rounding of
 the inputs. If not, the product is that of the dense weight, as in `layers.quantized`, whose buffers and rules these layers share.
@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from hf_freeze.layers.derived import autocast_dtype, is_traced, taken
@@ -36,7 +35,6 @@ from hf_freeze.layers.quantized_factors import (
     QuantizedLowRankOutput,
 )
 from hf_freeze.layers.sparse import SparseLinear
-
 
 _WEIGHTS_ALONE = [False]
 

@@ -3,7 +3,7 @@
 Shapes: O outputs, I inputs, G steps of a row.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import initialization
 
-from hf_freeze.layers.derived import Derived, autocast_dtype
+from hf_freeze.layers.derived import Derived, autocast_dtype, taken
 from hf_freeze.layers.grids import LEVELS, Grid, first_steps, product_on_grid, rounded, scaled_gradient, token_steps
 
 _MOMENTUM = 0.99  # of a moving average of ranges, for each optimiser step
@@ -51,15 +51,7 @@ class Rounding(Derived):
         """Set learnt steps from a weight (O, I)."""
         if self.grid.weight_ranges != "learnt" or weight.is_meta:
             return
-        largest = self.grid.largest(weight)
-        spread = self.grid.spread(
-            largest, weight.shape[1]
-        )  # in a group of few large and many small, the mean says little
-        if spread.shape[1] == 1:
-            steps = first_steps(weight, largest, self.grid.levels, 1)
-        else:
-            steps = largest / self.grid.levels
-        initialization.copy_(self.log_steps, steps.clamp_min(_LEAST).log().flatten())
+        initialization.copy_(self.log_steps, self.grid.first_steps(weight).clamp_min(_LEAST).log().flatten())
 
     def steps(self, weight: torch.Tensor) -> torch.Tensor:
         """(O, I) -> (O, G), fp32, with gradients where they are learnt."""
@@ -77,6 +69,13 @@ class Rounding(Derived):
         """The weight (O, I) rounded to its grid."""
         numbers, steps = self.numbers(weight)
         return (numbers * self.grid.spread(steps, weight.shape[1])).to(weight.dtype)
+
+    def select(self, kept: Sequence[int], *, outputs: bool) -> None:
+        """Reduce it to the outputs `kept` of the weight, or the inputs; of grids with one step for each output."""
+        rows, columns = self.shape
+        self.shape = (len(kept), columns) if outputs else (rows, len(kept))
+        if outputs and self.grid.weight_ranges == "learnt":
+            self.log_steps = nn.Parameter(taken(self.log_steps, 0, kept))
 
     # -- inputs ----------------------------------------------------------------------------------------------------------
 
@@ -107,7 +106,7 @@ class Rounding(Derived):
         kind = self.grid.activation_ranges
         if kind == "learnt":
             if first and bool(largest):  # afterwards training moves the step
-                step = first_steps(total / count, largest, LEVELS, ()).clamp_min(_LEAST)
+                step = first_steps(total / count, largest, LEVELS).clamp_min(_LEAST)
                 self.input_log_step.copy_(step.log())
                 self.input_range.copy_(largest)
         elif kind == "max":
@@ -138,8 +137,11 @@ class Rounding(Derived):
         infers = not self.training and not torch.is_grad_enabled() and not x.is_meta
         sources = [*sources, *self._parameters.values()]
         if self.grid.activations is None:
-            of_weight = lambda: self.weight(weight).contiguous()  # noqa: E731
-            return functional.linear(x, self.cached("weight", of_weight, sources) if infers else of_weight(), bias)
+            if infers:
+                return functional.linear(
+                    x, self.cached("weight", lambda: self.weight(weight).contiguous(), sources), bias
+                )
+            return functional.linear(x, self.weight(weight), bias)
         if not infers or (self.grid.is_static and not bool(self.input_range)):
             y = self._fake_product(x, weight, bias)
         else:
@@ -186,8 +188,8 @@ class Rounding(Derived):
             step = float(self.input_steps(weight))
             if not 0 < step <= _LARGEST:
                 raise ValueError(
-                    f"the range of the {self.shape[1]} inputs of a linear is {step * LEVELS:g}: training has not seen any, or they "
-                    "were zero or not finite; train first, leave that linear out, or use activation_ranges='token'"
+                    f"the range of the {self.shape[1]} inputs of a linear is {step * LEVELS:g}: training has seen none, or they were "
+                    "zero or not finite; train first, leave that linear out, or use activation_ranges='token'"
                 )
             fixed.set_input_step(step)
         return fixed

@@ -1,6 +1,6 @@
 """Weights in 8 or 4 bits: frozen, by bitsandbytes (Dettmers et al., 2022, "LLM.int8()", https://arxiv.org/abs/2208.07339; 2023,
-"QLoRA", https://arxiv.org/abs/2305.14314), or trained for integers (Jacob et al., 2018, https://arxiv.org/abs/1712.05877; Esser et
-al., 2020, "Learned Step Size Quantization", https://arxiv.org/abs/1902.08153)."""
+"QLoRA", https://arxiv.org/abs/2305.14314), or trained for integers (Jacob et al., 2018, https://arxiv.org/abs/1712.05877; Esser
+et al., 2020, "Learned Step Size Quantization", https://arxiv.org/abs/1902.08153)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
@@ -23,7 +23,7 @@ from hf_freeze.layers.quantized_factors import (
     QuantizedLowRankOutput,
     equal_columns,
 )
-from hf_freeze.layers.sparse import SparseLinear
+from hf_freeze.layers.sparse import SparseLinear, Sparsifiable
 from hf_freeze.methods._checks import check_bool, check_choice, check_one_given, check_share
 from hf_freeze.methods._linear import LinearMethod
 from hf_freeze.methods.base import Model
@@ -55,8 +55,8 @@ class Quantize(LinearMethod):
     matrix, tied or not. Position tables, norms, biases and the heads of other tasks stay unchanged. Fresh weights of a config are
     drawn as usual and then quantised. All other parameters train unless Freeze names them.
 
-    Of LowRank, both factors are quantised; of FactorizedEmbedding, the table, while the projection is trained; of a pruning that is
-    finalized, the non-zero weights (`weights` only). Other layers that a method has put in are refused, such as tensor trains,
+    Of LowRank, both factors are quantised; of FactorizedEmbedding, the table, while the projection is trained; of a pruning that
+    is finalized, the non-zero weights (`weights` only). Other layers that a method has put in are refused, such as tensor trains,
     whose cores are few and multiply each other's errors. Weights drawn from a seed are refused, too: they take no storage, and
     quantised they would. `merge()` gives the dense weights that quantised layers compute with, unless inputs are rounded, which
     no native class does. Heads, neurons and tokens may still be removed: all where each output has one step, and tokens of 4
@@ -95,8 +95,8 @@ class Quantize(LinearMethod):
             for setting in fields(self)[-6:]:
                 if getattr(self, setting.name) != setting.default:
                     raise ValueError(
-                        f"Quantize(scheme={self.scheme!r}, {setting.name}={getattr(self, setting.name)!r}): weights of bitsandbytes "
-                        f"are frozen as they are; instead of scheme, give weights= one of {list(WIDTHS)}"
+                        f"Quantize(scheme={self.scheme!r}, {setting.name}={getattr(self, setting.name)!r}): bitsandbytes freezes its "
+                        f"weights as they are; instead of scheme, give weights= one of {list(WIDTHS)}"
                     )
             return
         check_choice(self.weights, WIDTHS, "Quantize", "weights")
@@ -156,7 +156,7 @@ class Quantize(LinearMethod):
             return frozen(module, self.scheme)
         layer = (training if self.train else fixed)(module, self.grid)
         if self.train:
-            for rounding, _ in layer.roundings():
+            for rounding in layer.roundings():
                 rounding.active = not self.begin
         return layer
 
@@ -167,6 +167,12 @@ class Quantize(LinearMethod):
     def restructure(self, model: Model, architecture: Architecture) -> None:
         if self.scheme is not None:
             check_installed()
+        for name, module in self.modules(model, architecture) if self.weights is not None else ():
+            if isinstance(module, Sparsifiable):
+                raise ValueError(
+                    f"method {self.name!r}: {name!r} is a {type(module).__name__}, whose zeros are still being chosen; leave "
+                    "it out by components= or layers=, or finalize() before"
+                )
         self._check_stored(model, architecture)
         super().restructure(model, architecture)
         tables = self._tables(model, architecture)
@@ -253,8 +259,8 @@ class Quantize(LinearMethod):
             setting = "weight_ranges" if self.weight_ranges == "learnt" else "activation_ranges"
             default = "max" if self.weight_ranges == "learnt" else "token"
             raise ValueError(
-                f"Quantize({setting}={getattr(self, setting)!r}): only training finds these ranges, and only the checkpoint of the "
-                f"finalized model has them; add train=True, give {setting}={default!r}, or load that checkpoint"
+                f"Quantize({setting}={getattr(self, setting)!r}): only training finds these ranges, and only the checkpoint of "
+                f"the finalized model has them; add train=True, give {setting}={default!r}, or load that checkpoint"
             )
 
     @torch.no_grad()
@@ -274,8 +280,8 @@ class Quantize(LinearMethod):
     def merge(self, model: Model, architecture: Architecture) -> None:
         if self.activations is not None and not integer_weights.merges_weights_alone():
             raise ValueError(
-                f"method {self.name!r} cannot be merged: it rounds the inputs of linears to {self.activations}, which no native class "
-                "does"
+                f"method {self.name!r} cannot be merged: it rounds the inputs of linears to {self.activations}, which no native "
+                "class does"
             )
         super().merge(model, architecture)
         for name, module in self._tables(model, architecture).items():
@@ -319,11 +325,11 @@ class _Rounding(Schedule):
     def advance(self, model: Model, architecture: Architecture, step: int, total_steps: int) -> None:
         (active,) = self.values(step, total_steps).values()
         for _, layer in self.method._layers(model, architecture):
-            for rounding, _ in layer.roundings():
+            for rounding in layer.roundings():
                 rounding.active = bool(active)
                 rounding.track()
 
     def rewind(self, model: Model, architecture: Architecture) -> None:
         for _, layer in self.method._layers(model, architecture):
-            for rounding, _ in layer.roundings():
+            for rounding in layer.roundings():
                 rounding.active = not self.method.begin
