@@ -2,8 +2,8 @@
 products.
 
 A value v is stored as the integer q = clamp(round(v / s), -Q, Q) and stands for q · s, with Q = 127 (int8) or 7 (int4). The
-lowest number of the width, -128 or -8, is not used: the grid is symmetric, so that zero is zero and a product needs no correction. A
-step s belongs to an output of the weight ("channel") or to 64 neighbouring inputs of an output ("group-64"; the last group may
+lowest number of the width, -128 or -8, is not used: the grid is symmetric, so that a product needs no correction. A step s
+belongs to an output of the weight ("channel") or to 64 neighbouring inputs of an output ("group-64"; the last group may
 be shorter).
 
 Gradients are straight through (Bengio et al., 2013, https://arxiv.org/abs/1308.3432): those of q · s count as those of v where
@@ -134,7 +134,7 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 def first_steps(means: torch.Tensor, largest: torch.Tensor, levels: int) -> torch.Tensor:
-    """Steps to start learning from: LSQ's 2 · mean |v| / √Q, but none above the largest |v| / Q, beyond which there is nothing."""
+    """Steps to start learning from: LSQ's 2 · mean |v| / √Q, but none above the largest |v| / Q, beyond which nothing lies."""
     return torch.minimum(2 * means / levels**0.5, largest / levels)
 
 

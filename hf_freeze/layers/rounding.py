@@ -188,8 +188,8 @@ class Rounding(Derived):
             step = float(self.input_steps(weight))
             if not 0 < step <= _LARGEST:
                 raise ValueError(
-                    f"the range of the {self.shape[1]} inputs of a linear is {step * LEVELS:g}: training has seen none, or they were "
-                    "zero or not finite; train first, leave that linear out, or use activation_ranges='token'"
+                    f"the range of the {self.shape[1]} inputs of a linear is {step * LEVELS:g}: training has seen none, or they "
+                    "were zero or not finite; train first, leave that linear out, or use activation_ranges='token'"
                 )
             fixed.set_input_step(step)
         return fixed

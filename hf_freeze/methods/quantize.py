@@ -95,8 +95,8 @@ class Quantize(LinearMethod):
             for setting in fields(self)[-6:]:
                 if getattr(self, setting.name) != setting.default:
                     raise ValueError(
-                        f"Quantize(scheme={self.scheme!r}, {setting.name}={getattr(self, setting.name)!r}): bitsandbytes freezes its "
-                        f"weights as they are; instead of scheme, give weights= one of {list(WIDTHS)}"
+                        f"Quantize(scheme={self.scheme!r}, {setting.name}={getattr(self, setting.name)!r}): bitsandbytes freezes "
+                        f"its weights as they are; instead of scheme, give weights= one of {list(WIDTHS)}"
                     )
             return
         check_choice(self.weights, WIDTHS, "Quantize", "weights")
