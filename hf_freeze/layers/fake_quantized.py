@@ -47,6 +47,12 @@ class Rounded(nn.Module):
         """(O, I) of each weight, in full precision."""
         raise NotImplementedError
 
+    def draw_steps(self) -> None:
+        """As `start`, for steps that have no values yet."""
+        for rounding, weight in zip(self.roundings(), self.full_weights(), strict=True):
+            if rounding.is_new():
+                rounding.start(weight)
+
     def start(self) -> None:
         """Set learnt steps from the weights."""
         for rounding, weight in zip(self.roundings(), self.full_weights(), strict=True):
@@ -88,7 +94,7 @@ class _Linear(Rounded, Derived):
         return new
 
     def initialize_parameters(self) -> None:
-        self.start()
+        self.draw_steps()
 
     def dense_weight(self) -> torch.Tensor:
         return self.rounding.weight(self.oriented())
@@ -118,7 +124,6 @@ def like(linear: Any, grid: Grid) -> Any:
     layer: Any = linear_like(linear, classes=(FakeQuantizedLinear, FakeQuantizedConv1D))
     weight = layer.oriented()
     layer.rounding = Rounding(*weight.shape, grid, device=weight.device, dtype=weight.dtype)
-    layer.start()
     return layer
 
 
@@ -135,7 +140,7 @@ class FakeQuantizedEmbedding(Rounded, Derived, nn.Embedding):
         return [self.weight]
 
     def initialize_parameters(self) -> None:
-        self.start()
+        self.draw_steps()
 
     def dense_weight(self) -> torch.Tensor:
         return self.rounding.weight(self.weight)
@@ -169,7 +174,6 @@ class FakeQuantizedLowRankLinear(Rounded, LowRankLinear):
         new: dict[str, Any] = {"device": linear.down.device, "dtype": linear.down.dtype}
         self.down_rounding = Rounding(*self.down.shape, grid, **new)
         self.up_rounding = Rounding(*self.up.shape, grid, **new)
-        self.start()
 
     @property
     def selectable(self) -> bool:
@@ -189,7 +193,7 @@ class FakeQuantizedLowRankLinear(Rounded, LowRankLinear):
     def initialize_parameters(self) -> None:
         super().initialize_parameters()
         if hasattr(self, "up_rounding"):  # not yet when the factors are made
-            self.start()
+            self.draw_steps()
 
     def dense_weight(self) -> torch.Tensor:
         return self.up_rounding.weight(self.up) @ self.down_rounding.weight(self.down)
@@ -222,7 +226,7 @@ class FakeQuantizedLowRankEmbedding(FakeQuantizedEmbedding, LowRankEmbedding):
     def initialize_parameters(self) -> None:
         LowRankEmbedding.initialize_parameters(self)
         if hasattr(self, "rounding"):
-            self.start()
+            self.draw_steps()
 
     def dense_weight(self) -> torch.Tensor:
         return super().dense_weight() @ self.projection
@@ -253,7 +257,7 @@ class FakeQuantizedLowRankOutput(Rounded, LowRankOutput):
     def initialize_parameters(self) -> None:
         super().initialize_parameters()
         if hasattr(self, "rounding"):
-            self.start()
+            self.draw_steps()
 
     def dense_weight(self) -> torch.Tensor:
         return self.rounding.weight(self.weight) @ self.projection

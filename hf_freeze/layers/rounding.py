@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import initialization
 
 from hf_freeze.layers.derived import Derived, autocast_dtype, taken
 from hf_freeze.layers.grids import LEVELS, Grid, first_steps, product_on_grid, rounded, scaled_gradient, token_steps
@@ -51,7 +50,11 @@ class Rounding(Derived):
         """Set learnt steps from a weight (O, I)."""
         if self.grid.weight_ranges != "learnt" or weight.is_meta:
             return
-        initialization.copy_(self.log_steps, self.grid.first_steps(weight).clamp_min(_LEAST).log().flatten())
+        self.log_steps.copy_(self.grid.first_steps(weight).clamp_min(_LEAST).log().flatten())
+
+    def is_new(self) -> bool:
+        """Whether learnt steps have no values yet: as logarithms, all of them are 0 then."""
+        return self.grid.weight_ranges == "learnt" and not self.log_steps.is_meta and not bool(self.log_steps.any())
 
     def steps(self, weight: torch.Tensor) -> torch.Tensor:
         """(O, I) -> (O, G), fp32, with gradients where they are learnt."""

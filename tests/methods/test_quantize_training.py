@@ -12,7 +12,7 @@ from torch import nn
 from hf_freeze import make_variant, methods
 from hf_freeze.analysis.accounting import count_parameters, stored_bytes
 from hf_freeze.architectures.registry import ARCHITECTURES
-from hf_freeze.layers.fake_quantized import FakeQuantizedEmbedding, like
+from hf_freeze.layers.fake_quantized import FakeQuantizedEmbedding, Rounded, like
 from hf_freeze.layers.grids import Grid
 from hf_freeze.layers.integer_weights import IntegerLinear, IntegerSparseLinear
 from hf_freeze.layers.rounding import Rounding
@@ -108,7 +108,7 @@ def test_training_is_in_full_precision_before_it_begins():
     model.advance(2, 4)
     assert loss(model) == pytest.approx(rounded, rel=1e-6)
     model.rewind()
-    with pytest.raises(ValueError, match="or call model.advance"):
+    with pytest.raises(ValueError, match=r"or call model\.advance"):
         loss(model)
 
 
@@ -117,6 +117,7 @@ def test_training_is_in_full_precision_before_it_begins():
 
 def rounding(kind, **settings):
     layer = like(nn.Linear(6, 4), Grid(weights="int8", activations="int8", activation_ranges=kind, **settings))
+    layer.start()
     return layer, layer.rounding
 
 
@@ -124,7 +125,8 @@ def rounding(kind, **settings):
 def test_ranges_are_tracked_between_steps(kind, expected):
     layer, own = rounding(kind)
     x = torch.zeros(2, 6)
-    assert torch.equal(layer(x + 1), nn.functional.linear(x + 1, layer.dense_weight(), layer.bias))  # no range yet
+    expected_before = nn.functional.linear(x + 1, layer.dense_weight(), layer.bias)
+    torch.testing.assert_close(layer(x + 1), expected_before)  # no range yet
     own.track()
     own.input_range.zero_()
     for batches in ([3.0, -2.0], [5.0, 1.0]):  # accumulated
@@ -148,14 +150,36 @@ def test_learnt_ranges_start_from_what_is_seen_and_then_learn():
     assert float(own.input_log_step.grad) == 0
     own.track()
     expected = min(2 * float(x.abs().mean()) / 127**0.5, float(x.abs().max()) / 127)
-    assert float(own.input_steps(x)) == pytest.approx(expected, rel=1e-5)
+    assert float(own.input_steps(x).detach()) == pytest.approx(expected, rel=1e-5)
     layer.zero_grad()
     (layer(x) ** 2).sum().backward()
     assert own.log_steps.grad.abs().min() > 0
     assert float(own.input_log_step.grad) != 0
     layer(100 * x)
     own.track()  # from now on training alone moves it
-    assert float(own.input_steps(x)) == pytest.approx(expected, rel=1e-5)
+    assert float(own.input_steps(x).detach()) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("source", [MODEL, "init_backbone"])
+def test_learnt_steps_start_from_the_weights(source):
+    """Those of a trained backbone, of a fresh one, and of factors; not from memory that was there before them."""
+    settings = {"weights": "int4", "weight_ranges": "learnt", "activations": None}
+    before = (methods.LowRank(rank=4, components=["attention"]), methods.FactorizedEmbedding(rank=4))
+    for chain in ((quantize(**settings),), (*before, quantize(**settings))):
+        case = case_of("marian", *chain)
+        if source == MODEL:
+            model = build_anew(case)
+        else:
+            model = make_variant(native_config(case.architecture), list(chain), task=case.task)
+            again = type(model)(copy.deepcopy(model.config))
+            learnt = [value for name, value in again.named_parameters() if name.endswith("log_steps")]
+            assert all(value.isfinite().all() and (value < -1).any() for value in learnt)
+        layers = [module for module in model.modules() if isinstance(module, Rounded)]
+        assert len(layers) > 10
+        for layer in layers:
+            for rounding, weight in zip(layer.roundings(), layer.full_weights(), strict=True):
+                expected = rounding.grid.first_steps(weight)
+                torch.testing.assert_close(rounding.log_steps.exp().view_as(expected), expected)
 
 
 def test_every_range_stays_finite():

@@ -92,9 +92,9 @@ def _trained_integers(spec: Any, row_steps: dict[bytes, float]) -> dict[str, tup
     trained = {}
 
     def look(owner: Any, name: str, value: Any) -> None:
-        if hasattr(owner, f"{name.rpartition('/')[2]}_scale") and hasattr(value, "numpy"):
-            if (grid := on_grid(value.to("float32").numpy(), row_steps)) is not None:
-                trained[name] = grid
+        has_scale = hasattr(owner, f"{name.rpartition('/')[2]}_scale") and hasattr(value, "numpy")
+        if has_scale and (grid := on_grid(value.to("float32").numpy(), row_steps)) is not None:
+            trained[name] = grid
 
     visit_spec(spec, look)
     return trained
