@@ -47,12 +47,6 @@ class Rounded(nn.Module):
         """(O, I) of each weight, in full precision."""
         raise NotImplementedError
 
-    def draw_steps(self) -> None:
-        """As `start`, for steps that have no values yet."""
-        for rounding, weight in zip(self.roundings(), self.full_weights(), strict=True):
-            if rounding.is_new():
-                rounding.start(weight)
-
     def start(self) -> None:
         """Set learnt steps from the weights."""
         for rounding, weight in zip(self.roundings(), self.full_weights(), strict=True):
@@ -92,9 +86,6 @@ class _Linear(Rounded, Derived):
         new.rounding = copy.deepcopy(self.rounding)
         new.rounding.select(kept, outputs=outputs)
         return new
-
-    def initialize_parameters(self) -> None:
-        self.draw_steps()
 
     def dense_weight(self) -> torch.Tensor:
         return self.rounding.weight(self.oriented())
@@ -138,9 +129,6 @@ class FakeQuantizedEmbedding(Rounded, Derived, nn.Embedding):
 
     def full_weights(self) -> list[torch.Tensor]:
         return [self.weight]
-
-    def initialize_parameters(self) -> None:
-        self.draw_steps()
 
     def dense_weight(self) -> torch.Tensor:
         return self.rounding.weight(self.weight)
@@ -190,11 +178,6 @@ class FakeQuantizedLowRankLinear(Rounded, LowRankLinear):
     def full_weights(self) -> list[torch.Tensor]:
         return [self.down, self.up]
 
-    def initialize_parameters(self) -> None:
-        super().initialize_parameters()
-        if hasattr(self, "up_rounding"):  # not yet when the factors are made
-            self.draw_steps()
-
     def dense_weight(self) -> torch.Tensor:
         return self.up_rounding.weight(self.up) @ self.down_rounding.weight(self.down)
 
@@ -223,11 +206,6 @@ class FakeQuantizedLowRankEmbedding(FakeQuantizedEmbedding, LowRankEmbedding):
         new: dict[str, Any] = {"device": table.weight.device, "dtype": table.weight.dtype}
         self.rounding = Rounding(*table.weight.shape, replace(grid, activations=None), **new)
 
-    def initialize_parameters(self) -> None:
-        LowRankEmbedding.initialize_parameters(self)
-        if hasattr(self, "rounding"):
-            self.draw_steps()
-
     def dense_weight(self) -> torch.Tensor:
         return super().dense_weight() @ self.projection
 
@@ -253,11 +231,6 @@ class FakeQuantizedLowRankOutput(Rounded, LowRankOutput):
 
     def full_weights(self) -> list[torch.Tensor]:
         return [self.weight]
-
-    def initialize_parameters(self) -> None:
-        super().initialize_parameters()
-        if hasattr(self, "rounding"):
-            self.draw_steps()
 
     def dense_weight(self) -> torch.Tensor:
         return self.rounding.weight(self.weight) @ self.projection

@@ -3,6 +3,7 @@
 Shapes: O outputs, I inputs, G steps of a row.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from hf_freeze.layers.derived import Derived, autocast_dtype, taken
 from hf_freeze.layers.grids import LEVELS, Grid, first_steps, product_on_grid, rounded, scaled_gradient, token_steps
 
 _MOMENTUM = 0.99  # of a moving average of ranges, for each optimiser step
+_USUAL = 0.1  # the largest weight of an output, before `start` knows it
 _LEAST = 1e-12  # the logarithm of a step of zeros alone is that of this number
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -37,7 +39,8 @@ class Rounding(Derived):
         super().__init__()
         self.grid, self.shape = grid, (rows, columns)
         if grid.weight_ranges == "learnt":
-            self.log_steps = nn.Parameter(torch.zeros(rows * grid.groups(columns), **new))
+            usual = math.log(_USUAL / grid.levels)
+            self.log_steps = nn.Parameter(torch.full((rows * grid.groups(columns),), usual, **new))
         if grid.is_static:
             self.register_buffer("input_range", torch.zeros(1, **new))
             if grid.activation_ranges == "learnt":
@@ -51,10 +54,6 @@ class Rounding(Derived):
         if self.grid.weight_ranges != "learnt" or weight.is_meta:
             return
         self.log_steps.copy_(self.grid.first_steps(weight).clamp_min(_LEAST).log().flatten())
-
-    def is_new(self) -> bool:
-        """Whether learnt steps have no values yet: as logarithms, all of them are 0 then."""
-        return self.grid.weight_ranges == "learnt" and not self.log_steps.is_meta and not bool(self.log_steps.any())
 
     def steps(self, weight: torch.Tensor) -> torch.Tensor:
         """(O, I) -> (O, G), fp32, with gradients where they are learnt."""

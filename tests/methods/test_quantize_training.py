@@ -171,9 +171,6 @@ def test_learnt_steps_start_from_the_weights(source):
             model = build_anew(case)
         else:
             model = make_variant(native_config(case.architecture), list(chain), task=case.task)
-            again = type(model)(copy.deepcopy(model.config))
-            learnt = [value for name, value in again.named_parameters() if name.endswith("log_steps")]
-            assert all(value.isfinite().all() and (value < -1).any() for value in learnt)
         layers = [module for module in model.modules() if isinstance(module, Rounded)]
         assert len(layers) > 10
         for layer in layers:
