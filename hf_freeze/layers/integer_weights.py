@@ -165,7 +165,7 @@ class IntegerWeight(Quantized):
             y = functional.linear(inputs, self.dequantized(torch.float32)) * x_steps
             return y if bias is None else y + bias
         x_steps = self.input_steps(x)
-        inputs = rounded_in_graph(x, x_steps).to(torch.int8).reshape(-1, self.shape[1])
+        inputs = rounded_in_graph(x, x_steps).reshape(-1, self.shape[1]).to(torch.int8)
         sums = integer_product(inputs, self.integers()).float().view(*x.shape[:-1], self.shape[0])
         y = sums * (x_steps * steps[:, 0])
         return y if bias is None else y + bias
