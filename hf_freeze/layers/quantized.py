@@ -55,19 +55,24 @@ class Quantized(NeverDrawn, Computed):
     scheme: str
     shape: tuple[int, int]
 
-    def make_buffers(self, rows: int, columns: int, scheme: str, **new: Any) -> None:
+    def make_buffers(self, rows: int, columns: int, scheme: Any, **new: Any) -> None:
         """Register the buffers with fresh values, for a model built from a config alone."""
         self.scheme, self.shape = scheme, (rows, columns)
         size = rows * columns
         as_int8 = scheme == "int8"
         shape: Sequence[int] = self.shape if as_int8 else (-(-size // 2),)
         scales = rows if as_int8 else -(-size // BLOCK)
+        self.register_stored(shape, torch.int8 if as_int8 else torch.uint8, scales, **new)
+
+    def register_stored(self, shape: Sequence[int], packed_dtype: torch.dtype, scales: int, **new: Any) -> None:
+        """Register `packed`, that many fp32 `scales`, and `like`; draw and fill a weight, if weights are
+        drawn at all."""
         device = new["device"]
         # Where values follow, from a checkpoint or `make_variant`, this draw is disabled, and returns nothing. Memory that is not
         # written before then is none.
         is_drawn = nn.init.normal_(torch.empty(0)) is not None
         new_buffer = torch.zeros if is_drawn else torch.empty
-        self.register_buffer("packed", new_buffer(shape, dtype=torch.int8 if as_int8 else torch.uint8, device=device))
+        self.register_buffer("packed", new_buffer(shape, dtype=packed_dtype, device=device))
         self.register_buffer("scales", new_buffer(4 * scales, dtype=torch.uint8, device=device))
         self.register_buffer("like", torch.zeros(0, **new), persistent=False)
         if is_drawn and not self.packed.is_meta:
@@ -178,6 +183,10 @@ class Quantized(NeverDrawn, Computed):
     def dense_weight(self) -> torch.Tensor:
         return self.dequantized(self.like.dtype)
 
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x Wᵀ + b: (..., I) -> (..., O)"""
+        return product(x, bias, self)
+
     def take_weight(self, weight: torch.Tensor) -> None:
         """Quantise `weight` in place of the current one; PEFT calls it to merge an adapter. Warns, because this rounds."""
         warnings.warn(
@@ -196,7 +205,7 @@ def _rows_at_once(columns: int) -> int:
 class QuantizedLinear(Quantized, DerivedLinear):
     """Replaces `linear`; the bias is not quantised. No dense weight is cached: each forward and each backward computes it."""
 
-    def __init__(self, linear: Any, scheme: str) -> None:
+    def __init__(self, linear: Any, scheme: Any) -> None:
         DerivedLinear.__init__(self, linear)
         new = {"device": linear.weight.device, "dtype": linear.weight.dtype}
         self.make_buffers(self.out_features, self.in_features, scheme, **new)
@@ -215,7 +224,7 @@ class QuantizedLinear(Quantized, DerivedLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""
-        return product(x, self.bias, self)
+        return self.multiply(x, self.bias)
 
     def extra_repr(self) -> str:
         return f"{DerivedLinear.extra_repr(self)}, scheme={self.scheme!r}"
@@ -251,7 +260,7 @@ class QuantizedEmbedding(Quantized, nn.Embedding):
 
     max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False  # nn.Embedding's defaults
 
-    def __init__(self, table: nn.Embedding, scheme: str) -> None:
+    def __init__(self, table: nn.Embedding, scheme: Any) -> None:
         nn.Module.__init__(self)  # nn.Embedding.__init__ would draw a table
         self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
         self.padding_idx = table.padding_idx

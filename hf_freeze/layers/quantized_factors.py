@@ -4,7 +4,7 @@ Shapes: I inputs, O outputs, R rank; V rows of the vocabulary, E rank of the tab
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from transformers import initialization
 from hf_freeze.layers.derived import Computed, DerivedLinear, scaled
 from hf_freeze.layers.factorized_embedding import Factors, LowRankEmbedding, LowRankOutput
 from hf_freeze.layers.low_rank import LowRankLinear
-from hf_freeze.layers.quantized import Quantized, QuantizedEmbedding, QuantizedLinear, product
+from hf_freeze.layers.quantized import Quantized, QuantizedEmbedding, QuantizedLinear
 
 
 def equal_columns(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,13 +32,13 @@ def equal_columns(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class QuantizedFactor(Quantized):
     """A factor of a weight, as a matrix (O, I). It is no nn.Linear: PEFT adapts the whole weight."""
 
-    def __init__(self, outputs: int, inputs: int, scheme: str, **new: Any) -> None:
+    def __init__(self, outputs: int, inputs: int, scheme: Any, **new: Any) -> None:
         super().__init__()
         self.make_buffers(outputs, inputs, scheme, **new)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""
-        return product(x, None, self)
+        return self.multiply(x, None)
 
     def extra_repr(self) -> str:
         return f"{self.shape[0]}, {self.shape[1]}, scheme={self.scheme!r}"
@@ -49,12 +49,13 @@ class QuantizedLowRankLinear(DerivedLinear):
 
     down: QuantizedFactor
     up: QuantizedFactor
+    factor_class: ClassVar[type[QuantizedFactor]] = QuantizedFactor
 
-    def __init__(self, linear: LowRankLinear, scheme: str) -> None:
+    def __init__(self, linear: LowRankLinear, scheme: Any) -> None:
         super().__init__(linear)
         new = {"device": linear.down.device, "dtype": linear.down.dtype}
-        self.down = QuantizedFactor(linear.rank, self.in_features, scheme, **new)
-        self.up = QuantizedFactor(self.out_features, linear.rank, scheme, **new)
+        self.down = self.factor_class(linear.rank, self.in_features, scheme, **new)
+        self.up = self.factor_class(self.out_features, linear.rank, scheme, **new)
 
     @torch.no_grad()
     def fill(self, down: torch.Tensor, up: torch.Tensor) -> None:

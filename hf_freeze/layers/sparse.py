@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.compat.transformers import NeverDrawn
 from hf_freeze.layers.bits import pack, packed_size, unpack
-from hf_freeze.layers.derived import DerivedLinear, DerivedWeight, dense_class, is_traced
+from hf_freeze.layers.derived import DerivedLinear, DerivedWeight, dense_class, first_float_tensor, is_traced
 
 
 # NeverDrawn: to draw its weight, native models would read the property `weight` before the mask is set.
@@ -33,8 +33,9 @@ class SparseLinear(NeverDrawn, DerivedLinear):
                 f"nonzeros={nonzeros}: must be in 0..{entries} for {self.in_features} inputs, {self.out_features} outputs"
             )
         self.nonzeros = nonzeros
-        device = linear.weight.device
-        self.values = nn.Parameter(torch.zeros(nonzeros, device=device, dtype=linear.weight.dtype))
+        reference = first_float_tensor(linear)  # the weight, which a SparseLinear would have to compute
+        device = reference.device
+        self.values = nn.Parameter(torch.zeros(nonzeros, device=device, dtype=reference.dtype))
         self._column = torch.int16 if self.in_features <= 1 << 15 else torch.int32
         as_columns = nonzeros * self._column.itemsize + self.out_features * 4
         if as_columns < packed_size(entries):
@@ -70,30 +71,32 @@ class SparseLinear(NeverDrawn, DerivedLinear):
     def _positions(self) -> torch.Tensor:
         if not hasattr(self, "columns"):
             return unpack(self.get_buffer("mask"), self.in_features * self.out_features).nonzero()[:, 0]
-        rows = torch.arange(self.out_features, device=self.values.device).repeat_interleave(self.get_buffer("counts"))
+        rows = torch.arange(self.out_features, device=self.get_buffer("counts").device).repeat_interleave(
+            self.get_buffer("counts")
+        )
         return rows * self.in_features + self.get_buffer("columns").view(self._column)
 
     def dense_weight(self) -> torch.Tensor:
         if self.values.is_meta:  # the positions are unknown without the values of the buffers
             return self.values.new_empty(self.out_features, self.in_features).requires_grad_(self.values.requires_grad)
         if is_traced():
-            return self._traced_weight()
+            return self.scattered(self.values)
         flat = self.values.new_zeros(self.out_features * self.in_features)
         return flat.index_put((self.positions(),), self.values).view(self.out_features, self.in_features)
 
-    def _traced_weight(self) -> torch.Tensor:
-        """The dense weight by steps whose sizes do not depend on values, as a graph needs them."""
+    def scattered(self, values: torch.Tensor) -> torch.Tensor:
+        """(non-zeros,) -> (O, I) by steps whose sizes do not depend on values, as a graph needs them."""
         size = self.out_features * self.in_features
         if not hasattr(self, "columns"):
             kept = unpack(self.get_buffer("mask"), size)
             numbers = (kept.cumsum(0) - 1).clamp(min=0)
-            flat = torch.where(kept, self.values[numbers], 0) if self.nonzeros else self.values.new_zeros(size)
+            flat = torch.where(kept, values[numbers], 0) if self.nonzeros else values.new_zeros(size)
         else:
             counts = self.get_buffer("counts").long()
             starts = counts.cumsum(0) - counts
             rows = starts.new_zeros(self.nonzeros + 1).index_add(0, starts, torch.ones_like(starts))[:-1].cumsum(0) - 1
             positions = rows * self.in_features + self.get_buffer("columns")
-            flat = self.values.new_zeros(size).scatter(0, positions, self.values)
+            flat = values.new_zeros(size).scatter(0, positions, values)
         return flat.view(self.out_features, self.in_features)
 
     def store_numbers(self) -> None:

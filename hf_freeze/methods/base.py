@@ -82,6 +82,11 @@ class Method:
         return False
 
     @property
+    def stores_anew(self) -> frozenset[str]:
+        """Components whose weights `finalize` will store in another form: a seed cannot draw them."""
+        return frozenset()
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         """Its schedule, objective, kept tokens ...; see `hf_freeze.methods.parts`."""
         return ()

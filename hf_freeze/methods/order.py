@@ -4,7 +4,7 @@ an order."""
 from collections.abc import Callable, Mapping, Sequence
 
 from hf_freeze.methods.base import Method
-from hf_freeze.methods.parts import SeededValues
+from hf_freeze.methods.parts import KeptTokens, SeededValues
 
 
 def check_order(method: Method, earlier: Sequence[Method]) -> None:
@@ -65,6 +65,13 @@ def _conflict(method: Method, before: Method) -> str | None:
     ):
         other = ", or finalize() before" if can_follow and before.finalizable else ""
         return f", which names {method.renumbers} by number: the {method.renumbers} get new numbers; {first}{other}"
+    if both := sorted(before.stores_anew & (getattr(method.part(SeededValues), "components", frozenset()))):
+        return (
+            f", which will store the weights of {both[0]!r} in few bits: those from a seed take none; leave {both[0]!r} out of "
+            "one of the two"
+        )
+    if "embeddings" in before.stores_anew and method.part(KeptTokens):
+        return f", which trains the tables for few bits until finalize(); {first}, or finalize() before"
     if method.replaces_blocks and before.finalizable and not _succeeds(method, before):
         return f", which needs the old blocks until finalize(); {first}"
     if method.replaces_blocks and before.replaces_blocks:

@@ -1,16 +1,20 @@
-"""Weights in 8 or 4 bits, frozen (Dettmers et al., 2022, "LLM.int8()", https://arxiv.org/abs/2208.07339; 2023, "QLoRA",
-https://arxiv.org/abs/2305.14314), by bitsandbytes."""
+"""Weights in 8 or 4 bits: frozen, by bitsandbytes (Dettmers et al., 2022, "LLM.int8()", https://arxiv.org/abs/2208.07339; 2023,
+"QLoRA", https://arxiv.org/abs/2305.14314), or trained for integers (Jacob et al., 2018, https://arxiv.org/abs/1712.05877; Esser
+et al., 2020, "Learned Step Size Quantization", https://arxiv.org/abs/1902.08153)."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from transformers import initialization
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, full_name
+from hf_freeze.layers import fake_quantized, integer_weights
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
+from hf_freeze.layers.grids import ACTIVATION_RANGES, GRANULARITIES, WEIGHT_RANGES, WIDTHS, Grid
 from hf_freeze.layers.low_rank import LowRankLinear
 from hf_freeze.layers.quantized import SCHEMES, STORED, QuantizedEmbedding, QuantizedLinear, check_installed
 from hf_freeze.layers.quantized_factors import (
@@ -19,43 +23,109 @@ from hf_freeze.layers.quantized_factors import (
     QuantizedLowRankOutput,
     equal_columns,
 )
-from hf_freeze.methods._checks import check_choice
+from hf_freeze.layers.sparse import SparseLinear, Sparsifiable
+from hf_freeze.methods._checks import check_bool, check_choice, check_one_given, check_share
 from hf_freeze.methods._linear import LinearMethod
 from hf_freeze.methods.base import Model
+from hf_freeze.methods.parts import Part, Schedule
 from hf_freeze.methods.registry import register_method
 
 
 @register_method("quantize", example={"scheme": "nf4", "components": ["ffn", "embeddings"]}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
 class Quantize(LinearMethod):
-    """Store the weights of `components` in `scheme`: `"int8"` takes 1 byte per weight and 4 bytes per row of the matrix; `"nf4"`
-    and `"fp4"` take half a byte per weight and 4 bytes per 64 weights. Quantised weights are frozen, because they have too few
-    bits to train. Biases and all other parameters train unless Freeze names them. `hf_freeze.layers.quantized` explains the
+    """Few bits for the weights of `components`, in one of two ways.
+
+    `scheme`: frozen weights, by bitsandbytes (the extra `quantize`). `"int8"` takes 1 byte per weight and 4 bytes per row of the
+    matrix; `"nf4"` and `"fp4"` take half a byte per weight and 4 bytes per 64 weights. `hf_freeze.layers.quantized` explains the
     computation.
 
+    `weights`: integers on a symmetric grid, `"int8"` (1 byte per weight) or `"int4"` (half a byte), with a step of 4 bytes per
+    output (`granularity="channel"`) or per 64 inputs of an output (`"group-64"`; the last group may be shorter).
+    `activations="int8"` also rounds the inputs of linears, whose products are then products of integers. With `train=True`, both
+    are rounded in the forward and trained straight through the rounding, from the share `begin` of training on (None: from the
+    start); `finalize()` stores the integers. Without it, trained weights are rounded at once and frozen.
+    `weight_ranges`: steps from the largest |w| (`"max"`), or learnt as in LSQ (`"learnt"`).
+    `activation_ranges`: the largest |x| of each token, found when it computes (`"token"`); or one range for all tokens, which
+    training tracks, as the largest ever (`"max"`) or a moving average (`"moving"`), or learns (`"learnt"`). Those need
+    `VariantCallback` or `model.advance`, as `begin` does. Integer products need no more than either kind: a step of a token can
+    be taken out of the sums of its row, while steps of inputs, or a zero point, could not.
+
     `components`: the linears of `"attention"` and `"ffn"`, in `layers`, and `"embeddings"`: the token tables and the output
-    matrix, tied or not. Position tables, norms and the heads of other tasks stay unchanged. Needs bitsandbytes, the extra
-    `quantize`. Fresh weights of a config are drawn as usual and then quantised.
+    matrix, tied or not. Position tables, norms, biases and the heads of other tasks stay unchanged. Fresh weights of a config are
+    drawn as usual and then quantised. All other parameters train unless Freeze names them.
 
-    Of LowRank, both factors are quantised; of FactorizedEmbedding, the table, while the projection is trained. Other layers that
-    a method has put in are refused, and so are weights drawn from a seed: they take no storage, and quantised they would.
-    `merge()` gives the dense weights that quantised layers compute with. Heads, neurons and tokens may still be removed: all of
-    int8, and tokens of 4 bits if the rows of the table are whole blocks of 64 weights.
+    Of LowRank, both factors are quantised; of FactorizedEmbedding, the table, while the projection is trained; of a pruning that
+    is finalized, the non-zero weights (`weights` only). Other layers that a method has put in are refused, such as tensor trains,
+    whose cores are few and multiply each other's errors. Weights drawn from a seed are refused, too: they take no storage, and
+    quantised they would. `merge()` gives the dense weights that quantised layers compute with, unless inputs are rounded, which
+    no native class does. Heads, neurons and tokens may still be removed: all where each output has one step, and tokens of 4
+    bits of bitsandbytes if the rows of the table are whole blocks of 64 weights.
 
-    Raises ValueError for an unknown scheme, component or layer, weights drawn from a seed, a module that another method has
-    changed, weights that are not finite, and a missing bitsandbytes.
+    torchao (https://github.com/pytorch/ao) has the same grids for nn.Linear and nn.Embedding, as subclasses of tensors; it serves
+    where a plain model shall run on its GPU kernels, after `merge()`. Here it does not: it knows neither Conv1D, factors nor
+    pruned weights, its tensors are not saved by the names and sizes that the config promises, and its products on CPUs round in
+    an order of their own.
+
+    Raises ValueError for unknown settings, components or layers, `train` or a setting of `weights` beside `scheme`, weights drawn
+    from a seed, a module that another method has changed, weights or inputs that are not finite, ranges that no training has
+    seen, and a missing bitsandbytes.
     """
 
     converts_fresh: ClassVar[bool] = True
-    replaces: ClassVar[tuple[type[nn.Module], ...]] = (LowRankLinear,)
+    replaces: ClassVar[tuple[type[nn.Module], ...]] = (LowRankLinear, SparseLinear)
     choices: ClassVar[tuple[str, ...]] = (*LINEAR_COMPONENTS, "embeddings")
 
-    scheme: str
+    scheme: str | None = None
     components: list[str] = field(default_factory=lambda: ["ffn", "attention"])
+    weights: str | None = None
+    train: bool = False
+    activations: str | None = None
+    granularity: str = "channel"
+    weight_ranges: str = "max"
+    activation_ranges: str = "token"
+    begin: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self.scheme, SCHEMES, "Quantize", "scheme")
+        check_one_given("Quantize", scheme=self.scheme, weights=self.weights)
+        check_bool(self.train, "Quantize", "train")
+        if self.scheme is not None:
+            check_choice(self.scheme, SCHEMES, "Quantize", "scheme")
+            for setting in fields(self)[-6:]:
+                if getattr(self, setting.name) != setting.default:
+                    raise ValueError(
+                        f"Quantize(scheme={self.scheme!r}, {setting.name}={getattr(self, setting.name)!r}): bitsandbytes freezes "
+                        f"its weights as they are; instead of scheme, give weights= one of {list(WIDTHS)}"
+                    )
+            return
+        check_choice(self.weights, WIDTHS, "Quantize", "weights")
+        check_choice(self.activations, [None, "int8"], "Quantize", "activations")
+        check_choice(self.granularity, GRANULARITIES, "Quantize", "granularity")
+        check_choice(self.weight_ranges, WEIGHT_RANGES, "Quantize", "weight_ranges")
+        check_choice(self.activation_ranges, ACTIVATION_RANGES, "Quantize", "activation_ranges")
+        if self.begin is not None:
+            if not self.train:
+                raise ValueError(f"Quantize(begin={self.begin!r}): rounding begins in training; add train=True")
+            check_share(self.begin, "Quantize", "begin")
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of `weights`, and of the inputs."""
+        names = ("weights", "granularity", "activations", "weight_ranges", "activation_ranges")
+        return Grid(**{name: getattr(self, name) for name in names})
+
+    @property
+    def finalizable(self) -> bool:
+        return self.train
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (_Rounding(self),) if self.train and (self.begin is not None or self.grid.is_static) else ()
+
+    @property
+    def stores_anew(self) -> frozenset[str]:
+        return frozenset(self.components if self.train else ())
 
     @property
     def _linear_components(self) -> list[str]:
@@ -72,15 +142,37 @@ class Quantize(LinearMethod):
         return surgery.linear_names(architecture, config, self._linear_components, self.layers)
 
     def make(self, linear: Any, name: str, model: Any) -> nn.Module:
-        kind = QuantizedLowRankLinear if isinstance(linear, LowRankLinear) else QuantizedLinear
-        return kind(linear, self.scheme)
+        if isinstance(linear, SparseLinear) and self.scheme is not None:
+            raise ValueError("bitsandbytes would store the zeros of a pruned weight; give weights= instead of scheme=")
+        return self._replacement(linear)
+
+    def _replacement(self, module: Any) -> nn.Module:
+        """The layer that takes the place of a linear or table."""
+        plain = (
+            type(module) if type(module) in _KINDS else nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
+        )
+        frozen, fixed, training = _KINDS[plain]
+        if self.scheme is not None:
+            return frozen(module, self.scheme)
+        layer = (training if self.train else fixed)(module, self.grid)
+        if self.train:
+            for rounding in layer.roundings():
+                rounding.active = not self.begin
+        return layer
 
     def _tables(self, model: Model, architecture: Architecture) -> dict[str, Any]:
         """Full name -> module, for each module with a row for each token."""
         return surgery.vocabulary_modules(model, architecture) if "embeddings" in self.components else {}
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
-        check_installed()
+        if self.scheme is not None:
+            check_installed()
+        for name, module in self.modules(model, architecture) if self.weights is not None else ():
+            if isinstance(module, Sparsifiable):
+                raise ValueError(
+                    f"method {self.name!r}: {name!r} is a {type(module).__name__}, whose zeros are still being chosen; leave "
+                    "it out by components= or layers=, or finalize() before"
+                )
         self._check_stored(model, architecture)
         super().restructure(model, architecture)
         tables = self._tables(model, architecture)
@@ -89,13 +181,15 @@ class Quantize(LinearMethod):
             surgery.replace_by_full_name(model, name, self._quantized_table(model, name, module))
 
     def _quantized_table(self, model: Model, name: str, module: Any) -> nn.Module:
-        if type(module) is LowRankEmbedding:
-            return QuantizedLowRankEmbedding(module, self.scheme)
-        if type(module) is LowRankOutput:
-            return QuantizedLowRankOutput(module, self.scheme)
-        if isinstance(module, nn.Embedding):
-            return QuantizedEmbedding(surgery.native_module(model, name, nn.Embedding, self.name), self.scheme)
-        return QuantizedLinear(surgery.native_module(model, name, nn.Linear, self.name), self.scheme)
+        if type(module) not in (LowRankEmbedding, LowRankOutput):
+            kind: type[nn.Module] = nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
+            module = surgery.native_module(model, name, kind, self.name)
+        return self._replacement(module)
+
+    def _layers(self, model: Model, architecture: Architecture) -> list[tuple[str, Any]]:
+        """(full name, layer) of all that the method has put in."""
+        linears = [(full_name(model, name), module) for name, module in self.modules(model, architecture)]
+        return [*linears, *self._tables(model, architecture).items()]
 
     def _check_stored(self, model: Model, architecture: Architecture) -> None:
         """Raise ValueError if an earlier method draws one of the weights from a seed."""
@@ -120,11 +214,14 @@ class Quantize(LinearMethod):
                 )
 
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
-        """The buffers of the tables that the backbone ties."""
+        """What the tables hold that the backbone ties: buffers, or learnt steps."""
+        held: Iterable[str] = STORED
+        if self.train:
+            held = ["rounding.log_steps"] if self.weight_ranges == "learnt" else []
         ties: dict[str, str] = {}
         for name in self._tables(model, architecture):
             if (source := model.all_tied_weights_keys.get(f"{name}.weight")) is not None:
-                ties |= surgery.ties_to_module(name, source, STORED)
+                ties |= surgery.ties_to_module(name, source, held)
         return ties
 
     @torch.no_grad()
@@ -134,20 +231,105 @@ class Quantize(LinearMethod):
             linear = old.base_model.get_submodule(name)
             if isinstance(module, QuantizedLowRankLinear):
                 module.fill(linear.down, linear.up)
-            else:
+            elif isinstance(module, fake_quantized.FakeQuantizedLowRankLinear):
+                up, ratios = equal_columns(linear.up)
+                surgery.set_values(module.up, up)
+                surgery.set_values(module.down, linear.down * ratios[:, None])
+            elif not self.train:
                 module.fill(surgery.effective_weight(linear))
+            if self.train:
+                module.start()
             surgery.release(old, [name])
+        factors = (QuantizedLowRankEmbedding, QuantizedLowRankOutput, LowRankEmbedding, LowRankOutput)
         for name, module in self._tables(new, architecture).items():
             weight = old.get_submodule(name).weight
-            if isinstance(module, QuantizedLowRankEmbedding | QuantizedLowRankOutput):
+            if isinstance(module, factors):
                 weight, ratios = equal_columns(weight)
                 surgery.set_values(module.projection, old.get_submodule(name).projection * ratios[:, None])
-            if f"{name}.packed" not in new.all_tied_weights_keys:
-                module.fill(weight)
+            if not self.train:
+                if f"{name}.packed" not in new.all_tied_weights_keys:
+                    module.fill(weight)
+                continue
+            if isinstance(module, factors):
+                surgery.set_values(module.weight, weight)
+            module.start()
+
+    def prepare(self, model: Model, architecture: Architecture) -> None:
+        if not self.train and self.scheme is None and (self.grid.is_static or self.weight_ranges == "learnt"):
+            setting = "weight_ranges" if self.weight_ranges == "learnt" else "activation_ranges"
+            default = "max" if self.weight_ranges == "learnt" else "token"
+            raise ValueError(
+                f"Quantize({setting}={getattr(self, setting)!r}): only training finds these ranges, and only the checkpoint of "
+                f"the finalized model has them; add train=True, give {setting}={default!r}, or load that checkpoint"
+            )
+
+    @torch.no_grad()
+    def finalize(self, model: Model, architecture: Architecture) -> "Quantize":
+        fixed = {}
+        # Layers draw values when they are made, which are not needed here: the global random state stays.
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), initialization.no_init_weights():
+            for name, module in self._layers(model, architecture):
+                try:
+                    fixed[name] = module.fixed()
+                except ValueError as error:
+                    raise ValueError(f"method {self.name!r}, {name!r}: {error}") from None
+        for name, layer in fixed.items():
+            surgery.replace_by_full_name(model, name, layer)
+        return replace(self, train=False, begin=None)
 
     def merge(self, model: Model, architecture: Architecture) -> None:
+        if self.activations is not None and not integer_weights.merges_weights_alone():
+            raise ValueError(
+                f"method {self.name!r} cannot be merged: it rounds the inputs of linears to {self.activations}, which no native "
+                "class does"
+            )
         super().merge(model, architecture)
         for name, module in self._tables(model, architecture).items():
             is_table = isinstance(module, nn.Embedding)
             dense = surgery.dense_table(module) if is_table else surgery.dense_linear(module)
             surgery.replace_by_full_name(model, name, dense)
+
+
+# Class of what is replaced -> the layers of `scheme`, of `weights`, and of the training for these.
+_KINDS: dict[type[nn.Module], tuple[Any, Any, Any]] = {
+    nn.Linear: (QuantizedLinear, integer_weights.IntegerLinear, fake_quantized.like),
+    nn.Embedding: (QuantizedEmbedding, integer_weights.IntegerEmbedding, fake_quantized.FakeQuantizedEmbedding),
+    LowRankLinear: (
+        QuantizedLowRankLinear,
+        integer_weights.IntegerLowRankLinear,
+        fake_quantized.FakeQuantizedLowRankLinear,
+    ),
+    SparseLinear: (None, integer_weights.IntegerSparseLinear, fake_quantized.FakeQuantizedSparseLinear),
+    LowRankEmbedding: (
+        QuantizedLowRankEmbedding,
+        integer_weights.IntegerLowRankEmbedding,
+        fake_quantized.FakeQuantizedLowRankEmbedding,
+    ),
+    LowRankOutput: (
+        QuantizedLowRankOutput,
+        integer_weights.IntegerLowRankOutput,
+        fake_quantized.FakeQuantizedLowRankOutput,
+    ),
+}
+
+
+class _Rounding(Schedule):
+    """When rounding begins, and the ranges of inputs."""
+
+    def __init__(self, method: Quantize) -> None:
+        self.method = method
+
+    def values(self, step: int, total_steps: int) -> dict[str, float]:
+        return {"rounded to few bits": float(step / total_steps >= (self.method.begin or 0))}
+
+    def advance(self, model: Model, architecture: Architecture, step: int, total_steps: int) -> None:
+        (active,) = self.values(step, total_steps).values()
+        for _, layer in self.method._layers(model, architecture):
+            for rounding in layer.roundings():
+                rounding.active = bool(active)
+                rounding.track()
+
+    def rewind(self, model: Model, architecture: Architecture) -> None:
+        for _, layer in self.method._layers(model, architecture):
+            for rounding in layer.roundings():
+                rounding.active = not self.method.begin

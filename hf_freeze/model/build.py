@@ -59,6 +59,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self._restructured = False
+        self._native_ties: dict[str, str] | None = None
         self.on_disk: set[str] = set()  # seeded tensors that `from_pretrained` leaves to accelerate
         # 1. The backbone, as its native class builds it from the sizes that it had before any method. `self.config` is a copy:
         #    the caller's config stays as it is.
@@ -123,7 +124,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
     def _collect_ties(self) -> None:
         """Find out which parameters share their values: natively, less what a method has replaced, and by methods."""
         names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
-        native = self.all_tied_weights_keys
+        native = self._native_ties = self.all_tied_weights_keys if self._native_ties is None else self._native_ties
         self._gone_ties = {target for target, source in native.items() if not {target, source} <= names}
         native = {target: source for target, source in native.items() if target not in self._gone_ties}
         by_methods: dict[str, str] = {}
@@ -142,6 +143,11 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
         prefixes = {self: "", self.base_model: full_name(self, "")}  # the base model can be saved alone
         for module, prefix in prefixes.items():
             declare_ties(module, prefix, self._own_ties, self._gone_ties)
+
+    def tie_anew(self) -> None:
+        """Find ties again, after `finalize` has replaced modules."""
+        self._collect_ties()
+        self.tie_weights(recompute_mapping=False)
 
     def tie_weights(self, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> None:
         """As the native one, with the ties of methods; a seeded source is never missing."""

@@ -124,9 +124,12 @@ class TrainingMixin(_Model):
         if self.device.type == "meta":
             raise ValueError("finalize() reads the weights, which have no values on meta")
         model: Any = self
+        stored_anew = any(method.stores_anew for method in self.methods)
         model._set_methods(
             [method.finalize(model, self.architecture) if method.finalizable else method for method in self.methods]
         )
+        if stored_anew:
+            model.tie_anew()
         model.apply_freeze()
 
     def set_teacher(self, teacher: Any) -> None:

@@ -8,11 +8,13 @@ import json
 
 import pytest
 from safetensors.torch import save_file
-from support.cases import Case, once, once_on_each_architecture
+from support.cases import FURTHER, Case, once, once_on_each_architecture, plain
 from support.models import build, merge_or_none, outputs, trainability_before_training
 from support.processes import run_child, two_processes
 from support.training import training_step
 from transformers.trainer_pt_utils import LabelSmoother
+
+from hf_freeze.architectures.registry import ARCHITECTURES
 
 
 def test_a_new_process_opens_the_same_models(tmp_path):
@@ -30,6 +32,10 @@ def test_a_new_process_opens_the_same_models(tmp_path):
         manifest[kind].append(entry | {"requires_grad": requires_grad, "native_class": native_class})
 
     cases = once_on_each_architecture() + once_on_each_architecture(finalized=True)
+    further = [
+        plain(architecture, method, finalized=True) for method in FURTHER for architecture in ARCHITECTURES.values()
+    ]
+    cases += [case for case in further if all(method.finalizable for method in case.methods)]
     for case in cases:
         model = build(case)
         training_step(model, case.batch())

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from support.cases import ALL, Case, pairs
+from support.cases import ALL, Case, further_pairs, pairs
 from support.generation import generation_problems
 from support.models import (
     build_anew,
@@ -38,7 +38,7 @@ ORDER = [method.example.name for method in METHODS.values()]
 GENERATING = {names_of(pair): pair for pair in pairs(lambda case: case.generates)}
 
 
-@over(DRAWN)
+@over([*DRAWN, *further_pairs()])
 def test_a_pair_works_or_is_refused(case: Case, tmp_path):
     first, second = case.methods
     try:

@@ -10,8 +10,7 @@ import torch
 from families.contract import tiny_config
 from support.cases import MODEL, PLAIN, Case
 from support.models import build, merge_or_none, native
-from support.text import SOURCE, fast_tokenizer, marian_tokenizer
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from support.text import SOURCE, fast_tokenizer, marian_tokenizer, words
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -21,7 +20,6 @@ from transformers import (
     GPT2LMHeadModel,
     MarianConfig,
     MarianMTModel,
-    PreTrainedTokenizerFast,
     Qwen3ForCausalLM,
     RobertaForMaskedLM,
     T5ForConditionalGeneration,
@@ -39,16 +37,6 @@ from hf_freeze.publish.export.folders import MARK
 TEXTS = [SOURCE[0], "katze", "das haus am see ist heute schön und der hund trinkt milch", "wir"]
 ENGINE = {"intra_threads": 1, "inter_threads": 1}
 MARIAN = ARCHITECTURES["marian"]
-
-
-def words(count: int, pad: int = 0) -> PreTrainedTokenizerFast:
-    """A word for each id, `w5`; 1 ends, as in the tiny models."""
-    names = {pad: "<pad>", 1: "</s>"}
-    vocabulary = {names.get(i, f"w{i}"): i for i in range(count)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w2"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="w2")
 
 
 def save(folder: Path, model, tokenizer=None) -> Path:

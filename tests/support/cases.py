@@ -29,6 +29,7 @@ from transformers import AutoConfig
 from hf_freeze.architectures.base import TRAINED, Architecture
 from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX
 from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.methods import Quantize
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.parts import Schedule, SeededValues, parts_of
 from hf_freeze.methods.registry import METHODS, method_to_dict
@@ -367,6 +368,27 @@ def pairs(where: Predicate = lambda case: True) -> Iterator[Case]:
         ]
         if usable:
             yield from usable if ALL else [usable[7 * number % len(usable)]]
+
+
+# Settings that make a method another one than its example, in the training and after it.
+FURTHER: list[Method] = [
+    Quantize(train=True, weights="int8", activations="int8", weight_ranges="learnt", components=["ffn", "embeddings"])
+]
+
+
+def further_pairs() -> Iterator[Case]:
+    """As `pairs`, for the settings in FURTHER with each method, in both orders; in one of the two unless all are wanted."""
+    places = _interleaved([plain(a, config=config) for config in a.tiny_configs] for a in ARCHITECTURES.values())
+    for further, (number, other) in itertools.product(FURTHER, enumerate(METHODS.values())):
+        for first, second in [(further, other.example), (other.example, further)]:
+            usable = [
+                replace(place, methods=(first, second), source=sources((first, second))[0])
+                for place in places
+                if other.supports(place.architecture)
+                and all(replace(place, methods=(method,)).refusal is None for method in (first, second))
+            ]
+            if usable and (ALL or (first is further) == number % 2):
+                yield from usable if ALL else [usable[7 * number % len(usable)]]
 
 
 BASELINES = [

@@ -1,6 +1,6 @@
 """Tokenizers of the tests, trained in place on a few sentences: no network, a second at most.
 
-Each function takes a directory, saves there what `AutoTokenizer.from_pretrained` needs, and returns the tokenizer.
+Each function but `words` takes a directory, saves there what `AutoTokenizer.from_pretrained` needs, and returns the tokenizer.
 """
 
 import json
@@ -89,3 +89,13 @@ def spm_pieces(path: Path) -> list[str]:
     spm = sentencepiece.SentencePieceProcessor(model_file=str(path))
     special = {spm.unk_id(), spm.eos_id()}
     return [spm.id_to_piece(index) for index in range(spm.get_piece_size()) if index not in special]
+
+
+def words(count: int, pad: int = 0) -> PreTrainedTokenizerFast:
+    """A word for each id, `w5`; 1 ends, as in the tiny models."""
+    names = {pad: "<pad>", 1: "</s>"}
+    vocabulary = {names.get(i, f"w{i}"): i for i in range(count)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w2"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="w2")

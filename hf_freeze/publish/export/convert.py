@@ -1,5 +1,6 @@
 """Exports a model to another format: merges the methods, converts, compares with PyTorch, and replaces the folder atomically."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -12,9 +13,19 @@ from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.architectures.tasks import task_of
 from hf_freeze.compat.pipelines import max_positions
 from hf_freeze.io import whole_folder
+from hf_freeze.layers.integer_weights import merging_weights_alone
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import load_model, load_tokenizer
-from hf_freeze.publish.export import aotinductor, calibration, ctranslate2, dense, executorch, onnx, torch_export
+from hf_freeze.publish.export import (
+    aotinductor,
+    calibration,
+    ctranslate2,
+    dense,
+    executorch,
+    onnx,
+    torch_export,
+    trained_grid,
+)
 from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, require
 from hf_freeze.publish.sentence_files import copy_sentence_files
@@ -77,9 +88,20 @@ def export_model(
         raise ValueError(f"{source} holds no tokenizer, but {format} needs one; save it beside the model")
     if is_calibrated:
         calibration.check_model(model, tokenizer, str(quantization))
+    row_steps: dict[bytes, float] = {}
     if isinstance(model, VariantMixin):
-        model = _finished(model) if writer.KEEPS_STRUCTURE else _merged(model, format, say)
-    export = Export(model, task, tokenizer, quantization, say, texts)
+        if writer.KEEPS_STRUCTURE:
+            model = _finished(model)
+        else:
+            if any(method.stores_anew for method in model.methods):
+                model.finalize()
+            row_steps = trained_grid.steps_of_rows(model)
+            rounds = quantization in getattr(writer, "ROUND_INPUTS", ()) and trained_grid.rounds_inputs(model)
+            if rounds:
+                trained_grid.check_static(model, format, say)
+            with merging_weights_alone() if rounds else contextlib.nullcontext():
+                model = _merged(model, format, say)
+    export = Export(model, task, tokenizer, quantization, say, texts, row_steps)
     with whole_folder(folder) as written:
         writer.write(export, written)
         if tokenizer is not None:

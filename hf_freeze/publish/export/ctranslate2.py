@@ -17,11 +17,13 @@ import numpy as np
 import torch
 
 from hf_freeze.publish.export.folders import Export, require
+from hf_freeze.publish.export.trained_grid import on_grid
 from hf_freeze.publish.export.translator import Translator, set_or, token_ids
 
 PACKAGES = ("ctranslate2",)
 QUANTIZATIONS = ("int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16", "float32")
 SUPPORTED_TASKS = {"marian": ("seq2seq-lm",), "gpt2": ("causal-lm",), "llama": ("causal-lm",)}
+ROUND_INPUTS = QUANTIZATIONS[:4]  # which also round the inputs of linears to int8, by the largest of each token
 NEEDS_TOKENIZER = True
 KEEPS_STRUCTURE = False
 _TOLERANCE = 1e-3  # absolute and relative, of log-probabilities
@@ -33,14 +35,14 @@ def write(export: Export, folder: Path) -> None:
     model = export.model.float()
     export.say("converting to CTranslate2")
     with tempfile.TemporaryDirectory() as exact:
-        _save(model, export.tokenizer, Path(exact), None)
+        _save(model, export.tokenizer, Path(exact), None, {})
         export.say("comparing with PyTorch")
         _compare(model, Path(exact))
-    _save(model, export.tokenizer, folder, export.quantization)
+    _save(model, export.tokenizer, folder, export.quantization, export.row_steps)
 
 
 @torch.no_grad()
-def _save(model: Any, tokenizer: Any, folder: Path, quantization: str | None) -> None:
+def _save(model: Any, tokenizer: Any, folder: Path, quantization: str | None, row_steps: dict[bytes, float]) -> None:
     from ctranslate2.converters import transformers as converters
 
     model = copy.deepcopy(model)  # the converters change it
@@ -76,8 +78,39 @@ def _save(model: Any, tokenizer: Any, folder: Path, quantization: str | None) ->
     spec.config.bos_token = tokenizer.bos_token or eos
     spec.config.unk_token = tokenizer.unk_token or eos
     spec.validate()
+    trained = _trained_integers(spec, row_steps) if quantization in ROUND_INPUTS and row_steps else {}
     spec.optimize(quantization)
+    _set_integers(spec, trained)
     spec.save(str(folder))
+
+
+def _trained_integers(spec: Any, row_steps: dict[bytes, float]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Name of each weight that was quantised before -> its numbers and steps. By itself, CTranslate2 would take the largest value
+    of a row for 127, which is another grid where ranges were learnt, or have 4 bits."""
+    from ctranslate2.specs.model_spec import visit_spec
+
+    trained = {}
+
+    def look(owner: Any, name: str, value: Any) -> None:
+        has_scale = hasattr(owner, f"{name.rpartition('/')[2]}_scale") and hasattr(value, "numpy")
+        if has_scale and (grid := on_grid(value.to("float32").numpy(), row_steps)) is not None:
+            trained[name] = grid
+
+    visit_spec(spec, look)
+    return trained
+
+
+def _set_integers(spec: Any, trained: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    from ctranslate2.specs.model_spec import NumpyVariable, visit_spec
+
+    def set_values(owner: Any, name: str, value: Any) -> None:
+        if name in trained and hasattr(value, "numpy"):  # otherwise it has the values of another one
+            numbers, steps = trained[name]
+            key = name.rpartition("/")[2]
+            setattr(owner, key, NumpyVariable(numbers))
+            setattr(owner, f"{key}_scale", NumpyVariable(1 / steps))
+
+    visit_spec(spec, set_values)
 
 
 def _tokens(tokenizer: Any) -> tuple[dict[int, str], dict[int, str]]:

@@ -3,7 +3,7 @@
 import importlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ class Export:
     quantization: str | None
     say: Callable[[str], Any]
     texts: Iterable[str] | None = None  # for the scales of activations
+    row_steps: dict[bytes, float] = field(
+        default_factory=dict
+    )  # of what was quantised before: `trained_grid.steps_of_rows`
 
 
 def require(package: str, format: str) -> Any:

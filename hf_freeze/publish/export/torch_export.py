@@ -16,6 +16,7 @@ from torch import nn
 from hf_freeze.publish.export.folders import Export
 from hf_freeze.publish.export.parts import Part, largest_difference, parts_of
 from hf_freeze.publish.export.runners import NAMES, open_parts
+from hf_freeze.publish.export.trained_grid import tolerance
 
 PACKAGES: tuple[str, ...] = ()
 QUANTIZATIONS: tuple[str, ...] = ()
@@ -23,7 +24,6 @@ SUPPORTED_TASKS = None  # all tasks of all families whose inputs and caches `par
 NEEDS_TOKENIZER = False
 KEEPS_STRUCTURE = True
 _NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
-_TOLERANCE = 1e-4  # absolute and relative, of outputs
 
 
 def write(export: Export, folder: Path) -> None:
@@ -40,7 +40,7 @@ def compare(export: Export, parts: list[Part], runners: Any) -> None:
     """Raises ValueError if `runners` compute other outputs than the model."""
     export.say("comparing with PyTorch")
     difference = largest_difference(parts, runners)
-    if not difference <= _TOLERANCE:
+    if not difference <= tolerance(export.model):
         raise ValueError(
             f"the exported files do not compute the same as {type(export.model).__name__}: outputs differ by {difference:.3g}"
         )

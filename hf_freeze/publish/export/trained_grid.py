@@ -1,0 +1,52 @@
+"""Models that were quantised before their export: their integers and steps go on into the file, where it has a place for them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_freeze.layers.integer_weights import IntegerWeight
+from hf_freeze.layers.quantized_factors import QuantizedFactor
+
+_EXACT, _ROUNDED = 1e-4, 0.1  # absolute and relative, of outputs
+
+
+def tolerance(model: Any) -> float:
+    """How far the outputs of an engine may be from PyTorch's. Where inputs of linears are rounded, a difference in the last bit
+    before the rounding may become one of a whole step after it."""
+    return _ROUNDED if rounds_inputs(model) else _EXACT
+
+
+def rounds_inputs(model: Any) -> bool:
+    """Whether the inputs of linears are rounded."""
+    return any(isinstance(m, IntegerWeight) and m.grid.activations is not None for m in model.modules())
+
+
+def check_static(model: Any, format: str, say: Callable[[str], Any]) -> None:
+    """Say it if inputs have ranges that the format has no place for."""
+    if any(isinstance(module, IntegerWeight) and module.grid.is_static for module in model.modules()):
+        say(f"{format} finds the range of the inputs of each token itself; those of the training are left out")
+
+
+@torch.no_grad()
+def steps_of_rows(model: Any) -> dict[bytes, float]:
+    """The bytes of a row of a dense weight, fp32 -> its step, for the weights with one step for each output."""
+    steps: dict[bytes, float] = {}
+    for module in model.modules():
+        whole = isinstance(module, IntegerWeight) and module.grid.granularity == "channel"
+        if whole and not isinstance(module, QuantizedFactor):
+            rows = module.dequantized(torch.float32).numpy()
+            steps |= zip((row.tobytes() for row in rows), module.steps()[:, 0].tolist(), strict=True)
+    return steps
+
+
+def on_grid(weight: np.ndarray, steps: dict[bytes, float]) -> tuple[np.ndarray, np.ndarray] | None:
+    """The numbers, int8 (O, I), and steps, fp32 (O,), of a weight whose rows all have a step; None for another one."""
+    rows = np.ascontiguousarray(weight, np.float32)
+    found = [steps.get(row.tobytes()) for row in rows] if rows.ndim == 2 else [None]
+    if None in found:
+        return None
+    values = np.array(found, np.float32)
+    divisors = np.where(values > 0, values, np.float32(1))
+    return np.rint(rows / divisors[:, None]).astype(np.int8), divisors

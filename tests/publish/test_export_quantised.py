@@ -1,0 +1,120 @@
+"""Exports of models that were quantised before: the file has their integers, and the engine computes what PyTorch does."""
+
+import ctranslate2
+import numpy as np
+import onnx
+import pytest
+import torch
+from support.cases import ALL, MODEL, Case
+from support.models import build_anew
+from support.text import words
+from support.training import training_step
+
+from hf_freeze import methods
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.layers.integer_weights import IntegerEmbedding, IntegerLinear
+from hf_freeze.publish.export import ctranslate2 as ctranslate2_format
+from hf_freeze.publish.export import export_model
+from hf_freeze.publish.export.runners import open_parts
+
+EVERYWHERE = ["ffn", "attention", "embeddings"]
+
+
+def fixed(architecture, task, **settings):
+    quantize = methods.Quantize(train=True, activations="int8", components=EVERYWHERE, **settings)
+    case = Case(ARCHITECTURES[architecture], task, MODEL, (quantize,))
+    model = build_anew(case)
+    for step in range(2):
+        training_step(model, case.batch(), step, 2)
+    if model.scheduled:
+        model.advance(2, 2)
+    model.finalize()
+    return model.eval(), case
+
+
+ONNX = [
+    {"weights": "int8", "activation_ranges": "moving"},
+    {"weights": "int4", "weight_ranges": "learnt"},
+    {"weights": "int4", "granularity": "group-64"},
+]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    ONNX if ALL else ONNX[:1],
+    ids=lambda settings: "-".join(settings.values()),
+)
+def test_onnx_holds_and_multiplies_the_integers(settings, tmp_path):
+    model, case = fixed("bert", "feature-extraction", **settings)
+    model.save_pretrained(tmp_path / "model")
+    folder = export_model(tmp_path / "model", "onnx")
+    graph = onnx.load(folder / "model.onnx")
+    layers = [module for module in model.modules() if isinstance(module, IntegerLinear)]
+    products = [node for node in graph.graph.node if node.op_type == "MatMulInteger"]
+    assert len(products) == (0 if "granularity" in settings else len(layers))
+    stored = {onnx.numpy_helper.to_array(value).tobytes() for value in graph.graph.initializer}
+    for layer in layers:  # of small ones, the exporter has unpacked and transposed the numbers
+        numbers = layer.integers()
+        forms = (layer.packed, numbers, numbers.T.contiguous())
+        assert any(form.numpy().tobytes() in stored for form in forms)
+    runner = open_parts(folder, "onnx", {})["model"]
+    batch = case.batch()
+    found = runner({name: batch[name] for name in runner.shapes})
+    with torch.no_grad():
+        expected = model(**batch)
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"weights": "int8"},
+        {"weights": "int8", "weight_ranges": "learnt"},
+        {"weights": "int4", "activation_ranges": "max"},
+    ],
+    ids=lambda settings: "-".join(settings.values()),
+)
+def test_ctranslate2_gets_the_integers_and_steps(settings, tmp_path, monkeypatch):
+    model, _ = fixed("marian", "seq2seq-lm", **settings)
+    model.save_pretrained(tmp_path / "model")
+    words(model.config.vocab_size).save_pretrained(tmp_path / "model")
+    specs, said = [], []
+    set_integers = ctranslate2_format._set_integers
+    monkeypatch.setattr(
+        ctranslate2_format, "_set_integers", lambda spec, trained: (set_integers(spec, trained), specs.append(spec))
+    )
+    folder = export_model(tmp_path / "model", "ctranslate2", quantization="int8", say=said.append)
+    assert any("those of the training are left out" in text for text in said) == ("activation_ranges" in settings)
+    held = {}
+
+    def collect(owner, name, value):
+        if name.endswith("weight") and hasattr(owner, "weight_scale") and hasattr(value, "numpy"):
+            rows = value.numpy()
+            assert rows.dtype == np.int8
+            held[name] = rows, owner.weight_scale.numpy()
+
+    ctranslate2.specs.model_spec.visit_spec(specs[-1], collect)
+    steps = {
+        r.tobytes(): 1 / scale for values, scales in held.values() for r, scale in zip(values, scales, strict=True)
+    }
+    layers = [module for module in model.modules() if isinstance(module, IntegerLinear | IntegerEmbedding)]
+    assert len(layers) > 10
+    for layer in layers:
+        for numbers, step in zip(layer.integers().numpy(), layer.steps()[:, 0].tolist(), strict=True):
+            if numbers.any():
+                assert steps[numbers.tobytes()] == pytest.approx(step, rel=1e-6)
+    assert ctranslate2.Translator(str(folder), compute_type="int8").translate_batch(
+        [["w5", "w3"]], max_decoding_length=4
+    )
+
+
+def test_what_no_format_can_hold_is_refused(tmp_path):
+    model, _ = fixed("marian", "seq2seq-lm", weights="int8")
+    model.save_pretrained(tmp_path / "model")
+    words(model.config.vocab_size).save_pretrained(tmp_path / "model")
+    for format, quantization in (("dense", None), ("ctranslate2", None), ("ctranslate2", "float16")):
+        with pytest.raises(
+            ValueError, match=rf"\A{format} cannot hold this model: method 'quantize' cannot be merged: .+\Z"
+        ):
+            export_model(tmp_path / "model", format, quantization=quantization)
