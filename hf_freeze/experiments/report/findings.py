@@ -34,7 +34,8 @@ def answer(report: Report) -> str:
 def _without_loss(report: Report, row: dict[str, Any]) -> str:
     """In what sense the smallest row that is not significantly worse than the first loses nothing."""
     _, test = report.to_first(row)
-    if test is not None and test.significant_to_first:
+    visible = test is not None and report.task.signed(test.difference) != report.task.signed(0.0)
+    if test is not None and test.significant_to_first and visible:
         return "Smallest without a loss, and better"
     if test is not None and not test.seeds:
         return f"Smallest without a significant loss on these {report.items:,} {report.task.item} ({TOO_FEW})"
