@@ -214,7 +214,7 @@ def test_the_answer_comes_with_its_interval_and_seeds(tmp_path, monkeypatch):
         r"\(95 % interval [+−]\d\.\d\d to [+−]\d\.\d\d; "
     )
     assert re.fullmatch(f"Smallest without a measurable loss{row}" + r"3 seeds\)\.", answer_of(ROWS))
-    few = r"Smallest without a significant loss on these 200 sentences \(too few seeds to test\)"
+    few = r"Smallest without a significant loss \(too few seeds to test\)"
     assert re.fullmatch(few + row + r"one seed\)\.", answer_of(ROWS, seeds=(1,)))
     assert answer_of(ROWS | {"3": ("better", 0.95)}).startswith("Smallest without a loss, and better: better (row 3), ")
     monkeypatch.setitem(SCORING, "translation", replace(SCORING["translation"], margin=50.0))

@@ -38,7 +38,7 @@ def _without_loss(report: Report, row: dict[str, Any]) -> str:
     if test is not None and test.significant_to_first and visible:
         return "Smallest without a loss, and better"
     if test is not None and not test.seeds:
-        return f"Smallest without a significant loss on these {report.items:,} {report.task.item} ({TOO_FEW})"
+        return f"Smallest without a significant loss ({TOO_FEW})"
     if test is not None and report.task.loses_at_most(test.low, test.high):
         return f"Smallest that loses less than {report.task.margin_in_words}"
     return "Smallest without a measurable loss"
@@ -103,7 +103,7 @@ def findings(report: Report) -> list[tuple[str, str]]:
         if column not in task.columns:
             continue
         least = min(row[column][0] for row in rows)
-        amount = f"{least:{task.columns[column][2]}} {unit}"
+        amount = f"{least:{task.columns[column][2]}} {unit}".replace("%", " %")
         cheapest = [row for row in best if row[column][0] == least]
         listed = "; ".join(f"row {_row_and_label(row)}, {task.name} {quality(report, row)}" for row in cheapest)
         if len(cheapest) < len(rows):
