@@ -48,7 +48,8 @@ def score_folders(
     for folder in folders:
         check_exists(str(folder))
     scoring = Scoring(recipe["task"], recipe.get("decoding", {}))
-    texts = task_of(recipe["task"]).load(recipe["data"])[split]
+    task: Any = task_of(recipe["task"])
+    texts = task.load(recipe["data"])[split]
     measured, results = [], []
     for folder in folders:
         say(f"{folder}: {len(texts):,} {scoring.item}")

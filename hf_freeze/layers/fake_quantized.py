@@ -114,7 +114,7 @@ def like(linear: Any, grid: Grid) -> Any:
     """A FakeQuantizedLinear or FakeQuantizedConv1D with fresh values, and the shapes of `linear`."""
     layer: Any = linear_like(linear, classes=(FakeQuantizedLinear, FakeQuantizedConv1D))
     weight = layer.oriented()
-    layer.rounding = Rounding(*weight.shape, grid, device=weight.device, dtype=weight.dtype)
+    layer.rounding = Rounding(weight.shape, grid, device=weight.device, dtype=weight.dtype)
     return layer
 
 
@@ -123,9 +123,10 @@ class FakeQuantizedEmbedding(Rounded, Derived, nn.Embedding):
 
     def __init__(self, table: nn.Embedding, grid: Grid) -> None:
         new: dict[str, Any] = {"device": table.weight.device, "dtype": table.weight.dtype}
-        nn.Embedding.__init__(self, *table.weight.shape, table.padding_idx, _weight=torch.empty_like(table.weight))
+        rows, columns = table.weight.shape
+        nn.Embedding.__init__(self, rows, columns, table.padding_idx, _weight=torch.empty_like(table.weight))
         self.scale = table_scale(table)
-        self.rounding = Rounding(*table.weight.shape, replace(grid, activations=None), **new)
+        self.rounding = Rounding(table.weight.shape, replace(grid, activations=None), **new)
 
     def full_weights(self) -> list[torch.Tensor]:
         return [self.weight]
@@ -160,8 +161,8 @@ class FakeQuantizedLowRankLinear(Rounded, LowRankLinear):
     def __init__(self, linear: LowRankLinear, grid: Grid) -> None:
         LowRankLinear.__init__(self, linear, linear.rank, std=linear.std, solver=linear.solver)
         new: dict[str, Any] = {"device": linear.down.device, "dtype": linear.down.dtype}
-        self.down_rounding = Rounding(*self.down.shape, grid, **new)
-        self.up_rounding = Rounding(*self.up.shape, grid, **new)
+        self.down_rounding = Rounding(self.down.shape, grid, **new)
+        self.up_rounding = Rounding(self.up.shape, grid, **new)
 
     @property
     def selectable(self) -> bool:
@@ -204,7 +205,7 @@ class FakeQuantizedLowRankEmbedding(FakeQuantizedEmbedding, LowRankEmbedding):
     def __init__(self, table: LowRankEmbedding, grid: Grid) -> None:
         LowRankEmbedding.__init__(self, table, table.weight.shape[1])
         new: dict[str, Any] = {"device": table.weight.device, "dtype": table.weight.dtype}
-        self.rounding = Rounding(*table.weight.shape, replace(grid, activations=None), **new)
+        self.rounding = Rounding(table.weight.shape, replace(grid, activations=None), **new)
 
     def dense_weight(self) -> torch.Tensor:
         return super().dense_weight() @ self.projection
@@ -227,7 +228,7 @@ class FakeQuantizedLowRankOutput(Rounded, LowRankOutput):
     def __init__(self, linear: LowRankOutput, grid: Grid) -> None:
         LowRankOutput.__init__(self, linear, linear.weight.shape[1], linear.std)
         new: dict[str, Any] = {"device": linear.weight.device, "dtype": linear.weight.dtype}
-        self.rounding = Rounding(*linear.weight.shape, grid, **new)
+        self.rounding = Rounding(linear.weight.shape, grid, **new)
 
     def full_weights(self) -> list[torch.Tensor]:
         return [self.weight]
@@ -255,7 +256,7 @@ class FakeQuantizedSparseLinear(Rounded, SparseLinear):
     def __init__(self, linear: SparseLinear, grid: Grid) -> None:
         SparseLinear.__init__(self, linear, linear.nonzeros)
         new: dict[str, Any] = {"device": self.values.device, "dtype": self.values.dtype}
-        self.rounding = Rounding(self.out_features, self.in_features, grid, **new)
+        self.rounding = Rounding((self.out_features, self.in_features), grid, **new)
 
     def full_weights(self) -> list[torch.Tensor]:
         return [SparseLinear.dense_weight(self)]

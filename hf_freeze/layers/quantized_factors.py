@@ -100,7 +100,7 @@ class QuantizedLowRankEmbedding(QuantizedEmbedding):
 
     take_weight = Computed.take_weight
 
-    def __init__(self, table: LowRankEmbedding, scheme: str) -> None:
+    def __init__(self, table: LowRankEmbedding, scheme: Any) -> None:
         super().__init__(table, scheme)
         self.scale = table.scale
         self.projection = _projection_like(table)
@@ -119,7 +119,7 @@ class QuantizedLowRankOutput(QuantizedLinear):
 
     take_weight = Computed.take_weight
 
-    def __init__(self, linear: LowRankOutput, scheme: str) -> None:
+    def __init__(self, linear: LowRankOutput, scheme: Any) -> None:
         super().__init__(linear.table(), scheme)
         self.in_features = linear.in_features
         self.projection = _projection_like(linear)

@@ -35,8 +35,9 @@ class Rounding(Derived):
     active = True
     _seen: torch.Tensor | None = None  # of the inputs since the last `track`: (largest |x|, sum of |x|, how many)
 
-    def __init__(self, rows: int, columns: int, grid: Grid, **new: Any) -> None:
+    def __init__(self, shape: Sequence[int], grid: Grid, **new: Any) -> None:
         super().__init__()
+        rows, columns = shape
         self.grid, self.shape = grid, (rows, columns)
         if grid.weight_ranges == "learnt":
             usual = math.log(_USUAL / grid.levels)

@@ -4,7 +4,7 @@ et al., 2020, "Learned Step Size Quantization", https://arxiv.org/abs/1902.08153
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -238,7 +238,7 @@ class Quantize(LinearMethod):
             elif not self.train:
                 module.fill(surgery.effective_weight(linear))
             if self.train:
-                module.start()
+                cast(Any, module).start()
             surgery.release(old, [name])
         factors = (QuantizedLowRankEmbedding, QuantizedLowRankOutput, LowRankEmbedding, LowRankOutput)
         for name, module in self._tables(new, architecture).items():
@@ -248,11 +248,11 @@ class Quantize(LinearMethod):
                 surgery.set_values(module.projection, old.get_submodule(name).projection * ratios[:, None])
             if not self.train:
                 if f"{name}.packed" not in new.all_tied_weights_keys:
-                    module.fill(weight)
+                    cast(Any, module).fill(weight)
                 continue
             if isinstance(module, factors):
                 surgery.set_values(module.weight, weight)
-            module.start()
+            cast(Any, module).start()
 
     def prepare(self, model: Model, architecture: Architecture) -> None:
         if not self.train and self.scheme is None and (self.grid.is_static or self.weight_ranges == "learnt"):

@@ -157,10 +157,11 @@ def _integer_product(self: Any, mat2: Any) -> Any:
     """
     from onnxscript import ir, opset18
 
+    opset: Any = opset18
     rounded = self.producer().inputs[0]  # before its cast to int8
-    shifted = opset18.Cast(opset18.Add(rounded, 128.0), to=ir.DataType.UINT8)
-    zero = opset18.Constant(value=ir.tensor(np.array(128, np.uint8)))
-    return opset18.MatMulInteger(shifted, mat2, zero)
+    shifted = opset.Cast(opset.Add(rounded, 128.0), to=ir.DataType.UINT8)
+    zero = opset.Constant(value=ir.tensor(np.array(128, np.uint8)))
+    return opset.MatMulInteger(shifted, mat2, zero)
 
 
 def _quantized(graph: Any, recorded: list[dict[str, Tensor]] | None) -> Any:
