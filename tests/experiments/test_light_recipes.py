@@ -26,7 +26,7 @@ def model(run):
         return make_variant(config, list(map(method_from_dict, run["methods"])), task=task, init="marian")
 
 
-@pytest.mark.parametrize("preset", ["demo", "tiny", "base"])
+@pytest.mark.parametrize("preset", ["demo", "tiny", "base"] if ALL else ["tiny"])
 def test_rows_of_translators_have_the_size_of_the_plain_one(preset):
     models = {run["row"]: model(run) for run in expand(load_recipe(FOLDER / "recipe.yaml", [f"preset={preset}"]))}
     sizes = {row: count_parameters(made).total for row, made in models.items()}
@@ -37,8 +37,8 @@ def test_rows_of_translators_have_the_size_of_the_plain_one(preset):
     assert 0.45 < sizes["half"] / sizes["0"] < 0.55
     for row, size in sizes.items():
         assert abs(size / sizes["half" if row.startswith("half") else "0"] - 1) < 0.12, row
-        if preset == "demo" or (
-            ALL and preset == "tiny"
+        if (
+            ALL and preset != "base"
         ):  # as many multiply-adds; where a table is small, the tokens' positions in the scores show
             assert 1 < multiply_adds(models[row], length=32).forward / size < 1.1, row
 
