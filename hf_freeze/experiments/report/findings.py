@@ -5,6 +5,8 @@ from typing import Any
 from hf_freeze.analysis.significance import MANY, TOO_FEW, Difference
 from hf_freeze.experiments.report.report import Report
 
+_LISTED = 2  # rows that share the lowest cost
+
 
 def answer(report: Report) -> str:
     """What a reader looks for first, in one sentence: the smallest row without a measurable loss, else the smaller row that loses
@@ -105,7 +107,8 @@ def findings(report: Report) -> list[tuple[str, str]]:
         least = min(row[column][0] for row in rows)
         amount = f"{least:{task.columns[column][2]}} {unit}".replace("%", " %")
         cheapest = [row for row in best if row[column][0] == least]
-        listed = "; ".join(f"row {_row_and_label(row)}, {task.name} {quality(report, row)}" for row in cheapest)
+        listed = "; ".join(f"row {_row_and_label(row)}, {task.name} {quality(report, row)}" for row in cheapest[:_LISTED])
+        listed += f"; and {len(cheapest) - _LISTED} more" * (len(cheapest) > _LISTED)
         if len(cheapest) < len(rows):
             sentences.append((what, f"{amount}, {listed}."))
     front = report.front("stored")
