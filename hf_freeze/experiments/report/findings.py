@@ -107,7 +107,9 @@ def findings(report: Report) -> list[tuple[str, str]]:
         least = min(row[column][0] for row in rows)
         amount = f"{least:{task.columns[column][2]}} {unit}".replace("%", " %")
         cheapest = [row for row in best if row[column][0] == least]
-        listed = "; ".join(f"row {_row_and_label(row)}, {task.name} {quality(report, row)}" for row in cheapest[:_LISTED])
+        listed = "; ".join(
+            f"row {_row_and_label(row)}, {task.name} {quality(report, row)}" for row in cheapest[:_LISTED]
+        )
         listed += f"; and {len(cheapest) - _LISTED} more" * (len(cheapest) > _LISTED)
         if len(cheapest) < len(rows):
             sentences.append((what, f"{amount}, {listed}."))
