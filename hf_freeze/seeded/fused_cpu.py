@@ -1,8 +1,8 @@
 """Calls fused_cpu.cpp, which makes seeded values with the vector instructions of a CPU, and compiles it on first use.
 
 The compiler is `$CXX` or g++ or clang++; the library is kept in `$XDG_CACHE_HOME/hf_freeze` (default ~/.cache/hf_freeze), one for
-each version of the source and kind of CPU. It is plain C for ctypes, so it needs no header of Python or torch, and takes about a
-second.
+each version of the source and kind of CPU. It is plain C for ctypes, so it needs no header of Python or torch, and takes a few
+seconds.
 """
 
 import ctypes
