@@ -1,6 +1,5 @@
 """How good saved and exported models of one task are on the same texts."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from hf_freeze.experiments.compress.trainings import TASKS
 from hf_freeze.experiments.tasks.registry import task_of
 from hf_freeze.io import bytes_of
 from hf_freeze.model.loading import check_exists
-from hf_freeze.publish.export.folders import MARK
+from hf_freeze.publish.export.folders import mark_of
 
 SPLITS = ("test", "dev")
 
@@ -66,6 +65,6 @@ def score_folders(
 
 
 def _engine_of(folder: Path) -> str:
-    mark = folder / MARK
-    exported = json.loads(mark.read_text(encoding="utf-8"))["format"] if mark.exists() else None
-    return "ctranslate2" if exported == "ctranslate2" else "torch"  # which opens the other formats too
+    return (
+        "ctranslate2" if mark_of(folder).get("format") == "ctranslate2" else "torch"
+    )  # which opens the other formats too

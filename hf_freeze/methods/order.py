@@ -65,7 +65,7 @@ def _conflict(method: Method, before: Method) -> str | None:
     ):
         other = ", or finalize() before" if can_follow and before.finalizable else ""
         return f", which names {method.renumbers} by number: the {method.renumbers} get new numbers; {first}{other}"
-    if both := sorted(before.stores_anew & (getattr(method.part(SeededValues), "components", frozenset()))):
+    if both := sorted(before.stores_anew & _seeded(method)):
         return (
             f", which will store the weights of {both[0]!r} in few bits: those from a seed take none; leave {both[0]!r} out of "
             "one of the two"

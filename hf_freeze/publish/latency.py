@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hf_freeze.io import write_whole
-from hf_freeze.publish.export.folders import MARK
+from hf_freeze.publish.export.folders import mark_of
 from hf_freeze.publish.export.parts import GENERATING
 
 BATCHES = (1, 32)
@@ -319,7 +319,7 @@ def _peak_memory() -> float:
 
 
 def _open(folder: Path, settings: dict[str, Any]) -> Any:
-    mark = json.loads((folder / MARK).read_text(encoding="utf-8")) if (folder / MARK).is_file() else {}
+    mark = mark_of(folder)
     return (_CTranslate2 if mark.get("format") == "ctranslate2" else _Transformers)(folder, mark, settings)
 
 

@@ -5,6 +5,7 @@ Shapes: (N, M) is the matrix of the definition, (R, C) what `kept` leaves of it.
 
 import math
 import threading
+from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -18,7 +19,7 @@ ALL = slice(None)
 TILE = 1 << 17  # values of a tile at most: 512 KiB in fp32, which the second-level cache holds
 _CALLS = TILE // 4
 _MASK = 0xFFFFFFFF
-_ON_CPU = ("cpu",)
+_ON_CPU = ("cpu",)  # where numpy makes the values
 _UNIFORM = ("glorot", "zero_diagonal", "embedding")
 
 
@@ -190,10 +191,10 @@ class Tiles:
         out = torch.empty(len(places), width, device=device) if out is None else out
         # A call of the generator may lie across the ends of a row. Very wide rows are made in pieces.
         if len(places) and stop - start > TILE - 8:
-            half = self.shape[1] if columns.stop is None else columns.stop
-            middle = ((columns.start or 0) + half) // 2
-            for piece in (slice(columns.start or 0, middle), slice(middle, half)):
-                offset = piece.start - (columns.start or 0)
+            begin, end, _ = columns.indices(self.shape[1])
+            middle = (begin + end) // 2
+            for piece in (slice(begin, middle), slice(middle, end)):
+                offset = piece.start - begin
                 target = out[:, offset : offset + piece.stop - piece.start]
                 self.generate(rows, piece, out=target, device=device, by=by)
             return out
@@ -212,35 +213,37 @@ class Tiles:
             out = by.uniform(definition.seed, definition.name, definition.shape[1], rows, start, stop, device)
             bounds = definition.bounds()
             out *= torch.tensor(bounds[0], dtype=torch.float32).item() * 2.0**-23
-            for (_, row, column, height, width), bound in zip(self.cells, bounds, strict=True):
-                inside = (rows >= row) & (rows < row + height)
-                first, last = max(start, column), min(stop, column + width)
-                if bound != bounds[0] and last > first and inside.any():
-                    chosen = _selection(inside)
-                    out[chosen, first - start : last - start] *= bound / bounds[0]
+            for number, inside, first, last in self._overlaps(rows, start, stop):
+                if bounds[number] != bounds[0]:
+                    out[_selection(inside), first - start : last - start] *= bounds[number] / bounds[0]
                 if definition.scheme == "zero_diagonal":
-                    self._diagonal(out, rows, start, stop, row, column, height, width, 0.0)
+                    self._diagonal(out, rows, start, stop, *self.cells[number][1:], 0.0)
             return out
         if definition.kind in PER_CALL:
             out = by.few_bits(definition.kind, definition.seed, definition.name, rows, start, stop)
-            for (_, row, column, height, width), scale in zip(self.cells, definition.scales(), strict=True):
-                inside = (rows >= row) & (rows < row + height)
-                first, last = max(start, column), min(stop, column + width)
-                if last > first and inside.any():
-                    out[_selection(inside), first - start : last - start] *= scale
+            scales = definition.scales()
+            for number, inside, first, last in self._overlaps(rows, start, stop):
+                out[_selection(inside), first - start : last - start] *= scales[number]
             return out.to(device)
         out = torch.zeros(len(rows), stop - start)
         if definition.scheme == "ones":
             return out.fill_(1).to(device)
-        for name, row, column, height, width in self.cells:
-            inside = (rows >= row) & (rows < row + height)
-            first, last = max(start, column), min(stop, column + width)
+        for number, inside, first, last in self._overlaps(rows, start, stop):
+            name, row, column, height, width = self.cells[number]
             if definition.scheme == "diagonal":
                 self._diagonal(out, rows, start, stop, row, column, height, width, 1.0)
-            elif definition.scheme != "zeros" and last > first and inside.any():
+            elif definition.scheme != "zeros":
                 values = self._drawn(name, rows[inside] - row, first - column, last - column, height, width, by)
                 out[_selection(inside), first - start : last - start] = values
         return out.to(device)
+
+    def _overlaps(self, rows: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, np.ndarray, int, int]]:
+        """(number of a cell, mask of the `rows` in it, its first and last column in [start, stop)) of each cell that has some."""
+        for number, (_, row, column, height, width) in enumerate(self.cells):
+            inside = (rows >= row) & (rows < row + height)
+            first, last = max(start, column), min(stop, column + width)
+            if last > first and inside.any():
+                yield number, inside, first, last
 
     def _drawn(
         self, name: str, rows: np.ndarray, start: int, stop: int, height: int, width: int, by: Numpy
@@ -259,8 +262,9 @@ class Tiles:
                 inside = rows // height == block
                 first, last = max(start, block * width), min(stop, (block + 1) * width)
                 if inside.any():
-                    part = values[_selection(inside), first - block * width : last - block * width]
-                    out[_selection(inside), first - start : last - start] = part
+                    chosen = _selection(inside)
+                    part = values[chosen, first - block * width : last - block * width]
+                    out[chosen, first - start : last - start] = part
             return out
         drawn = by.uniform(definition.seed, name, width, rows, start, stop, cpu)
         return normal(drawn, std) if definition.kind == "normal" else sparse(drawn, std, definition.density)

@@ -32,16 +32,23 @@ def check_folder(folder: Path, run: dict[str, Any]) -> None:
         recorded = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is damaged ({error}); remove {folder}") from error
-    wanted = json.loads(json.dumps(_changing_results(run)))
-    noted = noted_precision(folder.parent)
-    auto = uses_bf16(AUTO) if noted is None else noted == "bf16"
-    for settings in (recorded, wanted):
-        settings["data"].pop("root", None)
-        settings.pop("axis", None)  # of the report only
-        if "bf16" in run["training"]:
-            resolve_precision(settings, auto)
-    if difference := first_difference(recorded, wanted):
+    auto = None
+    if "bf16" in run["training"]:
+        noted = noted_precision(folder.parent)
+        auto = uses_bf16(AUTO) if noted is None else noted == "bf16"
+    if difference := first_difference(comparable(recorded, auto), comparable(run, auto)):
         raise ValueError(f"{folder} holds a run of other settings ({difference}); choose another --out, or remove it")
+
+
+def comparable(run: dict[str, Any], auto: bool | None) -> dict[str, Any]:
+    """A copy of the settings of a run, without what changes no result: where the data lies, the tracker, the axis of a report.
+    `auto`: whether `training.bf16: auto` means bf16; None for a task without the setting."""
+    settings = json.loads(json.dumps(_changing_results(run)))
+    settings["data"].pop("root", None)
+    settings.pop("axis", None)
+    if auto is not None:
+        resolve_precision(settings, auto)
+    return settings
 
 
 def first_difference(old: Any, new: Any, where: str = "") -> str | None:
@@ -68,7 +75,7 @@ def check_other_grid(out: Path, run: dict[str, Any]) -> None:
 
 @contextmanager
 def training_in(folder: Path) -> Iterator[None]:
-    """Inside, other processes see that the run in `folder` is being trained; also after a kill, when nobody does, it is free."""
+    """Inside, `check_free` refuses `folder` to other processes. A process that is killed gives it back."""
     lock = FileLock(folder / "lock", timeout=0)
     with suppress(NotImplementedError):  # a file system without locks
         lock.acquire()

@@ -93,7 +93,7 @@ def run_grid(
             if not (run_folder(out, run) / "metrics.json").exists():
                 precision_of(out, run, resume_anyway=resume_anyway)
     if not launched or is_first_process():
-        for line in reuse_finished(runs, out, reuse):
+        for line in reuse_finished(runs, out, reuse, resume_anyway=resume_anyway):
             console.print(escape(line), soft_wrap=True)
     if launched:
         from hf_freeze.experiments.runs.launched import execute_launched  # it imports all that a run needs

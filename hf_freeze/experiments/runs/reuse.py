@@ -6,14 +6,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hf_freeze.experiments.runs.precision import note_precision, noted_precision, precision_of, resolve_precision
+from hf_freeze.experiments.runs.claim import comparable
+from hf_freeze.experiments.runs.precision import note_precision, noted_precision, precision_of
 from hf_freeze.io import write_whole
 from hf_freeze.run_folder import run_folder
 
-_NAMES = ("name", "preset", "row", "label", "axis", "report_to")  # they change no result
+_NAMES = ("name", "preset", "row", "label")  # they change no result
 
 
-def reuse_finished(runs: list[dict[str, Any]], out: Path, grids: Iterable[Path]) -> list[str]:
+def reuse_finished(
+    runs: list[dict[str, Any]], out: Path, grids: Iterable[Path], *, resume_anyway: bool = False
+) -> list[str]:
     """Copy into `out` each of `runs` that is not begun there and that one of `grids`, folders of runs, has finished with the
     same settings, seed and precision, under any name; returns a line about each. Where the data lie may differ, as for runs that
     are resumed. The record keeps the version, commit and device that made it.
@@ -22,7 +25,7 @@ def reuse_finished(runs: list[dict[str, Any]], out: Path, grids: Iterable[Path])
     """
     lines = []
     for grid in grids:
-        found = sorted(path.parent for path in grid.glob("row-*/metrics.json"))
+        found = {path.parent: _settings_of_folder(path.parent) for path in sorted(grid.glob("row-*/metrics.json"))}
         if not found:
             raise ValueError(f"{grid} holds no finished runs to reuse")
         for run in runs:
@@ -33,11 +36,12 @@ def reuse_finished(runs: list[dict[str, Any]], out: Path, grids: Iterable[Path])
                 or (folder / "checkpoints").exists()
             ):
                 continue
-            wanted = _settings(run, precision_of(out, run))
-            same = next((other for other in found if _settings_of_folder(other) == wanted), None)
+            precision = precision_of(out, run, resume_anyway=resume_anyway)
+            wanted = _settings(run, precision)
+            same = next((other for other, settings in found.items() if settings == wanted), None)
             if same is not None:
                 _copy(same, folder, run)
-                note_precision(out, run, precision_of(out, run))
+                note_precision(out, run, precision)
                 lines.append(f"row {run['row']} seed {run['seed']}: finished in {same}")
     return lines
 
@@ -48,12 +52,9 @@ def _settings_of_folder(folder: Path) -> dict[str, Any]:
 
 
 def _settings(run: dict[str, Any], precision: str) -> dict[str, Any]:
-    settings = json.loads(json.dumps({key: value for key, value in run.items() if key not in _NAMES}))
-    settings["data"].pop("root", None)
+    settings = comparable(run, precision == "bf16" if "bf16" in run["training"] else None)
     settings.get("backbone", {}).setdefault("init", "backbone")  # as if it were not there
-    if "bf16" in settings["training"]:
-        resolve_precision(settings, precision == "bf16")
-    return settings
+    return {key: value for key, value in settings.items() if key not in _NAMES}
 
 
 def _copy(source: Path, folder: Path, run: dict[str, Any]) -> None:

@@ -36,13 +36,18 @@ def require(package: str, format: str) -> Any:
         raise ValueError(f"{format} needs {package}, which is missing; {how_to_install(extra)}") from error
 
 
+def mark_of(folder: Path) -> dict[str, Any]:
+    """The marker written by `export_model`; empty for a folder that is not exported."""
+    return json.loads((folder / MARK).read_text(encoding="utf-8")) if (folder / MARK).is_file() else {}
+
+
 def read_mark(folder: Path, format: str | None, task: str) -> dict[str, Any]:
     """The marker written by `export_model`. Raises ValueError unless the folder holds a model of this format (None: of any that
     keeps the structure) and task."""
     if not (folder / MARK).is_file():
         raise ValueError(f"{folder} is no exported folder: it has no {MARK}; create one with hf-freeze export")
     try:
-        mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        mark = mark_of(folder)
         found = mark["format"], mark["task"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / MARK} cannot be read; export the model again") from error
