@@ -53,3 +53,12 @@ def test_row_0_of_every_grid_is_the_baseline(corpus, path):
 def test_every_corpus_with_a_baseline_has_grids():
     assert len(CASES) >= 8
     assert OWN.keys() <= {path.parent.name for path in chain.from_iterable(map(grids, BASELINES))}
+
+
+def test_the_larger_model_of_the_ablation_differs_only_in_what_its_recipe_says():
+    large, small = (row_of(RECIPES / "freeze_ablation" / f"{name}.yaml", "0") for name in ("multi30k_base", "multi30k"))
+    for section in ("data", "tokenizer", "methods"):
+        assert large[section] == small[section], section
+    assert large["backbone"]["init"] == small["backbone"]["init"]
+    assert large["training"]["epochs"] == small["training"]["epochs"]
+    assert large["decoding"] == {"num_beams": 1} | small["decoding"]
