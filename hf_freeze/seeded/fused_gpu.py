@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hf_freeze.seeded.schemes import PER_CALL
 from hf_freeze.seeded.tiles import KINDS, Plain
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,6 +38,13 @@ def _kernels() -> Any:
     from hf_freeze.seeded import fused_kernels
 
     return fused_kernels
+
+
+@functools.cache
+def _integers() -> Any:
+    from hf_freeze.seeded import fused_integers
+
+    return fused_integers
 
 
 def _key(matrix: Plain) -> list[int]:
@@ -69,8 +77,10 @@ def _sizes(kind: str, axis: int, tokens: int, is_fp32: bool) -> dict[str, int]:
 
 def multiply(matrix: Plain, x: torch.Tensor, axis: int, bias: torch.Tensor | None) -> torch.Tensor:
     """x (T, K), fp32, bf16 or fp16, by the matrix (height, width) rounded to that dtype: (T, height) for `axis` 0, (T, width) for
-    1, plus `bias`. Sums are fp32."""
+    1, plus `bias`. Sums are fp32. Values of 8 bits are not rounded in bf16 and fp16 along axis 0."""
     x = x.contiguous()
+    if not axis and matrix.kind and x.dtype != torch.float32 and len(x) and matrix.height:
+        return _by_integers(matrix, x, bias)
     inputs, outputs = (matrix.height, matrix.width) if axis else (matrix.width, matrix.height)
     y = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
     sizes = _sizes(KINDS[matrix.kind], axis, len(x), x.dtype == torch.float32)
@@ -87,6 +97,53 @@ def multiply(matrix: Plain, x: torch.Tensor, axis: int, bias: torch.Tensor | Non
             **sizes,
         )
     return y
+
+
+def _by_integers(matrix: Plain, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (T, K), bf16 or fp16, by a matrix (height, width) of few bits: (T, height), plus `bias`."""
+    kind, tokens, calls = KINDS[matrix.kind], len(x), 8
+    block = calls * PER_CALL[kind]
+    padded = -(-matrix.width // block) * block
+    sizes = {"T": min(max(8, _power_of_two(tokens)), 128), "N": 64}
+    grid = (-(-matrix.height // sizes["N"]), -(-tokens // sizes["T"]))
+    tiles = grid[0] * grid[1]
+    # As many programs as run at a time, in powers of two: each other number would be compiled anew.
+    wanted = (4 if sizes["T"] <= _FEW else 2) * _processors(x.device) // tiles
+    pieces = _power_of_two(max(min(wanted, padded // block), 1) + 1) // 2
+    numbers = torch.empty(2 * tokens + (tiles * pieces * sizes["T"] * sizes["N"] if pieces > 1 else 0), device=x.device)
+    factor, part = numbers[: 2 * tokens], numbers[2 * tokens :]
+    count = torch.empty(tiles, dtype=torch.int32, device=x.device)
+    arranged = torch.empty(grid[1] * sizes["T"], padded, dtype=torch.float16, device=x.device)
+    at_once = min(max(_power_of_two(padded), block), 4096)
+    _integers().arrange[(tokens,)](
+        *(x, arranged, factor, count, matrix.width, padded, tiles), KIND=matrix.kind, C=calls, K=at_once, num_warps=8
+    )
+    y = torch.empty(tokens, matrix.height, dtype=x.dtype, device=x.device)
+    # Signs are rounded as they are in memory; of 8 bits, each value would be rounded in its own way.
+    scale = torch.tensor(matrix.scale).to(x.dtype).item() if kind == "sign" else matrix.scale
+    _integers().product[(*grid, pieces)](
+        *(arranged, factor, part, count, y, y if bias is None else bias.contiguous(), tokens, padded, matrix.height),
+        *(*_key(matrix), scale),
+        KIND=matrix.kind,
+        HAS_BIAS=bias is not None,
+        INTERPRETED=_interpreted(),
+        C=calls,
+        PIECES=pieces,
+        num_warps=4,
+        num_stages=3,
+        **sizes,
+    )
+    return y
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is not below `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return 4 if _interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def rows(matrix: Plain, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,9 +1,7 @@
 """Triton kernels that make a seeded weight in registers (imported by fused_gpu.py only where Triton is installed).
 
 Shapes: T tokens, K inputs and N outputs of a product; the weight is (N, K) for axis 0, (K, N) for axis 1. A tile of it is (R, C).
-Tested, bit for bit, in the interpreter of Triton 3.9 on a CPU, and compiled by it for compute capability 9.0: no register is
-spilled in bf16 and fp16; in fp32, signs along axis 0 spill 208 bytes. They have not run on a GPU: their speed and the choice of
-sizes in fused_gpu.py are unmeasured.
+Tested, bit for bit, in the interpreter of Triton 3.9 on a CPU, and compiled on an H100 by Triton 3.6.
 """
 
 # pyright: reportMissingImports=false
@@ -30,17 +28,24 @@ def _octet(word, shift: tl.constexpr):
 
 
 @triton.jit
-def _as_bf16(values):
+def as_bf16(values):
     """fp32, rounded to the nearest bf16, ties to even. Triton's interpreter would cut bits off, and multiplies bf16 wrongly."""
     bits = values.to(tl.uint32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _words(first, second, key0, key1, upper0, upper1):
-    """The four words of the calls with these first and second counter words, uint32 of any shape."""
-    zero = first * 0
-    return tl.philox_impl(first, second, zero + upper0, zero + upper1, zero + key0, zero + key1, 10)
+def philox(first, second, key0, key1, upper0, upper1):
+    """The four words of the calls of Philox-4x32-10 with these first and second counter words, uint32 of one shape. One
+    multiplication gives both halves of a product; Triton's own philox takes two."""
+    key0, key1 = key0.to(tl.uint32), key1.to(tl.uint32)
+    third, fourth = first * 0 + upper0.to(tl.uint32), first * 0 + upper1.to(tl.uint32)
+    for _ in tl.static_range(10):
+        a, b = first.to(tl.uint64) * 0xD2511F53, third.to(tl.uint64) * 0xCD9E8D57
+        first, third = (b >> 32).to(tl.uint32) ^ second ^ key0, (a >> 32).to(tl.uint32) ^ fourth ^ key1
+        second, fourth = b.to(tl.uint32), a.to(tl.uint32)
+        key0, key1 = key0 + 0x9E3779B9, key1 + 0xBB67AE85
+    return first, second, third, fourth
 
 
 @triton.jit
@@ -65,7 +70,7 @@ def _tile(
             place = rows[:, None] * width + column + tl.arange(0, C)[None, :]
             call = place // 4
         first, second = (call & 0xFFFFFFFF).to(tl.uint32), (call >> 32).to(tl.uint32)
-        a, b, c, d = _words(first, second, key0, key1, upper0, upper1)
+        a, b, c, d = philox(first, second, key0, key1, upper0, upper1)
         if ALIGNED:
             values = _interleaved(_uniform(a, scale), _uniform(b, scale), _uniform(c, scale), _uniform(d, scale))
         else:
@@ -75,7 +80,7 @@ def _tile(
         PER_CALL: tl.constexpr = 16 if KIND == 1 else 128
         number = column // PER_CALL + tl.arange(0, C // PER_CALL)[None, :]
         zero = (rows[:, None] * 0 + number * 0).to(tl.uint32)
-        a, b, c, d = _words(zero + number.to(tl.uint32), zero + rows[:, None].to(tl.uint32), key0, key1, upper0, upper1)
+        a, b, c, d = philox(zero + number.to(tl.uint32), zero + rows[:, None].to(tl.uint32), key0, key1, upper0, upper1)
         words = _interleaved(a, b, c, d)
         if KIND == 1:
             values = _interleaved(_octet(words, 0), _octet(words, 8), _octet(words, 16), _octet(words, 24)) * scale
@@ -110,8 +115,6 @@ def product(
     K: tl.constexpr,
 ):
     """y (T, N) = x (T, K) by the weight, plus the bias: a program makes T tokens of N outputs, K inputs at a time."""
-    key0, key1 = key0.to(tl.uint32), key1.to(tl.uint32)
-    upper0, upper1 = upper0.to(tl.uint32), upper1.to(tl.uint32)
     token = tl.program_id(0) * T + tl.arange(0, T)
     begin = tl.program_id(1) * N
     output = begin + tl.arange(0, N)
@@ -130,13 +133,13 @@ def product(
                 place.to(tl.int64), begin, key0, key1, upper0, upper1, width, scale, KIND=KIND, ALIGNED=ALIGNED, C=N
             )
         if BF16_BY_HAND:
-            total = tl.dot(x.to(tl.float32), _as_bf16(weight), total, input_precision=PRECISION)
+            total = tl.dot(x.to(tl.float32), as_bf16(weight), total, input_precision=PRECISION)
         else:
             total = tl.dot(x, weight.to(x.dtype), total, input_precision=PRECISION)
     if HAS_BIAS:
         total += tl.load(bias_at + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
     if BF16_BY_HAND:
-        total = _as_bf16(total)
+        total = as_bf16(total)
     inside = (token[:, None] < tokens) & (output[None, :] < outputs)
     tl.store(
         y_at + token[:, None].to(tl.int64) * outputs + output[None, :], total.to(y_at.dtype.element_ty), mask=inside
@@ -161,14 +164,12 @@ def lookup(
     C: tl.constexpr,
 ):
     """y (count, width): the rows `ids` of a table; a program makes R of them, C columns wide."""
-    key0, key1 = key0.to(tl.uint32), key1.to(tl.uint32)
-    upper0, upper1 = upper0.to(tl.uint32), upper1.to(tl.uint32)
     place = tl.program_id(0) * R + tl.arange(0, R)
     begin = tl.program_id(1) * C
     rows = tl.load(ids_at + place, mask=place < count, other=0).to(tl.int64)
     values = _tile(rows, begin, key0, key1, upper0, upper1, width, scale, KIND=KIND, ALIGNED=ALIGNED, C=C)
     if BF16_BY_HAND:
-        values = _as_bf16(values)
+        values = as_bf16(values)
     column = begin + tl.arange(0, C)
     inside = (place[:, None] < count) & (column[None, :] < width)
     tl.store(
