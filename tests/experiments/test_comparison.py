@@ -185,6 +185,16 @@ def test_measured_latency_is_an_axis(tmp_path):
     assert measures(make_report([tmp_path], lambda text: None))["latency_1"].values == found["latency_1"].values
 
 
+def test_memory_of_inference_is_an_axis(tmp_path):
+    memory = {("0", 1): {"resident": 8_000_000, "read": 4_000_000}, ("3", 1): {"resident": 2_000_000, "read": 1_000_000}}
+    make_runs(tmp_path, seeds=(1,), changes={key: {"memory": value} for key, value in memory.items()})
+    report = make_report([tmp_path], lambda text: None)
+    found = measures(report)
+    assert found["resident"].values == {"0": (8.0, None), "3": (2.0, None)}
+    assert found["read"].values == {"0": (4.0, None), "3": (1.0, None)}
+    assert "read MB: weights that a decoding step reads from memory, likewise." in page([report])
+
+
 def test_a_resumed_or_unlike_time_is_no_time(tmp_path):
     """A resumed run knows only what it took after its last restart; measuring heads is no decoding."""
     make_runs(tmp_path, seeds=(1, 2))

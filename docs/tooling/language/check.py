@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[3]
 RULES = yaml.safe_load((Path(__file__).parent / "rules.yaml").read_text(encoding="utf-8"))
 WORDS = [(re.compile(rule["pattern"], re.IGNORECASE), rule) for rule in RULES["words"]]
 ABBREVIATION = re.compile(r"\b(al|cf|vs|No|Fig|Sec)\.(?=\s)")
-BETWEEN_SENTENCES = re.compile(r"(?<=[.!?…])[)\"'”’]*\s+(?=[\"'“(\[]?[A-Z0-9✓✗])")
+# Also between the entries of a report's list of rows, and before the mark that a sentence explains
+BETWEEN_SENTENCES = re.compile(r"(?<=[.!?…])[)\"'”’]*\s+(?=[\"'“(\[]?[A-Z0-9✓✗*])|; (?=row \w)")
 CODE = "Name"  # stands for a name in code. Capital, since it may begin a sentence
 
 

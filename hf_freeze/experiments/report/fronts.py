@@ -38,6 +38,11 @@ def measures(report: Report) -> dict[str, Measure]:
             measured[name] = _column(report, name, heading, form, "score", higher="perplexity" not in name)
         elif name in _COSTS and name != "minutes":
             measured[name] = _column(report, name, heading, form, "cost")
+    for name, heading, meaning in (
+        ("resident", "memory MB", "weights and buffers in memory, if seeded ones are generated where they are used"),
+        ("read", "read MB", "weights that a decoding step reads from memory, likewise"),
+    ):
+        measured[name] = _memory(runs, name, heading, meaning)
     measured["minutes"] = _times(runs, "train min", "minutes of training", ".1f", _train_minutes, whole=True)
     what = "seconds of testing: on the test set, and the loss on the dev set"
     measured["test"] = _times(runs, "test s", what, ".1f", _test, whole=True)
@@ -61,6 +66,16 @@ def _column(report: Report, name: str, heading: str, form: str, kind: str, highe
 def _meaning(report: Report, name: str) -> str:
     axis = report.task.axes.get(name)
     return axis.label if axis else {"work": "thousands of multiply-adds for a token at length 32"}.get(name, "")
+
+
+def _memory(runs: dict[str, list[Run]], name: str, heading: str, meaning: str) -> Measure:
+    """The record of each run has it, but for those of earlier releases and of models without tokens."""
+    values = {}
+    for row, group in runs.items():
+        known = [memory[name] / 1e6 for run in group if (memory := run.record.get("memory"))]
+        if known:
+            values[row] = (statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
+    return Measure(heading, meaning, ".2f", "cost", False, values, {})
 
 
 def _times(

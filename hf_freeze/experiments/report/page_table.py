@@ -60,7 +60,7 @@ def rows_table(report: Report, axes: list[str], measured: dict[str, Measure]) ->
         cells.append(Cell(", ".join(on) or "–"))
     for name, measure in measured.items():
         unlike = len({mean for mean, _ in measure.values.values()}) > 1
-        if name in shown or not unlike or (measure.kind != "time" and name != "work"):
+        if name in shown or not unlike or (measure.kind != "time" and name not in ("work", "resident", "read")):
             continue
         columns.append(_column(name, measure.heading, measure, hidden=name not in axes))
         for cells, row in zip(table, names, strict=True):

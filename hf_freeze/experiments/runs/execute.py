@@ -12,6 +12,7 @@ import transformers
 from torch import distributed
 
 from hf_freeze.analysis.accounting import count_parameters, multiply_adds, stored_bytes
+from hf_freeze.analysis.memory import inference_memory
 from hf_freeze.experiments.runs.environment import environment, peak_memory
 from hf_freeze.experiments.runs.launcher import is_first_process
 from hf_freeze.experiments.runs.resume import agreed_precision, check_origin, last_whole_checkpoint
@@ -90,6 +91,7 @@ def execute(
             },
         },
         "multiply_adds": None if isinstance(task, OwnTask) else forward_multiply_adds(trained.model),
+        "memory": None if isinstance(task, OwnTask) else memory_of(trained.model),
         "seconds": {
             "train": trained.train_seconds,
             "test": trained.test_seconds,
@@ -116,6 +118,12 @@ def execute(
     if distributed.is_initialized():
         distributed.barrier()
     return record
+
+
+def memory_of(model: Any) -> dict[str, int]:
+    """Bytes in memory at inference and bytes that a decoding step reads, with seeded parts generated where they are used."""
+    memory = inference_memory(model, "streamed")
+    return {"resident": memory.resident - memory.scratch, "read": memory.read}
 
 
 def forward_multiply_adds(model: Any) -> int:
