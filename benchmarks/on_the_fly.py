@@ -29,7 +29,7 @@ import _shared
 import torch
 from transformers import MarianConfig
 
-from hf_freeze import make_variant, methods
+from hf_freeze import count_parameters, make_variant, methods
 from hf_freeze.analysis import inference_memory
 from hf_freeze.layers.fused_weight import Fused
 from hf_freeze.layers.seeded_weight import Engine, SeededWeight
@@ -38,6 +38,7 @@ from hf_freeze.seeded.tensor import SeededTensor
 
 SCHEMES = {"glorot_uniform": ("glorot", 4, 4), "int8": ("int8", 16, 4), "sign": ("sign", 128, 3)}
 ENGINES = {"streamed": Engine(), "fused": Fused()}
+ALL_RANDOM = dict.fromkeys(("ffn", "attention", "embeddings"), "random")
 CALL = 60  # operations of a call of Philox
 MB = 1 << 20
 
@@ -188,7 +189,8 @@ def forked(work: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(work, *arguments).result()
 
 
-def save(options: argparse.Namespace, scheme: str, folder: str) -> None:
+def save(options: argparse.Namespace, scheme: str, folder: str, random: dict[str, Any] = ALL_RANDOM) -> float:
+    """The share of the parameters that the checkpoint leaves out."""
     config = MarianConfig(
         vocab_size=options.vocabulary,
         d_model=options.width,
@@ -204,8 +206,11 @@ def save(options: argparse.Namespace, scheme: str, folder: str) -> None:
         decoder_start_token_id=0,
         forced_eos_token_id=None,
     )
-    freeze = methods.Freeze(ffn="random", attention="random", embeddings="random", scheme=scheme)
-    make_variant(config, [freeze], task="seq2seq-lm").save_pretrained(folder)
+    freeze = [methods.Freeze(**random, scheme=scheme)] if random else []
+    model = make_variant(config, freeze, task="seq2seq-lm")
+    model.save_pretrained(folder)
+    parameters = count_parameters(model)
+    return 1 - parameters.stored / parameters.total
 
 
 @torch.no_grad()

@@ -103,6 +103,33 @@ def test_on_the_fly(run, monkeypatch):
     assert printed.count("| sign, ") == 6
 
 
+@slow
+def test_never_stored(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.import_module("on_the_fly"), "forked", lambda work, *arguments: work(*arguments))
+    write_results_of(tmp_path, {"0": 84.0, "3": 63.0, "3-sign": 67.0})
+    sizes = {"width": 64, "layers": 1, "vocabulary": 500, "new-tokens": 2}
+    arguments = [str(part) for name, size in sizes.items() for part in (f"--{name}", size)]
+    printed = run("never_stored", *arguments, "--grid", str(tmp_path), "--picture", str(tmp_path / "picture.png"))
+    assert re.search(r"\| all \| embeddings attention ffn \| (99|100)% \|", printed)
+    assert "| signs | 3 | 50% | 67.0 ± 1.0 |" in printed
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def write_results_of(folder, scores):
+    """Three seeds of rows of a grid, half of whose parameters are stored but for row 0."""
+    records = [
+        {
+            "row": row,
+            "seed": seed,
+            "metrics": {"test_bleu": score + seed - 2},
+            "parameters": {"stored": 2 if row == "0" else 1, "total": 2},
+        }
+        for row, score in scores.items()
+        for seed in (1, 2, 3)
+    ]
+    (folder / "results.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+
 def test_freeze_step(run, in_this_process, tmp_path):
     out = tmp_path / "table.md"
     arguments = ["--preset", "demo", "--vocab", "96", "--tokens", "64", "--rows", "0", "5", "--rounds", "1"]
