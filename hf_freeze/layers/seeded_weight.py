@@ -104,6 +104,11 @@ class SeededWeight(NeverDrawn, torch.Tensor):
 
     # By these torch knows that a move of the module must swap the tensor: there is no data to set.
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        if torch.compiler.is_compiling():  # both torch.compile and torch.export come here first
+            raise RuntimeError(
+                f"{self.definition.name!r} is generated where it is used, which can be neither compiled nor exported; call "
+                "model.set_seeded_execution('resident') first"
+            )
         return [], (self.definition, self.dtype, self.device, self.engine)
 
     @staticmethod

@@ -351,3 +351,19 @@ def test_the_memory_of_all_seeded_tensors():
         for name in matrices(model):
             with pytest.raises(RuntimeError):
                 model.get_parameter(name).untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda model, batch: torch.compile(model, backend="eager")(**batch), id="compiled"),
+        pytest.param(lambda model, batch: torch.export.export(model, (), batch, strict=False), id="exported"),
+    ],
+)
+def test_neither_compiled_nor_exported(make):
+    case = case_of(ARCHITECTURES["bert"])
+    model, batch = build(case).eval(), case.batch()
+    model.set_seeded_execution("streamed")
+    with pytest.raises(RuntimeError, match="is generated where it is used, which can be neither compiled nor exported"):
+        make(model, batch)
+    torch.compiler.reset()
