@@ -1,6 +1,7 @@
 """Every benchmark says what it claims, and runs at its smallest setting. What it times is not judged here; sizes are."""
 
 import importlib
+import itertools
 import json
 import math
 import re
@@ -128,6 +129,32 @@ def write_results_of(folder, scores):
         for seed in (1, 2, 3)
     ]
     (folder / "results.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+
+def test_products_on_a_gpu_are_judged(run, monkeypatch):
+    """With a timer that counts its calls, on the CPU, where the products are streamed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    printed = run("on_the_fly", "--parts", "gpu")
+    assert "Products on a GPU: not measured, PyTorch finds no GPU." in printed
+    assert "int8 on a GPU, beside cuBLAS: not measured" in printed
+    benchmark = importlib.import_module("on_the_fly")
+    monkeypatch.setattr(benchmark._shared, "copy_rate", lambda: 2e12)
+    times = itertools.cycle([*(12, 10, 11), *(40, 40, 40), *(9, 8, 8), *(5, 5, 5)])  # cuBLAS, uniform, int8, sign
+
+    def microseconds(work):
+        assert torch.equal(work(0), work(1))
+        return next(times)
+
+    table, verdict = benchmark.gpu_products(32, torch.device("cpu"), microseconds)
+    assert "| int8, 16 tokens | 10.00 to 12.00 | 8.00 to 9.00 | 1.25 | " in table
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines() if " tokens |" in line]
+    assert len(lines) == 3 * 7
+    assert all(0 < float(error) < 0.01 for line in lines for error in line[-2:])
+    assert "read in bf16 at the 2.00 TB/s of a copy here 0.00; made by an H100 0.00 (glorot_uniform)" in table
+    assert verdict == "passed in all 3"
+    times = itertools.cycle([10] * 6 + [16] * 6)
+    _, verdict = benchmark.gpu_products(32, torch.device("cpu"), microseconds)
+    assert verdict == ("missed in 2 of 3: 1 tokens, 0.62 of at least 1 (0.62); 16 tokens, 0.62 of at least 1 (0.62)")
 
 
 def test_freeze_step(run, in_this_process, tmp_path):
