@@ -1,4 +1,5 @@
-"""Products and rows of seeded weights on a GPU, whose values exist only in registers: calls the kernels of fused_kernels.py.
+"""Products and rows of seeded weights on a GPU, whose values exist only in registers: calls the kernels of fused_kernels.py and
+fused_integers.py.
 
 Triton is optional: PyTorch for GPUs on Linux comes with it.
 """
@@ -77,10 +78,17 @@ def _sizes(kind: str, axis: int, tokens: int, is_fp32: bool) -> dict[str, int]:
 
 def multiply(matrix: Plain, x: torch.Tensor, axis: int, bias: torch.Tensor | None) -> torch.Tensor:
     """x (T, K), fp32, bf16 or fp16, by the matrix (height, width) rounded to that dtype: (T, height) for `axis` 0, (T, width) for
-    1, plus `bias`. Sums are fp32. Values of 8 bits are not rounded in bf16 and fp16 along axis 0."""
-    x = x.contiguous()
-    if not axis and matrix.kind and x.dtype != torch.float32 and len(x) and matrix.height:
-        return _by_integers(matrix, x, bias)
+    1, plus `bias`. Sums are fp32. Values of 8 bits are not rounded in bf16 and fp16 along axis 0; there, an infinite input gives
+    NaN."""
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+    by_integers = not axis and matrix.kind and x.dtype != torch.float32 and x.numel() and matrix.height
+    by_integers = by_integers and torch.version.hip is None  # the kernel has an instruction of Nvidia
+    with torch.cuda.device_of(x):  # Triton takes the current GPU, not that of its arguments
+        return _by_integers(matrix, x, bias) if by_integers else _by_values(matrix, x, axis, bias)
+
+
+def _by_values(matrix: Plain, x: torch.Tensor, axis: int, bias: torch.Tensor | None) -> torch.Tensor:
+    """`multiply`, by a weight that is rounded to the dtype of x."""
     inputs, outputs = (matrix.height, matrix.width) if axis else (matrix.width, matrix.height)
     y = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
     sizes = _sizes(KINDS[matrix.kind], axis, len(x), x.dtype == torch.float32)
@@ -88,7 +96,7 @@ def multiply(matrix: Plain, x: torch.Tensor, axis: int, bias: torch.Tensor | Non
     grid = (-(-len(x) // sizes["T"]), -(-outputs // sizes["N"]))
     if y.numel():
         _kernels().product[grid](
-            *(x, y, x if bias is None else bias.contiguous(), len(x), inputs, outputs, matrix.width),
+            *(x, y, x if bias is None else bias, len(x), inputs, outputs, matrix.width),
             *(*_key(matrix), matrix.scale),
             AXIS=axis,
             HAS_BIAS=bias is not None,
@@ -110,8 +118,9 @@ def _by_integers(matrix: Plain, x: torch.Tensor, bias: torch.Tensor | None) -> t
     # As many programs as run at a time, in powers of two: each other number would be compiled anew.
     wanted = (4 if sizes["T"] <= _FEW else 2) * _processors(x.device) // tiles
     pieces = _power_of_two(max(min(wanted, padded // block), 1) + 1) // 2
-    numbers = torch.empty(2 * tokens + (tiles * pieces * sizes["T"] * sizes["N"] if pieces > 1 else 0), device=x.device)
-    factor, part = numbers[: 2 * tokens], numbers[2 * tokens :]
+    sums = tiles * pieces * sizes["T"] * sizes["N"] if pieces > 1 else 0
+    numbers = torch.empty(sums + 2 * tokens, dtype=torch.float32, device=x.device)
+    part, factor = numbers[:sums], numbers[sums:]
     count = torch.empty(tiles, dtype=torch.int32, device=x.device)
     arranged = torch.empty(grid[1] * sizes["T"], padded, dtype=torch.float16, device=x.device)
     at_once = min(max(_power_of_two(padded), block), 4096)
@@ -120,9 +129,10 @@ def _by_integers(matrix: Plain, x: torch.Tensor, bias: torch.Tensor | None) -> t
     )
     y = torch.empty(tokens, matrix.height, dtype=x.dtype, device=x.device)
     # Signs are rounded as they are in memory; of 8 bits, each value would be rounded in its own way.
-    scale = torch.tensor(matrix.scale).to(x.dtype).item() if kind == "sign" else matrix.scale
+    on_cpu = torch.tensor(matrix.scale, dtype=torch.float32, device="cpu")
+    scale = on_cpu.to(x.dtype).item() if kind == "sign" else matrix.scale
     _integers().product[(*grid, pieces)](
-        *(arranged, factor, part, count, y, y if bias is None else bias.contiguous(), tokens, padded, matrix.height),
+        *(arranged, factor, part, count, y, y if bias is None else bias, tokens, padded, matrix.height),
         *(*_key(matrix), scale),
         KIND=matrix.kind,
         HAS_BIAS=bias is not None,
@@ -154,7 +164,8 @@ def rows(matrix: Plain, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     sizes = {"R": 4, "C": 128}
     if y.numel():
         grid = (-(-len(flat) // sizes["R"]), -(-matrix.width // sizes["C"]))
-        _kernels().lookup[grid](
-            *(flat, y, len(flat), matrix.width, *_key(matrix), matrix.scale), **_settings(matrix, dtype), **sizes
-        )
+        with torch.cuda.device_of(flat):
+            _kernels().lookup[grid](
+                *(flat, y, len(flat), matrix.width, *_key(matrix), matrix.scale), **_settings(matrix, dtype), **sizes
+            )
     return y.view(*ids.shape, matrix.width)

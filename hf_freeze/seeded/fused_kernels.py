@@ -1,7 +1,7 @@
 """Triton kernels that make a seeded weight in registers (imported by fused_gpu.py only where Triton is installed).
 
 Shapes: T tokens, K inputs and N outputs of a product; the weight is (N, K) for axis 0, (K, N) for axis 1. A tile of it is (R, C).
-Tested, bit for bit, in the interpreter of Triton 3.9 on a CPU, and compiled on an H100 by Triton 3.6.
+Tested, bit for bit, in the interpreter of Triton 3.9 on a CPU, and on an H100 with Triton 3.6.
 """
 
 # pyright: reportMissingImports=false

@@ -81,6 +81,85 @@ def test_products_and_biases(scheme, tokens):
         torch.testing.assert_close(half.float(), expected, rtol=0.02, atol=0.02)
 
 
+def by_integers(scheme, shape, x):
+    """Products by the kernels of fused_integers.py; in fp64, that of the weight in memory, rounded, and that of the exact one."""
+    tensor = SeededTensor(3, "w", shape, scheme)
+    exact = tensor.generate()
+    y = fused_gpu.multiply(Tiles(tensor).plain, x, 0, None)
+    return y.double(), x.double() @ exact.to(x.dtype).double().T, x.double() @ exact.double().T
+
+
+def assert_rounded(y, expected, dtype):
+    """Each output is the nearest of the dtype to `expected`, but for errors of fp32."""
+    half = torch.finfo(dtype).eps / 2
+    assert ((y - expected).abs() <= 1.01 * half * expected.abs() + 1e-6 * expected.norm(dim=1, keepdim=True)).all()
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("tokens", "shape", "dtype"),
+    [(20, (5, 2100), torch.bfloat16), (20, (70, 1100), torch.float16), (200, (5, 300), torch.bfloat16)],
+)
+def test_signs_in_several_pieces_are_the_resident_product(tokens, shape, dtype):
+    """2,100 inputs are three blocks in two pieces; 70 outputs are two tiles, and so are 200 tokens."""
+    x = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+    y, resident, _ = by_integers("sign", shape, x)
+    assert_rounded(y, resident, dtype)
+
+
+@interpreted
+@pytest.mark.parametrize(("tokens", "shape"), [(3, (5, 2100)), (20, (70, 400)), (200, (5, 300))])
+def test_values_of_8_bits_are_nearer_than_in_memory(tokens, shape):
+    """2,100 inputs are 17 blocks in 16 pieces, of which 7 are empty."""
+    x = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    y, resident, exact = by_integers("int8", shape, x)
+    assert_rounded(y, exact, torch.bfloat16)
+    assert (y - exact).norm() < 0.9 * (resident.bfloat16().double() - exact).norm()
+
+
+@interpreted
+@pytest.mark.parametrize("scheme", ["int8", "sign"])
+def test_inputs_of_very_different_sizes(scheme):
+    """Each token has a power of two of its own."""
+    sizes = torch.tensor([1e-30, 1.0, 1e30, 0.0, 2.0**125])
+    x = (torch.randn(5, 33, generator=torch.Generator().manual_seed(0)).clamp(-4, 4) * sizes[:, None]).bfloat16()
+    y, resident, exact = by_integers(scheme, (45, 33), x)
+    assert_rounded(y, exact if scheme == "int8" else resident, torch.bfloat16)
+    assert not y[3].any()
+
+
+@interpreted
+@pytest.mark.parametrize("scheme", ["int8", "sign"])
+def test_what_is_not_finite_stays_in_its_token(scheme):
+    x = torch.ones(4, 33).bfloat16()
+    x[1, 3], x[2, 5] = torch.nan, torch.inf
+    y, _, _ = by_integers(scheme, (45, 33), x)
+    assert y[1].isnan().all()
+    assert not y[2].isfinite().any()
+    assert torch.equal(y[0], y[3])
+    assert y[0].isfinite().all()
+
+
+@interpreted
+def test_neither_the_default_dtype_nor_strides_nor_the_current_gpu_matter(monkeypatch):
+    guarded, device_of = [], torch.cuda.device_of
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: guarded.append(x.shape) or device_of(x))
+    for scheme in ("int8", "sign"):
+        matrix = Tiles(SeededTensor(3, "w", (45, 200), scheme)).plain
+        x, bias = torch.randn(200, 3).bfloat16().T, torch.randn(90).bfloat16()[::2]
+        expected = fused_gpu.multiply(matrix, x.clone(memory_format=torch.contiguous_format), 0, bias.clone())
+        monkeypatch.setattr(torch.version, "hip", "7.0")  # by the other kernel
+        torch.testing.assert_close(fused_gpu.multiply(matrix, x, 0, bias), expected, rtol=0.02, atol=0.02)
+        monkeypatch.setattr(torch.version, "hip", None)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            assert torch.equal(fused_gpu.multiply(matrix, x, 0, bias), expected)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert fused_gpu.multiply(matrix, x[:0], 0, bias).shape == (0, 45)
+    assert guarded == 2 * [*3 * [(3, 200)], (0, 200)]
+
+
 @interpreted
 def test_forward_and_gradient_of_a_layer(monkeypatch):
     """The engine takes the way of a GPU."""
