@@ -9,7 +9,7 @@ Shapes: T tokens, K inputs, N outputs of a tile; the weight is (N, K). A block i
 16 or 128 values; KIND is a position in `tiles.KINDS`. Tested in the interpreter of Triton 3.9, and on an H100 with Triton 3.6.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 
