@@ -186,7 +186,10 @@ def test_measured_latency_is_an_axis(tmp_path):
 
 
 def test_memory_of_inference_is_an_axis(tmp_path):
-    memory = {("0", 1): {"resident": 8_000_000, "read": 4_000_000}, ("3", 1): {"resident": 2_000_000, "read": 1_000_000}}
+    memory = {
+        ("0", 1): {"resident": 8_000_000, "read": 4_000_000},
+        ("3", 1): {"resident": 2_000_000, "read": 1_000_000},
+    }
     make_runs(tmp_path, seeds=(1,), changes={key: {"memory": value} for key, value in memory.items()})
     report = make_report([tmp_path], lambda text: None)
     found = measures(report)

@@ -69,7 +69,7 @@ def _meaning(report: Report, name: str) -> str:
 
 
 def _memory(runs: dict[str, list[Run]], name: str, heading: str, meaning: str) -> Measure:
-    """The record of each run has it, but for those of earlier releases and of models without tokens."""
+    """Records of earlier releases and of models without tokens do not have it."""
     values = {}
     for row, group in runs.items():
         known = [memory[name] / 1e6 for run in group if (memory := run.record.get("memory"))]
