@@ -1,6 +1,6 @@
 """Memory, time and quality against how much of a model is never stored.
 
-    hf-freeze run few_bits --out runs/few-bits
+    hf-freeze run freeze_ablation/few_bits --out runs/few-bits
     python benchmarks/never_stored.py --grid runs/few-bits --picture never_stored.png
     python benchmarks/never_stored.py --width 64 --layers 1 --vocabulary 500 --new-tokens 2   # seconds, without quality
 

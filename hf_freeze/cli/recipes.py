@@ -18,12 +18,13 @@ def recipes() -> None:
     from hf_freeze.experiments.recipes.load import read_recipe
 
     by_purpose: dict[str, list[str]] = {}
+    width = max(map(len, packaged_recipes())) + 2
     for name, path in packaged_recipes().items():
         recipe = read_recipe(path)
         if "name" not in recipe:  # others extend it
             continue
         rows = "search" if "space" in recipe else f"{len(recipe.get('only', recipe['rows']))} rows"
-        line = f"  {name:<32}{recipe['task']:<24}{rows:>7}  {_needs(recipe)}"
+        line = f"  {name:<{width}}{recipe['task']:<24}{rows:>7}  {_needs(recipe)}"
         by_purpose.setdefault(recipe["about"], []).append(line)
     for about, lines in by_purpose.items():
         terminal.say("\n".join([about, *lines, ""]))
