@@ -42,6 +42,15 @@ def test_schemes_differ_in_nothing_else_and_small_parts_in_their_size(preset):
     assert len({*counts}) == 21
 
 
+def test_values_of_few_bits_differ_in_nothing_else():
+    runs = runs_of("freeze_ablation/few_bits.yaml", "demo")
+    assert runs.keys() == {"0"} | {f"{row}{scheme}" for row in "123456" for scheme in ("", "-int8", "-sign")}
+    for name, run in runs.items():
+        row, _, scheme = name.partition("-")
+        assert [method.pop("scheme", "") for method in run["methods"]] == [scheme] * (row != "0"), name
+        assert run["methods"] == runs[row]["methods"], name
+
+
 def test_embeddings_differ_where_the_rows_say():
     runs = runs_of("freeze_ablation/embeddings.yaml", "demo")
     settings = {row: run["methods"][0] for row, run in runs.items() if row != "0"}
