@@ -14,7 +14,7 @@ from hf_freeze import surgery
 from hf_freeze.analysis._probe import check_model
 from hf_freeze.analysis._progress import track
 from hf_freeze.architectures.base import LINEAR_COMPONENTS
-from hf_freeze.layers.derived import Derived, DerivedLinear, features
+from hf_freeze.layers.derived import Derived, DerivedLinear, features, first_float_tensor
 from hf_freeze.layers.factorized import FactorizedLinear
 from hf_freeze.layers.no_attention import NoHeads
 
@@ -123,5 +123,5 @@ def _setting(module: nn.Module) -> str:
 
 def _path(module: nn.Module, tokens: int) -> str:
     if isinstance(module, FactorizedLinear):
-        return module.path(tokens, next(module.parameters()).device.type)
+        return module.path(tokens, first_float_tensor(module).device.type)
     return "dense" if isinstance(module, Derived) else "plain"

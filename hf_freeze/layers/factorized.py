@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_freeze.layers.cost import costs_of, product
-from hf_freeze.layers.derived import DerivedLinear, is_traced, without_autocast
+from hf_freeze.layers.derived import DerivedLinear, first_float_tensor, is_traced, without_autocast
 
 EXECUTIONS = ("auto", "dense", "factors")
 _LARGEST_DENSE = 1 << 28  # the most entries of a dense weight that "auto" caches: 1 GiB in fp32
@@ -157,7 +157,8 @@ class TensorLinear(FactorizedLinear):
         super().__init__(linear, execution)
         self.in_modes, self.out_modes, self.ranks = tuple(in_modes), tuple(out_modes), tuple(ranks)
         self.std = std
-        self.make_parameters(device=linear.weight.device, dtype=linear.weight.dtype)
+        reference = first_float_tensor(linear)  # not its weight: a replaced linear would compute that
+        self.make_parameters(device=reference.device, dtype=reference.dtype)
         self.initialize_parameters()
 
     def make_parameters(self, **new: Any) -> None:

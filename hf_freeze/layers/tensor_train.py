@@ -54,14 +54,21 @@ class TensorTrainLinear(TensorLinear):
             initialization.zeros_(self.bias)
 
     def dense_weight(self) -> torch.Tensor:
-        return merge(self.cores)[0, :, :, 0].T
+        return merge(self.used_cores())[0, :, :, 0].T
+
+    def used_cores(self) -> list[torch.Tensor]:
+        """The cores that products are computed with."""
+        return list(self.cores)
 
     def fill(self, weight: torch.Tensor) -> None:
         """Set the cores from a dense weight (O, I) by TT-SVD at these ranks."""
-        values = tt_svd(weight.T, self.in_modes, self.out_modes, self.ranks)
-        with torch.no_grad():
-            for core, value in zip(self.cores, values, strict=True):
-                core.copy_(value)
+        self.set_cores(tt_svd(weight.T, self.in_modes, self.out_modes, self.ranks))
+
+    @torch.no_grad()
+    def set_cores(self, cores: Sequence[torch.Tensor]) -> None:
+        """Set the values of the cores."""
+        for core, value in zip(self.cores, cores, strict=True):
+            core.copy_(value)
 
     def factor_cost(self, tokens: int, device_type: str, *, training: bool) -> float:
         return self._plan(tokens, device_type, training).cost
@@ -74,7 +81,7 @@ class TensorTrainLinear(TensorLinear):
 
     def prepared_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
         plan = self._plan(tokens, device_type, self.needs_gradient())
-        return plan.key, lambda: (plan, plan.matrices(self.cores))
+        return plan.key, lambda: (plan, plan.matrices(self.used_cores()))
 
     def multiply(self, x: torch.Tensor, factors: Any) -> torch.Tensor:
         plan, matrices = factors

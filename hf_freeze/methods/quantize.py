@@ -17,6 +17,7 @@ from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutpu
 from hf_freeze.layers.grids import ACTIVATION_RANGES, GRANULARITIES, WEIGHT_RANGES, WIDTHS, Grid
 from hf_freeze.layers.low_rank import LowRankLinear
 from hf_freeze.layers.quantized import SCHEMES, STORED, QuantizedEmbedding, QuantizedLinear, check_installed
+from hf_freeze.layers.quantized_cores import FakeQuantizedTensorTrainLinear, IntegerTensorTrainLinear
 from hf_freeze.layers.quantized_factors import (
     QuantizedLowRankEmbedding,
     QuantizedLowRankLinear,
@@ -24,6 +25,7 @@ from hf_freeze.layers.quantized_factors import (
     equal_columns,
 )
 from hf_freeze.layers.sparse import SparseLinear, Sparsifiable
+from hf_freeze.layers.tensor_train import TensorTrainLinear
 from hf_freeze.methods._checks import check_bool, check_choice, check_one_given, check_share
 from hf_freeze.methods._linear import LinearMethod
 from hf_freeze.methods.base import Model
@@ -55,9 +57,9 @@ class Quantize(LinearMethod):
     matrix, tied or not. Position tables, norms, biases and the heads of other tasks stay unchanged. Fresh weights of a config are
     drawn as usual and then quantised. All other parameters train unless Freeze names them.
 
-    Of LowRank, both factors are quantised; of FactorizedEmbedding, the table, while the projection is trained; of a pruning that
-    is finalized, the non-zero weights (`weights` only). Other layers that a method has put in are refused, such as tensor trains,
-    whose cores are few and multiply each other's errors. Weights drawn from a seed are refused, too: they take no storage, and
+    Of LowRank, both factors are quantised; of FactorizedEmbedding, the table, while the projection is trained; with `weights`, also
+    the cores of TensorTrain, whose inputs are not rounded (`layers.quantized_cores`), and of a pruning that is finalized, the
+    non-zero weights. Other layers that a method has put in are refused, such as those of Tucker. Weights drawn from a seed are refused, too: they take no storage, and
     quantised they would. `merge()` gives the dense weights that quantised layers compute with, unless inputs are rounded, which
     no native class does. Heads, neurons and tokens may still be removed: all where each output has one step, and tokens of 4
     bits of bitsandbytes if the rows of the table are whole blocks of 64 weights.
@@ -73,7 +75,7 @@ class Quantize(LinearMethod):
     """
 
     converts_fresh: ClassVar[bool] = True
-    replaces: ClassVar[tuple[type[nn.Module], ...]] = (LowRankLinear, SparseLinear)
+    replaces: ClassVar[tuple[type[nn.Module], ...]] = (LowRankLinear, SparseLinear, TensorTrainLinear)
     choices: ClassVar[tuple[str, ...]] = (*LINEAR_COMPONENTS, "embeddings")
 
     scheme: str | None = None
@@ -144,6 +146,15 @@ class Quantize(LinearMethod):
     def make(self, linear: Any, name: str, model: Any) -> nn.Module:
         if isinstance(linear, SparseLinear) and self.scheme is not None:
             raise ValueError("bitsandbytes would store the zeros of a pruned weight; give weights= instead of scheme=")
+        if isinstance(linear, TensorTrainLinear) and self.scheme is not None:
+            raise ValueError(
+                f"bitsandbytes has no tensor trains; give weights= one of {list(WIDTHS)} instead of scheme="
+            )
+        if isinstance(linear, TensorTrainLinear) and self.activations is not None:
+            raise ValueError(
+                f"activations={self.activations!r}: the product with a tensor train is a chain of contractions, not one of "
+                "integers; give activations=None, or leave the linear out by components= or layers="
+            )
         return self._replacement(linear)
 
     def _replacement(self, module: Any) -> nn.Module:
@@ -231,6 +242,8 @@ class Quantize(LinearMethod):
             linear = old.base_model.get_submodule(name)
             if isinstance(module, QuantizedLowRankLinear):
                 module.fill(linear.down, linear.up)
+            elif isinstance(module, IntegerTensorTrainLinear | FakeQuantizedTensorTrainLinear):
+                module.set_cores(linear.cores)
             elif isinstance(module, fake_quantized.FakeQuantizedLowRankLinear):
                 up, ratios = equal_columns(linear.up)
                 surgery.set_values(module.up, up)
@@ -299,6 +312,7 @@ _KINDS: dict[type[nn.Module], tuple[Any, Any, Any]] = {
         integer_weights.IntegerLowRankLinear,
         fake_quantized.FakeQuantizedLowRankLinear,
     ),
+    TensorTrainLinear: (None, IntegerTensorTrainLinear, FakeQuantizedTensorTrainLinear),
     SparseLinear: (None, integer_weights.IntegerSparseLinear, fake_quantized.FakeQuantizedSparseLinear),
     LowRankEmbedding: (
         QuantizedLowRankEmbedding,

@@ -297,7 +297,12 @@ def test_an_unknown_setting_is_refused(settings, message):
             {"components": ["embeddings"]},
             "'freeze' draws 'model.shared.weight' from a seed",
         ),
-        (methods.TensorTrain(rank=2), {}, "'encoder.layers.0.fc1' is a TensorTrainLinear already"),
+        (
+            methods.TensorTrain(rank=2),
+            {},
+            "'encoder.layers.0.fc1': bitsandbytes has no tensor trains; give weights= one of",
+        ),
+        (methods.Tucker(rank=2), {}, "'encoder.layers.0.fc1' is a TuckerLinear already"),
         (
             methods.AdaptiveEmbedding(cutoffs=[20]),
             {"components": ["embeddings"]},

@@ -15,6 +15,7 @@ from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers.fake_quantized import FakeQuantizedEmbedding, Rounded, like
 from hf_freeze.layers.grids import Grid
 from hf_freeze.layers.integer_weights import IntegerLinear, IntegerSparseLinear
+from hf_freeze.layers.quantized_cores import IntegerTensorTrainLinear
 from hf_freeze.layers.rounding import Rounding
 
 LINEARS = ["ffn", "attention"]
@@ -262,6 +263,37 @@ def test_factors_and_tables_of_low_rank(train, tmp_path):
     check_saved(model, case, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("marian", {"train": False}),
+        (
+            "gpt2",
+            {"train": True, "weights": "int4", "weight_ranges": "learnt", "granularity": "group-64", "begin": 0.5},
+        ),
+    ],
+)
+def test_tensor_trains(architecture, settings, tmp_path):
+    before = methods.TensorTrain(rank=4, components=LINEARS)
+    case = case_of(architecture, before, quantize(components=LINEARS, activations=None, **settings))
+    model = trained(build_anew(case), case.batch())
+    expected = outputs(model, case.batch())
+    assert differences(outputs(model.merge(), case.batch()), expected, 1e-5) == []
+    if settings["train"]:
+        check_saved(copy.deepcopy(model), case, tmp_path / "training")
+        model.finalize()
+    assert differences(outputs(model, case.batch()), expected) == []
+    trains = [module for module in model.modules() if isinstance(module, IntegerTensorTrainLinear)]
+    stored = [core for train in trains for core in train.stored]
+    assert stored
+    counts = [core.weight_count for core in stored]
+    nbytes = sum(count if settings.get("weights") is None else -(-count // 2) for count in counts)
+    assert sum(core.packed.nbytes for core in stored) == nbytes
+    saved = 4 * sum(counts) - nbytes - sum(core.scales.nbytes for core in stored)
+    assert stored_bytes(model) == stored_bytes(build_anew(case_of(architecture, before))) - saved
+    check_saved(model, case, tmp_path / "fixed")
+
+
 def test_with_distillation():
     case = case_of("bert", quantize(weights="int4"), methods.Distillation())
     model = build_anew(case)
@@ -324,7 +356,11 @@ def test_an_unknown_setting_is_refused(settings, message):
             [methods.MagnitudePruning(sparsity=0.5), quantize()],
             "is a MaskedLinear, whose zeros.*or finalize\\(\\) before",
         ),
-        ([methods.TensorTrain(rank=2), quantize()], "'encoder.layers.0.fc1' is a TensorTrainLinear already"),
+        (
+            [methods.TensorTrain(rank=2), quantize()],
+            "'encoder.layers.0.fc1': activations='int8': .* chain of contractions.*activations=None, or leave the linear",
+        ),
+        ([methods.Tucker(rank=2), quantize(activations=None)], "'encoder.layers.0.fc1' is a TuckerLinear already"),
         (
             [quantize(), methods.VocabularyTrimming(keep=[0, 1, 2])],
             "trains the tables.*put VocabularyTrimming first, or finalize",
