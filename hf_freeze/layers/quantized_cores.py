@@ -75,9 +75,6 @@ class IntegerTensorTrainLinear(TensorTrainLinear):
     def _sources(self) -> Iterable[Any]:
         return (*super()._sources(), *(buffer for core in self.stored for buffer in core._buffers.values()))
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, scheme={self.stored[0].scheme!r}"
-
 
 class FakeQuantizedTensorTrainLinear(Rounded, TensorTrainLinear):
     """Replaces a TensorTrainLinear: its cores are rounded in the forward, and trained straight through that."""

@@ -57,10 +57,10 @@ class Quantize(LinearMethod):
     matrix, tied or not. Position tables, norms, biases and the heads of other tasks stay unchanged. Fresh weights of a config are
     drawn as usual and then quantised. All other parameters train unless Freeze names them.
 
-    Of LowRank, both factors are quantised; of FactorizedEmbedding, the table, while the projection is trained; with `weights`, also
-    the cores of TensorTrain, whose inputs are not rounded (`layers.quantized_cores`), and of a pruning that is finalized, the
-    non-zero weights. Other layers that a method has put in are refused, such as those of Tucker. Weights drawn from a seed are refused, too: they take no storage, and
-    quantised they would. `merge()` gives the dense weights that quantised layers compute with, unless inputs are rounded, which
+    Of LowRank, both factors are quantised; of FactorizedEmbedding, the table, while the projection is trained. Of a pruning that
+    is finalized, the non-zero weights are (`weights` only), and of TensorTrain, the cores (`weights` without `activations`, see
+    `hf_freeze.layers.quantized_cores`). Other layers that a method has put in are refused, such as those of Tucker. Weights drawn
+    from a seed are refused, too: they take no storage, and quantised they would. `merge()` gives the dense weights that quantised layers compute with, unless inputs are rounded, which
     no native class does. Heads, neurons and tokens may still be removed: all where each output has one step, and tokens of 4
     bits of bitsandbytes if the rows of the table are whole blocks of 64 weights.
 
