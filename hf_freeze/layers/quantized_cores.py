@@ -51,9 +51,9 @@ class IntegerTensorTrainLinear(TensorTrainLinear):
     def __init__(self, linear: TensorTrainLinear, grid: Grid) -> None:
         _like(self, linear)
         for k, core in enumerate(self.cores):
-            rows = core.flatten(1)
             delattr(self, f"core_{k}")
-            self.add_module(f"core_{k}", IntegerFactor(*rows.shape, grid, device=core.device, dtype=core.dtype))
+            matrix = IntegerFactor(len(core), core[0].numel(), grid, device=core.device, dtype=core.dtype)
+            self.add_module(f"core_{k}", matrix)
 
     @property
     def stored(self) -> list[IntegerFactor]:

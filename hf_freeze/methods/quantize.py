@@ -60,9 +60,10 @@ class Quantize(LinearMethod):
     Of LowRank, both factors are quantised; of FactorizedEmbedding, the table, while the projection is trained. Of a pruning that
     is finalized, the non-zero weights are (`weights` only), and of TensorTrain, the cores (`weights` without `activations`, see
     `hf_freeze.layers.quantized_cores`). Other layers that a method has put in are refused, such as those of Tucker. Weights drawn
-    from a seed are refused, too: they take no storage, and quantised they would. `merge()` gives the dense weights that quantised layers compute with, unless inputs are rounded, which
-    no native class does. Heads, neurons and tokens may still be removed: all where each output has one step, and tokens of 4
-    bits of bitsandbytes if the rows of the table are whole blocks of 64 weights.
+    from a seed are refused, too: they take no storage, and quantised they would. `merge()` gives the dense weights that
+    quantised layers compute with, unless inputs are rounded, which no native class does. Heads, neurons and tokens may still
+    be removed: all where each output has one step, and tokens of 4 bits of bitsandbytes if the rows of the table are whole
+    blocks of 64 weights.
 
     torchao (https://github.com/pytorch/ao) has the same grids for nn.Linear and nn.Embedding, as subclasses of tensors; it serves
     where a plain model shall run on its GPU kernels, after `merge()`. Here it does not: it knows neither Conv1D, factors nor

@@ -66,6 +66,18 @@ def test_onnx_holds_and_multiplies_the_integers(settings, tmp_path):
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)
 
 
+def test_onnx_computes_with_the_cores_of_a_tensor_train(tmp_path):
+    applied = (methods.TensorTrain(rank=4, execution="factors"), methods.Quantize(weights="int4"))
+    case = Case(ARCHITECTURES["bert"], "feature-extraction", MODEL, applied)
+    model = build_anew(case).eval()
+    model.save_pretrained(tmp_path / "model")
+    runner = open_parts(export_model(tmp_path / "model", "onnx"), "onnx", {})["model"]
+    with torch.no_grad():
+        expected = model(**case.batch())
+    for name, value in runner({name: case.batch()[name] for name in runner.shapes}).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
