@@ -66,6 +66,7 @@ def test_onnx_holds_and_multiplies_the_integers(settings, tmp_path):
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(not ALL, reason="exports for ten seconds: only in make test-all")
 def test_onnx_computes_with_the_cores_of_a_tensor_train(tmp_path):
     applied = (methods.TensorTrain(rank=4, execution="factors"), methods.Quantize(weights="int4"))
     case = Case(ARCHITECTURES["bert"], "feature-extraction", MODEL, applied)
