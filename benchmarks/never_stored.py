@@ -9,8 +9,9 @@ that it takes for the model without random parts.
 
 Memory and time are of Transformer-big, in one process and one thread, measured as on_the_fly.py does: for each row of the freeze
 ablation and with all three parts random, once with all weights in memory, and once with the random ones generated where they are
-used ("fused"). Quality is that of a finished grid of recipes/freeze_ablation/few_bits.yaml, whose models are much smaller: means
-over its seeds with their standard deviation. A share is that of the parameters that the checkpoint leaves out.
+used ("fused"). Memory is what the peak of the process rises by, from before loading to the end of decoding, since stored weights
+are read from the file only when they are used. Quality is that of a finished grid of recipes/freeze_ablation/few_bits.yaml, whose
+models are much smaller: means over its seeds with their standard deviation. A share is that of the parameters that the checkpoint leaves out.
 """
 
 import argparse
@@ -53,13 +54,13 @@ def main() -> None:
     if options.picture:
         draw(costs, quality).savefig(options.picture, dpi=150, bbox_inches="tight")
     header = [
-        *("row", "random", "never stored", *(f"memory after load, MB: {mode}" for mode in MODES)),
+        *("row", "random", "never stored", *(f"memory while decoding, MB: {mode}" for mode in MODES)),
         *(f"a step, ms: {mode}" for mode in MODES),
     ]
     lines = [
         [
             *(row, PARTS[row] or "nothing", f"{facts['share']:.0%}"),
-            *(f"{facts[mode, 'loaded'] / MB:.0f}" for mode in MODES),
+            *(f"{facts[mode, 'decoding'] / MB:.0f}" for mode in MODES),
             *(f"{1e3 * facts[mode, 'step']:.0f}" for mode in MODES),
         ]
         for row, facts in costs.items()
@@ -71,13 +72,13 @@ def main() -> None:
     tables = [_shared.markdown(header, lines)]
     if scores:
         tables.append(_shared.markdown(["scheme", "row", "never stored", "BLEU"], scores))
-    first, last = (costs[row]["fused", "loaded"] for row in ("0", "all"))
+    first, last = (costs[row]["fused", "decoding"] for row in ("0", "all"))
     verdict = _shared.verdict([(last / first, "all random")], lambda ratio: ratio <= 0.1)
     _shared.report(options, "\n\n".join(tables), f"memory, of that without random parts at most 0.1: {verdict}")
 
 
 def costs_of(options: argparse.Namespace) -> dict[str, dict[Any, float]]:
-    """Row -> share never stored; (mode, "loaded") bytes and (mode, "step") seconds."""
+    """Row -> share never stored; (mode, "decoding") bytes and (mode, "step") seconds."""
     costs = {}
     for row, parts in PARTS.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +88,7 @@ def costs_of(options: argparse.Namespace) -> dict[str, dict[Any, float]]:
             }
             for mode in MODES:
                 measured = on_the_fly.forked(on_the_fly.decode, options, folder, mode)
-                facts |= {(mode, name): measured[name] for name in ("loaded", "step")}
+                facts |= {(mode, name): measured[name] for name in ("decoding", "step")}
         costs[row] = facts
     return costs
 
@@ -114,7 +115,7 @@ def draw(costs: dict[str, dict[Any, float]], quality: dict[tuple[str, str], tupl
     rows = sorted(costs, key=lambda row: costs[row]["share"])
     shares = [100 * costs[row]["share"] for row in rows]
     for mode, label in MODES.items():
-        for plot, name, unit in ((memory, "loaded", 1 / MB), (time, "step", 1e3)):
+        for plot, name, unit in ((memory, "decoding", 1 / MB), (time, "step", 1e3)):
             plot.plot(shares, [unit * costs[row][mode, name] for row in rows], "o-", label=label, markersize=5)
     for name in SCHEMES.values():
         points = sorted(values for (scheme, _), values in quality.items() if scheme == name)
@@ -122,7 +123,7 @@ def draw(costs: dict[str, dict[Any, float]], quality: dict[tuple[str, str], tupl
             x, y, spread = zip(*points, strict=True)
             score.errorbar([100 * share for share in x], y, yerr=spread, fmt="o", label=name, markersize=5, capsize=3)
     for plot, label, title in (
-        (memory, "memory of the process after loading, MB", "Transformer-big: memory"),
+        (memory, "memory of the process while decoding, MB", "Transformer-big: memory"),
         (time, "milliseconds for a token", "Transformer-big: time on one core"),
         (score, "BLEU (higher is better)", "a small translator: quality"),
     ):
