@@ -9,9 +9,9 @@ that it takes for the model without random parts.
 
 Memory and time are of Transformer-big, in one process and one thread, measured as on_the_fly.py does: for each row of the freeze
 ablation and with all three parts random, once with all weights in memory, and once with the random ones generated where they are
-used ("fused"). Memory is what the peak of the process rises by, from before loading to the end of decoding, since stored weights
-are read from the file only when they are used. Quality is that of a finished grid of recipes/freeze_ablation/few_bits.yaml, whose
-models are much smaller: means over its seeds with their standard deviation. A share is that of the parameters that the checkpoint leaves out.
+used ("fused"). Memory is what the peak of the process rises by, from before loading to the end of decoding: weights are read from
+the file only when they are used. Quality is that of a finished grid of recipes/freeze_ablation/few_bits.yaml, whose models are much
+smaller: means over its seeds with their standard deviation. A share is that of the parameters that the checkpoint leaves out.
 """
 
 import argparse
