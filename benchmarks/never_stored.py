@@ -10,8 +10,8 @@ that it takes for the model without random parts.
 Memory and time are of Transformer-big, in one process and one thread, measured as on_the_fly.py does: for each row of the freeze
 ablation and with all three parts random, once with all weights in memory, and once with the random ones generated where they are
 used ("fused"). Memory is what the peak of the process rises by, from before loading to the end of decoding: weights are read from
-the file only when they are used. Quality is that of a finished grid of recipes/freeze_ablation/few_bits.yaml, whose models are much
-smaller: means over its seeds with their standard deviation. A share is that of the parameters that the checkpoint leaves out.
+the file only when they are used. Quality is that of a finished grid of recipes/freeze_ablation/few_bits.yaml, whose models are
+much smaller: means over its seeds with their standard deviation. A share is that of the parameters that a checkpoint leaves out.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PARTS = {
     "6": "attention ffn",
     "all": "embeddings attention ffn",
 }
-MODES = {"resident": "all weights in memory", "fused": "random ones generated where they are used"}
+MODES = {"resident": "all in memory", "fused": "generated where used"}
 SCHEMES = {"": "uniform", "-int8": "8 bits", "-sign": "signs"}
 MB = 1 << 20
 
@@ -122,10 +122,16 @@ def draw(costs: dict[str, dict[Any, float]], quality: dict[tuple[str, str], tupl
         if points:
             x, y, spread = zip(*points, strict=True)
             score.errorbar([100 * share for share in x], y, yerr=spread, fmt="o", label=name, markersize=5, capsize=3)
+    for (scheme, row), (share, mean, _) in quality.items():
+        if scheme == "uniform":
+            label = PARTS[row].replace("ffn", "FFN").replace(" ", ",\n") or "all trained"
+            score.annotate(
+                label, (100 * share, mean), xytext=(6, 0), textcoords="offset points", fontsize=7, va="center"
+            )
     for plot, label, title in (
         (memory, "memory of the process while decoding, MB", "Transformer-big: memory"),
         (time, "milliseconds for a token", "Transformer-big: time on one core"),
-        (score, "BLEU (higher is better)", "a small translator: quality"),
+        (score, "BLEU (higher is better)", "a small translator: quality, by what is random"),
     ):
         plot.set(xlabel="parameters that are never stored, % of all", ylabel=label, title=title, ylim=(0, None))
         plot.grid(alpha=0.2)
