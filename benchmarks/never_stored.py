@@ -38,12 +38,11 @@ PARTS = {
 }
 MODES = {"resident": "all in memory", "fused": "generated where used"}
 SCHEMES = {"": "uniform", "-int8": "8 bits", "-sign": "signs"}
-MB = 1 << 20
 
 
 def main() -> None:
     parser = _shared.parser(__doc__, presets=False)
-    for name, default in {"width": 1024, "layers": 6, "vocabulary": 32000, "new-tokens": 8}.items():
+    for name, default in on_the_fly.SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--scheme", choices=list(on_the_fly.SCHEMES), default="int8", help="of the random parts")
     parser.add_argument("--grid", type=Path, help="folder of the finished grid whose quality is shown")
@@ -60,7 +59,7 @@ def main() -> None:
     lines = [
         [
             *(row, PARTS[row] or "nothing", f"{facts['share']:.0%}"),
-            *(f"{facts[mode, 'decoding'] / MB:.0f}" for mode in MODES),
+            *(f"{facts[mode, 'decoding'] / on_the_fly.MB:.0f}" for mode in MODES),
             *(f"{1e3 * facts[mode, 'step']:.0f}" for mode in MODES),
         ]
         for row, facts in costs.items()
@@ -115,7 +114,7 @@ def draw(costs: dict[str, dict[Any, float]], quality: dict[tuple[str, str], tupl
     rows = sorted(costs, key=lambda row: costs[row]["share"])
     shares = [100 * costs[row]["share"] for row in rows]
     for mode, label in MODES.items():
-        for plot, name, unit in ((memory, "decoding", 1 / MB), (time, "step", 1e3)):
+        for plot, name, unit in ((memory, "decoding", 1 / on_the_fly.MB), (time, "step", 1e3)):
             plot.plot(shares, [unit * costs[row][mode, name] for row in rows], "o-", label=label, markersize=5)
     for name in SCHEMES.values():
         points = sorted(values for (scheme, _), values in quality.items() if scheme == name)

@@ -50,6 +50,7 @@ ENGINES = {"streamed": Engine(), "fused": Fused()}
 ALL_RANDOM = dict.fromkeys(("ffn", "attention", "embeddings"), "random")
 CALL = 60  # operations of a call of Philox
 MB = 1 << 20
+SIZES = {"width": 1024, "layers": 6, "vocabulary": 32000, "new-tokens": 8}  # of Transformer-big, and of a decoding
 GPU_TOKENS = (1, 4, 16, 32, 64, 256, 1024)
 GPU_BARS = {("int8", 1): 1.0, ("int8", 16): 1.0, ("int8", 256): 0.5}  # speed, that of cuBLAS being 1
 GPU_RATE = 132 * 64 * 1.98e9  # integer operations of an H100 in a second
@@ -58,14 +59,7 @@ IN_TURN = 20  # products of a CUDA graph
 
 def main() -> None:
     parser = _shared.parser(__doc__, presets=False)
-    for name, default in {
-        "width": 1024,
-        "layers": 6,
-        "vocabulary": 32000,
-        "new-tokens": 8,
-        "square": 4096,
-        "rounds": 5,
-    }.items():
+    for name, default in (SIZES | {"square": 4096, "rounds": 5}).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--ghz", type=float, default=2.6, help="clock of the CPU, for the roofline on paper")
     parts = ["generator", "products", "model", "gpu"]

@@ -41,7 +41,8 @@ class SeededWeight(NeverDrawn, torch.Tensor):
         cls, definition: SeededTensor, dtype: torch.dtype, device: Any, engine: "Engine", tiles: Tiles | None = None
     ) -> "SeededWeight":
         tiles = tiles or Tiles(definition)
-        if device is not None:
+        device = None if device is None else torch.device(device)
+        if device is not None and device.index is None and device.type not in ("cpu", "meta"):
             device = torch.empty(0, device=device).device  # "cuda" is compared to "cuda:0"
         weight = torch.Tensor._make_wrapper_subclass(cls, tiles.shape, dtype=dtype, device=device)
         weight.definition, weight.tiles, weight.engine = definition, tiles, engine

@@ -35,17 +35,11 @@ def check(device_type: str) -> None:
 
 
 @functools.cache
-def _kernels() -> Any:
-    from hf_freeze.seeded import fused_kernels
+def _kernels() -> tuple[Any, Any]:
+    """fused_kernels and fused_integers."""
+    from hf_freeze.seeded import fused_integers, fused_kernels
 
-    return fused_kernels
-
-
-@functools.cache
-def _integers() -> Any:
-    from hf_freeze.seeded import fused_integers
-
-    return fused_integers
+    return fused_kernels, fused_integers
 
 
 def _key(matrix: Plain) -> list[int]:
@@ -95,7 +89,7 @@ def _by_values(matrix: Plain, x: torch.Tensor, axis: int, bias: torch.Tensor | N
     precision = "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
     grid = (-(-len(x) // sizes["T"]), -(-outputs // sizes["N"]))
     if y.numel():
-        _kernels().product[grid](
+        _kernels()[0].product[grid](
             *(x, y, x if bias is None else bias, len(x), inputs, outputs, matrix.width),
             *(*_key(matrix), matrix.scale),
             AXIS=axis,
@@ -124,14 +118,15 @@ def _by_integers(matrix: Plain, x: torch.Tensor, bias: torch.Tensor | None) -> t
     count = torch.empty(tiles, dtype=torch.int32, device=x.device)
     arranged = torch.empty(grid[1] * sizes["T"], padded, dtype=torch.float16, device=x.device)
     at_once = min(max(_power_of_two(padded), block), 4096)
-    _integers().arrange[(tokens,)](
+    kernels = _kernels()[1]
+    kernels.arrange[(tokens,)](
         *(x, arranged, factor, count, matrix.width, padded, tiles), KIND=matrix.kind, C=calls, K=at_once, num_warps=8
     )
     y = torch.empty(tokens, matrix.height, dtype=x.dtype, device=x.device)
-    # Signs are rounded as they are in memory; of 8 bits, each value would be rounded in its own way.
-    on_cpu = torch.tensor(matrix.scale, dtype=torch.float32, device="cpu")
-    scale = on_cpu.to(x.dtype).item() if kind == "sign" else matrix.scale
-    _integers().product[(*grid, pieces)](
+    scale = matrix.scale
+    if kind == "sign":  # rounded as in memory; of 8 bits, each value would be rounded in its own way
+        scale = torch.tensor(scale, dtype=torch.float32, device="cpu").to(x.dtype).item()
+    kernels.product[(*grid, pieces)](
         *(arranged, factor, part, count, y, y if bias is None else bias, tokens, padded, matrix.height),
         *(*_key(matrix), scale),
         KIND=matrix.kind,
@@ -165,7 +160,7 @@ def rows(matrix: Plain, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if y.numel():
         grid = (-(-len(flat) // sizes["R"]), -(-matrix.width // sizes["C"]))
         with torch.cuda.device_of(flat):
-            _kernels().lookup[grid](
+            _kernels()[0].lookup[grid](
                 *(flat, y, len(flat), matrix.width, *_key(matrix), matrix.scale), **_settings(matrix, dtype), **sizes
             )
     return y.view(*ids.shape, matrix.width)
