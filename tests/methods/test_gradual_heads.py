@@ -253,21 +253,6 @@ def test_a_resumed_run_is_an_undisturbed_one(undisturbed, tmp_path, step):
     assert differences(snapshot(twin), snapshot(ended)) == []
 
 
-def test_processes_add_up_what_each_has_measured(monkeypatch):
-    """As torch sums it over two processes with the same batch: all get twice the importance, and so the same mask."""
-    native, batch = wide_model(MARIAN)
-    alone, together = (make_variant(native, [GRADUAL]) for _ in range(2))
-    for model in (alone, together):
-        model.advance(0, 9)
-        objective(model.train(), batch).backward()
-    settle([*modules_of(alone).values()])
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.mul_(2))
-    settle([*modules_of(together).values()])
-    for one, other in zip(modules_of(alone).values(), modules_of(together).values(), strict=True):
-        torch.testing.assert_close(other.importance, 2 * one.importance)
-
-
 def test_processes_do_not_send_what_each_has_measured():
     model = make_variant(wide_model(MARIAN)[0], [GRADUAL])
     ignored = set(model._ddp_params_and_buffers_to_ignore)

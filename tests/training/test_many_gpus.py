@@ -32,7 +32,7 @@ def test_two_processes_send_what_is_trained_and_give_the_update_of_one(tmp_path)
     """Of frozen, seeded, dropped, replaced, pruned and shared parts, with real draws, over some steps."""
     for result in two_processes("many_gpus", tmp_path):
         assert result["problems"] == []
-        assert len(result["checked"]) == 7 + 3
+        assert len(result["checked"]) == 9 + 3
 
 
 def test_a_seeded_tensor_that_was_thawed_is_sent():

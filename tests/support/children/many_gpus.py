@@ -31,8 +31,10 @@ VARIANTS = {
     "frozen": [Freeze(ffn="frozen", embeddings="frozen")],
     "seeded": [Freeze(ffn="random", embeddings="random", seed=3)],
     "LayerDrop": [LayerDrop(p=0.5, seed=8)],
+    "rates learnt": [LayerDrop(p=0.5, learned=True, seed=8)],
     "Theseus": [Theseus(rate=0.5, train="all")],
     "heads pruned": [HeadPruning(share=0.5)],
+    "heads pruned in training": [HeadPruning(share=0.5, begin=0.0, end=0.75)],
     "weights pruned": [MagnitudePruning(sparsity=0.5), Freeze(attention="frozen")],
     "shared": [LayerSharing(start="middle"), Freeze(norm="frozen")],
 }
@@ -91,7 +93,9 @@ def data_parallel(name, rank):
     trainable = [p for p in model.parameters() if p.requires_grad]
     seeded = {id(model.get_parameter(n)) for n in model.seeded_tensors}
     with_buffers = name != "weights pruned"  # masks follow from weights and step
-    buffers = elements(model.buffers()) * with_buffers
+    ignored = set(model._ddp_params_and_buffers_to_ignore)
+    buffers = elements(b for n, b in model.named_buffers() if n not in ignored) * with_buffers
+    measured = elements(b for n, b in model.named_buffers() if n.endswith(".importance"))
     problems = [] if bool(seeded) == (name == "seeded") else [f"{len(seeded)} tensors are seeded"]
     with watched() as start:
         wrapped = DistributedDataParallel(model, find_unused_parameters=model.skips, broadcast_buffers=with_buffers)
@@ -103,7 +107,7 @@ def data_parallel(name, rank):
     with watched() as steps:
         train(model, rows[rank :: dist.get_world_size()], labels, forward=wrapped, scale=dist.get_world_size())
     # Which parameters were used is a bit for each.
-    reduced, used = STEPS * elements(trainable), STEPS * len(trainable) * model.skips
+    reduced, used = STEPS * (elements(trainable) + measured), STEPS * len(trainable) * model.skips
     if total(steps, "all_reduce") not in (reduced, reduced + used):
         problems.append(f"{total(steps, 'all_reduce')} elements reduced in {STEPS} steps, not {reduced} (+ {used})")
     # Buffers in every forward; and once in which order gradients come, which is asked where all of them do.
