@@ -32,7 +32,7 @@ def test_rows_of_translators_have_the_size_of_the_plain_one(preset):
     sizes = {row: count_parameters(made).total for row, made in models.items()}
     assert list(sizes) == [
         *("0", "lite", "lite-fixed", "flat", "conv", "delight", "delight-uniform"),
-        *("half", "half-lite", "half-delight"),
+        *("half", "half-lite", "half-delight", "int8", "int4"),
     ]
     assert 0.45 < sizes["half"] / sizes["0"] < 0.55
     for row, size in sizes.items():
