@@ -18,6 +18,7 @@ from hf_freeze.experiments.report.finished_runs import read_results, read_runs
 from hf_freeze.experiments.report.plots.draw import draw, svg_plots
 from hf_freeze.experiments.report.plots.style import named
 from hf_freeze.experiments.report.table import table_cells
+from hf_freeze.experiments.report.wording import pair_cells
 from hf_freeze.experiments.report.write import write_report
 from hf_freeze.experiments.tasks.scoring import SCORING
 
@@ -657,3 +658,14 @@ def test_what_counts_as_no_loss():
     assert not language_model.loses_at_most(-1.0, np.log(1.021))
     words = [task.margin_in_words for task in (translation, language_model, SCORING["image-classification"])]
     assert words == ["1 BLEU", "2 %", "1 point"]
+
+
+def test_a_difference_of_nothing_is_not_called_significant(tmp_path):
+    """Two models that give nonsense for every sentence may differ by 0.004 BLEU in every draw."""
+    make_runs(tmp_path)
+    report = make_report([tmp_path])
+    tiny, real = (replace(report.differences[0], low=x, difference=x, high=x, p_pairs=0.01) for x in (0.004, 0.4))
+    report.differences[:2] = [tiny, real]
+    _, cells = pair_cells(report)
+    assert [line[-1] for line in cells[:2]] == ["too small to show", "significant *"]
+    assert cells[0][2:4] == ["0.00", "0.00 to 0.00"]

@@ -139,17 +139,13 @@ def machines(report: Report) -> list[str]:
 
 def pair_cells(report: Report) -> tuple[list[str], list[list[str]]]:
     """Headings and formatted rows of the table of all pairs."""
-    signed = report.task.signed
-    cells = [
-        [
-            d.row,
-            d.base,
-            signed(d.difference, 2),
-            f"{signed(d.low, 2)} to {signed(d.high, 2)}",
-            p_value(d.p),
-            p_value(d.p_pairs),
-            "significant *" if d.significant else d.unmarked,
-        ]
-        for d in report.differences
-    ]
+    signed, cells = report.task.signed, []
+    for d in report.differences:
+        low, high = signed(d.low, 2), signed(d.high, 2)
+        verdict = "significant *" if d.significant else d.unmarked
+        if low == high == signed(0.0, 2):  # both models give nonsense, such as one word for every sentence
+            verdict = "too small to show"
+        cells.append(
+            [d.row, d.base, signed(d.difference, 2), f"{low} to {high}", p_value(d.p), p_value(d.p_pairs), verdict]
+        )
     return ["row", "against", "difference", "95 % interval", "p", "p corrected", ""], cells
