@@ -61,20 +61,20 @@ def setting_in_words(report: Report) -> str:
 
 
 def head_scores(report: Report) -> str:
-    """What the heat-maps of heads show, in a sentence; empty where no heads were measured."""
+    """What the heat-maps of heads show; empty where no heads were measured."""
     run = report.measured
     if run is None:
         return ""
     meanings = {
-        "importance": "importance is that of Michel et al. (2019) on the training set, divided by its norm over the attention",
-        "ablation": f"ablation is what {report.task.name} on the dev set loses without the head",
-        "one_head": f"one head is what {report.task.name} on the dev set loses where it alone is left of its attention",
+        "importance": "Importance is that of Michel et al. (2019) on the training set, divided by its norm over the attention.",
+        "ablation": f"Ablation is what {report.task.name} on the dev set loses without the head.",
+        "one_head": f"One head is what {report.task.name} on the dev set loses where it alone is left of its attention.",
     }
     shown = [meaning for name, meaning in meanings.items() if name in run.head_scores]
     tested = (
         f" Underlined: significant, p < {HEAD_LEVEL} after Holm's correction over all heads." if run.head_tests else ""
     )
-    return f"Row {run.row}, seed {run.record['seed']}: {'; '.join(shown)}.{tested}"
+    return f"Of row {run.row}, seed {run.record['seed']}. {' '.join(shown)}{tested}"
 
 
 def map_captions(report: Report) -> dict[str, tuple[str, str]]:
