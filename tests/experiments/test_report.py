@@ -669,3 +669,13 @@ def test_a_difference_of_nothing_is_not_called_significant(tmp_path):
     _, cells = pair_cells(report)
     assert [line[-1] for line in cells[:2]] == ["too small to show", "significant *"]
     assert cells[0][2:4] == ["0.00", "0.00 to 0.00"]
+
+
+def test_a_row_that_loses_much_is_no_answer_for_want_of_seeds(tmp_path):
+    """Its interval may say what its p, corrected over many rows, cannot."""
+    make_runs(tmp_path, rows={"0": ROWS["0"], "1": ("bad", 0.3)}, seeds=(1,))
+    report = make_report([tmp_path], lambda text: None)
+    report.differences[0] = replace(report.differences[0], low=-5.8, difference=-4.6, high=-3.5, p_first=0.2)
+    assert answer(report).startswith("The smaller row is measurably worse than ✓✓✓ all trained (row 0): bad (row 1), ")
+    report.differences[0] = replace(report.differences[0], low=-1.8, difference=-0.9, high=-0.1)
+    assert answer(report).startswith("Smallest without a significant loss (too few seeds to test): bad (row 1), ")

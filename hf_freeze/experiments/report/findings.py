@@ -20,7 +20,7 @@ def answer(report: Report) -> str:
     if not tested:
         return f"{top} ({seeds_in_words(best)}{'; no difference was tested' * (len(rows) > 1)})."
     smaller = [row for row in tested if row["stored"][0] < first["stored"][0]]
-    if kept := [row for row in smaller if not _worse(report, row)]:
+    if kept := [row for row in smaller if not _worse(report, row) and not _loses_much(report, row)]:
         least = min(kept, key=lambda row: (row["stored"][0], _sign(report) * row[task.quality][0]))
         return f"{_without_loss(report, least)}: {_against_first(report, least)}."
     if smaller:
@@ -54,6 +54,13 @@ def _sign(report: Report) -> int:
 def _worse(report: Report, row: dict[str, Any]) -> bool:
     difference, test = report.to_first(row)
     return test is not None and test.significant_to_first and difference * _sign(report) > 0
+
+
+def _loses_much(report: Report, row: dict[str, Any]) -> bool:
+    """Whether all of the interval is a loss as large as the margin, also where too few seeds make it untested."""
+    _, test = report.to_first(row)
+    margin = report.task.margin
+    return test is not None and (test.high <= -margin if report.task.higher else test.low >= margin)
 
 
 def _named(row: dict[str, Any]) -> str:
