@@ -193,7 +193,7 @@ def verdict(task: TaskScoring, found: Difference, expects: str) -> str:
     if expects not in EXPECTED:
         raise ValueError(f"expects: {expects!r}: choose from {list(EXPECTED)}")
     holds, fails = {
-        "no loss": (no_loss, loss and not no_loss),
+        "no loss": (no_loss, task.loses(found.low, found.high)),
         "a loss": (loss, no_loss and not loss),
         "a gain": (gain, high < task.margin and not gain),
     }[expects]

@@ -677,5 +677,5 @@ def test_a_row_that_loses_much_is_no_answer_for_want_of_seeds(tmp_path):
     report = make_report([tmp_path], lambda text: None)
     report.differences[0] = replace(report.differences[0], low=-5.8, difference=-4.6, high=-3.5, p_first=0.2)
     assert answer(report).startswith("The smaller row is measurably worse than ✓✓✓ all trained (row 0): bad (row 1), ")
-    report.differences[0] = replace(report.differences[0], low=-1.8, difference=-0.9, high=-0.1)
+    report.differences[0] = replace(report.differences[0], low=-1.8, difference=-0.9, high=0.1)
     assert answer(report).startswith("Smallest without a significant loss (too few seeds to test): bad (row 1), ")

@@ -57,10 +57,9 @@ def _worse(report: Report, row: dict[str, Any]) -> bool:
 
 
 def _loses_much(report: Report, row: dict[str, Any]) -> bool:
-    """Whether all of the interval is a loss as large as the margin, also where too few seeds make it untested."""
+    """By the interval, also where too few seeds make the difference untested."""
     _, test = report.to_first(row)
-    margin = report.task.margin
-    return test is not None and (test.high <= -margin if report.task.higher else test.low >= margin)
+    return test is not None and report.task.loses(test.low, test.high)
 
 
 def _named(row: dict[str, Any]) -> str:

@@ -83,6 +83,10 @@ class TaskScoring:
         """Whether an interval of differences excludes every loss above the margin (a test of non-inferiority)."""
         return low > -self.margin if self.higher else high < self.margin
 
+    def loses(self, low: float, high: float) -> bool:
+        """Whether all of an interval of differences is a loss, and some of it as large as the margin."""
+        return (high < 0 if self.higher else low > 0) and not self.loses_at_most(low, high)
+
     @property
     def margin_in_words(self) -> str:
         """Such as "1 BLEU" or "2 %"."""
