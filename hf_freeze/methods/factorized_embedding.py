@@ -115,7 +115,9 @@ class FactorizedEmbedding(Method):
                 f"FactorizedEmbedding(share=True): the tables have {rows} rows, which must be equal; leave share out"
             )
         first, *others = tables
-        return {f"{name}.weight": f"{first}.weight" for name in others}
+        # The weight, or the integers that Quantize has made of it.
+        held = [tensor for tensor in tables[first].state_dict() if tensor != "projection"]
+        return {f"{name}.{tensor}": f"{first}.{tensor}" for name in others for tensor in held}
 
     def _restructure_normed(self, model: Model, architecture: Architecture, normed: NormedEmbeddings) -> None:
         hidden = model.config.hidden_size

@@ -261,6 +261,41 @@ def test_sharing_holds_where_the_config_ties_nothing(tmp_path):
     assert torch.equal(logits(again, batch_of("marian")), logits(variant, batch_of("marian")))
 
 
+@pytest.mark.parametrize("name", ["marian-two-tables", "marian-two-tables-untied"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scheme": "int8"},
+        {"weights": "int4", "granularity": "group-64"},
+        {"weights": "int8", "train": True, "weight_ranges": "learnt"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_a_table_with_two_projections_is_quantised_once(name, settings, tmp_path):
+    batch, quantize = batch_of("marian"), methods.Quantize(components=["embeddings"], **settings)
+    shared, apart = (
+        make_variant(factorized(backbone(name), share=share), [quantize]).eval() for share in (True, False)
+    )
+    if quantize.train:
+        assert shared.model.encoder.embed_tokens.weight is shared.model.decoder.embed_tokens.weight
+        training_step(shared, batch)
+        for variant in (shared, apart):
+            variant.finalize()
+    source, target = shared.model.encoder.embed_tokens, shared.model.decoder.embed_tokens
+    assert source.packed.data_ptr() == target.packed.data_ptr()
+    assert source.projection is not target.projection
+    assert stored_bytes(apart) - stored_bytes(shared) == source.packed.nbytes + source.scales.nbytes
+    shared.save_pretrained(tmp_path)
+    again = AUTO_CLASSES["seq2seq-lm"].from_pretrained(tmp_path)
+    assert torch.equal(logits(again, batch), logits(shared, batch))
+    assert again.model.encoder.embed_tokens.packed.data_ptr() == again.model.decoder.embed_tokens.packed.data_ptr()
+    torch.testing.assert_close(logits(again.merge(), batch), logits(shared, batch), rtol=1e-5, atol=1e-5)
+    # All the same, it is near the table that was rounded.
+    if not quantize.train:
+        plain = logits(factorized(backbone(name), share=True), batch)
+        assert 0 < (logits(shared, batch) - plain).norm() / plain.norm() < (0.02 if "scheme" in settings else 0.3)
+
+
 # -- saving and loading ------------------------------------------------------------------------------------------------------
 
 
