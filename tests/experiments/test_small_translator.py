@@ -80,6 +80,8 @@ def test_every_row_of_the_recipe_can_be_made(preset):
         found[run["row"]] = sum(p.numel() for p in counted if p.ndim > 1) / 1e6
     assert found.pop("0") < found["two-tables"]
     assert all(found.pop(row) < found["two-tables"] for row in ("layers", "tables"))
+    define = found.pop("define")
+    assert define < found["two-tables"]
     assert all(found[row] < found["two-tables"] / 1.5 for row in found if row not in ("two-tables", "tt-random"))
     if preset == "big":
         expected = {
@@ -97,6 +99,8 @@ def test_every_row_of_the_recipe_can_be_made(preset):
         units = 2 * (of_groups + 512 * 1024)
         tables, projection = 2 * 40_000 * 128, 1024 * 128
         assert found["ls-define"] - found["ls"] == pytest.approx((tables + units + projection - OF_LS) / 1e6)
+        of_layers = 12 * 1024**2 + 4 * 1024 * 4096  # of one encoder and one decoder layer
+        assert define - found["ls-define"] == pytest.approx(5 * of_layers / 1e6)
 
 
 @pytest.mark.parametrize("name", ["multi30k", "tatoeba"])
