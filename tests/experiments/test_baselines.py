@@ -19,17 +19,19 @@ BASELINES = {  # corpus -> the row of its sweep that was chosen
     "multi30k": "r2-d1",
     "wikitext2": "r3-d0",
     "sst2": "r10",
+    "rte": "r5",
     "mnist": "r10",
 }
 ANOTHER_MODEL = {  # with another model or amount of text, which their pages say
     "served/multi30k",
     "factorized_embeddings/sst2",
+    "glue/rte",
     "glue/sst2",
 }
 
 
 def load(recipe):
-    return load_recipe(recipe, ["backbone.pretrained=FOLDER"] if recipe.stem == "sst2" else [])
+    return load_recipe(recipe, ["backbone.pretrained=FOLDER"] if recipe.stem in ("sst2", "rte") else [])
 
 
 def row_of(recipe, name):
