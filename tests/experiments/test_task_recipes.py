@@ -32,7 +32,7 @@ def write_files(folder, name):
     return folder
 
 
-@pytest.mark.skipif(not ALL, reason="thirteen grids of seven rows; HF_FREEZE_TESTS=all")
+@pytest.mark.skipif(not ALL, reason="thirteen grids of eight rows; HF_FREEZE_TESTS=all")
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_row_runs(tmp_path, name):
     root = write_files(tmp_path, name)
