@@ -49,7 +49,7 @@ def test_rows_of_language_models_have_the_size_of_the_plain_one(preset):
         run["row"]: count_parameters(model(run)).total
         for run in expand(load_recipe(FOLDER / "lm.yaml", [f"preset={preset}"]))
     }
-    assert list(sizes) == ["0", "lite", "delight", "r1", "r2", "r4", "r5", "r16"]
+    assert list(sizes) == ["0", "lite", "delight", "r1", "r2", "r4", "r5", "r16", "int8", "int4"]
     for row in ("lite", "delight"):
         assert abs(sizes[row] / sizes["0"] - 1) < 0.06, row
     assert sizes["r1"] < sizes["r4"] < sizes["r2"] < sizes["r5"] == sizes["r16"]
