@@ -214,7 +214,7 @@ def test_the_answer_comes_with_its_interval_and_seeds(tmp_path, monkeypatch):
         r": ✓✓✗ FFN random \(row 3\), 0\.00 MB, BLEU [+−]?\d\.\d against row 0 "
         r"\(95 % interval [+−]\d\.\d\d to [+−]\d\.\d\d; "
     )
-    assert re.fullmatch(f"Smallest without a measurable loss{row}" + r"3 seeds\)\.", answer_of(ROWS))
+    assert re.fullmatch(f"Smallest that is not told apart from row 0{row}" + r"3 seeds\)\.", answer_of(ROWS))
     few = r"Smallest without a significant loss \(too few seeds to test\)"
     assert re.fullmatch(few + row + r"one seed\)\.", answer_of(ROWS, seeds=(1,)))
     assert answer_of(ROWS | {"3": ("better", 0.95)}).startswith("Smallest without a loss, and better: better (row 3), ")

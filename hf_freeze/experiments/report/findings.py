@@ -9,8 +9,8 @@ _LISTED = 2  # rows that share the lowest cost
 
 
 def answer(report: Report) -> str:
-    """What a reader looks for first, in one sentence: the smallest row without a measurable loss, else the smaller row that loses
-    least, else the best row; with its difference from the first row."""
+    """What a reader looks for first, in one sentence: the smallest row that is not surely worse than the first, else the smaller
+    row that loses least, else the best row; with its difference from the first row."""
     task, rows, first = report.task, report.rows, report.rows[0]
     if not _has_learned(report):
         return f"{_named(first)} has {task.name} {quality(report, first)}: it learned too little to compare others with it."
@@ -34,7 +34,7 @@ def answer(report: Report) -> str:
 
 
 def _without_loss(report: Report, row: dict[str, Any]) -> str:
-    """In what sense the smallest row that is not significantly worse than the first loses nothing."""
+    """What is known of the loss of the smallest row that is not surely worse than the first."""
     _, test = report.to_first(row)
     visible = test is not None and report.task.signed(test.difference) != report.task.signed(0.0)
     if test is not None and test.significant_to_first and visible:
@@ -43,7 +43,7 @@ def _without_loss(report: Report, row: dict[str, Any]) -> str:
         return f"Smallest without a significant loss ({TOO_FEW})"
     if test is not None and report.task.loses_at_most(test.low, test.high):
         return f"Smallest that loses less than {report.task.margin_in_words}"
-    return "Smallest without a measurable loss"
+    return f"Smallest that is not told apart from row {report.rows[0]['row']}"
 
 
 def _sign(report: Report) -> int:
