@@ -92,7 +92,7 @@ class TokenBatchTrainer(Seq2SeqTrainer):
 
     def _score_batch(self, model: Any, batch: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
         """(B, `score_columns`): the scores of the examples of a batch."""
-        with self.compute_loss_context_manager():
+        with self.accelerator.autocast():
             logits = model(**batch).logits
         logits, labels = aligned(logits, labels, shift=not model.config.is_encoder_decoder)
         nll = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 from support.processes import printed_by
-from support.recipes import TINY, write_recipe
+from support.recipes import CLASSIFICATION, LM, TINY, write_recipe
 
 from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.report.write import write_report
@@ -143,6 +143,15 @@ def test_the_runs_of_a_grid_have_one_precision(tmp_path, machine):
         quiet(recipe, tmp_path / "runs")
     assert not (tmp_path / "runs" / "row-2.1-seed-1").exists(), "refused before anything is run"
     assert run_here(tmp_path, row="1", **{"presets/small/training/bf16": False})["precision"] == "fp32"
+
+
+@pytest.mark.parametrize("task", [{}, LM, CLASSIFICATION], ids=["translation", "language model", "classification"])
+def test_a_row_without_training_is_tested_in_the_precision_of_training(tmp_path, task):
+    """The same weights: to the last digit, though accelerate prepares a model for bf16 only when it trains."""
+    same = {"label": "same", "start": "0", "methods": [], "training": {"epochs": 0}}
+    rows = {"rows": {"0": TINY["rows"]["0"], "same": same}, "presets/small/training/bf16": True}
+    records = quiet(load_recipe(write_recipe(tmp_path / "r.yaml", **task | rows)), tmp_path / "runs")
+    assert records[0]["metrics"] == records[1]["metrics"]
 
 
 def test_a_grid_of_an_earlier_release_is_resumed(tmp_path, machine):
