@@ -19,6 +19,7 @@ BASELINES = {  # corpus -> the row of its sweep that was chosen
     "multi30k": "r2-d1",
     "wikitext2": "r3-d0",
     "sst2": "r10",
+    "tatoeba": "r2-d1",
     "rte": "r5",
     "mnist": "r10",
 }
