@@ -671,6 +671,19 @@ def test_a_difference_of_nothing_is_not_called_significant(tmp_path):
     assert cells[0][2:4] == ["0.00", "0.00 to 0.00"]
 
 
+@pytest.mark.parametrize(("loss", "mark"), [(0.04, ""), (0.06, " *")])
+def test_a_difference_is_marked_where_its_digits_show_it(tmp_path, loss, mark):
+    make_runs(tmp_path)
+    report = make_report([tmp_path])
+    row, number = report.rows[1], next(i for i, d in enumerate(report.differences) if d.base == report.rows[0]["row"])
+    row[report.task.quality] = (report.rows[0][report.task.quality][0] - loss, 0.0)
+    report.differences[number] = replace(
+        report.differences[number], row=row["row"], low=-loss, difference=-loss, high=-loss, p_first=0.01, p_pairs=0.01
+    )
+    assert table_cells(report)[1][1][3] == f"{report.task.signed(-loss)}{mark}"
+    assert any(kind.startswith("Significantly worse") for kind, _ in findings(report)) is bool(mark)
+
+
 def test_a_row_that_loses_much_is_no_answer_for_want_of_seeds(tmp_path):
     """Its interval may say what its p, corrected over many rows, cannot."""
     make_runs(tmp_path, rows={"0": ROWS["0"], "1": ("bad", 0.3)}, seeds=(1,))

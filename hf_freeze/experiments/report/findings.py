@@ -36,8 +36,7 @@ def answer(report: Report) -> str:
 def _without_loss(report: Report, row: dict[str, Any]) -> str:
     """What is known of the loss of the smallest row that is not surely worse than the first."""
     _, test = report.to_first(row)
-    visible = test is not None and report.task.signed(test.difference) != report.task.signed(0.0)
-    if test is not None and test.significant_to_first and visible:
+    if test is not None and test.significant_to_first and report.shows(test.difference):
         return "Smallest without a loss, and better"
     if test is not None and not test.seeds:
         return f"Smallest without a significant loss ({TOO_FEW})"
@@ -53,7 +52,9 @@ def _sign(report: Report) -> int:
 
 def _worse(report: Report, row: dict[str, Any]) -> bool:
     difference, test = report.to_first(row)
-    return test is not None and test.significant_to_first and difference * _sign(report) > 0
+    return (
+        test is not None and test.significant_to_first and report.shows(difference) and difference * _sign(report) > 0
+    )
 
 
 def _loses_much(report: Report, row: dict[str, Any]) -> bool:
@@ -138,7 +139,7 @@ def _significant(report: Report) -> list[tuple[str, str]]:
         if test is None:
             continue
         text = f"row {_row_and_label(row)} {report.task.signed(difference)}"
-        if test.significant_to_first:
+        if test.significant_to_first and report.shows(difference):
             groups["better" if (difference > 0) is report.task.higher else "worse"].append(text)
         else:
             within = "unclear"

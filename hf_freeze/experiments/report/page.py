@@ -151,8 +151,9 @@ def _matrix(report: Report) -> list[dict[str, Any]]:
         for base in report.rows:
             if test := report.tested(base["row"], row["row"]) or report.tested(row["row"], base["row"]):
                 difference = test.difference if test.row == row["row"] else -test.difference
-                kind = ("better" if difference * better > 0 else "worse") if test.significant else "chance"
-                line.append((signed(difference) + (" *" if test.significant else ""), kind))
+                real = test.significant and report.shows(difference)
+                kind = ("better" if difference * better > 0 else "worse") if real else "chance"
+                line.append((signed(difference) + (" *" if real else ""), kind))
             else:
                 line.append(("–", "none"))
         lines.append({"row": row["row"], "label": row["label"], "cells": line})

@@ -194,6 +194,11 @@ class Report:
     def tested(self, base: str, row: str) -> Difference | None:
         return next((d for d in self.differences if (d.base, d.row) == (base, row)), None)
 
+    def shows(self, difference: float) -> bool:
+        """Whether the digits of the tables show a difference of scores. With many test items, or where models give nonsense, a
+        smaller one can be significant, and matters to nobody."""
+        return self.task.signed(difference) != self.task.signed(0.0)
+
     def to_first(self, row: dict[str, Any]) -> tuple[float, Difference | None]:
         """The difference of mean scores between `row` and the first, and its test where there is one."""
         test = self.tested(self.rows[0]["row"], row["row"])
