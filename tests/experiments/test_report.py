@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from hf_freeze.experiments.report.finished_runs import read_results, read_runs
 from hf_freeze.experiments.report.plots.draw import draw, svg_plots
 from hf_freeze.experiments.report.plots.style import named
 from hf_freeze.experiments.report.table import table_cells
-from hf_freeze.experiments.report.wording import pair_cells
+from hf_freeze.experiments.report.wording import pair_cells, setting_in_words
 from hf_freeze.experiments.report.write import write_report
 from hf_freeze.experiments.tasks.scoring import SCORING
 
@@ -464,6 +465,19 @@ def test_scores_against_a_setting(tmp_path, task, pictures):
     assert [scores["full"]] * 2 in drawn
     assert [scores["e2"], scores["e8"]] in drawn
     assert "against rank of factorized embedding" in (tmp_path / "report.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("factorized_embedding.rank", "rank of factorized embedding"),
+        ("heads.fraction", "fraction of heads removed"),
+        ("layer_selection.share", "share of layers kept"),
+        (None, ""),
+    ],
+)
+def test_a_setting_is_named_in_words(setting, words):
+    assert setting_in_words(SimpleNamespace(setting=setting)) == words
 
 
 def test_no_line_joins_rows_of_unlike_recipes(tmp_path):

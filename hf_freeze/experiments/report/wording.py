@@ -54,8 +54,13 @@ def unmarked(report: Report) -> str:
     return "others are not significant" + f"; with one seed: {TOO_FEW}" * (False in with_seeds)
 
 
+_SETTINGS = {"heads.fraction": "fraction of heads removed", "layer_selection.share": "share of layers kept"}
+
+
 def setting_in_words(report: Report) -> str:
     """Such as "rank of factorized embedding"; empty where no setting is drawn."""
+    if report.setting in _SETTINGS:
+        return _SETTINGS[report.setting]
     name, _, setting = (report.setting or "").partition(".")
     return f"{setting} of {name}".replace("_", " ") if setting else ""
 
