@@ -180,8 +180,7 @@ def measure(reports: Reports, *, grid: str, row: str, base: str = "0", expects: 
     if found.base == row:  # the other way round
         found = replace(found, base=base, row=row, difference=-found.difference, low=-found.high, high=-found.low)
     first, second = (next(one for one in report.rows if one["row"] == name) for name in (base, row))
-    unit = "points" if report.task.name == "accuracy" else report.task.name
-    words = f"{report.task.signed(found.difference)} {unit} of {quality(report, first)}"
+    words = f"{report.task.signed(found.difference)} {report.task.unit} of {quality(report, first)}"
     words += f" ({interval(report, found)}; {seeds_in_words(first, second)})"
     holds = verdict(report.task, found, expects) + " (one seed)" * (not found.seeds)
     return f"{words}, row {row} of [{grid}]({grid}.html)", holds

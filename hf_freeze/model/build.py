@@ -125,7 +125,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
         """Find out which parameters share their values: natively, less what a method has replaced, and by methods."""
         names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         native = self._native_ties = self.all_tied_weights_keys if self._native_ties is None else self._native_ties
-        self.all_tied_weights_keys = native  # what methods look at, the second time too
+        self.all_tied_weights_keys = native  # where methods look for them, also when ties are found again
         self._gone_ties = {target for target, source in native.items() if not {target, source} <= names}
         native = {target: source for target, source in native.items() if target not in self._gone_ties}
         by_methods: dict[str, str] = {}

@@ -22,8 +22,7 @@ class ClassificationTrainer(TokenBatchTrainer):
     def _score_batch(self, model: Any, batch: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
         """(B, 7): negative log-likelihood in nats, 1, and 1 or 0 for: the model ranks the true class first; it rightly ranks
         class 1 first, wrongly, wrongly another, rightly another."""
-        with self.accelerator.autocast():
-            logits = model(**batch).logits.float()
+        logits = model(**batch).logits.float()
         nll = functional.cross_entropy(logits, labels, reduction="none")
         chosen = logits.argmax(-1)
         said, true = chosen == 1, labels == 1

@@ -50,7 +50,7 @@ class MaskedTokenTrainer(TokenBatchTrainer):
     def _score_batch(self, model: Any, batch: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
         """(B, 3): summed negative log-likelihood in nats, number of masked tokens, number of them that the model ranks first."""
         masked = labels != -100
-        with self.accelerator.autocast(), output_at(model, masked):
+        with output_at(model, masked):
             logits = model(**batch).logits.float()
         true = labels[masked]
         nll = functional.cross_entropy(logits, true, reduction="none")

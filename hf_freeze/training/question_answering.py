@@ -26,8 +26,7 @@ class SpanTrainer(TokenBatchTrainer):
         """(B, 7): summed negative log-likelihood of both ends in nats, 2, 1 if the better of span and none is right else 0; the
         first and the last token of the best span, its score, and that of none."""
         context = batch.pop("context")
-        with self.accelerator.autocast():
-            outputs = model(**batch)
+        outputs = model(**batch)
         first, last = outputs.start_logits.float(), outputs.end_logits.float()
         nll = sum(
             functional.cross_entropy(logits, ends, reduction="none")

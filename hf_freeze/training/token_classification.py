@@ -30,8 +30,7 @@ class EntityTrainer(TokenBatchTrainer):
     def _score_batch(self, model: Any, batch: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
         """(B, 6): summed negative log-likelihood in nats; numbers of words, of right tags, and of correct, found and true
         entities."""
-        with self.accelerator.autocast():
-            logits = model(**batch).logits.float()
+        logits = model(**batch).logits.float()
         nll = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
         words, chosen = labels != -100, logits.argmax(-1)
         sums = [nll.sum(1), words.sum(1), ((chosen == labels) & words).sum(1)]

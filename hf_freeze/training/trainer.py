@@ -85,15 +85,15 @@ class TokenBatchTrainer(Seq2SeqTrainer):
                 continue
             batch = on_device(self, dict(batch))
             labels = batch.pop("labels")
-            items[indices] = self._score_batch(model, batch, labels).double()
+            with self.accelerator.autocast():  # a model that has not been trained does not bring it along
+                items[indices] = self._score_batch(model, batch, labels).double()
         model.train(was_training)
         reduced: Any = self.accelerator.reduce(items)
         return reduced
 
     def _score_batch(self, model: Any, batch: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
         """(B, `score_columns`): the scores of the examples of a batch."""
-        with self.accelerator.autocast():
-            logits = model(**batch).logits
+        logits = model(**batch).logits
         logits, labels = aligned(logits, labels, shift=not model.config.is_encoder_decoder)
         nll = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
         return torch.stack([nll.view(labels.shape).sum(1), (labels != -100).sum(1)], dim=1)

@@ -36,7 +36,7 @@ def answer(report: Report) -> str:
 def _without_loss(report: Report, row: dict[str, Any]) -> str:
     """What is known of the loss of the smallest row that is not surely worse than the first."""
     _, test = report.to_first(row)
-    if test is not None and test.significant_to_first and report.shows(test.difference):
+    if report.differs(row):
         return "Smallest without a loss, and better"
     if test is not None and not test.seeds:
         return f"Smallest without a significant loss ({TOO_FEW})"
@@ -51,10 +51,7 @@ def _sign(report: Report) -> int:
 
 
 def _worse(report: Report, row: dict[str, Any]) -> bool:
-    difference, test = report.to_first(row)
-    return (
-        test is not None and test.significant_to_first and report.shows(difference) and difference * _sign(report) > 0
-    )
+    return report.differs(row) and report.to_first(row)[0] * _sign(report) > 0
 
 
 def _loses_much(report: Report, row: dict[str, Any]) -> bool:
@@ -139,7 +136,7 @@ def _significant(report: Report) -> list[tuple[str, str]]:
         if test is None:
             continue
         text = f"row {_row_and_label(row)} {report.task.signed(difference)}"
-        if test.significant_to_first and report.shows(difference):
+        if report.differs(row):
             groups["better" if (difference > 0) is report.task.higher else "worse"].append(text)
         else:
             within = "unclear"

@@ -199,6 +199,11 @@ class Report:
         smaller one can be significant, and matters to nobody."""
         return self.task.signed(difference) != self.task.signed(0.0)
 
+    def differs(self, row: dict[str, Any]) -> bool:
+        """Whether `row` differs significantly from the first, by so much that the tables show it."""
+        difference, test = self.to_first(row)
+        return test is not None and test.significant_to_first and self.shows(difference)
+
     def to_first(self, row: dict[str, Any]) -> tuple[float, Difference | None]:
         """The difference of mean scores between `row` and the first, and its test where there is one."""
         test = self.tested(self.rows[0]["row"], row["row"])

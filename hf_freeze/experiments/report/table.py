@@ -28,10 +28,8 @@ def table_cells(report: Report) -> tuple[list[str], list[list[str]]]:
 def _against_first(report: Report, row: dict[str, Any]) -> str:
     if row is report.rows[0]:
         return "–"
-    difference, test = report.to_first(row)
-    return report.task.signed(difference) + (
-        " *" if test and test.significant_to_first and report.shows(difference) else ""
-    )
+    difference, _ = report.to_first(row)
+    return report.task.signed(difference) + (" *" if report.differs(row) else "")
 
 
 def cell_text(mean: float, spread: float | None, form: str) -> str:

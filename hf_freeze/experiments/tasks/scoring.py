@@ -88,11 +88,16 @@ class TaskScoring:
         return (high < 0 if self.higher else low > 0) and not self.loses_at_most(low, high)
 
     @property
+    def unit(self) -> str:
+        """What a difference is counted in: BLEU, points of accuracy, or the perplexity that it is a ratio of."""
+        return self.name if self.name.isupper() or self.scale is math.log else "points"
+
+    @property
     def margin_in_words(self) -> str:
         """Such as "1 BLEU" or "2 %"."""
         if self.scale is math.log:
             return f"{100 * (math.exp(self.margin) - 1):.0f} %"
-        return f"{self.margin:g} {self.name if self.name.isupper() else 'point' + 's' * (self.margin != 1)}"
+        return f"{self.margin:g} {'point' if self.unit == 'points' and self.margin == 1 else self.unit}"
 
     def signed(self, difference: float, digits: int | None = None) -> str:
         """A difference of scores as it is shown: of BLEU in points, of log-perplexity as a ratio of perplexities."""
