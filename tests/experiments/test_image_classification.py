@@ -438,7 +438,7 @@ def test_text_takes_nothing_of_images():
             load_recipe(ablation, [setting])
 
 
-def test_dev_files_and_a_missing_split(tmp_path, recipe_file):
+def test_dev_files_and_missing_sections(tmp_path, recipe_file):
     recipe = load_recipe(recipe_file, ["data.dev=[test-images, test-labels]"])
     data = load_data(recipe["data"], SIZES, torch.device("cpu"))
     assert len(data["dev"].classes) == 50
@@ -446,4 +446,8 @@ def test_dev_files_and_a_missing_split(tmp_path, recipe_file):
     del whole["data"]["test"]
     recipe_file.write_text(yaml.safe_dump(whole))
     with pytest.raises(ValueError, match=r"data\.test is missing"):
+        load_recipe(recipe_file)
+    del whole["presets"]["small"]["backbone"]
+    recipe_file.write_text(yaml.safe_dump(whole))
+    with pytest.raises(ValueError, match=r"'backbone' is missing\Z"):  # no pretrained one is taken
         load_recipe(recipe_file)

@@ -136,7 +136,9 @@ def _check_other_grid(recipe: dict[str, Any], path: Any) -> None:
 def _check_present(recipe: dict[str, Any], keys: Collection[str], path: Any) -> None:
     for key in keys:
         if key not in recipe:
-            raise ValueError(f"{path}: {key!r} is missing")
+            pretrained = key == "backbone" and "pretrained" in TASK_FIELDS[recipe["task"]].sections[key]
+            hint = "; a model of yours: --set backbone.pretrained=FOLDER" if pretrained else ""
+            raise ValueError(f"{path}: {key!r} is missing{hint}")
 
 
 def _check_sections(recipe: dict[str, Any], task: str, path: Any) -> None:
