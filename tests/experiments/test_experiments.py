@@ -136,7 +136,9 @@ def test_evaluations_of_an_epoch_are_shares_of_all_steps(recipe_file, tmp_path, 
 def test_the_shipped_recipes_load():
     for preset in ("demo", "tiny", "base", "big", "big-ffn1024"):
         recipe = load_recipe(ABLATION / "recipe.yaml", [f"preset={preset}"])
-        assert [run["row"] for run in expand(recipe)] == ["0", "1", "2", "2.1", "3", "3.1", "4", "5", "6"]
+        controls = ["small-2", "small-3", "1-r1", "int8"] if preset == "tiny" else []
+        expected = ["0", "1", "2", "2.1", "3", "3.1", "4", "5", "6", *controls]
+        assert [run["row"] for run in expand(recipe)] == expected
     assert load_recipe(ABLATION / "recipe.yaml", smoke=True)["data"]["limit"] == 200
     multi30k = load_recipe(ABLATION / "multi30k.yaml", ["data.root=/x"])
     assert "builtin" not in multi30k["data"]
