@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import re
 import shutil
+from dataclasses import replace
 
 import huggingface_hub.constants
 import pytest
@@ -120,6 +121,8 @@ def test_the_blocks_of_a_page_work(name, place):
         blocks = [
             block for block in blocks if not set(missing) & imported_by(block)
         ]  # the extra other-tools, which is optional
+    if name == "docs/reference/commands.md":  # made from --help; the guides run these commands, here they are only read
+        blocks = [replace(block, code=re.sub(r"\bruns/\S+", "MODEL", block.code)) for block in blocks]
     check_page(blocks, place("".join(block.code for block in blocks)))
 
 
