@@ -123,7 +123,7 @@ BAD_PRETRAINED = {
     "type": ({"presets/small/tokenizer": ..., "presets/small/backbone/pretrained": 3}, "backbone.pretrained=3 must be"),
     "nothing": (
         {"presets/small/tokenizer": ..., "presets/small/backbone": ...},
-        r"'backbone' is missing; a model of yours: --set backbone\.pretrained=FOLDER\Z",
+        r"'backbone' is missing; name a model with --set backbone\.pretrained=FOLDER\Z",
     ),
 }
 

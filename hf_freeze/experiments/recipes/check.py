@@ -137,7 +137,7 @@ def _check_present(recipe: dict[str, Any], keys: Collection[str], path: Any) -> 
     for key in keys:
         if key not in recipe:
             pretrained = key == "backbone" and "pretrained" in TASK_FIELDS[recipe["task"]].sections[key]
-            hint = "; a model of yours: --set backbone.pretrained=FOLDER" if pretrained else ""
+            hint = "; name a model with --set backbone.pretrained=FOLDER" if pretrained else ""
             raise ValueError(f"{path}: {key!r} is missing{hint}")
 
 
