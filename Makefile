@@ -11,7 +11,8 @@ export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process of the tests
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test,dev]"
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable ".[test,dev]"
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # on all cores, pip on one; some packages hold templates, no Python
 	touch $(STAMP)
 
 demo: $(STAMP)  ## the freeze ablation of translation and language models on the built-in corpus, about 5 minutes on 2 cores
