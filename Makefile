@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process of the tests
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable ".[test,dev]"
-	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # on all cores, pip on one; some packages hold templates, no Python
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip compiles on one core, this on all; it fails on templates that are no Python
 	touch $(STAMP)
 
 demo: $(STAMP)  ## the freeze ablation of translation and language models on the built-in corpus, about 5 minutes on 2 cores
