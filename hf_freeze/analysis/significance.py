@@ -13,6 +13,7 @@ import numpy as np
 MANY = 24  # rows, of which all pairs would fill pages
 LEVEL = 0.05  # a difference is called significant where its corrected p lies below
 TOO_FEW = "too few seeds to test"
+REPLICATES = 10_000  # of every interval
 _CHUNK = 1 << 22  # item weights that are held at a time
 
 
@@ -53,7 +54,8 @@ def compare(
     to_first: bool = False,
 ) -> list[Difference]:
     """Every pair of `rows`, the first named first; with `to_first`, and of `MANY` rows and more, those with the first. Each row
-    is one (N, k) array of items a seed, N and its order shared.
+    is one (N, k) array of items a seed, N and its order shared. The interval of two rows depends on these rows alone, and
+    `seed`: it is the same in every table.
 
     Raises ValueError where the runs were tested on different numbers of items.
     """
@@ -66,14 +68,13 @@ def compare(
     if not pairs:
         return []
     replicates = replicates or enough_replicates(len(pairs))
-    rng = np.random.default_rng(seed)
     observed = {row: np.array([float(score(items.sum(0))) for items in runs]) for row, runs in rows.items()}
-    means = _bootstrap_means(rows, score, replicates, rng)
+    means = _bootstrap_means(rows, score, replicates, seed)
     differences = []
     for base, row in pairs:
         difference = float(observed[row].mean() - observed[base].mean())
-        drawn = means[row] - means[base] + _seed_deviations(observed[base], observed[row], replicates, rng)
-        low, high = np.quantile(drawn, [0.025, 0.975])
+        drawn = means[row] - means[base] + _seed_deviations(observed[base], observed[row], replicates, seed)
+        low, high = np.quantile(drawn[:REPLICATES], [0.025, 0.975])
         beyond = min(np.count_nonzero(drawn <= 0), np.count_nonzero(drawn >= 0))
         p = min(1.0, 2 * (beyond + 1) / (replicates + 1))
         if difference == 0 and not drawn.any():
@@ -84,8 +85,8 @@ def compare(
 
 
 def enough_replicates(pairs: int, level: float = LEVEL) -> int:
-    """2000, or more for many pairs: the smallest p of B replicates is 2/(B+1), and Holm multiplies it by `pairs`."""
-    return max(2000, int(4 / level) * pairs)
+    """`REPLICATES`, or more for many pairs: the smallest p of B replicates is 2/(B+1), and Holm multiplies it by `pairs`."""
+    return max(REPLICATES, int(4 / level) * pairs)
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -98,9 +99,10 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def _bootstrap_means(
-    rows: Mapping[str, Sequence[np.ndarray]], score: Callable, replicates: int, rng: np.random.Generator
+    rows: Mapping[str, Sequence[np.ndarray]], score: Callable, replicates: int, seed: int
 ) -> dict[str, np.ndarray]:
     """For each row (replicates,): its score, averaged over its seeds, on the same resampled items for all rows."""
+    rng = np.random.default_rng(seed)
     runs = [items for row in rows.values() for items in row]
     count, width = runs[0].shape
     stacked = np.concatenate([np.asarray(items, float) for items in runs], axis=1)
@@ -116,7 +118,7 @@ def _bootstrap_means(
     return means
 
 
-def _seed_deviations(base: np.ndarray, row: np.ndarray, replicates: int, rng: np.random.Generator) -> np.ndarray:
+def _seed_deviations(base: np.ndarray, row: np.ndarray, replicates: int, seed: int) -> np.ndarray:
     """(replicates,): how far the difference of two means over seeds may lie from that of all seeds; 0 for one seed each.
 
     Drawing seeds with replacement, as items are drawn, understates this: of S seeds by sqrt(S/(S-1)), and after that factor
@@ -129,7 +131,7 @@ def _seed_deviations(base: np.ndarray, row: np.ndarray, replicates: int, rng: np
     if freedom == 0:
         return np.zeros(replicates)
     variance = sum(scores.var(ddof=1) / len(scores) for scores in (base, row) if len(scores) > 1)
-    return np.sqrt(variance) * rng.standard_t(freedom, size=replicates)
+    return np.sqrt(variance) * np.random.default_rng((seed, freedom)).standard_t(freedom, size=replicates)
 
 
 def _corrected(differences: list[Difference], first: str) -> list[Difference]:

@@ -48,6 +48,11 @@ def cluster():
         made.shutdown()
 
 
+def lose(cluster, node):
+    cluster.remove_node(node, allow_graceful=False)
+    cluster.wait_for_nodes(timeout=100)  # until Ray no longer counts it: the next test counts nodes
+
+
 def wait_for(condition):
     deadline = time.monotonic() + 200
     while not (found := condition()):
@@ -77,7 +82,7 @@ def test_a_grid_that_loses_a_node_is_the_local_grid(cluster, tmp_path):
 
     def kill():
         killed.append(wait_for(in_training))
-        cluster.remove_node(second, allow_graceful=False)
+        lose(cluster, second)
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -179,7 +184,7 @@ def test_a_run_that_loses_its_node_is_done_on_another(cluster, tmp_path, monkeyp
     def kill():
         wait_for(lambda: all(path.exists() and path.read_text() for path in nodes))
         lost.extend(path for path in nodes if path.read_text().split() == [second.node_id])
-        cluster.remove_node(second, allow_graceful=False)
+        lose(cluster, second)
         for path in set(nodes) - set(lost):  # may go on, as if it had trained
             with path.open("a") as file:
                 file.write("again\n")
@@ -256,7 +261,7 @@ def test_a_grid_whose_nodes_are_all_lost_ends(cluster, tmp_path, monkeypatch):
 
     def kill():
         wait_for(tries.exists)
-        cluster.remove_node(node, allow_graceful=False)
+        lose(cluster, node)
 
     killer = threading.Thread(target=kill)
     killer.start()

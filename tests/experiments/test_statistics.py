@@ -157,6 +157,17 @@ def test_a_difference_of_many_rows_can_still_be_real():
     )
 
 
+def test_two_rows_have_the_same_interval_in_every_table():
+    """Also where there are so many pairs that p takes more draws."""
+    rng = np.random.default_rng(0)
+    rows = {str(i): synthetic(rng, seeds=1 + i % 3, spread=0.1, shift=i / 9) for i in range(14)}
+    among = {(d.base, d.row): (d.difference, d.low, d.high) for d in compare(rows, log_perplexity)}
+    assert len(among) == 91
+    for base, row in (("0", "3"), ("2", "5"), ("1", "13")):
+        (alone,) = compare({base: rows[base], row: rows[row]}, log_perplexity)
+        assert among[base, row] == pytest.approx((alone.difference, alone.low, alone.high), rel=1e-9)
+
+
 def test_the_spread_of_seeds_widens_the_interval():
     rng = np.random.default_rng(0)
     base, row = (synthetic(rng, seeds=1, spread=0)[0] for _ in range(2))

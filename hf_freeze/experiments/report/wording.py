@@ -1,7 +1,7 @@
 """What columns, marks, pictures and tests of a report mean, in words."""
 
 from hf_freeze.analysis.ablation import HEAD_LEVEL
-from hf_freeze.analysis.significance import LEVEL, TOO_FEW, enough_replicates
+from hf_freeze.analysis.significance import LEVEL, REPLICATES, TOO_FEW, enough_replicates
 from hf_freeze.experiments.report.convergence import FEWEST, scores_of
 from hf_freeze.experiments.report.findings import p_value
 from hf_freeze.experiments.report.report import Report
@@ -112,11 +112,12 @@ def method(report: Report) -> str:
     if not report.differences:
         return "No difference was tested."
     times = enough_replicates(len(report.differences))
+    middle = "its values" if times == REPLICATES else f"its first {REPLICATES:,} values"
     item, several = report.task.item, any(d.seeds for d in report.differences)
     return (
         f"A paired bootstrap: {times:,} times, {report.items:,} {report.split} {item} were drawn with replacement from the "
         f"{report.items:,}, and all rows were scored on the same draw. The 95 % interval of a difference holds the middle 95 % "
-        "of its values; p (two-sided) is the probability that chance alone gives a difference as large. "
+        f"of {middle}; p (two-sided) is the probability that chance alone gives a difference as large. "
         + ("For rows with several seeds, Student's t adds the spread between seeds. " if several else "")
         + "Among many comparisons some differ by luck, so p is corrected by Holm's method: over the comparisons with row "
         f"{report.rows[0]['row']}"
