@@ -1,8 +1,11 @@
 """Published grids: docs/results keeps what their figures were computed from, and every figure can be computed again.
 
     python docs/tooling/results.py keep GRID NAME    # the folder of a grid -> NAME_runs.tar.gz, NAME.html, its pictures
-    python docs/tooling/results.py write             # the generated parts of the pages, from the archives
+    python docs/tooling/results.py write             # from the archives: NAME.html, pictures, the generated parts of the pages
     python docs/tooling/results.py check             # whether these parts are those that the archives give: make results-check
+
+`check` also looks for each interval that the rest of such a page states, as (0.1 to 1.7; three seeds), "interval −0.1 to +1.7" or
+(0.1 lost to 1.7 gained), among those of its tables.
 
 An archive holds settings, records, logs, test items and outputs of each run, and no weights; `hf-freeze report` makes the
 page of an unpacked one. In a page, what stands between `<!-- table NAME -->` and `<!-- end -->` is written from the archive
@@ -12,6 +15,7 @@ NAME, and between `<!-- claims -->` and `<!-- end -->` from claims.yaml, whose c
 import argparse
 import gzip
 import io
+import math
 import re
 import shutil
 import sys
@@ -43,6 +47,8 @@ FIGURES = ("metrics.json", "log.jsonl", "items.npy", "translations.txt", HEAD_SC
 PICTURES = {"report": ""} | {name: f"_{name}" for name in ("heads", "attention", "embeddings", "schedules")}
 TABLE = re.compile(r"(?s)(<!-- table (\w+) -->\n).*?(<!-- end -->\n)")
 CLAIMED = re.compile(r"(?s)(<!-- claims -->\n).*?(<!-- end -->\n)")
+INTERVAL = re.compile(r"(?:\(|interval\s|,\s(?=[−+]))(([−+]?[\d.]*\d) to ([−+]?[\d.]*\d))(?=[),;:]|\.(?!\d)|\s\()")
+LOST = re.compile(r"([\d.]+)(?: points)? lost to\s([\d.]+) gained")
 ABSOLUTE = re.compile(r'"/\w[\w.-]*/[^"]*"')
 EXPECTED = ("no loss", "a loss", "a gain")
 
@@ -55,6 +61,10 @@ def keep(grid: Path, name: str) -> None:
     for run in sorted(path.parent for path in grid.glob("row-*/metrics.json")):
         files |= {f"{run.name}/{file}": text for file in SETTINGS + FIGURES if (text := _read(run / file)) is not None}
     _write_archive(RESULTS / f"{name}{ENDING}", files)
+    publish_archive(name)
+
+
+def publish_archive(name: str) -> None:
     with _unpacked(name) as folder:
         publish(make_report([folder], lambda _: None), RESULTS / f"{name}.html")
 
@@ -148,6 +158,32 @@ def pages(reports: Reports) -> dict[Path, str]:
     return made
 
 
+def unknown_intervals(text: str, reports: Reports) -> list[str]:
+    """The intervals in the text of a page that no two rows of its tables have: as a loss or a gain, of perplexities also in %."""
+    known: list[tuple[float, float]] = []
+    for name in dict.fromkeys(found[2] for found in TABLE.finditer(text)):
+        ratios = reports[name].task.scale is math.log
+        for difference in reports[name].differences:
+            for low, high in ((difference.low, difference.high), (-difference.high, -difference.low)):
+                known.append((math.exp(low), math.exp(high)) if ratios else (low, high))
+                known += [(100 * known[-1][0] - 100, 100 * known[-1][1] - 100)] * ratios
+    written = LOST.sub(r"−\1 to +\2", CLAIMED.sub("", TABLE.sub("", text)))
+    return [
+        found[1]
+        for found in INTERVAL.finditer(written)
+        if not any(_rounds_to(found[2], found[3], *ends) for ends in known)
+    ]
+
+
+def _rounds_to(low: str, high: str, *ends: float) -> bool:
+    digits = len(low.partition(".")[2])
+    shown = (float(end.replace("−", "-")) for end in (low, high))
+    return all(
+        math.isclose(end, known, rel_tol=0, abs_tol=0.5001 * 10**-digits)
+        for end, known in zip(shown, ends, strict=True)
+    )
+
+
 def claims(reports: Reports) -> str:
     """The tables of claims.yaml, with what was measured and whether the claim holds."""
     lines = []
@@ -206,20 +242,25 @@ def main() -> None:
     kept = commands.add_parser("keep", help="archive the folder of a grid")
     kept.add_argument("grid", type=Path)
     kept.add_argument("name")
-    commands.add_parser("write", help="write the generated parts of all pages")
-    commands.add_parser("check", help="compare them with what is there")
+    commands.add_parser("write", help="write all pages from the archives")
+    commands.add_parser("check", help="compare what they say with the archives")
     arguments = parser.parse_args()
     if arguments.command == "keep":
         keep(arguments.grid, arguments.name)
         return
-    wrong = []
-    for path, text in pages(Reports()).items():
+    if arguments.command == "write":
+        for name in archives():
+            publish_archive(name)
+    wrong, reports = [], Reports()
+    for path, text in pages(reports).items():
         if arguments.command == "write":
             path.write_text(text, encoding="utf-8")
         elif path.read_text(encoding="utf-8") != text:
-            wrong.append(path.name)
+            wrong.append(f"{path.name} (run: python docs/tooling/results.py write)")
+        if unknown := unknown_intervals(text, reports):
+            wrong.append(f"{path.name}: no two rows of its tables have the interval {', '.join(unknown)}")
     if wrong:
-        sys.exit(f"not what the records give: {', '.join(wrong)}; run: python docs/tooling/results.py write")
+        sys.exit("\n".join(["Not what the records give:", *wrong]))
     print(f"{len(archives())} archives: every table and claim is what they give")
 
 

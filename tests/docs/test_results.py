@@ -41,7 +41,7 @@ def command(monkeypatch, *arguments):
 
 
 def test_a_page_is_written_and_a_changed_figure_is_found(folder, monkeypatch):
-    with pytest.raises(SystemExit, match=r"README\.md, page\.md; run: "):
+    with pytest.raises(SystemExit, match=r"README\.md \(run: .*\npage\.md \(run: "):
         command(monkeypatch, "check")
     command(monkeypatch, "write")
     text = (folder / "page.md").read_text("utf-8")
@@ -58,9 +58,24 @@ def test_a_page_is_written_and_a_changed_figure_is_found(folder, monkeypatch):
     for page in ("page.md", "README.md"):
         right = (folder / page).read_text("utf-8")
         (folder / page).write_text(right.replace("3 seeds", "4 seeds"))
-        with pytest.raises(SystemExit, match=f"not what the records give: {page};"):
+        with pytest.raises(SystemExit, match=f"Not what the records give:\n{page} \\(run: "):
             command(monkeypatch, "check")
         (folder / page).write_text(right)
+
+
+def test_a_stated_interval_that_no_table_has_is_found(folder, monkeypatch):
+    reports = results.Reports()
+    first = reports["tiny"].differences[0]
+    low, high = (f"{end:+.1f}".replace("-", "−") for end in (first.low, first.high))
+    lost, gained = (f"{abs(end):.1f}" for end in (first.low, first.high))
+    right = f"Random attention: ({low} to {high}; 3 seeds), or as a loss ({-first.high:.1f} to {-first.low:.1f})."
+    page = PAGE + f"{right} Not these: rows 0 to 6, 1.2 to 1.4 times as long (9.1 to 9.3 ms).\n"
+    assert results.unknown_intervals(page, reports) == []
+    wrong = f"An interval +8.2 to +8.9, ({low} to +7.5), and (3.1 points lost to 8.8 gained; {lost} to {gained} ms)."
+    assert results.unknown_intervals(page + wrong, reports) == ["+8.2 to +8.9", f"{low} to +7.5", "−3.1 to +8.8"]
+    (folder / "page.md").write_text(page + wrong)
+    with pytest.raises(SystemExit, match=r"page\.md: no two rows of its tables have the interval \+8\.2 to \+8\.9, "):
+        command(monkeypatch, "write")
 
 
 def test_an_archive_is_the_same_again_and_names_no_folder_of_a_machine(folder, tmp_path):
