@@ -21,7 +21,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,9 @@ FIGURES = ("metrics.json", "log.jsonl", "items.npy", "translations.txt", HEAD_SC
 PICTURES = {"report": ""} | {name: f"_{name}" for name in ("heads", "attention", "embeddings", "schedules")}
 TABLE = re.compile(r"(?s)(<!-- table (\w+) -->\n).*?(<!-- end -->\n)")
 CLAIMED = re.compile(r"(?s)(<!-- claims -->\n).*?(<!-- end -->\n)")
-INTERVAL = re.compile(r"(?:\(|interval\s|,\s(?=[−+]))(([−+]?[\d.]*\d) to ([−+]?[\d.]*\d))(?=[),;:]|\.(?!\d)|\s\()")
+INTERVAL = re.compile(
+    r"(?:([\d.]*\d)(?:\s%)?\s)?(?:\(|interval\s|,\s(?=[−+]))([−+]?[\d.]*\d) to ([−+]?[\d.]*\d)(?=[),;:]|\.(?!\d)|\s\()"
+)
 LOST = re.compile(r"([\d.]+)(?: points)? lost to\s([\d.]+) gained")
 ABSOLUTE = re.compile(r'"/\w[\w.-]*/[^"]*"')
 EXPECTED = ("no loss", "a loss", "a gain")
@@ -159,28 +161,30 @@ def pages(reports: Reports) -> dict[Path, str]:
 
 
 def unknown_intervals(text: str, reports: Reports) -> list[str]:
-    """The intervals in the text of a page that no two rows of its tables have: as a loss or a gain, of perplexities also in %."""
-    known: list[tuple[float, float]] = []
+    """The intervals in the text of a page that no two rows of its tables have, or not with the difference (without its sign) that
+    stands just before them. A table has them as losses and gains, and of perplexities also in %."""
+    known: list[tuple[float, ...]] = []
     for name in dict.fromkeys(found[2] for found in TABLE.finditer(text)):
-        ratios = reports[name].task.scale is math.log
-        for difference in reports[name].differences:
-            for low, high in ((difference.low, difference.high), (-difference.high, -difference.low)):
-                known.append((math.exp(low), math.exp(high)) if ratios else (low, high))
-                known += [(100 * known[-1][0] - 100, 100 * known[-1][1] - 100)] * ratios
+        for found in reports[name].differences:
+            gain, loss = (found.difference, found.low, found.high), (-found.difference, -found.high, -found.low)
+            if reports[name].task.scale is math.log:
+                ratios = [tuple(map(math.exp, values)) for values in (gain, loss)]
+                known += ratios + [tuple(100 * ratio - 100 for ratio in values) for values in ratios]
+            else:
+                known += [gain, loss]
     written = LOST.sub(r"−\1 to +\2", CLAIMED.sub("", TABLE.sub("", text)))
+    stated = [found.groups() for found in INTERVAL.finditer(written)]
     return [
-        found[1]
-        for found in INTERVAL.finditer(written)
-        if not any(_rounds_to(found[2], found[3], *ends) for ends in known)
+        f"{low} to {high}"
+        for *values, low, high in stated
+        if not any(_rounds_to([*values, low, high], [abs(size), *ends]) for size, *ends in known)
     ]
 
 
-def _rounds_to(low: str, high: str, *ends: float) -> bool:
-    digits = len(low.partition(".")[2])
-    shown = (float(end.replace("−", "-")) for end in (low, high))
+def _rounds_to(stated: Sequence[str | None], known: Sequence[float]) -> bool:
     return all(
-        math.isclose(end, known, rel_tol=0, abs_tol=0.5001 * 10**-digits)
-        for end, known in zip(shown, ends, strict=True)
+        shown is None or abs(float(shown.replace("−", "-")) - value) < 0.5001 * 10 ** -len(shown.partition(".")[2])
+        for shown, value in zip(stated, known, strict=True)
     )
 
 

@@ -67,12 +67,13 @@ def test_a_stated_interval_that_no_table_has_is_found(folder, monkeypatch):
     reports = results.Reports()
     first = reports["tiny"].differences[0]
     low, high = (f"{end:+.1f}".replace("-", "−") for end in (first.low, first.high))
-    lost, gained = (f"{abs(end):.1f}" for end in (first.low, first.high))
-    right = f"Random attention: ({low} to {high}; 3 seeds), or as a loss ({-first.high:.1f} to {-first.low:.1f})."
+    lost, size = f"{-first.high:.1f} to {-first.low:.1f}", f"{abs(first.difference):.1f}"
+    right = f"Random attention has ({low} to {high}; 3 seeds), a loss of {size} ({lost})."
     page = PAGE + f"{right} Not these: rows 0 to 6, 1.2 to 1.4 times as long (9.1 to 9.3 ms).\n"
     assert results.unknown_intervals(page, reports) == []
-    wrong = f"An interval +8.2 to +8.9, ({low} to +7.5), and (3.1 points lost to 8.8 gained; {lost} to {gained} ms)."
-    assert results.unknown_intervals(page + wrong, reports) == ["+8.2 to +8.9", f"{low} to +7.5", "−3.1 to +8.8"]
+    wrong = f"An interval +8.2 to +8.9, ({low} to +7.5), (3.1 points lost to 8.8 gained; 2 to 3 ms), 9{size} ({lost})."
+    unknown = ["+8.2 to +8.9", f"{low} to +7.5", "−3.1 to +8.8", lost]
+    assert results.unknown_intervals(page + wrong, reports) == unknown
     (folder / "page.md").write_text(page + wrong)
     with pytest.raises(SystemExit, match=r"page\.md: no two rows of its tables have the interval \+8\.2 to \+8\.9, "):
         command(monkeypatch, "write")

@@ -156,7 +156,8 @@ def _significant(report: Report) -> list[tuple[str, str]]:
     if groups["unclear"]:
         unclear = (
             _listed(groups["unclear"])
-            + f". The interval allows a loss above {report.task.margin_in_words}, and no loss too."
+            + ". Corrected for the number of comparisons, chance may explain such differences; a loss above "
+            + f"{report.task.margin_in_words} is not excluded."
         )
         sentences.append((f"Not told apart from row {first}", unclear))
     if groups["one seed"]:
