@@ -161,10 +161,10 @@ def pages(reports: Reports) -> dict[Path, str]:
 
 
 def unknown_intervals(text: str, reports: Reports) -> list[str]:
-    """The intervals in the text of a page that no two rows of its tables have, or not with the difference (without its sign) that
-    stands just before them. A table has them as losses and gains, and of perplexities also in %."""
+    """The intervals in the text of a page that no two rows have, or not with the difference (without its sign) that stands just
+    before them: rows of its tables, or of all archives if it has none. These have losses and gains, of perplexities also in %."""
     known: list[tuple[float, ...]] = []
-    for name in dict.fromkeys(found[2] for found in TABLE.finditer(text)):
+    for name in dict.fromkeys(found[2] for found in TABLE.finditer(text)) or archives():
         for found in reports[name].differences:
             gain, loss = (found.difference, found.low, found.high), (-found.difference, -found.high, -found.low)
             if reports[name].task.scale is math.log:
@@ -262,7 +262,7 @@ def main() -> None:
         elif path.read_text(encoding="utf-8") != text:
             wrong.append(f"{path.name} (run: python docs/tooling/results.py write)")
         if unknown := unknown_intervals(text, reports):
-            wrong.append(f"{path.name}: no two rows of its tables have the interval {', '.join(unknown)}")
+            wrong.append(f"{path.name}: no two rows have the interval {', '.join(unknown)}")
     if wrong:
         sys.exit("\n".join(["Not what the records give:", *wrong]))
     print(f"{len(archives())} archives: every table and claim is what they give")

@@ -75,7 +75,7 @@ def test_a_stated_interval_that_no_table_has_is_found(folder, monkeypatch):
     unknown = ["+8.2 to +8.9", f"{low} to +7.5", "−3.1 to +8.8", lost]
     assert results.unknown_intervals(page + wrong, reports) == unknown
     (folder / "page.md").write_text(page + wrong)
-    with pytest.raises(SystemExit, match=r"page\.md: no two rows of its tables have the interval \+8\.2 to \+8\.9, "):
+    with pytest.raises(SystemExit, match=r"page\.md: no two rows have the interval \+8\.2 to \+8\.9, "):
         command(monkeypatch, "write")
 
 
