@@ -59,6 +59,8 @@ def keep(grid: Path, name: str) -> None:
     """Archive what the figures of a grid come from, and write its page from the archive. Paths of this machine are left out."""
     if not re.fullmatch(r"\w+", name):
         raise ValueError(f"{name!r}: a name is letters, digits and _")
+    if not (grid / "results.jsonl").exists():
+        raise ValueError(f"{grid} has no results.jsonl: it is not the folder of a grid")
     files = {file: text for file in KEPT if (text := _read(grid / file)) is not None}
     for run in sorted(path.parent for path in grid.glob("row-*/metrics.json")):
         files |= {f"{run.name}/{file}": text for file in SETTINGS + FIGURES if (text := _read(run / file)) is not None}

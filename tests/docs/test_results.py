@@ -99,6 +99,8 @@ def test_an_archive_is_the_same_again_and_names_no_folder_of_a_machine(folder, t
 def test_what_cannot_be_compared_is_said(folder, tmp_path):
     with pytest.raises(ValueError, match=r"'a b': a name is letters"):
         results.keep(tmp_path / "grid", "a b")
+    with pytest.raises(ValueError, match=r"nothing has no results\.jsonl"):
+        results.keep(tmp_path / "nothing", "tiny")
     reports = results.Reports()
     with pytest.raises(ValueError, match=r"other_runs\.tar\.gz does not exist; choose from tiny"):
         results.measure(reports, grid="other", row="3", expects="no loss")
