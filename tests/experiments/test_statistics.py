@@ -160,9 +160,9 @@ def test_a_difference_of_many_rows_can_still_be_real():
 def test_two_rows_have_the_same_interval_in_every_table():
     """Also where there are so many pairs that p takes more draws."""
     rng = np.random.default_rng(0)
-    rows = {str(i): synthetic(rng, seeds=1 + i % 3, spread=0.1, shift=i / 9) for i in range(14)}
+    rows = {str(i): synthetic(rng, seeds=1 + i % 3, spread=0.1, shift=i / 9) for i in range(17)}
     among = {(d.base, d.row): (d.difference, d.low, d.high) for d in compare(rows, log_perplexity)}
-    assert len(among) == 91
+    assert len(among) == 136
     for base, row in (("0", "3"), ("2", "5"), ("1", "13")):
         (alone,) = compare({base: rows[base], row: rows[row]}, log_perplexity)
         assert among[base, row] == pytest.approx((alone.difference, alone.low, alone.high), rel=1e-9)
