@@ -47,6 +47,7 @@ FIGURES = ("metrics.json", "log.jsonl", "items.npy", "translations.txt", HEAD_SC
 PICTURES = {"report": ""} | {name: f"_{name}" for name in ("heads", "attention", "embeddings", "schedules")}
 TABLE = re.compile(r"(?s)(<!-- table (\w+) -->\n).*?(<!-- end -->\n)")
 CLAIMED = re.compile(r"(?s)(<!-- claims -->\n).*?(<!-- end -->\n)")
+# Its two ends, in parentheses, after "interval" or with signs after a comma; and the difference, where it stands just before
 INTERVAL = re.compile(
     r"(?:([\d.]*\d)(?:\s%)?\s)?(?:\(|interval\s|,\s(?=[−+]))([−+]?[\d.]*\d) to ([−+]?[\d.]*\d)(?=[),;:]|\.(?!\d)|\s\()"
 )
@@ -65,12 +66,7 @@ def keep(grid: Path, name: str) -> None:
     for run in sorted(path.parent for path in grid.glob("row-*/metrics.json")):
         files |= {f"{run.name}/{file}": text for file in SETTINGS + FIGURES if (text := _read(run / file)) is not None}
     _write_archive(RESULTS / f"{name}{ENDING}", files)
-    publish_archive(name)
-
-
-def publish_archive(name: str) -> None:
-    with _unpacked(name) as folder:
-        publish(make_report([folder], lambda _: None), RESULTS / f"{name}.html")
+    Reports(publishes=True)[name]
 
 
 def publish(report: Report, path: Path) -> None:
@@ -127,16 +123,20 @@ def archives() -> list[str]:
 
 
 class Reports:
-    """The report of each archive and its Markdown, made once, while the archive is unpacked: a report reads folders late."""
+    """The report of each archive and its Markdown, made once, while the archive is unpacked: a report reads folders late. With
+    `publishes`, its HTML page and pictures are written then, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, publishes: bool = False) -> None:
         self._made: dict[str, tuple[Report, str]] = {}
+        self._publishes = publishes
 
     def _make(self, name: str) -> tuple[Report, str]:
         if name not in self._made:
             with _unpacked(name) as folder:
                 report = make_report([folder], lambda _: None)
                 self._made[name] = report, markdown(report)
+                if self._publishes:
+                    publish(report, RESULTS / f"{name}.html")
         return self._made[name]
 
     def __getitem__(self, name: str) -> Report:
@@ -254,10 +254,7 @@ def main() -> None:
     if arguments.command == "keep":
         keep(arguments.grid, arguments.name)
         return
-    if arguments.command == "write":
-        for name in archives():
-            publish_archive(name)
-    wrong, reports = [], Reports()
+    wrong, reports = [], Reports(publishes=arguments.command == "write")
     for path, text in pages(reports).items():
         if arguments.command == "write":
             path.write_text(text, encoding="utf-8")
