@@ -135,7 +135,7 @@ def classifier(options: argparse.Namespace, out: Path, claims: dict[str, list[An
 def accuracy_table(items: dict[tuple[str, str], list[np.ndarray]], claims: dict[str, list[Any]]) -> str:
     """`items`: (row, engine) -> for each seed, (right, 1, class) of each sentence."""
     compared = compare({", ".join(name): runs for name, runs in items.items()}, accuracy)
-    to_dense = {difference.row: difference for difference in compared if difference.p_first is not None}
+    to_dense = {difference.row: difference for difference in compared if difference.base == compared[0].base}
     lines = []
     for (row, engine), runs in items.items():
         scores = [float(accuracy(run.sum(0))) for run in runs]
@@ -146,7 +146,7 @@ def accuracy_table(items: dict[tuple[str, str], list[np.ndarray]], claims: dict[
         if (difference := to_dense.get(f"{row}, {engine}")) is None:
             lines[-1] += ["", ""]
             continue
-        lines[-1].append(signed(difference) + " *" * difference.significant_to_first)
+        lines[-1].append(signed(difference) + " *" * difference.significant)
         native, exported = (np.mean(items[row, name], axis=0) for name in ("PyTorch", engine))
         (change,) = compare({"PyTorch": [native], "engine": [exported]}, accuracy)
         lines[-1].append("" if engine == "PyTorch" else signed(change))

@@ -219,7 +219,7 @@ def as_tested(report: Report, page: str) -> Report:
     place = next(number for number, heading in enumerate(headings) if heading.startswith("vs row"))
     marked = {line[0] for line in lines if line[place].endswith("*")}
     differences = []
-    for row, base, _, interval, p, p_pairs, _ in rows_of(page, "against")[1:]:
+    for row, base, _, interval, p, p_corrected, _ in rows_of(page, "against")[1:]:
         low, high = (
             math.log(float(end[1:])) if end.startswith("×") else float(end.replace("−", "-"))
             for end in interval.split(" to ")
@@ -232,8 +232,7 @@ def as_tested(report: Report, page: str) -> Report:
                 low=low,
                 high=high,
                 p=number_of(p),
-                p_pairs=number_of(p_pairs),
-                p_first=None if base != first else 0.0 if row in marked else 1.0,
+                p_corrected=number_of(p_corrected) if base != first else 0.0 if row in marked else 1.0,
                 seeds=min(scores[row][1], scores[base][1]) > 1,
             )
         )

@@ -65,7 +65,7 @@ def head_ablation(
 def head_ablation_tests(path: str | Path, score: Callable[[np.ndarray], np.ndarray]) -> dict[str, list[Difference]]:
     """Which single heads count: attention -> a comparison for each head of the model without it and the whole model, of what
     `head_ablation` measured into `path`. A paired bootstrap over the items, as in `compare`, with Holm's correction over all
-    heads in `p_first`; Michel et al. (2019, table 1) underline p < 0.01.
+    heads in `p_corrected`; Michel et al. (2019, table 1) underline p < 0.01.
 
     `score`: sums of items, (..., k), to the score, (...).
 

@@ -5,7 +5,7 @@ A paired bootstrap over test items (Koehn, 2004, as in sacrebleu), with Student'
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -27,17 +27,12 @@ class Difference:
     low: float  # of the 95 % interval, of this comparison alone
     high: float
     p: float  # two-sided
-    p_pairs: float = 1.0  # p after Holm's correction over all pairs
-    p_first: float | None = None  # over the comparisons with the first row; None where neither row is the first
+    p_corrected: float = 1.0  # p after Holm's correction over the family of this pair, see `compare`
     seeds: bool = False  # whether the interval covers the choice of seeds, of both rows
 
     @property
     def significant(self) -> bool:
-        return self.p_pairs < LEVEL
-
-    @property
-    def significant_to_first(self) -> bool:
-        return self.p_first is not None and self.p_first < LEVEL
+        return self.p_corrected < LEVEL
 
     @property
     def unmarked(self) -> str:
@@ -55,7 +50,8 @@ def compare(
 ) -> list[Difference]:
     """Every pair of `rows`, the first named first; with `to_first`, and of `MANY` rows and more, those with the first. Each row
     is one (N, k) array of items a seed, N and its order shared. The interval of two rows depends on these rows alone, and
-    `seed`: it is the same in every table.
+    `seed`: it is the same in every table. A pair belongs to one of two families, and p is corrected within it: the comparisons
+    with the first row, which a grid is made for, and all others.
 
     Raises ValueError where the runs were tested on different numbers of items.
     """
@@ -135,9 +131,5 @@ def _seed_deviations(base: np.ndarray, row: np.ndarray, replicates: int, seed: i
 
 
 def _corrected(differences: list[Difference], first: str) -> list[Difference]:
-    pairs = holm([d.p for d in differences])
-    with_first = iter(holm([d.p for d in differences if d.base == first]))
-    return [
-        Difference(**{**vars(d), "p_pairs": p, "p_first": next(with_first) if d.base == first else None})
-        for d, p in zip(differences, pairs, strict=True)
-    ]
+    corrected = {own: iter(holm([d.p for d in differences if (d.base == first) is own])) for own in (True, False)}
+    return [replace(d, p_corrected=next(corrected[d.base == first])) for d in differences]

@@ -678,7 +678,7 @@ def test_a_difference_of_nothing_is_not_called_significant(tmp_path):
     """Two models that give nonsense for every sentence may differ by 0.004 BLEU in every draw."""
     make_runs(tmp_path)
     report = make_report([tmp_path])
-    tiny, real = (replace(report.differences[0], low=x, difference=x, high=x, p_pairs=0.01) for x in (0.004, 0.4))
+    tiny, real = (replace(report.differences[0], low=x, difference=x, high=x, p_corrected=0.01) for x in (0.004, 0.4))
     report.differences[:2] = [tiny, real]
     _, cells = pair_cells(report)
     assert [line[-1] for line in cells[:2]] == ["too small to show", "significant *"]
@@ -692,17 +692,19 @@ def test_a_difference_is_marked_where_its_digits_show_it(tmp_path, loss, mark):
     row, number = report.rows[1], next(i for i, d in enumerate(report.differences) if d.base == report.rows[0]["row"])
     row[report.task.quality] = (report.rows[0][report.task.quality][0] - loss, 0.0)
     report.differences[number] = replace(
-        report.differences[number], row=row["row"], low=-loss, difference=-loss, high=-loss, p_first=0.01, p_pairs=0.01
+        report.differences[number], row=row["row"], low=-loss, difference=-loss, high=-loss, p_corrected=0.01
     )
     assert table_cells(report)[1][1][3] == f"{report.task.signed(-loss)}{mark}"
     assert any(kind.startswith("Significantly worse") for kind, _ in findings(report)) is bool(mark)
+    verdict = pair_cells(report)[1][number][-1]
+    assert verdict == ("significant *" if mark else "too small to show"), "one pair, one verdict"
 
 
 def test_a_row_that_loses_much_is_no_answer_for_want_of_seeds(tmp_path):
     """Its interval may say what its p, corrected over many rows, cannot."""
     make_runs(tmp_path, rows={"0": ROWS["0"], "1": ("bad", 0.3)}, seeds=(1,))
     report = make_report([tmp_path], lambda text: None)
-    report.differences[0] = replace(report.differences[0], low=-5.8, difference=-4.6, high=-3.5, p_first=0.2)
+    report.differences[0] = replace(report.differences[0], low=-5.8, difference=-4.6, high=-3.5, p_corrected=0.2)
     assert answer(report).startswith("The smaller row is measurably worse than ✓✓✓ all trained (row 0): bad (row 1), ")
     report.differences[0] = replace(report.differences[0], low=-1.8, difference=-0.9, high=0.1)
     assert answer(report).startswith("Smallest without a significant loss (too few seeds to test): bad (row 1), ")

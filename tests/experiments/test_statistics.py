@@ -83,7 +83,7 @@ def test_one_seed_agrees_with_sacrebleus_paired_bootstrap(texts, shares):
     perfect = bleu_items(references, references)
     (alone,) = compare({"perfect": [perfect], "b": rows["b"]}, bleu)
     assert (alone.high - alone.low) / 2 == pytest.approx(theirs[1].ci, rel=0.1), "the spread of row b alone"
-    assert ours.p_pairs == ours.p_first == ours.p
+    assert ours.p_corrected == ours.p
     assert not ours.seeds
 
 
@@ -139,14 +139,25 @@ def test_a_clear_difference_is_found_and_its_direction_and_size():
     assert list(found) == [("0", "same"), ("0", "worse"), ("same", "worse")]
     worse = found["0", "worse"]
     assert worse.significant
-    assert worse.significant_to_first
     assert worse.low < 0.5 < worse.high
     assert worse.low > 0.3
     assert worse.seeds
     assert not found["0", "same"].significant
     assert found["same", "worse"].significant
-    assert found["same", "worse"].p_first is None
-    assert not found["same", "worse"].significant_to_first
+
+
+def test_a_pair_is_corrected_within_its_own_family():
+    """Holm: the smallest of k p-values of a family times k. Comparisons with the first row are one family, all others another."""
+    rng = np.random.default_rng(3)
+    shifts = {"0": 0, "near": 0.04, "far": 1, "farther": 2, "farthest": 3}
+    rows = {name: synthetic(rng, seeds=1, spread=0, shift=shift) for name, shift in shifts.items()}
+    found = compare(rows, log_perplexity)
+    for family in ([d for d in found if d.base == "0"], [d for d in found if d.base != "0"]):
+        by_p = sorted(family, key=lambda d: d.p)
+        assert [d.p_corrected for d in by_p[:2]] == pytest.approx([by_p[0].p * len(family)] * 2)
+    assert found[0].p_corrected == found[0].p, "the largest p of its family stays as it is"
+    alone = compare(rows, log_perplexity, to_first=True)
+    assert [d.p_corrected for d in alone] == [d.p_corrected for d in found[:4]], "other pairs do not change it"
 
 
 def test_a_difference_of_many_rows_can_still_be_real():

@@ -202,7 +202,7 @@ class Report:
     def differs(self, row: dict[str, Any]) -> bool:
         """Whether `row` differs significantly from the first, by so much that the tables show it."""
         difference, test = self.to_first(row)
-        return test is not None and test.significant_to_first and self.shows(difference)
+        return test is not None and test.significant and self.shows(difference)
 
     def to_first(self, row: dict[str, Any]) -> tuple[float, Difference | None]:
         """The difference of mean scores between `row` and the first, and its test where there is one."""

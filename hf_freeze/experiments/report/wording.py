@@ -122,9 +122,7 @@ def method(report: Report) -> str:
         + "Among many comparisons some differ by luck, so p is corrected by Holm's method: over the comparisons with row "
         f"{report.rows[0]['row']}"
         + (
-            " for the marks of the first table, and over all pairs for those of the second."
-            if report.all_pairs
-            else "."
+            ", and over all other pairs apart from these." if report.all_pairs else "."
         )
     )
 
@@ -149,9 +147,9 @@ def pair_cells(report: Report) -> tuple[list[str], list[list[str]]]:
     for d in report.differences:
         low, high = signed(d.low, 2), signed(d.high, 2)
         verdict = "significant *" if d.significant else d.unmarked
-        if low == high == signed(0.0, 2):  # both models give nonsense, such as one word for every sentence
+        # With many test items, or where both models give nonsense, such as one word for every sentence:
+        if (d.significant and not report.shows(d.difference)) or low == high == signed(0.0, 2):
             verdict = "too small to show"
-        cells.append(
-            [d.row, d.base, signed(d.difference, 2), f"{low} to {high}", p_value(d.p), p_value(d.p_pairs), verdict]
-        )
+        numbers = signed(d.difference, 2), f"{low} to {high}", p_value(d.p), p_value(d.p_corrected)
+        cells.append([d.row, d.base, *numbers, verdict])
     return ["row", "against", "difference", "95 % interval", "p", "p corrected", ""], cells

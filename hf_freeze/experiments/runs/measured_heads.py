@@ -53,7 +53,7 @@ def measure(
             scores = analysis.head_ablation(model, evaluate=evaluate, keep_one=name == "one_head", path=path)
             if path is not None:
                 tests = analysis.head_ablation_tests(path, comparison.score)
-                head_tests[name] = {attention: [test.p_first for test in of] for attention, of in tests.items()}
+                head_tests[name] = {attention: [test.p_corrected for test in of] for attention, of in tests.items()}
         head_scores[name] = {attention: values.tolist() for attention, values in scores.items()}
     if trainer.is_world_process_zero():
         write_whole(folder / HEAD_SCORES, json.dumps(head_scores, indent=1) + "\n")
