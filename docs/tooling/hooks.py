@@ -1,5 +1,6 @@
 """What mkdocs does beyond its settings: pages from outside docs/, links as GitHub reads them, and search without a network."""
 
+import functools
 import posixpath
 import re
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 import notebooks
+import results
 
 ROOT = Path(__file__).parents[2]
 # What the site shows from outside docs/. On the site these files keep their path, and those of docs/ lose the first folder.
 OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff", "recipes/**/*.md", "recipes/**/*.yaml", "recipes/**/*.py")
-REPORTS = "docs/results/*.html"
+REPORTS = "docs/results/*.html"  # those that no archive gives; the others are made for the site
+MADE = ROOT / "build" / "reports"
+ARCHIVE = re.compile(rf"\[[^\]]*\]\((\w+){re.escape(results.ENDING)}\)")
 NOTEBOOKS = "notebooks/*.ipynb"  # pages with the outputs that the files hold
 HOME = "index.md"  # of the site is README.md
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
@@ -20,7 +24,10 @@ CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages from outside docs/, and the reports, whose names are those of pages: `a.md` becomes `a.html` too."""
+    """Add the pages from outside docs/, and the reports, whose names are those of pages: `a.md` becomes `a.html` too. The report
+    of each archive is made."""
+    for report in _reports():
+        files.append(File.generated(config, f"results/{report.stem}_report.html", abs_src_path=str(report)))
     for pattern in ("README.md", *OUTSIDE, REPORTS):
         for path in sorted(ROOT.glob(pattern)):
             files.append(File.generated(config, site_path(path.relative_to(ROOT).as_posix()), abs_src_path=str(path)))
@@ -28,6 +35,12 @@ def on_files(files: Files, config: Any) -> Files:
         page = site_path(path.relative_to(ROOT).as_posix())
         files.append(File.generated(config, page, content=notebooks.page_of(path)))
     return files
+
+
+@functools.cache  # `mkdocs serve` calls for each change
+def _reports() -> list[Path]:
+    results.write_html(MADE)
+    return [MADE / f"{name}.html" for name in results.archives()]
 
 
 def site_path(path: str) -> str:
@@ -62,7 +75,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"{opening}{new}{anchor or ''}{closing}"
 
     pieces = re.split(f"({CODE.pattern})", markdown, flags=CODE.flags)
-    return "".join(piece if number % 2 else LINK.sub(moved, piece) for number, piece in enumerate(pieces))
+    text = "".join(piece if number % 2 else LINK.sub(moved, piece) for number, piece in enumerate(pieces))
+    return ARCHIVE.sub(r"[page](\1_report.html), \g<0>", text) if here.startswith("docs/results/") else text
 
 
 def on_post_page(output: str, **_: Any) -> str:

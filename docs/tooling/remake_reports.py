@@ -45,7 +45,7 @@ def remake(path: Path) -> None:
         write_runs(path, page, records, grid)
         report = as_tested(make_report([grid], lambda _: None), page)
         check(report, page)
-        publish(report, path)
+        publish(report, path.stem, html=path.parent, pictures=path.parent)
 
 
 def write_runs(path: Path, page: str, records: list[dict[str, Any]], grid: Path) -> None:

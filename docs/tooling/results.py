@@ -1,14 +1,15 @@
 """Published grids: docs/results keeps what their figures were computed from, and every figure can be computed again.
 
-    python docs/tooling/results.py keep GRID NAME    # the folder of a grid -> NAME_runs.tar.gz, NAME.html, its pictures
-    python docs/tooling/results.py write             # from the archives: NAME.html, pictures, the generated parts of the pages
+    python docs/tooling/results.py keep GRID NAME    # the folder of a grid -> NAME_runs.tar.gz and its pictures
+    python docs/tooling/results.py write             # from the archives: pictures and the generated parts of the pages
     python docs/tooling/results.py check             # whether these parts are those that the archives give: make results-check
+    python docs/tooling/results.py html FOLDER       # from the archives: their HTML pages, NAME.html; the site has them too
 
 `check` also looks for each interval that the rest of such a page states, as (0.1 to 1.7; three seeds), "interval −0.1 to +1.7" or
 (0.1 lost to 1.7 gained), among those of its tables.
 
 An archive holds settings, records, logs, test items and outputs of each run, and no weights; `hf-freeze report` makes the
-page of an unpacked one. In a page, what stands between `<!-- table NAME -->` and `<!-- end -->` is written from the archive
+page of an unpacked one, too. In a page, what stands between `<!-- table NAME -->` and `<!-- end -->` is written from the archive
 NAME, and between `<!-- claims -->` and `<!-- end -->` from claims.yaml, whose comparisons are computed from the archives.
 """
 
@@ -57,7 +58,7 @@ EXPECTED = ("no loss", "a loss", "a gain")
 
 
 def keep(grid: Path, name: str) -> None:
-    """Archive what the figures of a grid come from, and write its page from the archive. Paths of this machine are left out."""
+    """Archive what the figures of a grid come from, and draw its pictures from the archive. Paths of this machine are left out."""
     if not re.fullmatch(r"\w+", name):
         raise ValueError(f"{name!r}: a name is letters, digits and _")
     if not (grid / "results.jsonl").exists():
@@ -66,17 +67,18 @@ def keep(grid: Path, name: str) -> None:
     for run in sorted(path.parent for path in grid.glob("row-*/metrics.json")):
         files |= {f"{run.name}/{file}": text for file in SETTINGS + FIGURES if (text := _read(run / file)) is not None}
     _write_archive(RESULTS / f"{name}{ENDING}", files)
-    Reports(publishes=True)[name]
+    Reports(pictures=RESULTS)[name]
 
 
-def publish(report: Report, path: Path) -> None:
-    """Write the page of a report to `path`, and its pictures beside it."""
+def publish(report: Report, name: str, *, html: Path | None = None, pictures: Path | None = None) -> None:
+    """Write the page of a report to the folder `html`, and its pictures to the folder `pictures`."""
     with tempfile.TemporaryDirectory() as out:
         write_pages([report], Path(out))
-        shutil.copy(Path(out, "report.html"), path)
-        for name, end in PICTURES.items():
-            if Path(out, f"{name}.png").exists():
-                shutil.copy(Path(out, f"{name}.png"), path.with_name(f"{path.stem}{end}.png"))
+        if html is not None:
+            shutil.copy(Path(out, "report.html"), html / f"{name}.html")
+        for picture, end in PICTURES.items():
+            if pictures is not None and Path(out, f"{picture}.png").exists():
+                shutil.copy(Path(out, f"{picture}.png"), pictures / f"{name}{end}.png")
 
 
 def _read(path: Path) -> bytes | None:
@@ -123,20 +125,20 @@ def archives() -> list[str]:
 
 
 class Reports:
-    """The report of each archive and its Markdown, made once, while the archive is unpacked: a report reads folders late. With
-    `publishes`, its HTML page and pictures are written then, too."""
+    """The report of each archive and its Markdown, made once, while the archive is unpacked: a report reads folders late. Its
+    HTML page and pictures are written then, too, to the folders that are given."""
 
-    def __init__(self, publishes: bool = False) -> None:
+    def __init__(self, *, html: Path | None = None, pictures: Path | None = None) -> None:
         self._made: dict[str, tuple[Report, str]] = {}
-        self._publishes = publishes
+        self._folders = {"html": html, "pictures": pictures}
 
     def _make(self, name: str) -> tuple[Report, str]:
         if name not in self._made:
             with _unpacked(name) as folder:
                 report = make_report([folder], lambda _: None)
                 self._made[name] = report, markdown(report)
-                if self._publishes:
-                    publish(report, RESULTS / f"{name}.html")
+                if any(self._folders.values()):
+                    publish(report, name, **self._folders)
         return self._made[name]
 
     def __getitem__(self, name: str) -> Report:
@@ -225,7 +227,13 @@ def measure(reports: Reports, *, grid: str, row: str, base: str = "0", expects: 
     words = f"{report.task.signed(found.difference)} {report.task.unit} of {quality(report, first)}"
     words += f" ({interval(report, found)}; {seeds_in_words(first, second)})"
     holds = verdict(report.task, found, expects) + " (one seed)" * (not found.seeds)
-    return f"{words}, row {row} of [{grid}]({grid}.html)", holds
+    return f"{words}, row {row} of [{grid}]({page_of(grid)})", holds
+
+
+def page_of(name: str) -> str:
+    """The page that has the table of an archive, or else the archive itself."""
+    texts = ((path.name, path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.md")))
+    return next((page for page, text in texts if f"<!-- table {name} -->" in text), f"{name}{ENDING}")
 
 
 def verdict(task: TaskScoring, found: Difference, expects: str) -> str:
@@ -242,19 +250,31 @@ def verdict(task: TaskScoring, found: Difference, expects: str) -> str:
     return "holds" if holds else "does not hold" if fails else "not told apart"
 
 
+def write_html(folder: Path) -> None:
+    """NAME.html of each archive."""
+    folder.mkdir(parents=True, exist_ok=True)
+    reports = Reports(html=folder)
+    for name in archives():
+        reports[name]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     kept = commands.add_parser("keep", help="archive the folder of a grid")
     kept.add_argument("grid", type=Path)
     kept.add_argument("name")
-    commands.add_parser("write", help="write all pages from the archives")
+    commands.add_parser("write", help="write the tables and pictures of all pages from the archives")
     commands.add_parser("check", help="compare what they say with the archives")
+    commands.add_parser("html", help="write the HTML page of each archive").add_argument("folder", type=Path)
     arguments = parser.parse_args()
+    if arguments.command == "html":
+        write_html(arguments.folder)
+        return
     if arguments.command == "keep":
         keep(arguments.grid, arguments.name)
         return
-    wrong, reports = [], Reports(publishes=arguments.command == "write")
+    wrong, reports = [], Reports(pictures=RESULTS if arguments.command == "write" else None)
     for path, text in pages(reports).items():
         if arguments.command == "write":
             path.write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
 """How much worse a trained model becomes with fewer layers, heads, neurons or ranks, measured before any training."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +78,12 @@ def total_loss(model: Any, batches: Iterable[Mapping[str, Any]]) -> tuple[float,
 
 
 def sensitivity(
-    model: Any, batches: Sequence[Mapping[str, Any]], *, heads: bool = True, ranks: bool = True
+    model: Any,
+    batches: Sequence[Mapping[str, Any]],
+    *,
+    heads: bool = True,
+    ranks: bool = True,
+    watch: Callable[[str], Any] = lambda text: None,
 ) -> Sensitivity:
     """Measure what each kind of part is worth to a trained model.
 
@@ -86,7 +91,7 @@ def sensitivity(
     quarter of 8 batches or more decides which one that is, and all of them give the loss;
     heads and neurons by their first-order importance for the loss, each stack by itself; the linears of its FFNs, or of its
     attentions, become the nearest ones of lower rank (`methods.LowRank`). `heads`, `ranks`: whether to measure fewer heads, and
-    lower ranks of linears and token tables.
+    lower ranks of linears and token tables. `watch` is told of each measurement, in words.
 
     `batches`: held-out data with labels, as dicts of tensors for the forward; they are gone through about once for each result.
     The model does not change.
@@ -105,6 +110,7 @@ def sensitivity(
         except ValueError:
             return None
         used = encoded if stack == "decoder" else batches
+        watch(f"{method.name.replace('_', ' ')} of the {stack or 'tables'}")
         return total_loss(small, used[::_PART] if part else used)[0]
 
     ranked_on_part = len(batches) >= 2 * _PART

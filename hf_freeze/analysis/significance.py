@@ -27,7 +27,7 @@ class Difference:
     low: float  # of the 95 % interval, of this comparison alone
     high: float
     p: float  # two-sided
-    p_corrected: float = 1.0  # p after Holm's correction over the family of this pair, see `compare`
+    p_corrected: float = 1.0  # p after Holm's correction, as `compare` says
     seeds: bool = False  # whether the interval covers the choice of seeds, of both rows
 
     @property
@@ -50,8 +50,8 @@ def compare(
 ) -> list[Difference]:
     """Every pair of `rows`, the first named first; with `to_first`, and of `MANY` rows and more, those with the first. Each row
     is one (N, k) array of items a seed, N and its order shared. The interval of two rows depends on these rows alone, and
-    `seed`: it is the same in every table. A pair belongs to one of two families, and p is corrected within it: the comparisons
-    with the first row, which a grid is made for, and all others.
+    `seed`: it is the same in every table. p of a comparison with the first row, which a grid is made for, is corrected over these
+    comparisons; that of any other pair over all pairs.
 
     Raises ValueError where the runs were tested on different numbers of items.
     """
@@ -131,5 +131,9 @@ def _seed_deviations(base: np.ndarray, row: np.ndarray, replicates: int, seed: i
 
 
 def _corrected(differences: list[Difference], first: str) -> list[Difference]:
-    corrected = {own: iter(holm([d.p for d in differences if (d.base == first) is own])) for own in (True, False)}
-    return [replace(d, p_corrected=next(corrected[d.base == first])) for d in differences]
+    pairs = holm([d.p for d in differences])
+    with_first = iter(holm([d.p for d in differences if d.base == first]))
+    return [
+        replace(d, p_corrected=next(with_first) if d.base == first else p)
+        for d, p in zip(differences, pairs, strict=True)
+    ]

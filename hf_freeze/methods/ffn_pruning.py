@@ -2,6 +2,7 @@
 Molchanov et al., 2017, https://arxiv.org/abs/1611.06440).
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,7 +36,8 @@ class FFNPruning(Method):
     `{"decoder.0.experts": [[0, 3, ...], [1, 2, ...], ...]}`.
 
     The magnitude of a neuron is the product of the norm of its input weights and the norm of its output weights. `merge()`
-    gives a native model: of the smaller width if all layers have the same width, otherwise padded with zero neurons.
+    gives a native model: of the smaller width if all layers have the same width, otherwise padded with zero neurons. Warns where all
+    neurons are kept.
 
     After a Freeze that makes an FFN random, the config names the neurons that `width` keeps, and they keep their random values.
     Of fresh weights, `width` then keeps the first neurons.
@@ -135,15 +137,19 @@ class FFNPruning(Method):
         return {block: (blocks[block], count) for block, count in counts.items() if count is not None}
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
+        removed = 0
         for block, (neurons, count) in self._blocks(architecture, model.config).items():
             neurons.check_selectable(model, self.name)
             width = neurons.count(model)
+            removed += width - count
             if self.keep is None and count > width:
                 field = "width" if count == self.width else "expert_width"
                 raise ValueError(f"FFNPruning({field}={count}) of {block!r}: must be in 1..{width}")
             if self.keep is not None:
                 self._check_kept(block, self.keep[block], neurons.first(model, width))
             neurons.resize(model, count)
+        if not removed:
+            warnings.warn(f"{self} keeps all neurons of its FFNs: nothing is removed", stacklevel=2)
 
     def _check_kept(self, block: str, kept: Any, all_neurons: Any) -> None:
         """Raise ValueError for neurons or a number of experts that the FFN does not have."""

@@ -50,9 +50,12 @@ def test_a_page_is_written_and_a_changed_figure_is_found(folder, monkeypatch):
     assert "| 2.1 | ✓✗✓ attention random |" in text
     assert "](tiny.png)" in text
     assert (folder / "tiny.png").exists()
+    assert not list(folder.glob("*.html")), "only the site has them"
+    command(monkeypatch, "html", folder / "new" / "html")
+    assert "<h1" in (folder / "new" / "html" / "tiny.html").read_text("utf-8")
     claimed = (folder / "README.md").read_text("utf-8")
     assert "### Which parts?" in claimed
-    assert "3 seeds), row 2.1 of [tiny](tiny.html) | does not hold |" in claimed
+    assert "3 seeds), row 2.1 of [tiny](page.md) | does not hold |" in claimed
     assert "| All is well (Nobody) | – | – | not tested |" in claimed
     command(monkeypatch, "check")
     for page in ("page.md", "README.md"):

@@ -1,5 +1,6 @@
 """Reports of hand-made runs: what is read, merged and refused, the tables, the plots and the page."""
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -17,7 +18,7 @@ from hf_freeze.experiments.report.build import make_report
 from hf_freeze.experiments.report.findings import answer, findings
 from hf_freeze.experiments.report.finished_runs import read_results, read_runs
 from hf_freeze.experiments.report.plots.draw import draw, svg_plots
-from hf_freeze.experiments.report.plots.style import named
+from hf_freeze.experiments.report.plots.style import SIZE, named
 from hf_freeze.experiments.report.table import table_cells
 from hf_freeze.experiments.report.wording import pair_cells, setting_in_words
 from hf_freeze.experiments.report.write import write_report
@@ -388,6 +389,24 @@ def test_sizes_far_apart_are_on_a_logarithmic_axis(tmp_path, smallest, scale):
         assert {"0.05", "1"} <= {label.get_text() for label in axes.get_xticklabels()}
     assert cost_figure(report, "share").axes[0].get_xscale() == "linear"
     assert "stored" in svg_plots(report)
+
+
+@pytest.mark.parametrize("worst", [37.6, 45, 100, 130, 4000, 1e6])
+def test_the_labels_of_a_logarithmic_axis_do_not_overlap(worst):
+    from matplotlib.figure import Figure
+
+    from hf_freeze.experiments.report.plots.costs import set_score_axis
+
+    axes = Figure(figsize=SIZE).subplots()
+    axes.plot([1, 2], [37.5, worst])
+    set_score_axis(axes, SimpleNamespace(task=SCORING["language-modelling"]))
+    axes.figure.draw_without_rendering()
+    labels = axes.yaxis.get_ticklabels(minor=True) + axes.yaxis.get_ticklabels()
+    low, high = axes.get_ylim()
+    boxes = sorted((one.get_window_extent() for one in labels if one.get_text()), key=lambda box: box.y0)
+    boxes = [box for box in boxes if axes.bbox.y0 <= (box.y0 + box.y1) / 2 <= axes.bbox.y1]
+    assert len(boxes) >= 2, (low, high)
+    assert all(one.y1 < other.y0 for one, other in itertools.pairwise(boxes))
 
 
 def test_plots_show_the_parameters_where_all_rows_train_the_same_share(tmp_path):

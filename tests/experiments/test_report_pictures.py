@@ -22,7 +22,8 @@ PUBLISHED = ROOT / "docs" / "results"
 METRICS = {"test_bleu": 20.0, "test_chrf": 50.0, "test_perplexity": 9.0, "test_accuracy": 0.8}
 METRICS |= {"dev_perplexity": 7.4, "dev_accuracy": 0.7, "test_f1": 0.8, "test_pearson": 0.9}
 # Loads the pages one after the other in a frame of the same origin, and each of their pictures once more with the frame's own
-# `Image`, which is under the policy of the page. `naturalWidth` is 0 for a picture that the browser does not show.
+# `Image`, which is under the policy of the page. `naturalWidth` is 0 for a picture that the browser does not show. Drawings are
+# part of the page: theirs is the width of the largest of their paths, and 0 where nothing is drawn.
 DRIVER = """<!doctype html><pre id="result"></pre><script>
 const widthOf = (frame, address) => new Promise(done => {
   const image = new frame.contentWindow.Image();
@@ -39,7 +40,10 @@ const widthOf = (frame, address) => new Promise(done => {
     await loaded;
     const pictures = [...frame.contentDocument.querySelectorAll("img, image")];
     const addresses = pictures.map(picture => picture.src || picture.href.baseVal);
-    widths[page] = await Promise.all(addresses.map(address => widthOf(frame, address)));
+    frame.contentDocument.querySelectorAll("details").forEach(details => { details.open = true; });
+    const drawings = [...frame.contentDocument.querySelectorAll("figure svg")];
+    const drawn = drawings.map(svg => Math.max(0, ...[...svg.querySelectorAll("path")].map(path => path.getBBox().width)));
+    widths[page] = [...drawn, ...await Promise.all(addresses.map(address => widthOf(frame, address)))];
     frame.remove();
   }
   document.getElementById("result").textContent = JSON.stringify(widths);
@@ -94,11 +98,11 @@ def write_page(folder, task):
 
 
 @needs_browser
-def test_every_picture_of_every_kind_of_page_is_shown(widths, tmp_path):
+def test_every_picture_of_every_kind_of_page_is_shown(widths, pictures, tmp_path):
     folder = tmp_path / "pages"
     for task in SCORING:
         write_page(folder / task, task)
-    runs = [folder / task / "runs" for task in SCORING]
+    runs = [folder / task / "runs" for task in list(SCORING)[:2]]
     write_reports(*runs, out=folder / "several", say=lambda _: None)
     shown = widths(folder)
     assert set(shown) == {f"{name}/report.html" for name in (*SCORING, "several")}

@@ -1,6 +1,7 @@
 """FFNPruning: which neurons it keeps, that the others count nothing, and what it merges to."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -237,6 +238,17 @@ def test_a_setting_that_does_not_fit_the_backbone_is_refused(arguments, message)
     for backbone in (native(MARIAN), native(MARIAN).config):
         with pytest.raises(ValueError, match=message):
             make_variant(backbone, [FFNPruning(**arguments)], task="seq2seq-lm")
+
+
+def test_to_keep_all_neurons_is_said():
+    width = native(MARIAN).config.encoder_ffn_dim
+    with pytest.warns(
+        UserWarning, match=rf"FFNPruning\(width={width}.* keeps all neurons of its FFNs: nothing is removed"
+    ):
+        make_variant(native(MARIAN), [FFNPruning(width=width)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_variant(native(MARIAN), [FFNPruning(keep={"encoder.0.ffn": list(range(width - 1))})])
 
 
 def test_neurons_of_a_random_ffn():

@@ -61,11 +61,14 @@ def gradients(model, batch):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def alike(actual, expected, **tolerance):
+def alike(actual, expected, tolerance):
+    """`tolerance`: of the largest entry of a tensor. Sums in another order, which depends on the CPU's vector instructions, differ
+    by the rounding errors of their terms, also where a sum is small."""
     assert expected
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, **tolerance)
+        error = max(tolerance * float(value.abs().max()), 1e-6)
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=error)
 
 
 @pytest.mark.parametrize(("architecture", "applied", "mode"), CELLS)
@@ -81,22 +84,22 @@ def test_weights_are_the_same_bits_and_give_the_same_outputs(architecture, appli
     assert streamed_names(model) == matrices(model) != set()
     for name, value in values.items():
         assert torch.equal(model.get_parameter(name), value), name
-    alike(outputs(model, batch), expected, rtol=1e-5, atol=1e-6)
-    alike(gradients(model, batch), grads, rtol=1e-4, atol=1e-6)
+    alike(outputs(model, batch), expected, 2e-6)
+    alike(gradients(model, batch), grads, 1e-5)
     assert count_parameters(model) == counts
     # Saved and loaded, without ever being resident; and the checkpoint knows nothing of it.
     model.eval().save_pretrained(tmp_path)
     loaded = case.auto_class.from_pretrained(tmp_path, seeded_execution=mode)
     assert streamed_names(loaded) == matrices(model)
     assert loaded.seeded_execution == mode
-    alike(outputs(loaded, batch), expected, rtol=1e-5, atol=1e-6)
+    alike(outputs(loaded, batch), expected, 2e-6)
     plain, _ = reload(case, tmp_path)
     assert plain.seeded_execution == "resident"
     assert differences(outputs(plain, batch), expected) == []
     assert "execution" not in (tmp_path / "config.json").read_text()
     merged = model.merge().eval()
     assert not streamed_names(merged)
-    alike(outputs(merged, batch), expected, rtol=1e-4, atol=1e-5)
+    alike(outputs(merged, batch), expected, 1e-5)
     assert streamed_names(model) == matrices(model)
     model.set_seeded_execution("resident")
     assert not streamed_names(model)
@@ -115,13 +118,13 @@ def test_lower_precision_and_autocast(name, dtype):
     streamed = copy.deepcopy(model)
     streamed.set_seeded_execution("streamed")
     expected = outputs(model, batch)
-    alike(outputs(streamed, batch), expected, rtol=0.02, atol=0.02)
+    alike(outputs(streamed, batch), expected, 0.02)
     assert next(iter(outputs(streamed, batch).values())).dtype == next(iter(expected.values())).dtype
     model = build(case)
     with torch.autocast("cpu", dtype):
         expected = outputs(model, batch)
         model.set_seeded_execution("streamed")
-        alike(outputs(model, batch), expected, rtol=0.02, atol=0.02)
+        alike(outputs(model, batch), expected, 0.02)
     # Cast after it was streamed.
     assert model.to(dtype).get_parameter(next(iter(matrices(model)))).dtype == dtype
     assert streamed_names(model) == matrices(model)
@@ -137,7 +140,7 @@ def test_loaded_in_a_lower_precision(tmp_path):
     ]
     for name in models[0].seeded_tensors:
         assert torch.equal(*(model.get_parameter(name) for model in models))
-    alike(*(outputs(model, case.batch()) for model in reversed(models)), rtol=0.02, atol=0.02)
+    alike(*(outputs(model, case.batch()) for model in reversed(models)), 0.02)
 
 
 @pytest.mark.parametrize("name", ["marian", "gpt2"])
@@ -157,7 +160,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     expected = gradients(model, batch)
     model.set_seeded_execution("streamed")
     model.gradient_checkpointing_enable()
-    alike(gradients(model, batch), expected, rtol=1e-4, atol=1e-6)
+    alike(gradients(model, batch), expected, 1e-5)
 
 
 def test_the_gradient_to_the_input_can_be_differentiated_again():
@@ -191,7 +194,7 @@ def test_the_trainer_trains_it_as_in_memory(name, tmp_path):
         assert bool(streamed_names(model)) == (mode == "streamed")
         return {key: value.clone() for key, value in model.state_dict().items()}
 
-    alike(trained("streamed"), trained("resident"), rtol=1e-3, atol=1e-5)
+    alike(trained("streamed"), trained("resident"), 1e-4)
     loaded = case.auto_class.from_pretrained(tmp_path / "streamed" / "checkpoint-3")
     assert all(digest(loaded.get_parameter(n)) for n in loaded.seeded_tensors)
 
@@ -256,7 +259,7 @@ def test_adapters_go_into_a_streamed_variant():
     model.set_seeded_execution("streamed")
     torch.manual_seed(0)
     adapted = peft.get_peft_model(model, settings)
-    alike(gradients(adapted, batch), expected, rtol=1e-4, atol=1e-6)
+    alike(gradients(adapted, batch), expected, 1e-5)
     with pytest.raises(RuntimeError, match="is defined by a seed and has no memory to write to"):
         adapted.merge_adapter()
 
@@ -267,7 +270,7 @@ def test_a_map_of_one_device(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = case.auto_class.from_pretrained(tmp_path, device_map="cpu", seeded_execution="streamed")
     assert streamed_names(loaded) == matrices(model)
-    alike(outputs(loaded, case.batch()), outputs(model, case.batch()), rtol=1e-5, atol=1e-6)
+    alike(outputs(loaded, case.batch()), outputs(model, case.batch()), 2e-6)
 
 
 def test_what_only_the_whole_defines_stays_resident_with_one_warning():
@@ -282,7 +285,7 @@ def test_what_only_the_whole_defines_stays_resident_with_one_warning():
     assert len(caught) == 1
     assert streamed_names(model)
     assert not any("fc" in name for name in streamed_names(model))
-    alike(outputs(model, batch), expected, rtol=1e-5, atol=1e-6)
+    alike(outputs(model, batch), expected, 2e-6)
 
 
 def test_unknown_modes_and_changed_tensors_are_refused(tmp_path):
@@ -317,10 +320,10 @@ def test_without_a_compiler_there_is_one_warning(monkeypatch, tmp_path):
         with pytest.warns(UserWarning, match=message) as caught:
             model.set_seeded_execution("fused")
         assert len(caught) == 1
-        alike(outputs(model, batch), expected, rtol=1e-5, atol=1e-6)
+        alike(outputs(model, batch), expected, 2e-6)
         with pytest.warns(UserWarning, match=message):
             loaded = case.auto_class.from_pretrained(tmp_path, seeded_execution="fused")
-        alike(outputs(loaded, batch), expected, rtol=1e-5, atol=1e-6)
+        alike(outputs(loaded, batch), expected, 2e-6)
     finally:
         why_not.cache_clear()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,8 @@ class Compression:
         def measure() -> dict[str, Any]:
             self.say("measuring what layers, heads, neurons and ranks are worth")
             model = self.trainings.model(whole)
-            return asdict(sensitivity(model, self.trainings.sample(whole, model), heads=keeps, ranks=keeps))
+            batches, tell = self.trainings.sample(whole, model), partial(self.progress.goes_on, "sensitivity")
+            return asdict(sensitivity(model, batches, heads=keeps, ranks=keeps, watch=tell))
 
         return Sensitivity.from_json(self._once("sensitivity", measure))
 

@@ -32,7 +32,8 @@ _OTHER = "measuring a shape or a candidate in the engine"
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a callback gets: after each phase that was not kept from before, and while models are trained.
+    """What a callback gets: after each phase that was not kept from before, before each measurement of a part, and while models
+    are trained.
 
     `phase`: its name in phases.json, or "training". `text`: what was done. `share`: of all epochs, 0 to 1. `seconds_left`:
     estimated from the trainings so far, and at most what is left of `hours`; None while neither is known. `best`: the smaller
@@ -117,6 +118,10 @@ class Progress:
     def phase_ended(self, name: str) -> None:
         self._phase_began = time.monotonic()
         self._tell(name, _PHASES.get(name, _OTHER), written=True)
+
+    def goes_on(self, name: str, text: str) -> None:
+        """Tell of a part of a phase that has many."""
+        self._tell(name, f"{_PHASES[name]}: {text}", written=True)
 
     def heard(self, run: Mapping[str, Any], message: Mapping[str, Any]) -> None:
         """What a training says, as `run_grid` passes it on."""

@@ -120,10 +120,7 @@ def method(report: Report) -> str:
         f"of {middle}; p (two-sided) is the probability that chance alone gives a difference as large. "
         + ("For rows with several seeds, Student's t adds the spread between seeds. " if several else "")
         + "Among many comparisons some differ by luck, so p is corrected by Holm's method: over the comparisons with row "
-        f"{report.rows[0]['row']}"
-        + (
-            ", and over all other pairs apart from these." if report.all_pairs else "."
-        )
+        f"{report.rows[0]['row']}" + (" for these, and over all pairs for the others." if report.all_pairs else ".")
     )
 
 

@@ -2,11 +2,11 @@
 
 import math
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
 from hf_freeze.experiments.report.plots.point_names import name_points
 from hf_freeze.experiments.report.plots.style import FRONT, OTHER, SIZE
@@ -71,9 +71,22 @@ def set_score_axis(axes: Any, report: Report) -> None:
     axes.set_ylabel(f"{report.task.name} ({'higher' if report.task.higher else 'lower'} is better)")
     if not report.task.higher:
         axes.set_yscale("log")
-        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            set_formatter(ScalarFormatter())
+        axes.yaxis.set_major_locator(_FewTicks())
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.margins(y=0.14)
+
+
+class _FewTicks(Locator):
+    """Of a logarithmic axis of any length: some round numbers, so few that their labels do not overlap."""
+
+    def __call__(self) -> Sequence[float]:
+        return self.tick_values(*self.axis.get_view_interval())
+
+    def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
+        if vmax < 5 * vmin:
+            return MaxNLocator(6).tick_values(vmin, vmax)
+        return LogLocator(subs=(1, 2, 5) if vmax < 300 * vmin else (1,)).tick_values(vmin, vmax)
 
 
 def _edge(report: Report) -> float | None:
