@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import results
 from mkdocs.structure.files import File, Files
 
 import notebooks
-import results
 
 ROOT = Path(__file__).parents[2]
 # What the site shows from outside docs/. On the site these files keep their path, and those of docs/ lose the first folder.

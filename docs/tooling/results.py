@@ -58,7 +58,7 @@ EXPECTED = ("no loss", "a loss", "a gain")
 
 
 def keep(grid: Path, name: str) -> None:
-    """Archive what the figures of a grid come from, and draw its pictures from the archive. Paths of this machine are left out."""
+    """Archive what the figures of a grid come from, and draw its pictures. Paths of this machine are left out."""
     if not re.fullmatch(r"\w+", name):
         raise ValueError(f"{name!r}: a name is letters, digits and _")
     if not (grid / "results.jsonl").exists():

@@ -36,8 +36,8 @@ class FFNPruning(Method):
     `{"decoder.0.experts": [[0, 3, ...], [1, 2, ...], ...]}`.
 
     The magnitude of a neuron is the product of the norm of its input weights and the norm of its output weights. `merge()`
-    gives a native model: of the smaller width if all layers have the same width, otherwise padded with zero neurons. Warns where all
-    neurons are kept.
+    gives a native model: of the smaller width if all layers have the same width, otherwise padded with zero neurons.
+    Warns where all neurons are kept.
 
     After a Freeze that makes an FFN random, the config names the neurons that `width` keeps, and they keep their random values.
     Of fresh weights, `width` then keeps the first neurons.

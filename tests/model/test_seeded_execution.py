@@ -62,8 +62,8 @@ def gradients(model, batch):
 
 
 def alike(actual, expected, tolerance):
-    """`tolerance`: of the largest entry of a tensor. Sums in another order, which depends on the CPU's vector instructions, differ
-    by the rounding errors of their terms, also where a sum is small."""
+    """`tolerance`: of the largest entry of a tensor. Sums in another order, which depends on the CPU's vector instructions,
+    differ by the rounding errors of their terms, also where a sum is small."""
     assert expected
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
