@@ -4,7 +4,6 @@ A guide is docs/methods/<registered name>.md. Its facts and the first columns of
 last column of that table, and all text, is written by hand and stays. A method without a guide gets a skeleton.
 """
 
-import functools
 import inspect
 import json
 import re
@@ -63,7 +62,6 @@ def facts(method: type[Method]) -> str:
     return "| fact | value |\n| --- | --- |\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
 
 
-@functools.cache
 def kept_by(method: type[Method]) -> str:
     """The formats of export that keep what the method saves."""
     formats = surviving_formats(method)

@@ -1,4 +1,4 @@
-"""What the commands that only tell know of methods and architectures, from `facts.json`: they import neither torch nor transformers.
+"""What commands that only tell know of methods and architectures, from `facts.json`: so they import no torch and no transformers.
 
 `python docs/tooling/method_guides.py` writes the file from the registries.
 """
@@ -20,7 +20,7 @@ FILE = Path(__file__).with_name("facts.json")
 
 @functools.cache
 def read() -> dict[str, Any]:
-    """"methods": name -> what `_of_method` gives; "architectures": name -> its tasks and stacks; "formats": those of export."""
+    """ "methods": name -> what `_of_method` gives; "architectures": name -> its tasks and stacks; "formats": those of export."""
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 

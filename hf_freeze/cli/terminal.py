@@ -12,7 +12,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-console = Console()
+_WHOLE: Any = {"break_long_words": False, "break_on_hyphens": False}
+
+
+class _Console(Console):
+    """Lines longer than a terminal is wide are wrapped between words; where the output goes to a file, they stay whole."""
+
+    def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
+        if soft_wrap and self.is_terminal:
+            options |= {"overflow": "ignore", "crop": False}  # a longer word, such as a path, stays whole
+        super().print(*objects, soft_wrap=soft_wrap and not self.is_terminal, **options)
+
+
+console = _Console()
 
 
 def say(text: str) -> None:
@@ -22,7 +34,7 @@ def say(text: str) -> None:
 
 def say_code(text: str) -> None:
     """Print plain text that a user may copy, without wrapping it."""
-    console.print(escape(text), soft_wrap=True, highlight=False)
+    console.out(text, highlight=False)
 
 
 def show_table(
@@ -31,46 +43,68 @@ def show_table(
     *,
     title: str | None = None,
     numbers: Collection[str] = (),
+    optional: Collection[str] = (),
     sections: Collection[int] = (),
     box: boxes.Box = boxes.HEAVY_HEAD,
     padding: tuple[int, int] = (0, 1),
 ) -> None:
-    """Print a table whose columns wrap between words; in a terminal too narrow for that, a list with an entry for each row.
+    """Print a table whose columns wrap between words. Where the terminal is too narrow for that, the columns with the headings
+    `optional` are left out, and if that is not enough, it is a list with an entry for each row.
 
     `numbers`: headings of the columns that are on the right and not wrapped. `sections`: rows that a line follows. In a list, the
-    first cell of a row is its heading; where it is empty, the row goes on with the one before.
+    first cell of a row is its heading; where it is empty, the row belongs to the one before.
     """
-    texts = [[str(cell) for cell in row] for row in rows]
-    table = Table(title=title, box=box, padding=padding, title_justify="left" if box is not boxes.HEAVY_HEAD else "center")
-    widths, least = [], []
-    for heading, *cells in zip(headings, *texts, strict=True):
-        is_number = heading in numbers
-        table.add_column(escape(heading), justify="right" if is_number else "left")
-        lines = [line for text in (heading, *cells) for line in text.split("\n")]
-        words = [*heading.split(), *(lines[1:] if is_number else " ".join(cells).split())]
-        widths.append(max(map(cell_len, lines)))
-        least.append(max(map(cell_len, words), default=0))
-    for number, row in enumerate(texts):
-        table.add_row(*map(escape, row), end_section=number in sections)
-    frame = console.measure(table, options=console.options.update(width=1_000_000)).maximum - sum(widths)
-    if frame + sum(least) > console.width:
-        _show_list(headings, texts, title)
+    rows = [[str(cell) for cell in row] for row in rows]
+    kept = [column for column, heading in enumerate(headings) if heading not in optional]
+    fewer = [headings[column] for column in kept], [[row[column] for column in kept] for row in rows]
+    for names, cells in ((headings, rows), fewer):
+        table = Table(title=title and escape(title), box=box, padding=padding, title_justify="left")
+        for heading, *texts in zip(names, *cells, strict=True):
+            lines = [line for text in texts for line in text.split("\n")]
+            table.add_column(
+                escape(heading),
+                justify="right" if heading in numbers else "left",
+                width=max(map(cell_len, (heading, *lines))),
+                min_width=max(
+                    map(cell_len, (*heading.split(), *(lines if heading in numbers else " ".join(lines).split())))
+                ),
+            )
+        if not _fit(table):
+            continue
+        for number, row in enumerate(cells):
+            table.add_row(*map(escape, row), end_section=number in sections)
+        console.print(table)
+        if names is not headings:
+            say(f"Left out, as the terminal is narrow: {', '.join(name for name in headings if name in optional)}.")
         return
-    while frame + sum(widths) > console.width:
-        widest = max(range(len(widths)), key=lambda column: (widths[column] > least[column]) * widths[column])
-        widths[widest] -= 1
-    for column, width in zip(table.columns, widths, strict=True):
-        column.width = width
-    console.print(table)
+    _show_list(headings, rows, title)
+
+
+def _fit(table: Table) -> bool:
+    """Make columns narrower, the widest first, until the table fits into the terminal; False if their `min_width` is too much."""
+    frame = console.measure(table, options=console.options.update(width=1_000_000)).maximum
+    frame -= sum(column.width or 0 for column in table.columns)
+    while (excess := frame + sum(column.width or 0 for column in table.columns) - console.width) > 0:
+        columns = [column for column in table.columns if (column.width or 0) > (column.min_width or 0)]
+        if not columns:
+            return False
+        widest = max(columns, key=lambda column: column.width or 0)
+        widest.width = max((widest.width or 0) - 1, 0)
+    return excess <= 0
 
 
 def _show_list(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> None:
-    lines = [] if title is None else [title, ""]
+    lines = [] if title is None else [_wrapped(title, console.width), ""]
+    indent = 4 + max(map(cell_len, headings[1:]))
     for first, *others in rows:
         lines += [first] if first else []
-        named = zip(headings[1:], others, strict=True)
-        lines += [f"  {heading}: {' '.join(text.split())}" for heading, text in named if text.strip()]
-    say_code(_wrapped("\n".join(lines), console.width))
+        for heading, text in zip(headings[1:], others, strict=True):
+            if words := " ".join(text.split()):
+                name = f"  {heading:{indent - 4}}  "
+                lines.append(
+                    textwrap.fill(words, console.width, initial_indent=name, subsequent_indent=" " * indent, **_WHOLE)
+                )
+    say_code("\n".join(lines))
 
 
 def _wrapped(text: str, width: int) -> str:
@@ -79,8 +113,7 @@ def _wrapped(text: str, width: int) -> str:
     for line in text.split("\n"):
         indent = len(line) - len(line.lstrip())
         indent += 2 if indent or line.startswith("- ") else 0
-        options = {"break_long_words": False, "break_on_hyphens": False}
-        wrapped += textwrap.wrap(line, width, subsequent_indent=" " * indent, **options) or [""]
+        wrapped += textwrap.wrap(line, width, subsequent_indent=" " * indent, **_WHOLE) or [""]
     return "\n".join(wrapped)
 
 

@@ -62,9 +62,9 @@ def changed_settings(method: Method) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value != defaults[name]}
 
 
-def written(method: Method, shown: Callable[[Any], Any] = lambda value: value) -> str:
-    """As a user writes it, without defaults: `LowRank(rank=8, components=["ffn"])`. `shown` may shorten values."""
-    settings = {name: repr(shown(value)) for name, value in changed_settings(method).items()}
+def written(method: Method, shown: Callable[[Any], str] = repr) -> str:
+    """As a user writes it, without defaults: `LowRank(rank=8, components=["attention"])`. `shown` may shorten values."""
+    settings = {name: shown(value) for name, value in changed_settings(method).items()}
     quoted = {name: text if '"' in text else text.replace("'", '"') for name, text in settings.items()}
     return f"{type(method).__name__}({', '.join(f'{name}={text}' for name, text in quoted.items())})"
 

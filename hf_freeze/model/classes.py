@@ -103,4 +103,3 @@ def __getattr__(name: str) -> Any:
         make = variant_class_of if issubclass(native, PreTrainedModel) else config_class_of
         return make(native)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-

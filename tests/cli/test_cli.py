@@ -32,8 +32,7 @@ def invoke(*arguments, code=0):
 
 
 def printed_without_imports(*arguments, program=(sys.executable, "-m", "hf_freeze")):
-    """What a command prints in a new process, which must import nothing slow: torch and transformers take seconds, help some tenths
-    of one."""
+    """What a command prints in a new process, which must import nothing slow: torch and transformers take seconds."""
     environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1", "COLUMNS": "100"}
     done = subprocess.run([*program, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -43,7 +42,15 @@ def printed_without_imports(*arguments, program=(sys.executable, "-m", "hf_freez
     return done.stdout
 
 
-TELLING = ["methods", "methods low_rank", "methods --markdown", "recipes", "architectures", "describe roberta", "--version"]
+TELLING = [
+    "methods",
+    "methods low_rank",
+    "methods --markdown",
+    "recipes",
+    "architectures",
+    "describe roberta",
+    "--version",
+]
 
 
 @pytest.mark.parametrize("arguments", TELLING)

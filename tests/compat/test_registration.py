@@ -1,4 +1,4 @@
-"""`import hf_freeze` and transformers know of each other, whichever is imported first, and at no cost before something is asked for."""
+"""transformers knows the models and pipelines of hf_freeze, whichever is imported first, at no cost until it is asked."""
 
 import json
 import pickle
@@ -68,7 +68,9 @@ FIRST = {  # all of it in the fork of a server that has imported transformers.pi
 
 @pytest.mark.parametrize("first", FIRST)
 def test_after_transformers(first, folder):
-    assert json.loads(printed_by(f"{ASKS}\n{FIRST[first]}\nprint(json.dumps(ask()))", folder).splitlines()[-1]) == ANSWERS
+    assert (
+        json.loads(printed_by(f"{ASKS}\n{FIRST[first]}\nprint(json.dumps(ask()))", folder).splitlines()[-1]) == ANSWERS
+    )
 
 
 def test_before_transformers(folder):

@@ -27,6 +27,7 @@ FIELDS = {
     "smoke": dict,
 }
 
+
 def check_types(recipe: dict[str, Any], path: Any) -> None:
     """Raise ValueError for an unknown field, or one that is not of its type."""
     for key, value in recipe.items():
