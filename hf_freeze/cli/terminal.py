@@ -46,7 +46,7 @@ def show_table(
     optional: Collection[str] = (),
     sections: Collection[int] = (),
     box: boxes.Box = boxes.HEAVY_HEAD,
-    padding: tuple[int, int] = (0, 1),
+    padding: int = 1,
 ) -> None:
     """Print a table whose columns wrap between words. Where the terminal is too narrow for that, the columns with the headings
     `optional` are left out, and if that is not enough, it is a list with an entry for each row.
@@ -54,47 +54,49 @@ def show_table(
     `numbers`: headings of the columns that are on the right and not wrapped. `sections`: rows that a line follows. In a list, the
     first cell of a row is its heading; where it is empty, the row belongs to the one before.
     """
+    if title is not None:
+        say(title)
     rows = [[str(cell) for cell in row] for row in rows]
     kept = [column for column, heading in enumerate(headings) if heading not in optional]
     fewer = [headings[column] for column in kept], [[row[column] for column in kept] for row in rows]
     for names, cells in ((headings, rows), fewer):
-        table = Table(title=title and escape(title), box=box, padding=padding, title_justify="left")
+        table = Table(box=box, padding=(0, padding))
         for heading, *texts in zip(names, *cells, strict=True):
+            is_number = heading in numbers
             lines = [line for text in texts for line in text.split("\n")]
+            words = [*heading.split(), *(lines if is_number else " ".join(lines).split())]
             table.add_column(
                 escape(heading),
-                justify="right" if heading in numbers else "left",
+                justify="right" if is_number else "left",
                 width=max(map(cell_len, (heading, *lines))),
-                min_width=max(
-                    map(cell_len, (*heading.split(), *(lines if heading in numbers else " ".join(lines).split())))
-                ),
+                min_width=max(map(cell_len, words)),
             )
-        if not _fit(table):
-            continue
-        for number, row in enumerate(cells):
-            table.add_row(*map(escape, row), end_section=number in sections)
-        console.print(table)
-        if names is not headings:
-            say(f"Left out, as the terminal is narrow: {', '.join(name for name in headings if name in optional)}.")
-        return
-    _show_list(headings, rows, title)
+        if _fits(table):
+            for number, row in enumerate(cells):
+                table.add_row(*map(escape, row), end_section=number in sections)
+            console.print(table)
+            if names is not headings:
+                say(f"Left out, as the terminal is narrow: {', '.join(name for name in headings if name in optional)}.")
+            return
+    _show_list(headings, rows)
 
 
-def _fit(table: Table) -> bool:
-    """Make columns narrower, the widest first, until the table fits into the terminal; False if their `min_width` is too much."""
-    frame = console.measure(table, options=console.options.update(width=1_000_000)).maximum
-    frame -= sum(column.width or 0 for column in table.columns)
-    while (excess := frame + sum(column.width or 0 for column in table.columns) - console.width) > 0:
-        columns = [column for column in table.columns if (column.width or 0) > (column.min_width or 0)]
-        if not columns:
-            return False
-        widest = max(columns, key=lambda column: column.width or 0)
-        widest.width = max((widest.width or 0) - 1, 0)
-    return excess <= 0
+def _fits(table: Table) -> bool:
+    """Make columns narrower, the widest first, until the table fits into the terminal. False if their `min_width` is too much."""
+    excess = console.measure(table, options=console.options.update(width=1_000_000)).maximum - console.width
+    widths: list[Any] = [column.width for column in table.columns]
+    for _ in range(excess):
+        widest = max(
+            range(len(widths)), key=lambda number: (widths[number] > table.columns[number].min_width) * widths[number]
+        )
+        widths[widest] -= 1
+    for column, width in zip(table.columns, widths, strict=True):
+        column.width = width
+    return all(width >= column.min_width for column, width in zip(table.columns, widths, strict=True))
 
 
-def _show_list(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> None:
-    lines = [] if title is None else [_wrapped(title, console.width), ""]
+def _show_list(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    lines: list[str] = []
     indent = 4 + max(map(cell_len, headings[1:]))
     for first, *others in rows:
         lines += [first] if first else []
