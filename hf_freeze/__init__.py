@@ -1,15 +1,15 @@
 """Freeze, randomise, factorise, prune, share or replace parts of a Hugging Face transformer.
 
-Importing it registers variants and exported folders with the Auto classes, and gives back the translation pipelines.
+Importing it registers variants and exported folders with the Auto classes, and gives back the translation pipelines. It imports
+neither torch nor transformers: what is registered is made when transformers asks for it.
 """
 
 import importlib
 import logging
-import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 from hf_freeze._version import __version__ as __version__
+from hf_freeze.compat.registration import register_when_imported
 
 if TYPE_CHECKING:
     from hf_freeze import analysis as analysis
@@ -48,15 +48,16 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_ROOMS, *_MODULES})
 
 
-def _is_command_line() -> bool:
-    """Whether this process is `hf-freeze` or `python -m hf_freeze`. Its commands import what they need, and `--help` nothing."""
-    program = os.path.splitext(os.path.basename(sys.argv[0] if sys.argv else ""))[0]
-    return program == "hf-freeze" or sys.orig_argv[1:3] == ["-m", "hf_freeze"]
+def _variant_config(model_type: str) -> Any:
+    from hf_freeze.model.classes import config_class_of_type
+
+    return config_class_of_type(model_type)
 
 
-if not _is_command_line():
-    from hf_freeze.compat.pipelines import register_pipelines
+def _exported_config(_: str) -> Any:
+    from hf_freeze.publish.export.exported import ExportedConfig
 
-    importlib.import_module("hf_freeze.model.make")  # registers the variants
-    importlib.import_module("hf_freeze.publish.export.exported")  # and the exported folders
-    register_pipelines()
+    return ExportedConfig
+
+
+register_when_imported({"hf_freeze_": _variant_config, "exported_by_hf_freeze": _exported_config})

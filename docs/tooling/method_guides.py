@@ -1,10 +1,9 @@
-"""Writes the generated parts of the method guides: `python docs/tooling/method_guides.py`.
+"""Writes the generated parts of the method guides, and hf_freeze/cli/facts.json: `python docs/tooling/method_guides.py`.
 
 A guide is docs/methods/<registered name>.md. Its facts and the first columns of its table of settings come from the registry; the
 last column of that table, and all text, is written by hand and stays. A method without a guide gets a skeleton.
 """
 
-import functools
 import inspect
 import json
 import re
@@ -15,8 +14,9 @@ from typing import Any
 
 from hf_freeze.architectures.families import CAPABILITIES
 from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.cli import facts as facts_of_commands
 from hf_freeze.methods.base import Method
-from hf_freeze.methods.registry import METHODS, method_to_dict, stored_fields
+from hf_freeze.methods.registry import METHODS, changed_settings
 from hf_freeze.publish.export.convert import FORMATS
 from hf_freeze.publish.export.survival import surviving_formats
 
@@ -50,12 +50,9 @@ def facts(method: type[Method]) -> str:
     others = method.architectures is None and "blocks" not in method.needs
     needs = " and ".join(CAPABILITIES[need] for need in sorted(method.needs & CAPABILITIES.keys()))
     beyond = f"; other [families](../families.md) where {needs or 'the parts are understood'}" if others else ""
-    example = {key: value for key, value in method_to_dict(method.example).items() if key in stored_fields(method)}
-    defaults = {field.name: default_of(field) for field in fields(method)}
-    changed = {key: value for key, value in example.items() if value != defaults[key]}
     rows = {
         "Python": f"`methods.{method.__name__}`",
-        "In a recipe": f"`{json.dumps({'method': method.name} | changed)}`",
+        "In a recipe": f"`{json.dumps({'method': method.name} | changed_settings(method.example))}`",
         "Source": source_of(method),
         "Works on": ", ".join(by_hand) + beyond,
         "Backbone": "a config: it trains from scratch" if method.from_scratch else "a config or trained weights",
@@ -65,7 +62,6 @@ def facts(method: type[Method]) -> str:
     return "| fact | value |\n| --- | --- |\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
 
 
-@functools.cache
 def kept_by(method: type[Method]) -> str:
     """The formats of export that keep what the method saves."""
     formats = surviving_formats(method)
@@ -151,6 +147,7 @@ def skeleton(method: type[Method]) -> str:
 
 
 def main() -> None:
+    facts_of_commands.write()
     for method in METHODS.values():
         path = guide_of(method)
         text = path.read_text(encoding="utf-8") if path.exists() else skeleton(method)

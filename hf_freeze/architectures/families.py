@@ -67,13 +67,9 @@ def describe_family(model_type: str) -> dict[str, Any]:
     }
 
 
-def known_failures(model_type: str) -> dict[str, str]:
-    """Method -> what went wrong with it on a small model of this family (`make families`), although what it needs is proved."""
-    return json.loads(FAILURES.read_text(encoding="utf-8")).get(model_type, {})
-
-
 def failures_file(families: Mapping[str, Mapping[str, Any]]) -> str:
-    """The text of `FAILURES`: model type -> what `known_failures` gives for it."""
+    """The text of `FAILURES`: model type -> method -> what went wrong with it on a small model of this family, although what it
+    needs is proved."""
     failures = {name: contract for name, family in families.items() if (contract := family.get("contract"))}
     return json.dumps(failures, indent=1) + "\n"
 

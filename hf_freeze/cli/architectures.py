@@ -1,8 +1,6 @@
 """`hf-freeze architectures`."""
 
-from rich.table import Table
-
-from hf_freeze.cli import terminal
+from hf_freeze.cli import facts, terminal
 
 
 def architectures() -> None:
@@ -12,9 +10,6 @@ def architectures() -> None:
 
     Example: hf-freeze architectures
     """
-    from hf_freeze.architectures.registry import ARCHITECTURES
-
-    table = Table("architecture", "tasks", "stacks")
-    for name, architecture in ARCHITECTURES.items():
-        table.add_row(name, ", ".join(architecture.tasks), ", ".join(architecture.stacks))
-    terminal.console.print(table)
+    known = facts.read()["architectures"]
+    rows = [(name, ", ".join(each["tasks"]), ", ".join(each["stacks"])) for name, each in known.items()]
+    terminal.show_table(("architecture", "tasks", "stacks"), rows)

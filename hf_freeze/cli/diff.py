@@ -3,8 +3,6 @@
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from hf_freeze.cli import terminal
 
@@ -29,29 +27,30 @@ def diff(
         comparison = compare(load_model(first), load_model(second))
     for name, one, other in comparison.settings:
         terminal.say(f"{name}: {shortened(one)} -> {shortened(other)}")
-    table = Table(
-        "component", *(f"tensors {kind}" for kind in KINDS), "|b - a| / |a|", title="A is the first, B the second"
-    )
-    for component, (numbers, relative) in comparison.by_component().items():
-        table.add_row(component, *(str(numbers[kind]) for kind in KINDS), f"{relative:.3g}")
-    terminal.console.print(table)
+    headings = ("component", *KINDS, "|b - a| / |a|")
+    rows = [
+        (component, *(numbers[kind] for kind in KINDS), f"{relative:.3g}")
+        for component, (numbers, relative) in comparison.by_component().items()
+    ]
+    terminal.show_table(headings, rows, title="Tensors of A, the first, and B, the second", numbers=headings[1:])
     different = sum(tensor.kind != SAME for tensor in comparison.tensors)
     if not different:
-        terminal.console.print("All tensors are bit-equal.")
+        terminal.say("All tensors are bit-equal.")
     elif top:
-        terminal.console.print(_most_different(comparison, top))
+        headings = ("tensor", "what", "A", "B", "|b - a| / |a|", "largest |b - a|")
+        terminal.show_table(headings, _most_different(comparison, top), numbers=headings[4:])
         if different > top:
-            terminal.console.print(f"... and {different - top} more: --top {different}")
+            terminal.say(f"... and {different - top} more: --top {different}")
 
 
-def _most_different(comparison: "Comparison", top: int) -> Table:
+def _most_different(comparison: "Comparison", top: int) -> list[tuple[str, ...]]:
     """The tensors with the largest relative change, then those that only one model has or that differ in shape."""
     from hf_freeze.analysis.diff import CHANGED, SAME
 
-    table = Table("tensor", "what", "A", "B", "|b - a| / |a|", "largest |b - a|")
+    rows = []
     different = [tensor for tensor in comparison.tensors if tensor.kind != SAME]
     for tensor in sorted(different, key=lambda tensor: (tensor.kind != CHANGED, -tensor.relative))[:top]:
         numbers = (f"{tensor.relative:.3g}", f"{tensor.largest:.3g}") if tensor.kind == CHANGED else ("", "")
         shapes = ("" if shape is None else " x ".join(map(str, shape)) for shape in tensor.shapes)
-        table.add_row(escape(tensor.name), tensor.kind, *shapes, *numbers)
-    return table
+        rows.append((tensor.name, tensor.kind, *shapes, *numbers))
+    return rows

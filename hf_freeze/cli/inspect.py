@@ -3,10 +3,10 @@
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from hf_freeze.cli import terminal
+
+_TIMES = ("linear", "number", "tokens", "computed", "ms", "plain ms", "ratio")
 
 
 def inspect(
@@ -27,33 +27,38 @@ def inspect(
     """
     from hf_freeze.analysis.accounting import count_parameters, multiply_adds, stored_bytes
     from hf_freeze.analysis.memory import inference_memory
+    from hf_freeze.methods.registry import written
     from hf_freeze.model.loading import empty_model
-    from hf_freeze.publish.cards import shortened
 
     with terminal.one_line_errors():
         empty = empty_model(model)
         parameters, operations = count_parameters(empty), multiply_adds(empty, length=length)
         memory = {mode: inference_memory(empty, mode) for mode in _modes(empty)}
-        latencies = _latency_table(type(empty), model, tokens) if latency else None
-    table = Table(
-        *("component", "parameters", "trainable", "stored", "forward", "backward"),
-        title=f"{type(empty).__name__} {model}",
-    )
-    rows = [(c, parameters.by_component[c], operations.by_component[c]) for c in parameters.by_component]
-    for name, count, macs in [*rows, ("all", parameters, operations)]:
+        latencies = _latencies(type(empty), model, tokens) if latency else None
+    counts = [(c, parameters.by_component[c], operations.by_component[c]) for c in parameters.by_component]
+    rows = []
+    for name, count, macs in [*counts, ("all", parameters, operations)]:
         numbers = (count.total, count.trainable, count.stored, round(macs.forward), round(macs.backward))
-        table.add_row(name, *(f"{number:,}" for number in numbers), end_section=name == rows[-1][0])
-    console = terminal.console
-    console.print(table)
+        rows.append((name, *(f"{number:,}" for number in numbers)))
+    headings = ("component", "parameters", "trainable", "stored", "forward", "backward")
+    title = f"{type(empty).__name__} {model}"
+    terminal.show_table(headings, rows, title=title, numbers=headings[1:], sections=[len(counts) - 1])
     where = f"token at length {length}" if operations.example is None else f"example ({_shapes(operations.example)})"
     terminal.say(f"stored: {stored_bytes(empty):,} bytes; forward, backward: multiply-adds per {where}")
     step = "decoding step" if empty.can_generate() else "forward"
     for mode, cost in memory.items():
         terminal.say(f"{mode}: {cost.resident:,} bytes in memory; a {step} reads {cost.read:,}")
-    for method in getattr(empty.config, "methods", ()):
-        console.print(f"method: { {name: shortened(value) for name, value in method.items()} }")
+    for method in getattr(empty.config, "parsed_methods", ()):
+        terminal.say(f"method: {written(method, _short)}")
     if latencies is not None:
-        console.print(latencies)
+        title, rows, sections = latencies
+        terminal.show_table(_TIMES, rows, title=title, numbers=_TIMES[1:2] + _TIMES[4:], sections=sections)
+
+
+def _short(value: Any) -> str:
+    from hf_freeze.publish.cards import shortened
+
+    return str(shortened(value)) if isinstance(value, list) else repr(value)
 
 
 def _modes(model: Any) -> tuple[str, ...]:
@@ -65,7 +70,8 @@ def _shapes(example: dict[str, tuple[int, ...]]) -> str:
     return ", ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in example.items())
 
 
-def _latency_table(model_class: Any, name: str, tokens: tuple[int, int]) -> Table:
+def _latencies(model_class: Any, name: str, tokens: tuple[int, int]) -> tuple[str, list[Any], list[int]]:
+    """The title, the rows, and after which of them a line is."""
     import torch
 
     from hf_freeze.analysis import linear_latencies
@@ -74,16 +80,14 @@ def _latency_table(model_class: Any, name: str, tokens: tuple[int, int]) -> Tabl
     numbers = [check_tokens(number) for number in dict.fromkeys(tokens)]
     model = model_class.from_pretrained(name).eval().to("cuda" if torch.cuda.is_available() else "cpu")
     where = f"{model.device.type}, {model.dtype}".replace("torch.", "")
-    table = Table(
-        title=f"Linears of attention and FFN: median time of a forward ({where}, {torch.get_num_threads()} threads)"
-    )
-    for heading in ("linear", "number", "tokens", "computed", "ms", "plain ms", "ratio"):
-        table.add_column(heading, justify="right" if heading in ("number", "ms", "plain ms", "ratio") else "left")
+    title = f"Linears of attention and FFN: median time of a forward ({where}, {torch.get_num_threads()} threads)"
+    rows, sections = [], []
     for linear in linear_latencies(model, numbers):
         what = f"{linear.layer} {linear.inputs} to {linear.outputs}" + f", {linear.setting}" * bool(linear.setting)
         if linear.tokens != numbers[0]:
             what = ""  # the same linear as in the row above
         ratio = "" if linear.path == "plain" else f"{linear.ms / linear.plain_ms:.2f}"
-        cells = (what, linear.count, linear.tokens, linear.path, f"{linear.ms:.3f}", f"{linear.plain_ms:.3f}", ratio)
-        table.add_row(*(escape(str(cell)) for cell in cells), end_section=linear.tokens == numbers[-1])
-    return table
+        sections += [len(rows)] * (linear.tokens == numbers[-1])
+        times = f"{linear.ms:.3f}", f"{linear.plain_ms:.3f}", ratio
+        rows.append((what, linear.count, linear.tokens, linear.path, *times))
+    return title, rows, sections

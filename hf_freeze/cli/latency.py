@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from hf_freeze.cli import options as shared
 from hf_freeze.cli import terminal
@@ -39,12 +38,8 @@ def latency(
         results = module.measure(folders, lines, batches=batch or module.BATCHES, **options, say=terminal.say)
         rows = module.table(results)
         title = f"Median (95th percentile), {threads} thread{'s' * (threads > 1)} each, {rounds} rounds"
-        shown = Table(title=title)
-        for heading in rows[0]:
-            shown.add_column(heading, justify="left" if heading in ("folder", "engine") else "right", overflow="fold")
-        for row in rows:
-            shown.add_row(*(cell.replace(" (", "\n(") for cell in row.values()))
-        terminal.console.print(shown)
+        cells = [[cell.replace(" (", "\n(") for cell in row.values()] for row in rows]
+        terminal.show_table(list(rows[0]), cells, title=title, numbers=list(rows[0])[2:])
         if out is not None:
             module.write(results, out)
             terminal.say(f"Written: {', '.join(str(out / name) for name in module.FILES)}")

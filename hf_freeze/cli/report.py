@@ -1,12 +1,10 @@
 """`hf-freeze report`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.markup import escape
-from rich.table import Table
 
 from hf_freeze.cli import terminal
 
@@ -15,7 +13,6 @@ if TYPE_CHECKING:
 
 # A narrow terminal leaves these columns to the written report.
 _FOR_WIDE_TERMINALS = ("chrF", "dev ppl", "seeds", "best epoch", "epochs", "total k", "parameters", "train min")
-_WIDE = 110  # characters
 
 
 def report(
@@ -46,13 +43,7 @@ def _print_rows(report: "Report") -> None:
     from hf_freeze.experiments.report.table import table_cells
     from hf_freeze.experiments.report.wording import legend
 
-    console = terminal.console
     headings, cells = table_cells(report)
-    table = Table(box=box.SIMPLE_HEAD, padding=0)
-    shown = [i for i, heading in enumerate(headings) if console.width >= _WIDE or heading not in _FOR_WIDE_TERMINALS]
-    for column in shown:
-        table.add_column(headings[column], no_wrap=column < 2, justify="left" if column < 2 else "right")
-    for row in cells:
-        table.add_row(*(escape(row[column]) for column in shown))
-    console.print(table)
+    options: Any = {"numbers": headings[2:], "optional": _FOR_WIDE_TERMINALS, "box": box.SIMPLE_HEAD, "padding": 0}
+    terminal.show_table(headings, cells, **options)
     terminal.say("\n".join(legend(report)))

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from hf_freeze.cli import options, terminal
 
@@ -31,14 +30,13 @@ def score(
     logging.disable_progress_bar()
     with terminal.one_line_errors():
         name, count, results = score_folders(folders, load_recipe(data, settings), split=split, say=terminal.say)
-        shown = Table(title=f"On the {count:,} texts of the {split} split")
-        shown.add_column("folder", overflow="fold")
-        for heading in ("size", name, "to the first", "95 % interval"):
-            shown.add_column(heading, justify="right")
+        rows = []
         for one in results:
             difference = ["–", "–"]
             if one.to_first is not None:
                 middle, low, high = (f"{value:+.1f}" for value in one.to_first)
                 difference = [middle, f"{low} to {high}"]
-            shown.add_row(str(one.folder), in_bytes(one.bytes), f"{one.score:.1f}", *difference)
-        terminal.console.print(shown)
+            rows.append((one.folder, in_bytes(one.bytes), f"{one.score:.1f}", *difference))
+        headings = ("folder", "size", name, "to the first", "95 % interval")
+        title = f"On the {count:,} texts of the {split} split"
+        terminal.show_table(headings, rows, title=title, numbers=headings[1:])

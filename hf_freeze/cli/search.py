@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.markup import escape
-from rich.table import Table
 
 from hf_freeze.cli import options, places, terminal
 
@@ -16,8 +14,9 @@ if TYPE_CHECKING:
     from hf_freeze.experiments.search.search import Found
 
 _SAMPLERS = ("tpe", "nsga2", "random")
-# Models that are only tested have no epochs and no time of training.
-_NOT_IN_TERMINALS = ("chrF", "dev ppl", "best epoch", "epochs", "parameters", "train min")
+_PLAIN: Any = {"box": box.SIMPLE_HEAD, "padding": 0}
+# Models that are only tested have no epochs and no time of training: a narrow terminal leaves these columns out.
+_FOR_WIDE_TERMINALS = ("chrF", "dev ppl", "best epoch", "epochs", "parameters", "train min")
 
 
 def search(
@@ -128,13 +127,12 @@ def _print_job_script(recipe: dict[str, Any], words: list[str], folder: Path, wo
 
 def _print_front(found: "Found") -> None:
     goals = ["dev_loss", *(goal for goal in found.goals if goal != "dev_loss")]
-    table = Table(box=box.SIMPLE_HEAD, padding=0, title="The front on the dev split", title_justify="left")
-    table.add_column("row")
-    for goal in goals:
-        table.add_column(goal.replace("_", " "), justify="right")
-    for name, point in sorted(found.front.items(), key=lambda item: item[1]):
-        table.add_row(name, f"{point[0]:.3f}", *(f"{value:,.0f}" for value in point[1:]))
-    terminal.console.print(table)
+    headings = ["row", *(goal.replace("_", " ") for goal in goals)]
+    rows = [
+        (name, f"{point[0]:.3f}", *(f"{value:,.0f}" for value in point[1:]))
+        for name, point in sorted(found.front.items(), key=lambda item: item[1])
+    ]
+    terminal.show_table(headings, rows, title="The front on the dev split", numbers=headings[1:], **_PLAIN)
 
 
 def _print_scores(report: "Report") -> None:
@@ -143,12 +141,7 @@ def _print_scores(report: "Report") -> None:
     from hf_freeze.experiments.report.wording import legend
 
     headings, cells = table_cells(report)
-    shown = [i for i, heading in enumerate(headings) if heading not in _NOT_IN_TERMINALS and i != 1]
-    table = Table(box=box.SIMPLE_HEAD, padding=0)
-    for column in shown:
-        table.add_column(headings[column], no_wrap=True, justify="right" if column else "left")
-    table.add_column(headings[1], overflow="fold")
-    for row in cells:
-        table.add_row(*(escape(row[column]) for column in shown), escape(row[1]))
-    terminal.console.print(table)
+    order = [column for column in range(len(headings)) if column != 1] + [1]
+    headings, rows = [headings[column] for column in order], [[row[column] for column in order] for row in cells]
+    terminal.show_table(headings, rows, numbers=headings[1:-1], optional=_FOR_WIDE_TERMINALS, **_PLAIN)
     terminal.say("\n".join(legend(report)))

@@ -1,6 +1,6 @@
 """The `translation` and `text2text-generation` pipelines, which transformers 5 no longer has; speech recognition for variants.
 
-`register_pipelines()` (run by `import hf_freeze`) makes these work for every encoder-decoder model:
+Importing it, as transformers.pipelines does after `import hf_freeze`, makes these work for every encoder-decoder model:
 
     pipeline("translation", model=folder)("Merhaba")              # [{"translation_text": "Hello"}]
     pipeline("translation_tr_to_en", model=folder)(["a", "b"])    # one dict per text; any pair of languages
@@ -313,3 +313,6 @@ def _resolve_pairs(check_task: Any) -> Any:
 
     check.resolves_pairs = True  # type: ignore[attr-defined]
     return check
+
+
+register_pipelines()

@@ -5,14 +5,13 @@ No other file names these; tests/compat checks each of them and says what moved 
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.accelerate import expand_device_map, offload_weight
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -92,32 +91,6 @@ def quiet() -> Iterator[None]:
 def mapped_class(auto_class: Any, config_class: type) -> Any:
     """The model class that an Auto class makes for a config class; None if it has none."""
     return auto_class._model_mapping.get(config_class, None)
-
-
-class _LateConfigs(dict[str, Any]):
-    """Model type -> config class, of the types that start with `prefix`: `make` makes and registers one when it is asked for."""
-
-    def __init__(self, entries: dict[str, Any], prefix: str, make: Callable[[str], Any]) -> None:
-        super().__init__(entries)
-        self.prefix, self.make = prefix, make
-
-    def _native(self, key: Any) -> str | None:
-        native = key.removeprefix(self.prefix) if isinstance(key, str) and key.startswith(self.prefix) else None
-        return native if native in CONFIG_MAPPING._mapping else None
-
-    def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or self._native(key) is not None
-
-    def __missing__(self, key: str) -> Any:
-        native = self._native(key)
-        if native is None:
-            raise KeyError(key)
-        return self.make(native)
-
-
-def make_configs_late(prefix: str, make: Callable[[str], Any]) -> None:
-    """Have AutoConfig know the model types that are `prefix` and a native type; `make(native type)` makes a config class."""
-    CONFIG_MAPPING._extra_content = _LateConfigs(CONFIG_MAPPING._extra_content, prefix, make)
 
 
 def processor_mappings() -> list[Any]:

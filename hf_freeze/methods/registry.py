@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,6 +50,23 @@ def method_to_dict(method: Method) -> dict[str, Any]:
 def stored_fields(method: type[Method]) -> list[str]:
     """Names of the fields of a method that its config holds: all except runtime objects, such as a teacher."""
     return [field.name for field in fields(method) if not field.metadata.get("runtime")]
+
+
+def changed_settings(method: Method) -> dict[str, Any]:
+    """The settings of `method_to_dict` that differ from their defaults."""
+    defaults = {
+        field.name: field.default_factory() if field.default_factory is not MISSING else field.default
+        for field in fields(method)
+    }
+    settings = {name: value for name, value in method_to_dict(method).items() if name in defaults}
+    return {name: value for name, value in settings.items() if value != defaults[name]}
+
+
+def written(method: Method, shown: Callable[[Any], str] = repr) -> str:
+    """As a user writes it, without defaults: `LowRank(rank=8, components=["attention"])`. `shown` may shorten values."""
+    settings = {name: shown(value) for name, value in changed_settings(method).items()}
+    quoted = {name: text if '"' in text else text.replace("'", '"') for name, text in settings.items()}
+    return f"{type(method).__name__}({', '.join(f'{name}={text}' for name, text in quoted.items())})"
 
 
 def method_from_dict(data: Any) -> Method:

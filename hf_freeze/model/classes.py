@@ -16,7 +16,7 @@ import hf_freeze.architectures
 import hf_freeze.methods  # noqa: F401 (both fill the registries)
 from hf_freeze.architectures.registry import VARIANT_PREFIX
 from hf_freeze.architectures.tasks import AUTO_CLASSES, native_classes
-from hf_freeze.compat.transformers import make_configs_late, processor_mappings
+from hf_freeze.compat.transformers import processor_mappings
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.config import VARIANT_FIELDS, VariantConfigMixin
 from hf_freeze.model.loss import trained_forward
@@ -31,6 +31,11 @@ def config_class_of(native: Any) -> Any:
     if native not in _CONFIGS:
         _make_family(native)
     return _CONFIGS[native]
+
+
+def config_class_of_type(model_type: str) -> Any:
+    """The config class of a variant's model type, such as `hf_freeze_bert`."""
+    return config_class_of(CONFIG_MAPPING[model_type.removeprefix(VARIANT_PREFIX)])
 
 
 def variant_class_of(native: Any) -> Any:
@@ -98,6 +103,3 @@ def __getattr__(name: str) -> Any:
         make = variant_class_of if issubclass(native, PreTrainedModel) else config_class_of
         return make(native)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-make_configs_late(VARIANT_PREFIX, lambda model_type: config_class_of(CONFIG_MAPPING[model_type]))

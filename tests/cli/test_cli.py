@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
-from support.processes import printed_by
 from typer.testing import CliRunner
 
 import hf_freeze
@@ -20,7 +19,7 @@ from hf_freeze.cli.terminal import one_line_errors
 from hf_freeze.methods.registry import METHODS, method_from_dict
 
 COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-SLOW = ("torch", "transformers", "numpy", "matplotlib", "datasets")
+SLOW = {"torch", "transformers", "numpy", "matplotlib", "datasets", "evaluate"}
 
 
 def invoke(*arguments, code=0):
@@ -29,25 +28,47 @@ def invoke(*arguments, code=0):
     return re.sub(r"\x1b\[[0-9;]*m", "", result.output)
 
 
-# -- help ------------------------------------------------------------------------------------------------------------------------
+# -- imports ---------------------------------------------------------------------------------------------------------------------
 
 
-def imported_by(command, *arguments):
-    """The top-level packages that a new process imports, and what it prints."""
+def printed_without_imports(*arguments, program=(sys.executable, "-m", "hf_freeze")):
+    """What a command prints in a new process, which must import nothing slow: torch and transformers take seconds."""
     environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1", "COLUMNS": "100"}
-    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([*program, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.MULTILINE)
     assert "typer" in lines, "imports were not listed"
-    return {line.split(".")[0] for line in lines}, done.stdout
+    assert not {line.split(".")[0] for line in lines} & SLOW
+    return done.stdout
 
 
-@pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)], ids=lambda words: " ".join(words))
-def test_help_imports_nothing_slow(arguments):
-    """torch and transformers take seconds; without them help takes some tenths of one."""
-    packages, printed = imported_by([sys.executable, "-m", "hf_freeze"], *arguments, "--help")
-    assert "Usage: hf-freeze" in printed
-    assert not packages & set(SLOW)
+TELLING = [
+    "methods",
+    "methods low_rank",
+    "methods --markdown",
+    "recipes",
+    "architectures",
+    "describe roberta",
+    "--version",
+]
+
+
+@pytest.mark.parametrize("arguments", TELLING)
+def test_a_command_that_only_tells_imports_nothing_slow(arguments):
+    assert printed_without_imports(*arguments.split()).strip()
+
+
+def test_help_of_every_command_imports_nothing_slow():
+    """In one process, whose imports add up."""
+    code = """
+import sys
+from typer.testing import CliRunner
+from hf_freeze.cli import app
+for command in ([], *([name] for name in sys.argv[1:])):
+    result = CliRunner().invoke(app, [*command, "--help"])
+    assert result.exit_code == 0 and "Usage: " in result.output, result.output
+"""
+    printed_without_imports(*COMMANDS, program=(sys.executable, "-c", code))
 
 
 def test_the_installed_program_is_as_quick():
@@ -55,17 +76,7 @@ def test_the_installed_program_is_as_quick():
     if not program.exists():
         pytest.skip("hf-freeze is not installed beside this Python")
     for option in ("--help", "--version"):
-        packages, _ = imported_by([program], option)
-        assert not packages & set(SLOW)
-
-
-def test_importing_the_package_still_registers_variants():
-    """In any program but the command line."""
-    code = (
-        "import hf_freeze; from transformers import AutoConfig; from transformers.pipelines import PIPELINE_REGISTRY; "
-        "AutoConfig.for_model('hf_freeze_bert'); print('translation' in PIPELINE_REGISTRY.supported_tasks)"
-    )
-    assert printed_by(code).strip() == "True"
+        printed_without_imports(option, program=[program])
 
 
 def test_public_names_are_listed_and_found():
@@ -118,7 +129,7 @@ def test_a_method_is_explained_with_the_families_that_are_derived():
     assert works_on("delight").startswith("gpt2, marian; on no other family, because it puts in blocks of its own")
     assert works_on("define").startswith(f"{four}; on no other family")
     rows = re.split(r"^│ (?=\w)", invoke("methods"), flags=re.MULTILINE)  # a row may be wrapped
-    listed = {row.split()[0]: "derived families" in row for row in rows}
+    listed = {row.split()[0]: "derived" in row for row in rows}
     assert listed["freeze"]
     assert not listed["define"]
 

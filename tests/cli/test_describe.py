@@ -9,8 +9,8 @@ from support.small import small_config
 from typer.testing import CliRunner
 
 from hf_freeze import count_parameters, make_variant
-from hf_freeze.architectures.families import FAILURES, describe_family, failures_file, known_failures
-from hf_freeze.cli import app, terminal
+from hf_freeze.architectures.families import FAILURES, describe_family, failures_file
+from hf_freeze.cli import app, describe, terminal
 from hf_freeze.methods import FFNPruning, HeadPruning, LayerSelection, LowRank
 from hf_freeze.methods.registry import METHODS
 
@@ -127,7 +127,23 @@ def test_methods_that_are_known_to_fail_are_told():
 def test_the_known_failures_are_those_of_the_page_of_families():
     families = json.loads((ROOT / "docs" / "families.json").read_text())
     assert FAILURES.read_text() == failures_file(families)
-    assert known_failures("falcon_h1") == families["falcon_h1"]["contract"] != {}
+    assert describe.FAILURES == FAILURES
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "mixtral"])
+def test_what_is_kept_of_a_type_is_what_is_derived(name):
+    assert describe._known(name) == json.loads(json.dumps(describe._derived(name))), "run make families"
+
+
+def test_a_type_is_derived_anew_where_something_else_may_be_meant(tmp_path, monkeypatch):
+    assert describe._known("bert") is not None
+    assert describe._known("squeezebert") is None, "nothing is understood of it: deriving says why"
+    (tmp_path / "bert").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert describe._known("bert") is None, "a folder of that name"
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(describe, "version", lambda package: "5.0")
+    assert describe._known("bert") is None, "another version of transformers"
 
 
 def test_settings_that_a_mixture_of_experts_needs_are_told():

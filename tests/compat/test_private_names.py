@@ -18,6 +18,7 @@ from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2PreTrainedMod
 from transformers.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
 
 import hf_freeze
+from hf_freeze.compat import registration
 from hf_freeze.compat import transformers as compat
 from hf_freeze.compat.transformers import is_initialized, mark_initialized, mark_uninitialized
 from hf_freeze.model.classes import variant_class_of
@@ -90,38 +91,41 @@ def test_a_module_that_is_marked_for_redrawing_is_drawn_again():
     assert linear.weight.any(), f"{VERSION} no longer redraws such modules: mend hf_freeze/compat/transformers.py"
 
 
-def test_the_mapping_of_configs_still_asks_its_further_entries(monkeypatch):
+def test_the_mapping_of_configs_still_asks_its_further_entries():
     """On a new mapping: AutoConfig's own keeps what it has."""
-    moved = f"{VERSION} asks in another way for registered configs: mend make_configs_late in hf_freeze/compat/transformers.py"
+    moved = f"{VERSION} asks in another way for registered configs: mend hf_freeze/compat/registration.py"
     mapping, asked = type(CONFIG_MAPPING)({"bert": "BertConfig"}), []
     assert mapping._extra_content == {}, moved
     mapping.register("registered", BertConfig)
     assert mapping._extra_content == {"registered": BertConfig}, moved
 
-    def make(native_type):
-        asked.append(native_type)
-        mapping.register(f"late_{native_type}", BertConfig, exist_ok=True)
+    def make(model_type):
+        asked.append(model_type)
+        mapping.register(model_type, BertConfig, exist_ok=True)
         return BertConfig
 
-    monkeypatch.setattr(compat, "CONFIG_MAPPING", mapping)
-    compat.make_configs_late("late_", make)
+    registration.make_configs_late(mapping, {"late_": make, "whole": make})
     assert "late_bert" in mapping, moved
-    assert "late_nonsense" not in mapping, moved
+    assert "whole" in mapping, moved
+    for unknown in ("late_nonsense", "late_", "whole_bert", "bert_late_", 3):
+        assert unknown not in mapping, moved
     assert "late_registered" not in mapping, "only native types have variants"
     assert list(mapping.keys()) == ["bert", "registered"], "nothing is made until it is asked for"
     assert asked == []
-    assert mapping["late_bert"] is BertConfig, moved
-    assert mapping["late_bert"] is BertConfig
-    assert asked == ["bert"], "it is made once"
+    for name in ("late_bert", "whole"):
+        assert mapping[name] is BertConfig, moved
+        assert mapping[name] is BertConfig
+    assert asked == ["late_bert", "whole"], "it is made once"
     assert mapping["registered"] is BertConfig, moved
     with pytest.raises(KeyError):
         mapping["late_nonsense"]
 
 
 def test_the_mapping_of_configs_has_our_entries():
-    assert isinstance(CONFIG_MAPPING._extra_content, compat._LateConfigs)
+    assert isinstance(CONFIG_MAPPING._extra_content, registration._LateConfigs)
     assert "hf_freeze_roberta" in CONFIG_MAPPING
     assert "hf_freeze_nonsense" not in CONFIG_MAPPING
+    assert "exported_by_hf_freeze" in CONFIG_MAPPING
 
 
 def test_distributed_training_still_asks_which_tensors_to_leave_out():

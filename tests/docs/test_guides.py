@@ -1,11 +1,13 @@
 """Every method has a guide with all sections in words, and its generated tables are those of the registry."""
 
+import json
 import re
 import sys
 
 import pytest
 from support import ROOT
 
+from hf_freeze.cli import facts
 from hf_freeze.methods.registry import METHODS
 
 sys.path.insert(0, str(ROOT / "docs" / "tooling"))
@@ -35,6 +37,10 @@ def test_a_guide_is_written(method):
 def test_the_table_of_methods_is_the_registrys():
     text = guides.INDEX.read_text(encoding="utf-8")
     assert guides.replaced(text, "methods", guides.overview()) == text, WRITE
+
+
+def test_the_facts_that_commands_tell_are_the_registrys():
+    assert facts.read() == json.loads(json.dumps(facts.from_registries())), WRITE
 
 
 def test_a_guide_that_is_out_of_date_is_found():

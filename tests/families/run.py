@@ -2,8 +2,8 @@
 
     python tests/families/run.py docs [--only roberta,t5] [--jobs 2]
 
-Writes families.json and families.md to the folder and, if that is docs, what failed into the package, where `hf-freeze describe`
-reads it. About an hour on two cores.
+Writes families.json and families.md to the folder and, if that is docs, what failed and what was derived into the package, where
+`hf-freeze describe` reads it. About an hour on two cores.
 """
 
 # ruff: noqa: E402
@@ -31,6 +31,7 @@ from families.contract import problems_before_loading, problems_of_loading
 from transformers.utils import logging
 
 from hf_freeze.architectures.families import FAILURES, describe_family, failures_file, families_page, model_types
+from hf_freeze.cli.describe import write_known
 
 LIMIT = 600  # seconds for one family
 _loading = threading.Lock()  # one server of new processes serves all
@@ -94,3 +95,4 @@ if __name__ == "__main__":
     (arguments.folder / "families.md").write_text(families_page(ordered))
     if arguments.folder.resolve() == Path(__file__).resolve().parents[2] / "docs":
         FAILURES.write_text(failures_file(ordered))
+        write_known()

@@ -137,10 +137,10 @@ def test_without_hf_freeze_one_sentence_says_what_it_is_for(opened, tmp_path):
 def test_an_hf_freeze_that_cannot_be_imported_says_why(tmp_path):
     classifier(LAYERS).save_pretrained(tmp_path, remote_code=True)
     code = (
-        "import sys; from transformers import AutoConfig; sys.modules['hf_freeze.model.make'] = None;"
+        "import sys; from transformers import AutoConfig; sys.modules['hf_freeze.model.classes'] = None;"
         "AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=True)"
     )
-    assert "import of hf_freeze.model.make halted" in new_process(code, tmp_path).stderr.splitlines()[-1]
+    assert "import of hf_freeze.model.classes halted" in new_process(code, tmp_path).stderr.splitlines()[-1]
 
 
 NATIVELY = (

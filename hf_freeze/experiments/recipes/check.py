@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from hf_freeze.data.columns import kind_of
-from hf_freeze.experiments.recipes.fields import DATA_FIELDS, FIELDS, SECTIONS, TAKES, TASK_FIELDS, TRACKERS
+from hf_freeze.experiments.recipes.fields import DATA_FIELDS, SECTIONS, TAKES, TASK_FIELDS, TRACKERS, check_types
 from hf_freeze.experiments.recipes.merge import merge
 from hf_freeze.experiments.recipes.rows import (
     OF_A_ROW,
@@ -27,15 +27,6 @@ from hf_freeze.experiments.tasks.registry import TASK_MODULES
 from hf_freeze.methods.registry import METHODS
 from hf_freeze.training.precision import AUTO
 from hf_freeze.training.schedules import RATED
-
-
-def check_types(recipe: dict[str, Any], path: Any) -> None:
-    """Raise ValueError for an unknown field, or one that is not of its type."""
-    for key, value in recipe.items():
-        if key not in FIELDS:
-            raise ValueError(f"{path}: unknown field {key!r}; choose from {sorted(FIELDS)}")
-        if not isinstance(value, FIELDS[key]):
-            raise ValueError(f"{path}: {key} must be a {FIELDS[key].__name__}, not {value!r}")
 
 
 def check(recipe: dict[str, Any], path: Any) -> None:

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hf_freeze.training.precision import AUTO
-
 FIELDS = {
     "name": str,
     "about": str,  # what it is for, in a line, for `hf-freeze recipes`
@@ -29,10 +27,22 @@ FIELDS = {
     "smoke": dict,
 }
 
+
+def check_types(recipe: dict[str, Any], path: Any) -> None:
+    """Raise ValueError for an unknown field, or one that is not of its type."""
+    for key, value in recipe.items():
+        if key not in FIELDS:
+            raise ValueError(f"{path}: unknown field {key!r}; choose from {sorted(FIELDS)}")
+        if not isinstance(value, FIELDS[key]):
+            raise ValueError(f"{path}: {key} must be a {FIELDS[key].__name__}, not {value!r}")
+
+
 TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
 def _precision(value: Any) -> Any:
+    from hf_freeze.training.precision import AUTO  # here: it imports torch, which `hf-freeze recipes` need not wait for
+
     if not isinstance(value, bool) and value != AUTO:
         raise ValueError
     return value
@@ -112,7 +122,7 @@ TAKES = {
     float: "a number",
     str: "a word",
     _integer: "an integer",
-    _precision: f"true, false or {AUTO!r}",
+    _precision: "true, false or 'auto'",
     _rates: "a number for each component, such as {'embeddings': 0.001}",
     _betas: "two numbers",
     _lr_steps: "{'gamma': a number, 'at': [epochs]}",

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from hf_freeze.experiments.recipes.check import check, check_types
+from hf_freeze.experiments.recipes.fields import check_types
 from hf_freeze.experiments.recipes.find import find_recipe
 from hf_freeze.experiments.recipes.merge import merge
 
@@ -18,6 +18,8 @@ def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: b
 
     Raises FileNotFoundError for an unknown recipe; ValueError for unknown fields, wrong types, unknown presets, rows or methods.
     """
+    from hf_freeze.experiments.recipes.check import check  # here: `hf-freeze recipes` need not wait for its imports
+
     recipe = read_recipe(path, settings, smoke=smoke)
     check(recipe, path)
     return recipe
@@ -45,7 +47,10 @@ def read_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: b
     return recipe
 
 
-class _Loader(yaml.SafeLoader):
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # with libyaml, several times as fast
+
+
+class _Loader(_SafeLoader):
     """YAML lets a later key replace an equal one without a word: two rows of one name would be one."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:

@@ -1,7 +1,7 @@
 """Exported folders as models of transformers: `pipeline(task, model=FOLDER)` and `AutoModel...from_pretrained(FOLDER)` open them.
 
-The engine runs the forward. Search, sampling, streaming and stopping are those of `generate`. Importing this module, as
-`import hf_freeze` does, registers the classes. The models run on the CPU and cannot be trained.
+The engine runs the forward. Search, sampling, streaming and stopping are those of `generate`. Importing this module registers
+the classes; after `import hf_freeze`, AutoConfig does so for such a folder. The models run on the CPU and cannot be trained.
 
 Shapes: B rows, T new tokens, S source tokens.
 """

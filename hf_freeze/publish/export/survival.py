@@ -1,5 +1,6 @@
 """Which formats keep what a method saves. It is measured on a tiny model, so a new method has its answer too."""
 
+import functools
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hf_freeze.publish.export.convert import FORMATS
 _SAME = 1.01  # of the bytes: what differs by less is kept
 
 
+@functools.cache
 def surviving_formats(method: type[Method]) -> list[str]:
     """The formats that keep the parts by which the variant is smaller: all if `merge()` keeps its bytes, else those that keep the
     structure. None if the method saves no bytes, such as one for training alone, or saves by a seed, which no engine has."""
