@@ -236,7 +236,7 @@ ERRORS = {
         ["--task", "classification", "--data", "a.jsonl", "--columns", "x"],
         "a.jsonl, line 2: x must be text, not 3",
     ),
-    "table": (["--task", "classification", "--data", "train.de"], "classification takes files of JSON lines"),
+    "table": (["--task", "classification", "--data", "train.de"], "classification takes files with columns, whose"),
     "columns of lines": (["--columns", "x"], "--columns ['x']: train.de is a file of lines, without columns"),
     "small": (["--data", "one.de,one.de"], "data.holdout=1 and data.holdout_test=1 leaves nothing to train on"),
     "built-in": (["--data", "builtin", "--label", "x"], "--label x: the built-in data has its own; leave it out"),

@@ -1,5 +1,7 @@
 """Classification of sentences or pairs of them, scored by accuracy, or of two classes by F1 or Matthews correlation."""
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from transformers import DataCollatorWithPadding
 from hf_freeze import data as hf_data
 from hf_freeze.experiments.tasks.base import Outcome, Task, scored
 from hf_freeze.experiments.tasks.data_forms import data_form
-from hf_freeze.experiments.tasks.labelled import columns_of, encode, labelled_reader
+from hf_freeze.experiments.tasks.labelled import columns_of, encode, labelled_reader, place_of_label
 from hf_freeze.experiments.tasks.splits import read_splits, take
 from hf_freeze.training import ClassificationTrainer
 
@@ -20,31 +22,54 @@ def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
     pairs, `second`, and `label`, whose classes (a `datasets.ClassLabel`) are the labels of the training split in order. The
     built-in sentences are the target side of the built-in translations, and their classes the tense of the first clause.
 
-    Raises ValueError for a label that the training split has not.
+    Labels are words; whole numbers, in order, where all are; or true and false, however they are written, where all are.
+
+    Raises ValueError for a label that the training data has not, with file and row.
     """
     if data_form(settings) == "builtin":
-        return _classes(take({str(n): s for n, s in hf_data.builtin_tenses(**settings["builtin"]).items()}, settings))
+        splits = take({str(n): s for n, s in hf_data.builtin_tenses(**settings["builtin"]).items()}, settings)
+        return _classes(splits, settings)
     read = labelled_reader(settings)
     splits = read_splits(settings, read)
     if "mismatched" in settings:
         split = read(settings["mismatched"])
         splits["mismatched"] = split.select(range(min(settings.get("limit") or len(split), len(split))))
-    return _classes(splits)
+    return _classes(splits, settings)
 
 
-def _classes(splits: dict[str, datasets.Dataset]) -> dict[str, datasets.Dataset]:
-    labels = sorted(set(splits["train"]["label"]))
-    for name, split in splits.items():
-        if unknown := set(split["label"]) - set(labels):
-            raise ValueError(f"the {name} split has label {min(unknown)!r}; the training split has {labels}")
-    number = {label: i for i, label in enumerate(labels)}
-    classes = datasets.ClassLabel(names=[str(label) for label in labels])
+def _classes(splits: dict[str, datasets.Dataset], settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
+    trained = {str(label) for label in splits["train"]["label"]}
+    found = {name: {str(label) for label in split["label"]} for name, split in splits.items()}
+    if data_form(settings) == "files" and not set().union(*found.values()) <= trained:
+        # A class may be so rare that the part of the training data that is left to train on has none of it.
+        trained |= {str(label) for label in labelled_reader(settings)(settings["train"])["label"]}
+    canonical = _spelling(trained)
+    labels = {canonical(label) for label in trained}
+    names = sorted(labels, key=int if all(map(_WHOLE.fullmatch, labels)) else None)
+    for name, spelled in found.items():
+        if unknown := sorted(label for label in spelled if canonical(label) not in labels):
+            where = place_of_label(settings, name, unknown[0])
+            raise ValueError(f"{where}the {name} split has label {unknown[0]!r}; the training split has {names}")
+    number = {label: names.index(canonical(label)) for label in set().union(*found.values())}
+    classes = datasets.ClassLabel(names=names)
     return {
         name: split.remove_columns("label")
-        .add_column("label", [number[label] for label in split["label"]])
+        .add_column("label", [number[str(label)] for label in split["label"]])
         .cast_column("label", classes)
         for name, split in splits.items()
     }
+
+
+_WHOLE = re.compile(r"(0|-?[1-9]\d*)(\.0+)?")
+
+
+def _spelling(labels: set[str]) -> Callable[[str], str]:
+    """How labels of this kind are written in one way: files have TRUE, True and true, 1 and 1.0."""
+    if {label.lower() for label in labels} <= {"true", "false"}:
+        return str.lower
+    if all(map(_WHOLE.fullmatch, labels)):
+        return lambda label: label.split(".")[0] if _WHOLE.fullmatch(label) else label
+    return str
 
 
 def _labels(split: datasets.Dataset) -> dict[str, Any]:
