@@ -59,8 +59,8 @@ def head_of(path: str | Path) -> Head:
 def csv_tables(
     path: str | Path, columns: Sequence[str], header: Sequence[str] | None
 ) -> Iterator[tuple[Sequence[int], pa.Table]]:
-    """The columns, which are there, as text without surrounding white space, with the numbers of their rows in a spreadsheet. Rows
-    without anything in any column are left out. `header`: the names, where the first row does not hold them."""
+    """The columns, which are there, as text without surrounding white space, with the numbers of their rows in a spreadsheet.
+    Rows without anything in any column are left out. `header`: the names, where the first row does not hold them."""
     head = head_of(path)
     names = list(header or head.names)
     first = [*head.names] if header else head.first

@@ -1,7 +1,7 @@
 """Reads columns of tables, some rows at a time: files that end in .csv, .tsv, .jsonl, .json, .parquet or .arrow.
 
-CSV, Parquet and Arrow are read by `datasets`. It makes text of JSON of mixed types, and does not tell the short lines of the TSV files
-of GLUE from lines with empty cells; so these two are read here.
+CSV, Parquet and Arrow are read by `datasets`. It makes text of JSON of mixed types, and does not tell the short lines of the TSV
+files of GLUE from lines with empty cells; so these two are read here.
 """
 
 import io
@@ -70,18 +70,24 @@ def _number(value: Any) -> float:
     return number
 
 
+def _texts(value: Any) -> list[str]:
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+        raise ValueError(f"must be a list of texts, not {value!r}")
+    return value
+
+
 def _words(value: Any) -> list[str]:
-    words = value.split() if isinstance(value, str) else value
-    if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
-        raise ValueError(f"must be a list of words, or words with spaces between them, not {value!r}")
-    return words
+    """In CSV and TSV, words with spaces between them."""
+    return _filled(value).split() if isinstance(value, str) else _texts(value)
 
 
 TEXT = Column(pa.string(), _text)
 FILLED = Column(pa.string(), _filled)
 CLASS = Column(pa.string(), _class)
 NUMBER = Column(pa.float64(), _number)
+TEXTS = Column(pa.list_(pa.string()), _texts)
 WORDS = Column(pa.list_(pa.string()), _words)
+OPTIONAL = Column(pa.string(), _text)  # also empty
 
 
 def kind_of(path: str | Path) -> str:
@@ -143,16 +149,17 @@ def place(path: str | Path, number: int) -> str:
     return f"{path}, {'line' if kind_of(path) == 'json' and not _is_list(path) else 'row'} {number}"
 
 
-def place_of(paths: Iterable[str | Path], name: str, label: str, header: Sequence[str] | None = None) -> str:
-    """Where the label is for the first time."""
-    places = (
-        place(path, number)
-        for path in paths
-        for numbers, rows in _rows(path, {name: CLASS}, header)
-        for number, value in zip(numbers, _list(rows[name]), strict=True)
-        if _class(value) == label
-    )
-    return next(places, ", ".join(map(str, paths)))
+def place_of(
+    paths: Iterable[str | Path], columns: Mapping[str, Column], row: Sequence[Any], header: Sequence[str] | None = None
+) -> str:
+    """Where these columns have the values of `row` for the first time."""
+    for path in paths:
+        for numbers, rows in _rows(path, columns, header):
+            values = [map(column.read, _list(rows[name])) for name, column in columns.items()]
+            for number, *others in zip(numbers, *values, strict=True):
+                if others == list(row):
+                    return place(path, number)
+    return ", ".join(map(str, paths))
 
 
 def parse_example(where: str, line: str | bytes, columns: Iterable[str]) -> dict[str, Any]:

@@ -10,7 +10,17 @@ import datasets
 import pyarrow as pa
 import pytest
 
-from hf_freeze.data import csv_files, load_hub_labelled, read_labelled, read_pairs, read_table, read_text
+from hf_freeze.data import (
+    csv_files,
+    load_hub_labelled,
+    read_conll,
+    read_labelled,
+    read_pairs,
+    read_race,
+    read_squad,
+    read_table,
+    read_text,
+)
 from hf_freeze.data.tables import CLASS, TEXT, WORDS, columns_of
 
 
@@ -130,6 +140,39 @@ def test_texts_of_a_folder_stay_texts(tmp_path):
     write(tmp_path / "data" / "train.csv", b"text,label\nNA,1\nnull,0\n")
     data = load_hub_labelled(str(tmp_path / "data"), "train", ["text"])
     assert data[:] == {"text": ["NA", "null"], "label": [1, 0]}
+
+
+def test_words_with_tags(tmp_path):
+    rows = [{"tokens": ["EU", "rejects"], "tags": ["B-ORG", "O"]}, {"tokens": ["Peter"], "tags": ["B-PER"]}]
+    path = write(tmp_path / "a.csv", b'words,tags\n"EU  rejects",B-ORG O\n"Peter",B-PER\n')
+    assert read_conll([path], "words", "tags").to_list() == rows
+    path = write(tmp_path / "a.jsonl", "\n".join(json.dumps(row) for row in rows).encode())
+    assert read_conll([path], tags="tags").to_list() == rows
+    with pytest.raises(ValueError, match=r"a\.csv, row 3: 2 words, but 1 tags$"):
+        read_conll([write(tmp_path / "a.csv", b"tokens,ner_tags\na,O\na b,O\n")])
+    with pytest.raises(ValueError, match=r"a\.csv, row 3: tag 'ORG' is none of O, B-TYPE, "):
+        read_conll([write(tmp_path / "a.csv", b"tokens,ner_tags\na,O\na b,ORG O\n")])
+
+
+def test_questions_in_a_csv_file(tmp_path):
+    path = write(tmp_path / "a.csv", b'question,context,answer\nWho?,"Ann, they\nsay. Ann!",Ann\nWhen?,Ann,\n')
+    assert read_squad([path]).to_list() == [
+        {"id": "1", "question": "Who?", "context": "Ann, they\nsay. Ann!", "answers": ["Ann"], "starts": [0]},
+        {"id": "2", "question": "When?", "context": "Ann", "answers": [], "starts": []},
+    ]
+    with pytest.raises(ValueError, match=r"a\.csv, row 4 \(line 5\): answer 'Bob' is not in the context$"):
+        read_squad([write(path, path.read_bytes() + b"Who?,Ann,Bob\n")])
+
+
+def test_choices_in_a_table(tmp_path):
+    row = {"article": "Tea, hot.", "question": "What?", "options": ["tea", "cold milk"], "answer": "B"}
+    path = write(tmp_path / "a.csv", b'answer,article,question,A,B\nB,"Tea, hot.",What?,tea,cold milk\n')
+    lines = write(tmp_path / "a.jsonl", json.dumps(row).encode())
+    assert read_race([path, lines]).to_list() == [row, row]
+    with pytest.raises(ValueError, match=r"a\.csv, row 3: answer 'C'; choose from 'AB'$"):
+        read_race([write(path, path.read_bytes() + b"C,a,b,c,d\n")])
+    with pytest.raises(ValueError, match=r"a\.csv has no column 'options'; choose from \['article'"):
+        read_race([write(path, b"article,question,answer\na,b,A\n")])
 
 
 # -- what is wrong ---------------------------------------------------------------------------------------------------------------

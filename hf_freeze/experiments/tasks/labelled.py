@@ -9,7 +9,7 @@ import datasets
 from hf_freeze import data as hf_data
 from hf_freeze.data import Progress
 from hf_freeze.data.files import found
-from hf_freeze.data.tables import place_of
+from hf_freeze.data.tables import CLASS, place_of
 from hf_freeze.experiments.tasks.data_forms import data_form
 
 
@@ -34,7 +34,8 @@ def place_of_label(settings: dict[str, Any], split: str, label: str) -> str:
     if data_form(settings) != "files":
         return ""
     files = found(_files(settings, settings.get(split, settings["train"])))  # what is drawn comes from train
-    return f"{place_of(files, settings.get('label', 'label'), label, settings.get('header'))}: "
+    column = {settings.get("label", "label"): CLASS}
+    return f"{place_of(files, column, [label], settings.get('header'))}: "
 
 
 def _files(settings: dict[str, Any], named: list[str]) -> list[Path]:
