@@ -7,7 +7,7 @@ from typing import Any
 
 import datasets
 
-from hf_freeze.data.files import fault, read_bytes
+from hf_freeze.data.files import fault, found, read_bytes
 from hf_freeze.data.tables import CLASS, TEXT, TEXTS, columns_of, kind_of, place_of
 from hf_freeze.data.text import read_table
 
@@ -25,7 +25,7 @@ def read_race(folders: Sequence[str | Path]) -> datasets.Dataset:
     rows = {"article": [], "question": [], "options": [], "answer": []}
     for folder in map(Path, folders):
         if kind_of(folder) != "lines":
-            for row in _of_table(folder):
+            for row in (row for path in found([folder]) for row in _of_table(path)):
                 for name, value in row.items():
                     rows[name].append(value)
             continue

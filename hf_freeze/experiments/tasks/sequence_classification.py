@@ -11,9 +11,9 @@ from transformers import DataCollatorWithPadding
 
 from hf_freeze import data as hf_data
 from hf_freeze.experiments.tasks.base import Outcome, Task, scored
-from hf_freeze.experiments.tasks.data_forms import data_form
+from hf_freeze.experiments.tasks.data_forms import SPLITS, data_form
 from hf_freeze.experiments.tasks.labelled import columns_of, encode, labelled_reader, place_of_label
-from hf_freeze.experiments.tasks.splits import read_splits, take
+from hf_freeze.experiments.tasks.splits import take
 from hf_freeze.training import ClassificationTrainer
 
 
@@ -27,37 +27,42 @@ def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
     Raises ValueError for a label that the training data has not, with file and row.
     """
     if data_form(settings) == "builtin":
-        splits = take({str(n): s for n, s in hf_data.builtin_tenses(**settings["builtin"]).items()}, settings)
-        return _classes(splits, settings)
-    read = labelled_reader(settings)
-    splits = read_splits(settings, read)
-    if "mismatched" in settings:
-        split = read(settings["mismatched"])
+        files = {str(name): split for name, split in hf_data.builtin_tenses(**settings["builtin"]).items()}
+    else:
+        read = labelled_reader(settings)
+        files = {name: read(settings[name]) for name in (*SPLITS, "mismatched") if name in settings}
+    return _taken(_classes(files, settings), settings)
+
+
+def _taken(files: dict[str, datasets.Dataset], settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
+    splits = take({name: split for name, split in files.items() if name != "mismatched"}, settings)
+    if "mismatched" in files:
+        split = files["mismatched"]
         splits["mismatched"] = split.select(range(min(settings.get("limit") or len(split), len(split))))
-    return _classes(splits, settings)
+    return splits
 
 
-def _classes(splits: dict[str, datasets.Dataset], settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
-    trained = {str(label) for label in splits["train"]["label"]}
-    found = {name: {str(label) for label in split["label"]} for name, split in splits.items()}
-    if data_form(settings) == "files" and not set().union(*found.values()) <= trained:
+def _classes(files: dict[str, datasets.Dataset], settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
+    """With the numbers of classes as labels. They are put into whole files: of a part of one, `datasets` would copy the text."""
+    used = {name: {str(label) for label in split["label"]} for name, split in _taken(files, settings).items()}
+    trained = set(used["train"])
+    if not set().union(*used.values()) <= trained:
         # A class may be so rare that the part of the training data that is left to train on has none of it.
-        trained |= {str(label) for label in labelled_reader(settings)(settings["train"])["label"]}
-    canonical = _spelling(trained)
-    labels = {canonical(label) for label in trained}
+        trained |= {str(label) for label in files["train"]["label"]}
+    spelled = _spelling(trained)
+    labels = {spelled(label) for label in trained}
     names = sorted(labels, key=int if all(map(_WHOLE.fullmatch, labels)) else None)
-    for name, spelled in found.items():
-        if unknown := sorted(label for label in spelled if canonical(label) not in labels):
+    for name, found in used.items():
+        if unknown := sorted(label for label in found if spelled(label) not in labels):
             where = place_of_label(settings, name, unknown[0])
             raise ValueError(f"{where}the {name} split has label {unknown[0]!r}; the training split has {names}")
-    number = {label: names.index(canonical(label)) for label in set().union(*found.values())}
-    classes = datasets.ClassLabel(names=names)
-    return {
-        name: split.remove_columns("label")
-        .add_column("label", [number[str(label)] for label in split["label"]])
-        .cast_column("label", classes)
-        for name, split in splits.items()
-    }
+    number = {name: i for i, name in enumerate(names)}
+    numbered = {}
+    for name, split in files.items():
+        numbers = [number.get(spelled(str(label)), -1) for label in split["label"]]  # -1: of a row that is not used
+        numbered[name] = split.remove_columns("label").add_column("label", numbers)
+        numbered[name].info.features["label"] = datasets.ClassLabel(names=names)
+    return numbered
 
 
 _WHOLE = re.compile(r"(0|-?[1-9]\d*)(\.0+)?")
