@@ -3,11 +3,12 @@
 import codecs
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -44,7 +45,9 @@ def head_of(path: str | Path) -> Head:
         text = codecs.getincrementaldecoder(_UTF8)().decode(piece)
     except UnicodeDecodeError:
         raise _not_utf8(path) from None
-    rows = {mark: list(islice(csv.reader(io.StringIO(text, newline=""), delimiter=mark), 50)) for mark in _DELIMITERS}
+    if "\x00" in text:
+        raise _not_utf8(path)
+    rows = {mark: list(islice(_reader(io.StringIO(text, newline=""), mark), 50)) for mark in _DELIMITERS}
 
     def fit(mark: str) -> tuple[bool, float, int]:
         names, *others = rows[mark]
@@ -99,7 +102,8 @@ def csv_tables(
 
 def place_in_csv(path: str | Path, row: int) -> str:
     """The row as a spreadsheet counts it, and the line where it begins, if that has another number."""
-    return next(_place(path, row, line) for number, line, _ in _rows(path, head_of(path).delimiter) if number == row)
+    rows = _rows(path, head_of(path).delimiter)
+    return next((_place(path, row, line) for number, line, _ in rows if number == row), f"{path}, row {row}")
 
 
 def _place(path: str | Path, row: int, line: int) -> str:
@@ -108,12 +112,16 @@ def _place(path: str | Path, row: int, line: int) -> str:
 
 def _rows(path: str | Path, delimiter: str) -> Iterator[tuple[int, int, list[str]]]:
     """(number, first line, cells) of every row: slower than `datasets`, but with lines."""
-    csv.field_size_limit(1 << 30)  # a quotation mark that is not closed makes one cell of the rest
     with unpacked(path) as plain, open(plain, encoding=_UTF8, newline="") as file:
-        reader, line = csv.reader(file, delimiter=delimiter), 1
+        reader, line = _reader(file, delimiter), 1
         for number, cells in enumerate(reader, 1):
             yield number, line, cells
             line = reader.line_num + 1
+
+
+def _reader(lines: Iterable[str], delimiter: str) -> Any:
+    csv.field_size_limit(1 << 30)  # a quotation mark that is not closed makes one cell of the rest
+    return csv.reader(lines, delimiter=delimiter)
 
 
 def _wrong_row(path: str | Path, head: Head, names: int, width: int) -> ValueError:

@@ -55,7 +55,7 @@ def _class(value: Any) -> str:
         return _filled(value).strip()
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, (int, float)) and value >= 0 and value == int(value):
+    if isinstance(value, (int, float)) and 0 <= value < math.inf and value == int(value):
         return str(int(value))
     raise ValueError(f"must be a word, an integer from 0, or true or false, not {value!r}")
 

@@ -204,6 +204,8 @@ LONG = b'text,label\n"one\ntwo",1\n' + b"x,1\n" * 3
             r"a\.csv, line 3: not UTF-8 .*; save the file as UTF-8 \(in a spreadsheet: CSV UTF-8\)$",
         ),
         ("text,label\nx,1\n".encode("utf-16"), r"a\.csv, line 1: .*; save the file as UTF-8 "),
+        (b'text,label\n"' + b"x,1\n" * 50_000, r"a\.csv, row 2: a quotation mark is opened and never closed$"),
+        (b"text,label\nx\x00,1\n", r"a\.csv, line 2: binary data \(a NUL byte\), not text; save"),
         (b"", r"a\.csv: the file is empty$"),
         (b"text,label\n", r"a\.csv: no text$"),
         (b"\n\n", r"a\.csv has no column 'text'"),

@@ -45,6 +45,8 @@ def _taken(files: dict[str, datasets.Dataset], settings: dict[str, Any]) -> dict
 def _classes(files: dict[str, datasets.Dataset], settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
     """With the numbers of classes as labels. They are put into whole files: of a part of one, `datasets` would copy the text."""
     used = {name: {str(label) for label in split["label"]} for name, split in _taken(files, settings).items()}
+    if "None" in used["train"] and None in set(files["train"]["label"]):
+        raise ValueError("the train split has examples without a label")
     trained = set(used["train"])
     if not set().union(*used.values()) <= trained:
         # A class may be so rare that the part of the training data that is left to train on has none of it.
