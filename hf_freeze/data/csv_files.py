@@ -64,6 +64,7 @@ def csv_tables(
 ) -> Iterator[tuple[Sequence[int], pa.Table]]:
     """The columns, which are there, as text without surrounding white space, with the numbers of their rows in a spreadsheet.
     Rows without anything in any column are left out. `header`: the names, where the first row does not hold them."""
+    compute: Any = pc  # its functions are made when it is imported
     head = head_of(path)
     names = list(header or head.names)
     first = [*head.names] if header else head.first
@@ -87,10 +88,10 @@ def csv_tables(
             encoding=_UTF8,
         ) as data:
             for table in data.with_format("arrow").iter(_ROWS):
-                cells = [pc.utf8_trim_whitespace(column) for column in table.columns]
-                if any(pc.any(pc.not_equal(column, "")).as_py() for column in cells[len(names) :]):
+                cells = [compute.utf8_trim_whitespace(column) for column in table.columns]
+                if any(compute.any(compute.not_equal(column, "")).as_py() for column in cells[len(names) :]):
                     raise _wrong_row(path, head, len(names), width)
-                filled = reduce(pc.or_, (pc.not_equal(column, "") for column in cells))
+                filled = reduce(compute.or_, (compute.not_equal(column, "") for column in cells))
                 found = pa.table([cells[names.index(name)] for name in columns], list(columns))
                 yield (row + np.flatnonzero(filled)).tolist(), found.filter(filled)
                 row += len(table)

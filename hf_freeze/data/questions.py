@@ -50,8 +50,9 @@ def read_squad(paths: Sequence[str | Path]) -> datasets.Dataset:
 def _of_table(path: Path) -> Iterator[dict[str, Any]]:
     columns = {"question": TEXT, "context": TEXT, "answer": OPTIONAL}
     ids = {"id": TEXT} if "id" in columns_of(path) else {}
-    for number, row in enumerate(read_table([path], columns | ids), 1):
-        question, context, answer = (row[name] for name in columns)  # type: ignore[index]
+    rows: Any = read_table([path], columns | ids)
+    for number, row in enumerate(rows, 1):
+        question, context, answer = (row[name] for name in columns)
         if answer not in context:
             where = place_of([path], columns, [question, context, answer])
             raise ValueError(f"{where}: answer {answer!r} is not in the context")

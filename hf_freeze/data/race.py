@@ -52,10 +52,10 @@ def _of_table(path: Path) -> Iterator[dict[str, Any]]:
     columns = dict.fromkeys(("article", "question", *(options or ["options"])), TEXT) | {"answer": CLASS}
     if "options" in columns:
         columns["options"] = TEXTS
-    for row in read_table([path], columns):
-        listed = row["options"] if "options" in columns else [row[name] for name in options]  # type: ignore[index]
-        answer = row["answer"]  # type: ignore[index]
+    rows: Any = read_table([path], columns)
+    for row in rows:
+        listed, answer = row["options"] if "options" in columns else [row[name] for name in options], row["answer"]
         if answer not in LETTERS[: len(listed)]:
             where = place_of([path], {"answer": CLASS}, [answer])
             raise ValueError(f"{where}: answer {answer!r}; choose from {LETTERS[: len(listed)]!r}")
-        yield {"article": row["article"], "question": row["question"], "options": listed, "answer": answer}  # type: ignore[index]
+        yield {"article": row["article"], "question": row["question"], "options": listed, "answer": answer}

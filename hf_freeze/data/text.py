@@ -234,7 +234,8 @@ def _own_files(repo_id: str, split: str, name: str | None, columns: Sequence[str
 def _load(repo_id: str, split: str, name: str | None) -> Any:
     try:
         is_csv = hasattr(datasets.load_dataset_builder(repo_id, name).config, "keep_default_na")
-        return datasets.load_dataset(repo_id, name, split=split, **({"keep_default_na": False} if is_csv else {}))
+        options: Any = {"keep_default_na": False} if is_csv else {}  # "NA" and "null" are text
+        return datasets.load_dataset(repo_id, name, split=split, **options)
     except DatasetGenerationError as error:  # it says only that there was one
         cause: BaseException = error
         while cause.__cause__ is not None:
