@@ -21,7 +21,7 @@ from hf_freeze.data import (
     read_table,
     read_text,
 )
-from hf_freeze.data.tables import CLASS, TEXT, WORDS, columns_of
+from hf_freeze.data.tables import CLASS, OPTIONAL, TEXT, WORDS, columns_of
 
 
 @pytest.fixture(autouse=True)
@@ -231,6 +231,13 @@ def test_a_wrong_byte_far_below_names_its_line(tmp_path):
     path = write(tmp_path / "a.csv", b"text,label\n" + rows + b"\xff,1\n")
     with pytest.raises(ValueError, match=r"a\.csv, line 60002: not UTF-8"):
         read_labelled([path], ["text"])
+
+
+def test_a_file_that_was_read_less_strictly_before(tmp_path):
+    path = write(tmp_path / "a.csv", b"text,other\n,a\n")
+    assert read_table([path], {"text": OPTIONAL, "other": TEXT})["text"][:] == [""]
+    with pytest.raises(ValueError, match=r"a\.csv, row 2: text is empty$"):
+        read_table([path], {"text": TEXT, "other": TEXT})
 
 
 def test_wrong_rows_of_other_tables(tmp_path):
