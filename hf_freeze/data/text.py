@@ -144,7 +144,8 @@ def read_table(
         if kind_of(path) == "lines" and header is None:
             raise ValueError(f"{path}: a file with columns ends in {TABLES}")
     schema = pa.schema([(name, column.type) for name, column in columns.items()])
-    key = [_stamps(paths), "table", *([name, column.read.__name__] for name, column in columns.items()), header]
+    readers = [[name, column.read.__name__, column is TEXT] for name, column in columns.items()]
+    key = [_stamps(paths), "table", readers, header]
 
     def tables() -> Iterator[pa.Table]:
         for path in paths:
