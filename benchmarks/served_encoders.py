@@ -116,7 +116,7 @@ def twice_timed(folders: list[Path], texts: list[str], rounds: int) -> list[dict
 
 
 def classifier(options: argparse.Namespace, out: Path, claims: dict[str, list[Any]]) -> str:
-    texts, test = (data.read_jsonl(path) for path in (options.texts, options.test))
+    texts, test = (data.read_labelled([path], numbers=True) for path in (options.texts, options.test))
     seeds = sorted(int(path.name.rpartition("-")[2]) for path in options.classifier.glob("row-0-seed-*"))
     folders: list[Folders] = []
     items: dict[tuple[str, str], list[np.ndarray]] = {}

@@ -23,7 +23,7 @@ def export(
     texts: Annotated[
         list[Path] | None,
         typer.Option(
-            help="File with texts to calibrate --quantization int8-static with: a text per line, JSONL or Parquet; repeatable."
+            help="File with texts to calibrate --quantization int8-static with: a text per line, or a table (CSV); repeatable."
         ),
     ] = None,
     column: shared.Column = "text",

@@ -31,7 +31,8 @@ def init(
         str | None,
         typer.Option(
             metavar="FILES",
-            help="Training files, separated by commas; a folder with train*, dev* or val*, and test*; or builtin.",
+            help="Training files (.csv, .tsv, .jsonl, .json, .parquet, .arrow; lines of text), separated by commas; "
+            "a folder with train*, dev* or val*, and test*; or builtin.",
         ),
     ] = None,
     goal: Annotated[
@@ -48,7 +49,8 @@ def init(
         str | None, typer.Option(metavar="FILES", help="Test files; if not given, a part of the training data.")
     ] = None,
     columns: Annotated[
-        str | None, typer.Option(help="Columns of the texts in JSONL and Parquet files, separated by commas.")
+        str | None,
+        typer.Option(help="Columns of the texts in CSV, TSV, JSON, Parquet and Arrow files, separated by commas."),
     ] = None,
     label: Annotated[
         str | None, typer.Option(help="Column of the label of a classification; label if not given.")
@@ -61,7 +63,7 @@ def init(
 
     Example: hf-freeze init --task translation --model new --data train.de,train.en --goal study
 
-    Example: hf-freeze init --task classification --model bert-base-uncased --data reviews.jsonl --goal shrink --out reviews.yaml
+    Example: hf-freeze init --task classification --model new --data reviews.csv --columns Review --label Sentiment --goal shrink
     """
     with terminal.one_line_errors():
         if out.exists() and not force:

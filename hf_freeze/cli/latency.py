@@ -11,7 +11,7 @@ from hf_freeze.cli import terminal
 
 def latency(
     folders: Annotated[list[Path], typer.Argument(help="Saved models, variants and exported folders, of one task.")],
-    texts: Annotated[list[Path], typer.Option(help="File with a text per line, JSONL or Parquet; repeatable.")],
+    texts: Annotated[list[Path], typer.Option(help="File with a text per line, or a table, such as CSV; repeatable.")],
     column: shared.Column = "text",
     batch: Annotated[list[int] | None, typer.Option(help="Texts in a batch; repeatable. [default: 1 and 32]")] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for a text, at most.")] = 64,
@@ -28,6 +28,8 @@ def latency(
     Each folder answers in a process of its own, by greedy search; the processes take turns.
 
     Example: hf-freeze latency runs/small-translator/row-tt-seed-1/model model-onnx-int8 --texts texts.txt --out latency
+
+    Example: hf-freeze latency runs/reviews/row-0-seed-1/model --texts reviews.csv --column Review
     """
     from hf_freeze.data import read_text
     from hf_freeze.publish import latency as module

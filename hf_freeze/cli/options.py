@@ -20,7 +20,7 @@ RemoteCode = Annotated[
     ),
 ]
 
-Column = Annotated[str, typer.Option(help="Column of the texts in JSONL and Parquet files.")]
+Column = Annotated[str, typer.Option(help="Column of the texts in CSV, TSV, JSON, Parquet and Arrow files.")]
 
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")

@@ -13,7 +13,7 @@ def trim(
     texts: Annotated[
         list[Path],
         typer.Option(
-            help="File with the texts to keep the tokens of: a text per line, plain or compressed, JSONL or Parquet; "
+            help="File with the texts to keep the tokens of: a text per line, or a table, such as CSV; plain or compressed; "
             "repeatable."
         ),
     ],

@@ -19,9 +19,10 @@ from hf_freeze.data.race import read_race as read_race
 from hf_freeze.data.text import load_hub_labelled as load_hub_labelled
 from hf_freeze.data.text import load_hub_parallel as load_hub_parallel
 from hf_freeze.data.text import load_hub_text as load_hub_text
-from hf_freeze.data.text import read_jsonl as read_jsonl
+from hf_freeze.data.text import read_labelled as read_labelled
 from hf_freeze.data.text import read_pairs as read_pairs
 from hf_freeze.data.text import read_parallel as read_parallel
+from hf_freeze.data.text import read_table as read_table
 from hf_freeze.data.text import read_text as read_text
 from hf_freeze.data.tokenization import train_tokenizer as train_tokenizer
 from hf_freeze.data.tokens import Progress as Progress
@@ -30,4 +31,3 @@ from hf_freeze.data.tokens import TokenDataset as TokenDataset
 from hf_freeze.data.tokens import tokenise as tokenise
 from hf_freeze.data.tokens import tokenizer_for as tokenizer_for
 from hf_freeze.data.trimming import trim_tokenizer as trim_tokenizer
-from hf_freeze.data.tsv import read_tsv as read_tsv

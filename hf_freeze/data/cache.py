@@ -11,6 +11,7 @@ from typing import Any
 
 import datasets.config
 import pyarrow as pa
+from datasets.utils import tqdm
 from filelock import FileLock
 
 from hf_freeze.io import sync
@@ -18,14 +19,18 @@ from hf_freeze.io import sync
 _FORMAT = 2  # to be raised where the files in the folders change
 
 
+def cache_root() -> Path:
+    root = Path(datasets.config.HF_DATASETS_CACHE) / "hf_freeze"
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
 def cached_folder(kind: str, key: Any, write: Callable[[Path], object]) -> Path:
     """The folder of `kind` and `key` (plain data). Where it is not there, `write` fills it, in one process at a time; the others
     wait. What a killed process has left is removed."""
-    root = Path(datasets.config.HF_DATASETS_CACHE) / "hf_freeze"
-    folder = root / f"{kind}-{digest([_FORMAT, kind, key])}"
+    folder = cache_root() / f"{kind}-{digest([_FORMAT, kind, key])}"
     if folder.exists():
         return folder
-    root.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             part = folder.with_name(f"{folder.name}.part")
@@ -65,8 +70,14 @@ def open_tables(paths: Sequence[Path], fingerprint: str | None = None) -> datase
     return datasets.Dataset(data.data, info=data.info, fingerprint=fingerprint) if fingerprint else data
 
 
-def cached_rows(key: Any, columns: Sequence[str], tables: Callable[[], Iterator[pa.Table]]) -> datasets.Dataset:
-    """A data set with these columns of text, memory-mapped; `tables` is called where the cache does not hold it."""
-    schema = pa.schema([(name, pa.string()) for name in columns])
-    folder = cached_folder("text", key, lambda part: write_tables(part / "rows.arrow", schema, tables()))
+def cached_rows(key: Any, schema: pa.Schema, tables: Callable[[], Iterator[pa.Table]]) -> datasets.Dataset:
+    """A data set of this schema, memory-mapped; `tables` is called where the cache does not hold it."""
+
+    def counted() -> Iterator[pa.Table]:
+        with tqdm(desc="Reading", unit=" rows", delay=2) as bar:  # seconds, after which it is shown
+            for table in tables():
+                yield table
+                bar.update(len(table))
+
+    folder = cached_folder("text", key, lambda part: write_tables(part / "rows.arrow", schema, counted()))
     return open_tables([folder / "rows.arrow"], folder.name)

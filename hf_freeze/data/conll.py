@@ -6,17 +6,34 @@ from pathlib import Path
 
 import datasets
 
+from hf_freeze.data.files import found
 from hf_freeze.data.lines import iterate_documents
+from hf_freeze.data.tables import WORDS, kind_of, place_of
+from hf_freeze.data.text import read_table
 
 _TAG = re.compile(r"O|[BIES]-.+")
 
 
-def read_conll(paths: Sequence[str | Path]) -> datasets.Dataset:
+def read_conll(paths: Sequence[str | Path], tokens: str = "tokens", tags: str = "ner_tags") -> datasets.Dataset:
     """Columns `tokens` and `tags`, lists of text, a row for each sentence. A line is a word: its columns are separated by white
     space, the first is the word and the last its tag. Empty lines end sentences; lines of -DOCSTART- are left out.
 
-    Raises the errors of `read_documents`, and ValueError for a line of one column, or a tag that `check_tags` refuses.
+    Of tables (`read_table`), the columns that `tokens` and `tags` name: lists or, in CSV and TSV files, with spaces between.
+
+    Raises the errors of `read_documents`, and ValueError for a line of one column, other numbers of tags than of words, or a
+    tag that `check_tags` refuses.
     """
+    paths = found(paths)
+    if all(kind_of(path) != "lines" for path in paths):
+        columns = {tokens: WORDS, tags: WORDS}
+        data = read_table(paths, columns).rename_columns({tokens: "tokens", tags: "tags"})
+        for words, named in zip(data["tokens"], data["tags"], strict=True):
+            if len(words) != len(named):
+                where = place_of(paths, columns, [words, named])
+                raise ValueError(f"{where}: {len(words)} words, but {len(named)} tags")
+            if any(not _TAG.fullmatch(tag) for tag in named):
+                check_tags(named, place_of(paths, {tags: WORDS}, [named]))
+        return data
     rows: dict[str, list[list[str]]] = {"tokens": [], "tags": []}
     for path in paths:
         for sentences in iterate_documents(path):
@@ -29,7 +46,7 @@ def read_conll(paths: Sequence[str | Path]) -> datasets.Dataset:
                 if words:
                     rows["tokens"].append([word[0] for word in words])
                     rows["tags"].append([word[-1] for word in words])
-        check_tags((tag for tags in rows["tags"] for tag in tags), path)
+        check_tags((tag for sentence in rows["tags"] for tag in sentence), path)
     return datasets.Dataset.from_dict(rows)
 
 

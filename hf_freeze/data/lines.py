@@ -67,8 +67,8 @@ def iterate_documents(path: str | Path) -> Iterator[list[str]]:
 def iterate_lines(path: str | Path) -> Iterator[Lines]:
     """The lines without surrounding white space. Only a newline ends a line: others, which `str.splitlines` knows, occur within
     the lines of one side of parallel text."""
-    for first, block in line_blocks(path):
-        yield from _decoded(path, first, block)
+    for first, text in decoded_blocks(path):
+        yield first, [line.removeprefix("\ufeff").strip() for line in text.split("\n")]
 
 
 def line_blocks(path: str | Path) -> Iterator[tuple[int, bytes]]:
@@ -91,20 +91,22 @@ def line_blocks(path: str | Path) -> Iterator[tuple[int, bytes]]:
         yield number, rest
 
 
-def _decoded(path: str | Path, first: int, block: bytes) -> Iterator[Lines]:
-    try:
-        text = block.decode("utf-8")
-        if "\x00" not in text:
-            yield first, [line.removeprefix("\ufeff").strip() for line in text.split("\n")]
-            return
-    except UnicodeDecodeError:
-        pass
-    for number, line in enumerate(
-        block.split(b"\n"), first
-    ):  # slowly, to find the line; those before it may be wrong too
-        if b"\x00" in line:
-            raise ValueError(f"{path}, line {number}: binary data (a NUL byte), not text")
+def decoded_blocks(path: str | Path) -> Iterator[tuple[int, str]]:
+    """As `line_blocks`, decoded, without a byte-order mark. Raises ValueError with file and line for a NUL byte (binary data) or
+    bytes that are not UTF-8."""
+    for first, block in line_blocks(path):
         try:
-            yield number, [line.decode("utf-8").removeprefix("\ufeff").strip()]
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from error
+            text = block.decode("utf-8-sig" if first == 1 else "utf-8")
+            if "\x00" not in text:
+                yield first, text
+                continue
+        except UnicodeDecodeError:
+            pass
+        # Slowly, to find the line; those before it may be wrong too.
+        for number, line in enumerate(block.split(b"\n"), first):
+            if b"\x00" in line:
+                raise ValueError(f"{path}, line {number}: binary data (a NUL byte), not text")
+            try:
+                yield number, line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start})") from error

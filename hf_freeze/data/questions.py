@@ -1,14 +1,15 @@
 """Reads questions on a text whose answers are parts of it, as those of SQuAD."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 
-from hf_freeze.data.files import fault, read_bytes
-from hf_freeze.data.text import load_hub_labelled
+from hf_freeze.data.files import endings, fault, found, read_bytes
+from hf_freeze.data.tables import OPTIONAL, TEXT, columns_of, kind_of, place_of
+from hf_freeze.data.text import load_hub_labelled, read_table
 
 COLUMNS = ("id", "question", "context", "answers", "starts")
 
@@ -16,13 +17,17 @@ COLUMNS = ("id", "question", "context", "answers", "starts")
 def read_squad(paths: Sequence[str | Path]) -> datasets.Dataset:
     """Columns `id`, `question`, `context`, and the lists `answers`, text, and `starts`, the characters of `context` where they
     begin; both are empty where the text holds no answer (SQuAD 2.0). From JSON files in the format of SQuAD 1.1 or 2.0, plain
-    or compressed.
+    or compressed, or from tables (`read_table`, JSON lines) with the columns `question`, `context` and `answer`, whose first
+    occurrence in the context counts; an empty answer is none.
 
     Raises FileNotFoundError; ValueError for what is not JSON or not of this format, and for an answer that does not stand where
     it is said to.
     """
     rows: list[dict[str, Any]] = []
-    for path in paths:
+    for path in found(paths):
+        if kind_of(path) != "lines" and endings(path)[-1] != ".json":
+            rows += _of_table(path)
+            continue
         try:
             for article in json.loads(read_bytes(path))["data"]:
                 for paragraph in article["paragraphs"]:
@@ -40,6 +45,23 @@ def read_squad(paths: Sequence[str | Path]) -> datasets.Dataset:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a file of SQuAD's format: {fault(error)}") from error
     return _checked(rows, ", ".join(map(str, paths)))
+
+
+def _of_table(path: Path) -> Iterator[dict[str, Any]]:
+    columns = {"question": TEXT, "context": TEXT, "answer": OPTIONAL}
+    ids = {"id": TEXT} if "id" in columns_of(path) else {}
+    rows: Any = read_table([path], columns | ids)
+    for number, row in enumerate(rows, 1):
+        question, context, answer = (row[name] for name in columns)
+        if answer not in context:
+            where = place_of([path], columns, [question, context, answer])
+            raise ValueError(f"{where}: answer {answer!r} is not in the context")
+        given = {"answers": [answer], "starts": [context.index(answer)]} if answer else {"answers": [], "starts": []}
+        yield (
+            {"id": str(number), "question": question.strip(), "context": context}
+            | {name: row[name] for name in ids}
+            | given
+        )
 
 
 def load_hub_questions(repo_id: str, split: str, name: str | None = None) -> datasets.Dataset:

@@ -1,9 +1,9 @@
 """Readers for text, parallel text and labelled examples from files, plain or compressed, and from data sets of the Hub.
 
-Text and parallel text are copied once into an Arrow file of the cache and memory-mapped from there; they are never in memory.
+What is read is copied once into an Arrow file of the cache and memory-mapped from there; it is never in memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,19 @@ import pyarrow as pa
 from datasets.exceptions import DatasetGenerationError
 
 from hf_freeze.data.cache import cached_rows, stamp
-from hf_freeze.data.columns import has_columns, iterate_columns, kind_of, parse_example
-from hf_freeze.data.lines import filled_lines, full_lines, iterate_documents, read_lines
+from hf_freeze.data.files import found
+from hf_freeze.data.lines import filled_lines, full_lines, iterate_documents
+from hf_freeze.data.tables import (
+    CLASS,
+    NUMBER,
+    TABLES,
+    TEXT,
+    Column,
+    check_columns,
+    columns_of,
+    iterate_columns,
+    kind_of,
+)
 
 UNITS: dict[str, Callable[[str | Path], Iterator[list[str]]]] = {
     "lines": full_lines,
@@ -25,25 +36,26 @@ _ROWS = 10_000  # of parallel text, written at a time
 
 
 def read_text(paths: Sequence[str | Path], *, unit: str = "lines", column: str = "text") -> datasets.Dataset:
-    """Column `text` from files, memory-mapped.
+    """Column `text` from files, folders of them and patterns such as `reviews/*.csv`, memory-mapped.
 
-    Of JSONL (`.jsonl`, `.ndjson`, `.json`) and Parquet files the column `column` is read, without surrounding white space and
-    empty texts; any other file is plain text, a text for each of its `lines`, of its `filled lines` (empty ones are left out) or
-    `documents`. All but Parquet may be compressed: gzip, bzip2, xz, zstd, lz4.
+    Of CSV (`.csv`), TSV (`.tsv`), JSON (`.jsonl`, `.ndjson`, `.json`), Parquet (`.parquet`) and Arrow (`.arrow`) files the column
+    `column` is read, without surrounding white space and empty texts; any other file is plain text, a text for each of its
+    `lines`, of its `filled lines` (empty ones are left out) or `documents`. All but Parquet may be compressed: gzip, bzip2, xz,
+    zstd, lz4.
 
-    Raises the errors of `read_lines`, and ValueError with file and line for JSON that is not as it should be.
+    Raises the errors of `read_lines` and of `read_table`.
     """
+    paths = found(paths)
 
     def tables() -> Iterator[pa.Table]:
         for path in paths:
             if kind_of(path) == "lines":
                 yield from (pa.table({"text": texts}, _TEXT) for texts in UNITS[unit](path))
             else:
-                for table in iterate_columns(path, [column]):
+                for table in iterate_columns(path, {column: TEXT}, empty=True):
                     yield pa.table({"text": _stripped(table[column].to_pylist())}, _TEXT)
 
-    key = [[stamp(path) for path in paths], unit, column]
-    return _not_empty(cached_rows(key, ["text"], tables), ", ".join(map(str, paths)))
+    return _not_empty(cached_rows([_stamps(paths), unit, column], _TEXT, tables), paths)
 
 
 _TEXT = pa.schema([("text", pa.string())])
@@ -51,25 +63,25 @@ _PAIRS = pa.schema([("source", pa.string()), ("target", pa.string())])
 
 
 def read_pairs(paths: Sequence[str | Path], *, source: str = "source", target: str = "target") -> datasets.Dataset:
-    """Columns `source` and `target`, memory-mapped: from two line-aligned files of plain text, or from any number of JSONL and
-    Parquet files with the columns that `source` and `target` name.
+    """Columns `source` and `target`, memory-mapped: from two line-aligned files of plain text, or from any number of tables (as
+    for `read_text`) with the columns that `source` and `target` name.
 
     Raises ValueError for other files, and the errors of `read_text`.
     """
+    paths = found(paths)
     kinds = {kind_of(path) for path in paths}
     if kinds == {"lines"} and len(paths) == 2:
         return read_parallel(*paths)
     if "lines" in kinds:
         named = ", ".join(map(str, paths))
-        raise ValueError(f"parallel text is two files of lines, or files that end in .jsonl or .parquet, not {named}")
+        raise ValueError(f"parallel text is two files of lines, or files that end in {TABLES}, not {named}")
 
     def tables() -> Iterator[pa.Table]:
         for path in paths:
-            for table in iterate_columns(path, [source, target]):
+            for table in iterate_columns(path, {source: TEXT, target: TEXT}):
                 yield table.rename_columns(_PAIRS.names)
 
-    key = [[stamp(path) for path in paths], source, target]
-    return _not_empty(cached_rows(key, _PAIRS.names, tables), ", ".join(map(str, paths)))
+    return _not_empty(cached_rows([_stamps(paths), source, target], _PAIRS, tables), paths)
 
 
 def read_parallel(source: str | Path, target: str | Path) -> datasets.Dataset:
@@ -89,7 +101,7 @@ def read_parallel(source: str | Path, target: str | Path) -> datasets.Dataset:
                 f"parallel files differ in length: {source} has {counts[0]} lines, {target} has {counts[1]}"
             )
 
-    return cached_rows([stamp(source), stamp(target)], _PAIRS.names, tables)
+    return cached_rows([stamp(source), stamp(target)], _PAIRS, tables)
 
 
 def _in_rows(path: str | Path) -> Iterator[list[str]]:
@@ -108,41 +120,54 @@ def _stripped(texts: Iterable[str]) -> list[str]:
     return [text for text in map(str.strip, texts) if text]
 
 
-def _not_empty(data: datasets.Dataset, where: str) -> datasets.Dataset:
+def _not_empty(data: datasets.Dataset, paths: Iterable[str | Path]) -> datasets.Dataset:
     if not len(data):
-        raise ValueError(f"{where}: no text")
+        raise ValueError(f"{', '.join(map(str, paths))}: no text")
     return data
 
 
-def read_jsonl(
-    path: str | Path, text: Sequence[str] = ("sentence",), label: str = "label", *, numbers: bool = False
-) -> datasets.Dataset:
-    """Labelled examples from a file with one JSON object per line, plain or compressed.
+def _stamps(paths: Iterable[Path]) -> list[list[Any]]:
+    """With the kinds of file that were once read as lines, and may be in the cache as such."""
+    return [stamp(path) + [kind_of(path)] * (kind_of(path) in ("csv", "tsv", "arrow")) for path in paths]
 
-    Columns: those named in `text` (strings; two columns form a pair) and `label` (integers from 0, or strings; with `numbers`,
-    any numbers). Other fields are ignored. Raises the errors of `read_lines`, and ValueError with file and line for a missing
-    field or a wrong value.
+
+def read_table(
+    paths: Sequence[str | Path], columns: Mapping[str, Column], header: Sequence[str] | None = None
+) -> datasets.Dataset:
+    """Some columns of tables, memory-mapped. `header`: the names of the columns of CSV and TSV files without a row of names.
+
+    Raises ValueError for a file that is no table; a missing column, with the choices; a value that its column does not take or,
+    in a CSV file, an empty text, with row or line; and files without rows.
     """
-    columns: dict[str, list[Any]] = {name: [] for name in (*text, label)}
-    for number, line in enumerate(read_lines(path), 1):
-        where = f"{path}, line {number}"
-        example = parse_example(where, line, ())
-        for name, values in columns.items():
-            if name not in example:
-                raise ValueError(f"{where}: no field {name!r}; choose from {sorted(example)}")
-            value = example[name]
-            if name != label and not isinstance(value, str):
-                raise ValueError(f"{where}: {name} must be text, not {value!r}")
-            if name == label and numbers:
-                if type(value) not in (int, float):
-                    raise ValueError(f"{where}: {name} must be a number, not {value!r}")
-                value = float(value)
-            elif name == label and not (isinstance(value, str) or (type(value) is int and value >= 0)):
-                raise ValueError(f"{where}: {name} must be an integer from 0 or a string, not {value!r}")
-            if values and type(value) is not type(values[0]):
-                raise ValueError(f"{where}: {name} is {value!r}, but {values[0]!r} in line 1: use one type")
-            values.append(value)
-    return datasets.Dataset.from_dict(columns)
+    paths = found(paths)
+    for path in paths:
+        if kind_of(path) == "lines" and header is None:
+            raise ValueError(f"{path}: a file with columns ends in {TABLES}")
+    schema = pa.schema([(name, column.type) for name, column in columns.items()])
+    readers = [[name, column.read.__name__, column is TEXT] for name, column in columns.items()]
+    key = [_stamps(paths), "table", readers, header]
+
+    def tables() -> Iterator[pa.Table]:
+        for path in paths:
+            yield from iterate_columns(path, columns, header=header)
+
+    return _not_empty(cached_rows(key, schema, tables), paths)
+
+
+def read_labelled(
+    paths: Sequence[str | Path],
+    text: Sequence[str] = ("sentence",),
+    label: str = "label",
+    *,
+    numbers: bool = False,
+    header: Sequence[str] | None = None,
+) -> datasets.Dataset:
+    """Labelled examples from CSV, TSV, JSON, Parquet and Arrow files, memory-mapped.
+
+    Columns: those named in `text` (two form a pair), and `label` as text: words, integers from 0 (also written 1.0), true or
+    false; with `numbers`, any numbers. Raises the errors of `read_table`.
+    """
+    return read_table(paths, {**dict.fromkeys(text, TEXT), label: NUMBER if numbers else CLASS}, header)
 
 
 def load_hub_text(repo_id: str, split: str, column: str = "text", name: str | None = None) -> datasets.Dataset:
@@ -154,7 +179,7 @@ def load_hub_text(repo_id: str, split: str, column: str = "text", name: str | No
     if files := _own_files(repo_id, split, name, [column]):
         return read_text(files, column=column)
     data = _load(repo_id, split, name)
-    _check_columns(data, [column], repo_id, split)
+    check_columns(f"{repo_id} ({split})", [column], data.column_names)
     _check_text(data, [column], repo_id, split)
     data = data.select_columns([column]).with_format("arrow")
 
@@ -162,19 +187,19 @@ def load_hub_text(repo_id: str, split: str, column: str = "text", name: str | No
         for table in data.iter(_ROWS):
             yield pa.table({"text": _stripped(text or "" for text in table[column].to_pylist())}, _TEXT)
 
-    return _not_empty(cached_rows(["hub", data._fingerprint], ["text"], tables), f"{repo_id} ({split})")
+    return _not_empty(cached_rows(["hub", data._fingerprint], _TEXT, tables), [f"{repo_id} ({split})"])
 
 
 def load_hub_labelled(
     repo_id: str, split: str, text: Sequence[str] = ("sentence",), label: str = "label", name: str | None = None
 ) -> datasets.Dataset:
-    """The columns named in `text` and `label`, as in `read_jsonl`, from a data set of the Hub (or a local directory or file that
+    """The columns named in `text` and `label` from a data set of the Hub (or a local directory or file that
     `datasets` supports).
 
     Raises ValueError for an unknown column, with the choices.
     """
     data = _load(repo_id, split, name)
-    _check_columns(data, (*text, label), repo_id, split)
+    check_columns(f"{repo_id} ({split})", (*text, label), data.column_names)
     return data.select_columns([*text, label])
 
 
@@ -191,37 +216,33 @@ def load_hub_parallel(repo_id: str, split: str, source: str, target: str, name: 
     if "translation" in data.column_names and source not in data.column_names:
         data = data.flatten()
         data = data.rename_columns({c: c.removeprefix("translation.") for c in data.column_names if "." in c})
-    _check_columns(data, (source, target), repo_id, split)
+    check_columns(f"{repo_id} ({split})", (source, target), data.column_names)
     _check_text(data, (source, target), repo_id, split)
     return data.select_columns([source, target]).rename_columns({source: "source", target: "target"})
 
 
 def _own_files(repo_id: str, split: str, name: str | None, columns: Sequence[str]) -> list[str]:
-    """The files of a split in a local directory, where all are JSONL or Parquet and the first has these columns: our readers say
-    which line is wrong. Empty for any other data."""
+    """The files of a split in a local directory, where all are tables and the first has these columns: our readers say which line
+    is wrong. Empty for any other data."""
     if not Path(repo_id).is_dir():
         return []
     data_files = datasets.load_dataset_builder(repo_id, name).config.data_files or {}
     files = [str(file) for file in data_files.get(split, ())]
     are_ours = all(Path(file).is_file() and kind_of(file) != "lines" for file in files)
-    return files if files and are_ours and has_columns(files[0], columns) else []
+    return files if files and are_ours and set(columns) <= set(columns_of(files[0])) else []
 
 
 def _load(repo_id: str, split: str, name: str | None) -> Any:
     try:
-        return datasets.load_dataset(repo_id, name, split=split)
+        is_csv = hasattr(datasets.load_dataset_builder(repo_id, name).config, "keep_default_na")
+        options: Any = {"keep_default_na": False} if is_csv else {}  # "NA" and "null" are text
+        return datasets.load_dataset(repo_id, name, split=split, **options)
     except DatasetGenerationError as error:  # it says only that there was one
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         reason = " ".join(f"{cause}".split())
         raise ValueError(f"{repo_id} ({split}) cannot be read: {type(cause).__name__}: {reason}") from error
-
-
-def _check_columns(data: Any, columns: Iterable[str], repo_id: str, split: str) -> None:
-    for column in columns:
-        if column not in data.column_names:
-            raise ValueError(f"{repo_id} ({split}) has no column {column!r}; choose from {data.column_names}")
 
 
 def _check_text(data: Any, columns: Iterable[str], repo_id: str, split: str) -> None:

@@ -281,10 +281,9 @@ def _data_name(source: TrainedModel) -> str:
         return "the built-in corpus of hf_freeze"
     if "hub" in data:
         return " ".join(filter(None, (data["hub"], data.get("name"))))
-    files = dict.fromkeys(
-        name.split(".")[0] for name in data["test"]
-    )  # drops the suffixes, for example of two languages
-    return f"{Path(data.get('root', '.')).name} ({', '.join(files)})"
+    named = data.get("test", data["train"])  # the test split may be drawn from the training files
+    files = ", ".join(dict.fromkeys(Path(name).name.split(".")[0] for name in named))  # without .de and .en, say
+    return f"{Path(data['root']).name} ({files})" if "root" in data else files
 
 
 def _split(source: TrainedModel) -> str:

@@ -169,6 +169,38 @@ def test_columns_are_found_or_named(place):
     assert load_recipe("recipe.yaml")["data"]["column"] == "a"
 
 
+def write_reviews(path):
+    """As a spreadsheet of a European exports it."""
+    texts = [text.replace("sees", '""sees""') for text in TEXTS]
+    rows = [f'2026;"{text}\r\n\r\nYes; it does.";{("Good", "NA")[i % 2]}' for i, text in enumerate(texts)]
+    path.write_bytes("\r\n".join(["\ufeffDate;Review;Sentiment", *rows, ";;", ""]).encode())
+
+
+def test_a_csv_file_of_a_spreadsheet(place):
+    write_reviews(place / "reviews.csv")
+    write_lines(place / "test.tsv", ["Sentiment\tReview", "NA\tA cat.", "Good\tA dog."])
+    named = ("--columns", "Review", "--label", "Sentiment")
+    init("classification", "study", "new", "rev*.csv", *named, "--test", "test.tsv")
+    data = load_recipe("recipe.yaml")["data"]
+    assert data == {
+        "train": ["rev*.csv"],
+        "test": ["test.tsv"],
+        "columns": ["Review"],
+        "label": "Sentiment",
+        "holdout": 4,
+    }
+    splits = task_of("sequence-classification").load(data)
+    assert {name: len(split) for name, split in splits.items()} == {"train": 38, "dev": 4, "test": 2}
+    assert splits["train"].features["label"].names == ["Good", "NA"]
+    assert 'A man "sees" a.\r\n\r\nYes; it does.' in {text for split in splits.values() for text in split["sentence"]}
+    init("lm", "study", "new", "reviews.csv", "--columns", "Review", "--force")
+    init("translation", "study", "new", "reviews.csv", "--columns", "Review,Sentiment", "--force")
+    (place / "folder").mkdir()
+    (place / "folder" / "train.csv").write_text("Text,LABEL\n" + "".join(f"{text},{len(text)}\n" for text in TEXTS))
+    init("classification", "study", "new", "folder", "--force")  # the usual names, in other letters
+    assert load_recipe("recipe.yaml")["data"]["columns"] == ["Text"]
+
+
 def test_methods_that_do_not_work_on_a_model_are_left_out_with_the_reason(place):
     """Here a variant, whose FFNs are tensor trains already."""
     config = GPT2Config(vocab_size=90, n_embd=16, n_layer=2, n_head=2, n_positions=10)
@@ -236,7 +268,17 @@ ERRORS = {
         ["--task", "classification", "--data", "a.jsonl", "--columns", "x"],
         "a.jsonl, line 2: x must be text, not 3",
     ),
-    "table": (["--task", "classification", "--data", "train.de"], "classification takes files of JSON lines"),
+    "csv": (
+        ["--task", "classification", "--data", "reviews.csv"],
+        "reviews.csv has no column 'sentence' or 'text'; say with --columns which to take and with --label which is the label; "
+        "choose from ['Date', 'Review', 'Sentiment']",
+    ),
+    "nearest": (
+        ["--task", "classification", "--data", "reviews.csv", "--columns", "review"],
+        "reviews.csv has no column 'review'; choose from ['Date', 'Review', 'Sentiment'], with --columns; did you mean 'Review'?",
+    ),
+    "pattern": (["--data", "*.csv.gz"], "*.csv.gz: no files"),
+    "table": (["--task", "classification", "--data", "train.de"], "classification takes files with columns, whose"),
     "columns of lines": (["--columns", "x"], "--columns ['x']: train.de is a file of lines, without columns"),
     "small": (["--data", "one.de,one.de"], "data.holdout=1 and data.holdout_test=1 leaves nothing to train on"),
     "built-in": (["--data", "builtin", "--label", "x"], "--label x: the built-in data has its own; leave it out"),
@@ -252,6 +294,7 @@ def test_mistakes_are_one_line(options, message, place):
     write_lines(place / "train.en", "abc")
     write_lines(place / "short.en", "ab")
     write_lines(place / "one.de", "a")
+    write_reviews(place / "reviews.csv")
     write_examples(place / "a.jsonl", [{"x": "a", "label": 1}, {"x": 3, "label": 0}])
     (place / "empty").mkdir()
     if "bert" in options or "bare" in options:

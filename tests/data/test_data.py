@@ -18,7 +18,7 @@ from hf_freeze.data import (
     load_hub_parallel,
     load_hub_text,
     read_documents,
-    read_jsonl,
+    read_labelled,
     read_lines,
     read_parallel,
     text_blocks,
@@ -135,32 +135,39 @@ def test_text_of_a_data_set(tmp_path):
 # -- labelled examples -----------------------------------------------------------------------------------------------------------
 
 
-def test_jsonl_gives_text_and_labels(tmp_path):
+def test_jsonl_gives_text_and_labels(tmp_path, own_cache):
     lines = [{"sentence": "good", "label": 1, "extra": None}, {"label": 0, "sentence": "ünlü"}]
     content = "".join(json.dumps(line) + "\n" for line in lines)
     for name, written in (("a.jsonl", content.encode()), ("a.jsonl.gz", packed(content.encode()))):
-        data = read_jsonl(write(tmp_path / name, written))
-        assert data.to_list() == [{"sentence": "good", "label": 1}, {"sentence": "ünlü", "label": 0}]
-    pairs = write(tmp_path / "pairs", '{"a": "x", "b": "y", "c": "entailment"}\n')
-    assert read_jsonl(pairs, ("a", "b"), "c").to_list() == [{"a": "x", "b": "y", "c": "entailment"}]
+        data = read_labelled([write(tmp_path / name, written)])
+        assert data.to_list() == [{"sentence": "good", "label": "1"}, {"sentence": "ünlü", "label": "0"}]
+    pairs = write(tmp_path / "pairs.jsonl", '{"a": "x", "b": "y", "c": "entailment"}\n')
+    assert read_labelled([pairs], ("a", "b"), "c").to_list() == [{"a": "x", "b": "y", "c": "entailment"}]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"a, line 2: not JSON"),
-        ("[1]", r"a, line 2: an example is a JSON object, not '\[1\]'"),
-        ('{"sentence": "x"}', r"a, line 2: no field 'label'; choose from \['sentence'\]"),
-        ('{"sentence": 3, "label": 0}', r"a, line 2: sentence must be text, not 3"),
-        ('{"sentence": "x", "label": -1}', r"a, line 2: label must be an integer from 0 or a string, not -1"),
-        ('{"sentence": "x", "label": true}', r"a, line 2: label must be an integer from 0 or a string, not True"),
-        ('{"sentence": "x", "label": "yes"}', r"a, line 2: label is 'yes', but 1 in line 1"),
+        ("{", r"a\.jsonl, line 2: not JSON"),
+        ("[1]", r"a\.jsonl, line 2: an example is a JSON object, not '\[1\]'"),
+        ('{"sentence": "x"}', r"a\.jsonl, line 2: no field 'label'; choose from \['sentence'\]"),
+        ('{"sentence": 3, "label": 0}', r"a\.jsonl, line 2: sentence must be text, not 3"),
+        (
+            '{"sentence": "x", "label": -1}',
+            r"line 2: label must be a word, an integer from 0, or true or false, not -1",
+        ),
+        (
+            '{"sentence": "x", "label": 1.5}',
+            r"line 2: label must be a word, an integer from 0, or true or false, not 1\.5",
+        ),
+        ('{"sentence": "x", "label": null}', r"line 2: label must be a word, an integer from 0, .* not None"),
+        ('{"sentence": "x", "label": " "}', r"line 2: label is empty"),
     ],
 )
-def test_bad_examples_are_refused_with_file_and_line(tmp_path, line, message):
-    path = write(tmp_path / "a", '{"sentence": "good", "label": 1}\n' + line)
+def test_bad_examples_are_refused_with_file_and_line(tmp_path, own_cache, line, message):
+    path = write(tmp_path / "a.jsonl", '{"sentence": "good", "label": 1}\n' + line)
     with pytest.raises(ValueError, match=message):
-        read_jsonl(path)
+        read_labelled([path])
 
 
 # -- blocks ----------------------------------------------------------------------------------------------------------------------

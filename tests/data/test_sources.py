@@ -1,4 +1,4 @@
-"""Text from JSONL, Parquet and compressed files and folders of them, memory-mapped; and what is wrong with them, in one line."""
+"""Text from tables, compressed files and folders of them, memory-mapped; and what is wrong with them, in one line."""
 
 import bz2
 import gzip
@@ -11,7 +11,6 @@ import pytest
 
 from hf_freeze.data import (
     builtin_corpus,
-    columns,
     files,
     load_hub_parallel,
     load_hub_text,
@@ -19,6 +18,7 @@ from hf_freeze.data import (
     read_pairs,
     read_parallel,
     read_text,
+    tables,
 )
 
 
@@ -105,7 +105,7 @@ def test_pairs_of_every_kind_of_file(tmp_path, piece, monkeypatch):
     assert read_pairs(sides).to_list() == read_parallel(*sides).to_list() == PAIRS
     assert read_pairs(paths[:1], source="target", target="source")[0]["source"] == PAIRS[0]["target"]
     with pytest.raises(
-        ValueError, match=r"two files of lines, or files that end in \.jsonl or \.parquet, not .*source"
+        ValueError, match=r"two files of lines, or files that end in \.csv, .* or \.arrow, not .*source"
     ):
         read_pairs([*sides, paths[0]])
 
@@ -152,7 +152,7 @@ def test_a_line_that_is_not_as_the_first_ones(tmp_path, line, message, piece, mo
 
 
 def test_good_lines_do_not_take_the_slow_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(columns, "parse_example", None)
+    monkeypatch.setattr(tables, "parse_example", None)
     rows = [{"n": i, "text": text, "nested": {"text": [1]}} for i, text in enumerate(['ü \\ " \u2028 😀', *LINES])]
     assert read_text([write(tmp_path / "a.jsonl", jsonl(rows))])["text"][:] == [row["text"] for row in rows]
 
@@ -238,7 +238,6 @@ def test_data_that_datasets_cannot_read_is_one_line(tmp_path):
 
 
 def test_a_column_that_is_not_text(tmp_path):
-    write(tmp_path / "data" / "train.csv", b"text,n\na,1\nb,2\n")
-    assert load_hub_text(str(tmp_path / "data"), "train")["text"][:] == ["a", "b"]
-    with pytest.raises(ValueError, match=r"\(train\): column 'n' holds Value\('int64'\), not text"):
+    parquet(tmp_path / "data" / "train.parquet", [{"text": "a", "n": 1}])
+    with pytest.raises(ValueError, match=r"train\.parquet: column 'n' holds int64, not text"):
         load_hub_text(str(tmp_path / "data"), "train", "n")

@@ -16,7 +16,8 @@ from support.recipes import BERT, changed, write_recipe
 from support.task_files import CLASSES, FOLDERS, write_glue
 
 from hf_freeze import scores
-from hf_freeze.data import read_jsonl, read_tsv
+from hf_freeze.data import read_labelled, read_table
+from hf_freeze.data.tables import TEXT
 from hf_freeze.experiments.recipes.expand import expand
 from hf_freeze.experiments.recipes.load import load_recipe, read_recipe
 from hf_freeze.experiments.report.build import make_report
@@ -174,30 +175,34 @@ def test_labels_that_are_no_numbers_are_refused(tmp_path):
     recipe = tiny(tmp_path, "stsb")
     data = changed(recipe["data"], {"label": "genre"})
     with pytest.raises(
-        ValueError, match="the train split has label 'main-captions': a regression needs finite numbers"
+        ValueError, match=r"train\.tsv, row 2: genre must be a number, such as 2\.5, not 'main-captions'"
     ):
         task_of("regression").load(data)
-    (tmp_path / "a.jsonl").write_text('{"sentence": "a", "label": 1}\n{"sentence": "b", "label": 2.5}\n')
-    assert read_jsonl(tmp_path / "a.jsonl", numbers=True)["label"] == [1.0, 2.5]
-    (tmp_path / "a.jsonl").write_text('{"sentence": "a", "label": "much"}\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: label must be a number, not 'much'"):
-        read_jsonl(tmp_path / "a.jsonl", numbers=True)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"sentence": "a", "label": 1}\n{"sentence": "b", "label": 2.5}\n')
+    assert read_labelled([path], numbers=True)["label"][:] == [1.0, 2.5]
+    path.write_text('{"sentence": "a", "label": "much"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: label must be a number, such as 2\.5, not 'much'"):
+        read_labelled([path], numbers=True)
 
 
 def test_lines_of_a_tsv_file(tmp_path):
+    def read(columns, header=None):
+        return read_table([path], dict.fromkeys(columns, TEXT), header)
+
     path = tmp_path / "a.tsv"
     path.write_bytes(b'one\ttwo\n"a\tb"\r\nlonely\n\nc\td\textra\n')
     with pytest.warns(UserWarning, match=r"a\.tsv: 1 of 3 lines are too short and left out"):
-        assert read_tsv(path, ["two", "one"]).to_dict() == {"two": ['b"', "d"], "one": ['"a', "c"]}
+        assert read(["two", "one"])[:] == {"two": ['b"', "d"], "one": ['"a', "c"]}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert read_tsv(path, ["one"])["one"] == ['"a', "lonely", "c"]
-        assert read_tsv(path, ["x"], header=["x"])["x"][:2] == ["one", '"a']
+        assert read(["one"])["one"][:] == ['"a', "lonely", "c"]
+        assert read(["x"], ["x"])["x"][:2] == ["one", '"a']
     with pytest.raises(ValueError, match=r"a\.tsv has no column 'three'; choose from \['one', 'two'\]"):
-        read_tsv(path, ["three"])
+        read(["three"])
     path.write_bytes(b"one\ttwo\na\n")
     with pytest.raises(ValueError, match=r"a\.tsv: no line has the columns \['two'\]"):
-        read_tsv(path, ["two"])
+        read(["two"])
     path.write_bytes(b"one\n\xff\n")
-    with pytest.raises(ValueError, match=r"a\.tsv: not UTF-8 \(invalid start byte at byte 4\)"):
-        read_tsv(path, ["one"])
+    with pytest.raises(ValueError, match=r"a\.tsv, line 2: not UTF-8 \(invalid start byte at byte 0\)"):
+        read(["one"])

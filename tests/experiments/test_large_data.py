@@ -78,7 +78,9 @@ def test_what_is_wrong_with_the_data_is_one_line(tmp_path):
     error = (tmp_path / "out" / "row-0-seed-1" / "error.log").read_text().splitlines()[-1]
     assert error == f"ValueError: {tmp_path}/a.jsonl, line 61: text must be text, not 3"
     names = {split: ["a.jsonl", "b.parquet", "c.txt"] for split in ("train", "dev", "test")}
-    with pytest.raises(ValueError, match=r"two files, \[source, target\], not .*; JSONL and Parquet files hold both"):
+    with pytest.raises(
+        ValueError, match=r"two files, \[source, target\], not .*; files that end in \.csv, .* hold both"
+    ):
         load_recipe(parallel, settings(**names))
     names = {split: ["a.jsonl", "b.parquet"] for split in ("train", "dev", "test")}
     assert load_recipe(parallel, settings(**names))["data"] == names

@@ -8,15 +8,16 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from support.recipes import CLASSIFICATION, MASKED, write_recipe
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from hf_freeze.data import builtin_corpus, builtin_tenses
+from hf_freeze.data import builtin_corpus, builtin_tenses, train_tokenizer
+from hf_freeze.experiments.compress.serving import ENGINES, items_of
 from hf_freeze.experiments.recipes.expand import expand
 from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.report.build import make_report
 from hf_freeze.experiments.runs.execute import execute
 from hf_freeze.experiments.runs.grid import run_grid
-from hf_freeze.experiments.tasks.sequence_classification import load_data
+from hf_freeze.experiments.tasks.sequence_classification import encode, load_data
 from hf_freeze.run_folder import run_folder
 
 ROWS = {
@@ -84,11 +85,80 @@ def test_a_label_that_is_not_trained_is_refused(pairs, tmp_path):
         load_data(pairs)
 
 
+LABELS = {
+    "words": (["Good", "bad ", "Good"], ["Good", "bad"], [0, 1, 0]),
+    "numbers": (["10", "9.0", "1.0"], ["1", "9", "10"], [2, 1, 0]),
+    "booleans": (["TRUE", "False", "true"], ["false", "true"], [1, 0, 1]),
+    "words beside numbers": (["1.0", "x", "007"], ["007", "1.0", "x"], [1, 2, 0]),
+    "words beside booleans": (["True", "Half-true", "False"], ["False", "Half-true", "True"], [2, 1, 0]),
+}
+
+
+@pytest.mark.parametrize(("written", "names", "numbers"), LABELS.values(), ids=LABELS)
+def test_labels_of_a_csv_file(tmp_path, written, names, numbers):
+    (tmp_path / "a.csv").write_text("sentence,label\n" + "".join(f"a,{label}\n" for label in written))
+    files = ["a.csv"]
+    splits = load_data({"root": str(tmp_path), "train": files, "dev": files, "test": files})
+    assert splits["train"].features["label"].names == names
+    assert splits["train"]["label"][:] == numbers
+
+
+def test_the_text_is_copied_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "a.csv").write_text("sentence,label\n" + "".join(f"text {i},{i % 2}\n" for i in range(30)))
+    splits = load_data({"root": str(tmp_path), "train": ["a.csv"], "holdout": 6, "holdout_test": 6})
+    encoded = encode(splits["train"], train_tokenizer(splits["train"]["sentence"], 60, "wordpiece"))
+    assert splits["train"].cache_files
+    assert encoded["labels"][:] == splits["train"]["label"][:]
+    files = [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"]
+    assert files == ["rows.arrow"]
+
+
+def test_a_label_that_is_not_trained_names_its_row(tmp_path):
+    (tmp_path / "train.csv").write_text('sentence,label\na,1\n"b\nc",0\n')
+    (tmp_path / "test.csv").write_text('sentence,label\n"b\nc",1.0\na,2\n')
+    data = {"root": str(tmp_path), "train": ["train.csv"], "dev": ["train.csv"], "test": ["test.csv"]}
+    with pytest.raises(
+        ValueError,
+        match=r"test\.csv, row 3 \(line 4\): the test split has label '2'; the training split has \['0', '1'\]$",
+    ):
+        load_data(data)
+
+
+def test_a_sorted_file_has_its_classes_in_a_small_part_of_it_too(tmp_path):
+    rows = [f"text {number},{'abc'[number // 20]}\n" for number in range(60)]
+    (tmp_path / "a.csv").write_text("sentence,label\n" + "".join(rows))
+    data = {"root": str(tmp_path), "train": ["a.csv"], "holdout": 6, "holdout_test": 6, "limit": 10}
+    splits = load_data(data)
+    assert set(splits["train"]["label"]) == {0}
+    assert splits["train"].features["label"].names == ["a", "b", "c"]
+
+
 def test_a_holdout_takes_the_place_of_dev(pairs):
     splits = load_data({name: value for name, value in pairs.items() if name != "dev"} | {"holdout": 2})
     assert (len(splits["train"]), len(splits["dev"])) == (4, 2)
     found = {text for name in ("train", "dev") for text in splits[name]["sentence"]}
     assert found == {example["a"] for example in PAIRS[:6]}
+
+
+def test_a_model_that_numbers_the_classes_in_another_order_is_scored_by_their_names(pairs, tmp_path):
+    train_tokenizer([pair["a"] for pair in PAIRS], 60, "wordpiece").save_pretrained(tmp_path / "model")
+    config = BertConfig(
+        vocab_size=60,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        id2label={0: "no", 1: "yes"},
+    )
+    model, split = BertForSequenceClassification(config), load_data(pairs)["train"]
+    right = []
+    for names in ({0: "no", 1: "yes"}, {0: "yes", 1: "no"}):
+        model.config.id2label = names
+        model.config.label2id = {name: number for number, name in names.items()}
+        model.save_pretrained(tmp_path / "model")
+        right.append(items_of(tmp_path / "model", ENGINES["torch"], "sequence-classification", split, {})[:, 0])
+    assert right[0].tolist() == (1 - right[1]).tolist()
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------------------

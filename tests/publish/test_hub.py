@@ -155,8 +155,14 @@ def test_other_seeds_and_folders_of_this_machine(grid, tmp_path):
     assert re.search(
         r"^- Commands of the grid of this model: `hf-freeze run r\.yaml .*`; `hf-freeze run more\.yaml`$", text, re.M
     )
-    for name in ("README.md", "results.json"):
-        assert str(tmp_path) not in (tmp_path / "out" / name).read_text()
+    # As `hf-freeze init` writes it for one file, of which the test split is a part.
+    settings["data"] = {"train": [str(tmp_path / "reviews.csv")], "holdout": 4, "holdout_test": 4}
+    (other / "row-2.1-seed-1" / "run.json").write_text(json.dumps(settings))
+    assemble(read_trained_model(other / "row-2.1-seed-1"), tmp_path / "of one file", "me/x")
+    assert "- Data: reviews." in (tmp_path / "of one file" / "README.md").read_text()
+    for folder in ("out", "of one file"):
+        for name in ("README.md", "results.json"):
+            assert str(tmp_path) not in (tmp_path / folder / name).read_text()
 
 
 def test_a_card_without_a_record_has_no_figures_but_sizes(grid, tmp_path):

@@ -135,6 +135,11 @@ def answers_of(folder: Path, engine: Engine, task: str, split: Any, decoding: Ma
             rows = split[start : start + _BATCH]
             inputs = tokenizer(*(rows[name] for name in columns), truncation=True, padding=True, return_tensors="pt")
             classes += model(**inputs).logits.argmax(-1).tolist()
+    names = getattr(split.features["label"], "names", [])
+    if (theirs := model.config.id2label) and set(names) == set(
+        theirs.values()
+    ):  # a model of others has an order of its own
+        return [names.index(theirs[number]) for number in classes]
     return classes
 
 

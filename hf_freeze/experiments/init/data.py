@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_freeze.data.columns import kind_of, parse_example
-from hf_freeze.data.files import COMPRESSED
-from hf_freeze.data.lines import line_blocks
+from hf_freeze.data.files import endings, found
+from hf_freeze.data.tables import TABLES, check_columns, columns_of, kind_of
 from hf_freeze.experiments.tasks.registry import task_of
 
 BUILTIN = "builtin"
 _STARTS = {"train": ("train",), "dev": ("dev", "val"), "test": ("test",)}  # of the names of files, in a folder
-_ENDS = (".txt", ".jsonl", ".ndjson", ".json", ".parquet")  # of files of text; and .de or .en, say
 _USUAL = {  # names of columns, the first of which is what a recipe takes without a word
     "translation": [("source", "target")],
     "sequence-classification": [("sentence",), ("text",)],
@@ -45,7 +43,7 @@ def data_section(
         _check_number(task, split, named)
     section |= files
     section |= _column_fields(
-        task, [folder / file if "root" in section else Path(file) for file in files["train"]], columns, label
+        task, found(folder / file if "root" in section else file for file in files["train"]), columns, label
     )
     missing = {"dev": "holdout", "test": "holdout_test"}
     missing = {split: field for split, field in missing.items() if split not in files}
@@ -57,9 +55,9 @@ def data_section(
 
 def _listed(names: str, option: str) -> list[str]:
     files = [name.strip() for name in names.split(",") if name.strip()]
-    for name in files:
-        if not Path(name).is_file():
-            raise FileNotFoundError(f"{option} {names}: there is no file {name!r}")
+    for file in found(files):
+        if not file.is_file():
+            raise FileNotFoundError(f"{option} {names}: there is no file {str(file)!r}")
     return files
 
 
@@ -69,8 +67,7 @@ def _beginning(folder: Path, split: str) -> list[str]:
 
 
 def _is_text(name: str) -> bool:
-    endings = [ending for ending in Path(name).suffixes if ending not in COMPRESSED]
-    return bool(endings) and (endings[-1] in _ENDS or len(endings[-1]) <= 4)  # .de, .eng
+    return kind_of(name) != "lines" or len((endings(name) or ["too long"])[-1]) <= 4  # .txt, .de, .eng
 
 
 def _check_number(task: str, split: str, files: list[str]) -> None:
@@ -79,11 +76,14 @@ def _check_number(task: str, split: str, files: list[str]) -> None:
     option = "--data" if split == "train" else f"--{split}"
     if task == "translation" and "lines" in kinds and len(files) != 2:
         raise ValueError(
-            f"{len(files)} files for {split}, {files}: translation takes two files of lines, the source and the target, or JSONL "
-            f"and Parquet files with both; name them: {option} SOURCE,TARGET"
+            f"{len(files)} files for {split}, {files}: translation takes two files of lines, the source and the target, or files "
+            f"with both in columns, whose names end in {TABLES}; name them: {option} SOURCE,TARGET"
         )
-    if task == "sequence-classification" and kinds != {"jsonl"}:
-        raise ValueError(f"{files} for {split}: classification takes files of JSON lines, whose names end in .jsonl")
+    if task == "sequence-classification" and "lines" in kinds:
+        raise ValueError(
+            f"{files} for {split}: classification takes files with columns, whose names end in {TABLES}; there a row has a text "
+            "and its label"
+        )
 
 
 def _column_fields(task: str, files: list[Path], columns: Sequence[str] | None, label: str | None) -> dict[str, Any]:
@@ -93,34 +93,25 @@ def _column_fields(task: str, files: list[Path], columns: Sequence[str] | None, 
             if given:
                 raise ValueError(f"{option} {given!r}: {files[0]} is a file of lines, without columns")
         return {}
-    present = _columns_of(files[0])
+    present = columns_of(files[0])
+    lower = {name.lower(): name for name in reversed(present)}
+    is_labelled = task == "sequence-classification"
     if columns is None:
-        columns = next((usual for usual in _USUAL[task] if set(usual) <= set(present)), None)
-        if columns is None:
+        usual = next((usual for usual in _USUAL[task] if set(usual) <= set(lower)), None)
+        if usual is None:
             wanted = " or ".join(" and ".join(map(repr, usual)) for usual in _USUAL[task])
-            raise ValueError(
-                f"{files[0]} has no column {wanted}; say with --columns which to take; choose from {present}"
-            )
-    for name in (*columns, *([label or "label"] if task == "sequence-classification" else [])):
-        if name not in present:
-            option = "--columns" if name in columns else "--label"
-            raise ValueError(f"{files[0]} has no column {name!r}; choose from {present}, with {option}")
+            options = "--columns which to take" + " and with --label which is the label" * is_labelled
+            raise ValueError(f"{files[0]} has no column {wanted}; say with {options}; choose from {present}")
+        columns = [lower[name] for name in usual]
+    check_columns(files[0], columns, present, ", with --columns")
+    if is_labelled:
+        label = label or lower.get("label", "label")
+        check_columns(files[0], [label], present, ", with --label")
+        return {"columns": list(columns), "label": label}
     if task == "translation":
         if len(columns) != 2:
             raise ValueError(f"--columns {','.join(columns)}: translation takes two, such as source,target")
         return dict(zip(("source", "target"), columns, strict=True))
-    if task == "sequence-classification":
-        return {"columns": list(columns), "label": label or "label"}
     if len(columns) != 1:
         raise ValueError(f"--columns {','.join(columns)}: this task takes one, such as text")
     return {"column": columns[0]}
-
-
-def _columns_of(path: Path) -> list[str]:
-    """Of a JSONL file, those of the first line."""
-    if kind_of(path) == "parquet":
-        import pyarrow.parquet
-
-        return pyarrow.parquet.read_schema(path).names
-    _, block = next(line_blocks(path))
-    return list(parse_example(f"{path}, line 1", block.split(b"\n", 1)[0].removeprefix(b"\xef\xbb\xbf"), ()))

@@ -56,7 +56,10 @@ def next_commands(
     recipe, runs = shlex.quote(str(path)), f"runs/{name}"
     commands = [
         (f"hf-freeze run {recipe} --smoke", "does everything work? The scores mean nothing"),
-        (f"hf-freeze run {recipe}", f"{len(goal.rows)} rows; a stopped grid resumes; then open {runs}/report.html"),
+        (
+            f"hf-freeze run {recipe}",
+            f"{len(goal.rows)} {'row' if len(goal.rows) == 1 else 'rows'}; a stopped grid resumes; then open {runs}/report.html",
+        ),
     ]
     if goal_name == "study":
         return [

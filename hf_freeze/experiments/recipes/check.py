@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
-from hf_freeze.data.columns import kind_of
+from hf_freeze.data.tables import TABLES, kind_of
 from hf_freeze.experiments.recipes.fields import DATA_FIELDS, SECTIONS, TAKES, TASK_FIELDS, TRACKERS, check_types
 from hf_freeze.experiments.recipes.merge import merge
 from hf_freeze.experiments.recipes.rows import (
@@ -202,7 +202,7 @@ def _check_data(data: dict[str, Any], task: str, path: Any) -> None:
         are_tables = is_list and TASK_FIELDS[task].tables and all(kind_of(file) != "lines" for file in named)
         if not is_list or not (files is None or len(named) == 2 or are_tables):
             wanted = "a list of files" if files is None else f"two files, {files}"
-            others = "; JSONL and Parquet files hold both" if TASK_FIELDS[task].tables else ""
+            others = f"; files that end in {TABLES} hold both" if TASK_FIELDS[task].tables else ""
             raise ValueError(f"{path}: data.{split} must be {wanted}, not {named!r}{others}")
     for key, split in (("holdout", "dev"), ("holdout_test", "test")):
         if key in data and (type(data[key]) is not int or data[key] < 1 or split in data):

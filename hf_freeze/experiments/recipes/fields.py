@@ -143,7 +143,7 @@ class TaskFields:
 
     `sections`: the names in each section. `training`: how each setting of that section is read. `needed`: the required ones.
     `files`: what the two files of a split are; None where a split is a list of any number of files. `tables`: it may also be a
-    list of JSONL and Parquet files. `tokenizers`: the kinds that fit. `is_per_token`: the score is per token, so rows with
+    list of tables. `tokenizers`: the kinds that fit. `is_per_token`: the score is per token, so rows with
     different tokenizers cannot be compared. `metrics`: by which rows may be compared, where there is a choice; the first is the
     default. `builtin`: whether there are built-in data.
     """

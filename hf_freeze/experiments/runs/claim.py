@@ -1,5 +1,6 @@
 """Before a grid runs: check that its folder fits the recipe and is free, and enter the settings of every run."""
 
+import glob
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ def check_files(data: dict[str, Any]) -> None:
     """Raise FileNotFoundError once, rather than in every run."""
     splits = (*SPLITS, "mismatched") if data_form(data) == "files" else ()
     for path in (Path(data.get("root", ".")) / file for split in splits for file in data.get(split, ())):
-        if not path.exists():
+        if not path.exists() and not glob.glob(str(path), recursive=True):
             raise FileNotFoundError(f"{path} does not exist; say where the files are: --set data.root=DIRECTORY")
 
 

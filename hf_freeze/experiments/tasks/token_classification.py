@@ -27,7 +27,7 @@ def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
 
     def read(named: Any) -> datasets.Dataset:
         if data_form(settings) == "files":
-            return hf_data.read_conll([root / file for file in named])
+            return hf_data.read_conll([root / file for file in named], tokens, tags)
         split = hf_data.load_hub_labelled(hub, named, [tokens], tags, settings.get("name"))
         kind: Any = getattr(split.features[tags], "feature", None)
         rows = [list(map(kind.int2str, row)) if hasattr(kind, "names") else list(map(str, row)) for row in split[tags]]
