@@ -8,6 +8,7 @@ import torch
 
 from hf_freeze.architectures.fields import change
 from hf_freeze.architectures.probe import Probe, difference
+from hf_freeze.architectures.roles import has_module
 from hf_freeze.architectures.shrink import shrink, token_fields
 from hf_freeze.compat.transformers import quiet
 
@@ -61,10 +62,9 @@ def _is_coded(small: Any, tables: Iterable[str], number: int) -> bool:
     except Exception:  # whatever the native class raises for these numbers, of which `_moves` tells
         return False
     before = _outputs(probe, number)
+    present = [probe.model.get_submodule(name).weight for name in tables if has_module(probe.model, name)]
     with probe.changed():
-        for weight in {
-            id(weight): weight for weight in (probe.model.get_submodule(name).weight for name in tables)
-        }.values():
+        for weight in {id(weight): weight for weight in present}.values():  # tied ones once
             weight[[number, _OTHER]] = weight[[_OTHER, number]]
         return _differ(before, _outputs(probe, _OTHER))
 
