@@ -9,6 +9,7 @@ import torch
 from hf_freeze.architectures.base import Architecture, Attention
 from hf_freeze.architectures.kept_heads import prune_companions
 from hf_freeze.architectures.roles import has_module, set_heads
+from hf_freeze.compat.transformers import record_weights
 from hf_freeze.layers.derived import features, linear_like
 from hf_freeze.layers.fixed_heads import FixedHeads, Words
 from hf_freeze.layers.no_attention import NoAttention, NoHeads
@@ -65,6 +66,7 @@ def take_heads(model: Any, attention: Attention, kept: Sequence[int], heads: int
         inside = attention.o.startswith(prefix)
         removed = {name: copy.deepcopy(linear).to("meta") for name, linear in linears.items()}
         no_attention = NoAttention(module, removed, attention.o.removeprefix(prefix) if inside else None)
+        record_weights(model, attention.module, no_attention)
         replace(model, attention.module, no_attention)
         output_bias = NoHeads(linears[attention.o], features(linears[attention.o])[1])
         if with_values and output_bias.bias is not None:
@@ -126,6 +128,7 @@ def fix_heads(
         if role in ("q", "k"):
             linear = select_features(linear, learnt * attention.head_size(model.config), outputs=True)
         fixed_heads.add_module(name, linear)
+    record_weights(model, attention.module, fixed_heads)
     replace(model, attention.module, fixed_heads)
 
 

@@ -1,6 +1,7 @@
 """HeadPruning: pruned is masked, whatever is left of an attention; caches, sizes, what it merges to, and what it refuses."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -134,6 +135,23 @@ def test_what_is_left_of_a_whole_attention_is_a_bias(case):
         bias = backbone.base_model.get_submodule(attention.o).bias
         biases += 0 if bias is None else bias.numel()
     assert count_parameters(model).by_component["attention"].total == biases
+
+
+@every_backbone
+@torch.no_grad()
+def test_recorded_weights_have_the_numbers_of_the_layers(case):
+    """Also of an attention without heads, whose weights are those of none."""
+    model, _ = pruned(case, "a whole attention and one of another")
+    model, merged = pickle.loads(pickle.dumps(model)), model.merge()
+    for each in (model, merged):
+        each.set_attn_implementation("eager")
+    recorded, expected = (each.eval()(**case.batch(), output_attentions=True) for each in (model, merged))
+    names = [name for name in expected if name.endswith("attentions")]
+    assert names
+    for name in names:
+        for weights, whole in zip(recorded[name], expected[name], strict=True):
+            assert (weights.shape[0], *weights.shape[2:]) == (whole.shape[0], *whole.shape[2:])
+    assert any(weights.shape[1] == 0 for name in names for weights in recorded[name])
 
 
 @every_backbone
