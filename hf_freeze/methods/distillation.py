@@ -39,10 +39,10 @@ class Distillation(Method):
 
     A model without a head learns the directions of the last hidden states instead of outputs.
 
-    `teacher`: a model of the same task and tokenizer. If one of the two has more rows in its vocabulary, as padded ones of Qwen2.5
-    do, the shared outputs are compared; both must have been opened with the tokenizer beside them. The teacher is put in eval
-    mode and never trained. It is not stored with the variant: to train a reloaded variant, call `model.set_teacher`. A custom
-    loss that is computed from outputs must weigh the labels by `outputs["label_weight"]` and add `outputs["auxiliary_loss"]`, as
+    `teacher`: a model of the same task and tokenizer. If one of the two has more rows in its vocabulary, as in padded ones of
+    Qwen2.5, shared outputs are compared; both must have been opened with the tokenizer beside them. The teacher is put in eval
+    mode and never trained. It is not stored with the variant: to train a reloaded variant, call `model.set_teacher`. A loss that
+    is computed from outputs must weigh the labels by `outputs["label_weight"]` and add `outputs["auxiliary_loss"]`, as
     `label_smoothed_loss` does.
 
     Raises ValueError for an alpha outside 0..1, a temperature or beta that is not above 0, an unknown `hidden`, and a setting
@@ -109,10 +109,9 @@ class _TeacherLoss(Objective):
                     f"{sizes}: outputs must mean the same in both, and {reason}; if only rows of padding differ, "
                     f"teacher.resize_token_embeddings({own_size}) makes them equal"
                 )
-            warnings.warn(
-                f"{sizes}, and both have one tokenizer: the first {min(own_size, size)} outputs are compared",
-                stacklevel=4,
-            )
+            shared = min(own_size, size)
+            warnings.warn(f"{sizes}, with one tokenizer: the first {shared} outputs are compared", stacklevel=4)
+            break  # the tables of an encoder-decoder have one tokenizer
         setting = f"hidden={self.method.hidden!r}" if self.method.hidden != "none" else "a model without a head"
         if (self.method.hidden != "none" or own_tasks == {"feature-extraction"}) and (
             hidden_size(teacher.config) != hidden_size(model.config)
