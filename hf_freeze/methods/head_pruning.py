@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
+from hf_freeze.layers.derived import features
 from hf_freeze.layers.hard_concrete import HardConcrete
 from hf_freeze.layers.masked_heads import MaskedHeads
 from hf_freeze.methods._checks import (
@@ -280,7 +281,7 @@ class HeadPruning(Method):
 
 def _removed_together(model: Any, attention: Attention) -> int:
     """The least number of heads that can be removed of an attention, which may have lost some, on their own."""
-    heads = surgery.count_heads(model, attention, "head_pruning")
+    heads = features(model.base_model.get_submodule(attention.o))[0] // attention.head_size(model.config)
     group = surgery.group_size(model.base_model, attention, model.config, heads)
     return 1 if attention.thins and group == heads else group
 

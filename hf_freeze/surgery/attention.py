@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace as replace_fields
 from typing import Any
 
 import torch
@@ -61,7 +62,11 @@ def head_origins(
     group = group_size(model.base_model, attention, model.config, heads)
     for name, linear in modules(model, only or attention.linears):
         index = attention.features(model.config, name, kept, heads, group)
-        origins |= feature_origins(name, linear, index, outputs=name != attention.o)
+        new = feature_origins(name, linear, index, outputs=name != attention.o)
+        if attention.linears.get(name, 0) > 1:  # projections may lose different shares of their outputs
+            fused, weight = _fused(model, attention, name), f"{name}.weight"
+            new[weight] = replace_fields(new[weight], parts=fused["parts"], interleaved=fused["interleaved"])
+        origins |= new
     return origins
 
 
@@ -243,13 +248,16 @@ def fused_projections(model: Any, architecture: Architecture, weight: str) -> di
     name = weight.removesuffix(".weight")
     if architecture.parts(weight) < 2:
         return None
-    attention = next(a for a in architecture.attentions(model.config).values() if a.linears.get(name, 0) > 1)
-    heads = features(model.base_model.get_submodule(attention.o))[0] // attention.head_size(model.config)
-    roles, size, group = (
-        attention.roles(name),
-        attention.head_size(model.config),
-        group_size(model.base_model, attention, model.config, heads),
+    return _fused(
+        model, next(a for a in architecture.attentions(model.config).values() if a.linears.get(name, 0) > 1), name
     )
+
+
+def _fused(model: Any, attention: Attention, name: str) -> dict[str, Any]:
+    """`fused_projections` of the weight of the linear `name`, which holds several projections of `attention`."""
+    size = attention.head_size(model.config)
+    heads = features(model.base_model.get_submodule(attention.o))[0] // size
+    group, roles = group_size(model.base_model, attention, model.config, heads), attention.roles(name)
     mixed = {"heads": (size,) * len(roles), "groups": (group * size, *(size,) * (len(roles) - 1))}
     return {
         "parts": tuple(len(attention.outputs_of(model.config, role, heads, group)) for role in roles),
