@@ -86,7 +86,7 @@ class LowRankLinear(FactorizedLinear):
         return product(costs_of(device_type), 1, self.out_features, self.rank, self.in_features)
 
     def prepared_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
-        return "factors", lambda: (self.down, self.up)
+        return None, lambda: (self.down, self.up)
 
     def multiply(self, x: torch.Tensor, factors: Any) -> torch.Tensor:
         down, up = factors
