@@ -35,6 +35,8 @@ class FactorizedLinear(DerivedLinear):
     gives the same bits, however much memory is free.
     """
 
+    prepares = True  # whether `prepared_factors` computes anything
+
     def __init__(self, linear: nn.Module, execution: str = "auto") -> None:
         super().__init__(linear)
         self.execution = execution
@@ -49,8 +51,7 @@ class FactorizedLinear(DerivedLinear):
         raise NotImplementedError
 
     def prepared_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
-        """(cache key, function that computes the `factors` argument of `multiply` from the parameters); the key is None if they
-        are the parameters."""
+        """(cache key, function that computes the `factors` argument of `multiply` from the parameters)."""
         raise NotImplementedError
 
     def multiply(self, x: torch.Tensor, factors: Any) -> torch.Tensor:
@@ -94,7 +95,8 @@ class FactorizedLinear(DerivedLinear):
         if self.execution == "factors" and not is_compiled() and self._cache and key not in self._cache:
             # Drop the factors prepared for other numbers of tokens: together they may need more memory than the dense weight.
             self._cache = None
-        factors = self._exactly(prepare, device_type) if training or key is None else self.cached(key, prepare)
+        anew = training or (is_compiled() and not self.prepares)
+        factors = self._exactly(prepare, device_type) if anew else self.cached(key, prepare)
         chunk = None if is_compiled() else costs_of(device_type).chunk  # a compiler divides its loops itself
         if torch.is_grad_enabled() or chunk is None or tokens <= chunk:
             y = self.multiply(rows, factors)

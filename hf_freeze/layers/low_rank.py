@@ -26,6 +26,8 @@ class LowRankLinear(FactorizedLinear):
     Raises ValueError for a rank outside 1..min(I, O).
     """
 
+    prepares = False  # the factors are the parameters
+
     def __init__(self, linear: Any, rank: int, *, std: float, execution: str = "auto", solver: str = "exact") -> None:
         super().__init__(linear, execution)
         full = min(self.in_features, self.out_features)
@@ -86,7 +88,7 @@ class LowRankLinear(FactorizedLinear):
         return product(costs_of(device_type), 1, self.out_features, self.rank, self.in_features)
 
     def prepared_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
-        return None, lambda: (self.down, self.up)
+        return "factors", lambda: (self.down, self.up)
 
     def multiply(self, x: torch.Tensor, factors: Any) -> torch.Tensor:
         down, up = factors
