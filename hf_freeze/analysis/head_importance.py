@@ -137,7 +137,8 @@ def select_heads(
     """Remove the heads with the lowest scores over all attentions. `scores`: attention -> (N,), as from `head_importance`.
 
     `count` heads, or this `fraction` of all heads, are removed; each attention keeps at least `min_heads`. `group_size`: the
-    number of heads that share keys and values; they are removed together, by the sum of their scores.
+    number of heads that share keys and values; they are removed together, by the sum of their scores. Where all heads of an
+    attention share them, as in Falcon, leave it at 1: any heads can go.
 
     Raises ValueError for scores that are empty, not finite or not (N,), both or neither of fraction and count, and numbers of
     heads that cannot be removed.

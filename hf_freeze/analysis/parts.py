@@ -118,7 +118,7 @@ def _names(config: Any, architecture: Any) -> str:
     examples = [f"layers={{{stack!r}: [0]}}"]
     if "heads" not in architecture.refusals and (attentions := architecture.attentions(config)):
         name, attention = next(iter(attentions.items()))
-        heads = list(range(attention.group_size(config)))  # those that share keys and values go together
+        heads = list(range(attention.removed_together(config)))  # those that share keys and values go together
         examples.append(f"HeadPruning(heads={{{name!r}: {heads}}})")
     if "neurons" not in architecture.refusals:
         examples += [f"FFNPruning(keep={{{name!r}: [0, 1]}})" for name in list(architecture.ffns(config))[:1]]

@@ -224,7 +224,7 @@ def fewer_heads(
     at least one, or the heads that share one key."""
     scores = {name: torch.tensor(s) for name, s in _of_layers(measured.head_scores, stack, layers).items()}
     attentions = architecture.attentions(config)
-    group = max(one.group_size(config) for name, one in attentions.items() if name.startswith(f"{stack}."))
+    group = max(one.removed_together(config) for name, one in attentions.items() if name.startswith(f"{stack}."))
     return select_heads(scores, fraction=1 - share, min_heads=1, group_size=group)
 
 

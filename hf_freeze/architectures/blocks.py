@@ -44,6 +44,7 @@ class Attention:
     resizes: tuple[str, ...] = ()  # further attributes of the module that hold the size of all heads together
     switch: str | None = None
     layout: str = "blocks"
+    thins: bool = True  # whether each group of heads that share keys and values may lose the same number of heads
 
     @property
     def linears(self) -> dict[str, int]:
@@ -78,15 +79,22 @@ class Attention:
         """Number of query heads that share one key and value head."""
         return self.head_count(config) // self.key_head_count(config)
 
+    def removed_together(self, config: Any) -> int:
+        """The least number of heads that can be removed of one attention without looking at the others: a group, or one head
+        where all share keys and values."""
+        return 1 if self.thins and self.key_head_count(config) == 1 else self.group_size(config)
+
     def roles(self, name: str) -> list[str]:
         """The projections that the linear `name` holds, among "q", "k", "v" and "o"."""
         return [role for role in ("q", "k", "v", "o") if getattr(self, role) == name]
 
-    def features(self, config: Any, name: str, kept: Sequence[int], heads: int) -> list[int]:
+    def features(self, config: Any, name: str, kept: Sequence[int], heads: int, group: int | None = None) -> list[int]:
         """Positions of the heads `kept`, out of `heads`, among the inputs of the output projection or the outputs of the other
-        linears; `name` is the linear. Heads that share keys and values are kept together."""
-        size, group = self.head_size(config), self.group_size(config)
-        shared, groups = [head // group for head in kept[::group]], heads // group
+        linears; `name` is the linear. `group` heads (None: as natively) share keys and values; of each such group, `kept` has the
+        same number, or none."""
+        size, group = self.head_size(config), group or self.group_size(config)
+        shared, groups = list(dict.fromkeys(head // group for head in kept)), heads // group
+        each = len(kept) // max(len(shared), 1)
 
         def places(numbers: Iterable[int], stride: int, offset: int, count: int) -> list[int]:
             """`count` positions from `offset` on in each of the blocks `numbers`, which lie `stride` positions apart."""
@@ -99,7 +107,7 @@ class Attention:
             block = group + len(roles) - 1  # a group's queries, in the order of `kept`, and what they share
             rows = []
             for place, number in enumerate(shared):
-                queries = [head % group for head in kept[place * group : (place + 1) * group]]
+                queries = [head % group for head in kept[place * each : (place + 1) * each]]
                 rows += [number * block + row for row in (*queries, *range(group, block))]
             return places(rows, size, 0, size)
         index: list[int] = []
@@ -110,9 +118,10 @@ class Attention:
             offset += (heads if query else groups) * size
         return index
 
-    def outputs_of(self, config: Any, role: str, heads: int) -> list[int]:
-        """Positions of the projection `role`, "q", "k" or "v", among the outputs of its linear, head by head."""
-        size, group = self.head_size(config), self.group_size(config)
+    def outputs_of(self, config: Any, role: str, heads: int, group: int | None = None) -> list[int]:
+        """Positions of the projection `role`, "q", "k" or "v", among the outputs of its linear, head by head. `group`: as for
+        `features`."""
+        size, group = self.head_size(config), group or self.group_size(config)
         roles = self.roles(getattr(self, role))
         count = heads if role == "q" else heads // group
         place = roles.index(role)

@@ -151,7 +151,13 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
             if like is None:
                 refusals.setdefault("heads", f"{name}: {kind} is not in a small model of its kind")
             else:
-                attention = replace(attention, layout=like.layout, reads_config=like.reads_config, resizes=like.resizes)
+                attention = replace(
+                    attention,
+                    layout=like.layout,
+                    reads_config=like.reads_config,
+                    resizes=like.resizes,
+                    thins=like.thins,
+                )
             attentions[kind] = replace(attention, bidirectional=kind.startswith("self") and name != "decoder")
         if not set(stack.ffn) <= set(shown.ffn):
             refusals.setdefault("neurons", f"{name}: its FFN is not that of a small model of its kind")

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from transformers import AutoModel
 
 from hf_freeze.architectures.base import Architecture, Stack, read
 from hf_freeze.architectures.roles import EXPERT_OUTPUT
-from hf_freeze.architectures.shrink import sizes_in
+from hf_freeze.architectures.shrink import integer_fields, sizes_in
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -21,7 +21,7 @@ def with_fields(architecture: Architecture, config: Any) -> Architecture:
 
     A field that cannot be found stays empty, and `refusals` say so.
     """
-    integers, shapes = dict(_integers(config.to_dict())), _shapes(config)
+    integers, shapes = dict(integer_fields(config.to_dict())), _shapes(config)
     refusals = dict(architecture.refusals)
     stacks = {}
     for name, stack in architecture.stacks.items():
@@ -79,14 +79,6 @@ def multiples_of(config: Any, depth_field: str) -> tuple[str, ...]:
     depth, data = config.to_dict().get(depth_field), config.to_dict()
     names = sizes_in(config).get("layers", ())
     return tuple(name for name in names if depth and name != depth_field and data[name] % depth == 0)
-
-
-def _integers(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
-    for name, value in data.items():
-        if type(value) is int:
-            yield f"{prefix}{name}", value
-        elif isinstance(value, dict) and "model_type" in value:  # a config inside the config
-            yield from _integers(value, f"{prefix}{name}.")
 
 
 def _shapes(config: Any) -> Shapes:

@@ -27,14 +27,17 @@ def biases_of(attention: nn.Module) -> tuple[str, ...]:
     return tuple(arguments + [COMPUTED] * hasattr(attention, COMPUTED))
 
 
-def prune_companions(layer: Any, attention: Attention, config: Any, kept: Sequence[int], heads: int) -> list[Any]:
-    """Have `attention`, which holds the heads `kept` out of `heads`, take its own part of what is there for all heads.
+def prune_companions(
+    layer: Any, attention: Attention, config: Any, kept: Sequence[int], heads: int, group: int | None = None
+) -> list[Any]:
+    """Have `attention`, which holds the heads `kept` out of `heads`, take its own part of what is there for all heads. `group`
+    heads (None: as natively) share keys and values.
 
     `layer`: the module that the names in `attention` are below. Returns handles that undo it.
     """
     owner = layer.get_submodule(attention.module)
-    group = attention.group_size(config)
-    index = {"q": kept, "k": [head // group for head in kept[::group]]}
+    group = group or attention.group_size(config)
+    index = {"q": kept, "k": list(dict.fromkeys(head // group for head in kept))}
     size = attention.head_size(config)
     norms = {
         layer.get_submodule(name): [head * size + position for head in index[role] for position in range(size)]
@@ -44,7 +47,7 @@ def prune_companions(layer: Any, attention: Attention, config: Any, kept: Sequen
     handles = _give_own_part(owner, kept, heads, attention.biases, norms)
     if attention.reads_config and hasattr(owner, "config"):
         shared = owner.config
-        owner.config = OwnHeads(shared, len(kept), len(kept) // group)
+        owner.config = OwnHeads(shared, len(kept), len(index["k"]))
     return handles
 
 

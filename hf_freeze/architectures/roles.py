@@ -131,6 +131,7 @@ def _attentions(layer: nn.Module) -> Iterator[str]:
 HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "dim_per_head", "head_size", "d_head", "d_kv")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "h")
 GROUP_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+GROUP_SIZES = ("num_key_value_groups",)
 HIDDEN_SIZES = ("embed_dim", "hidden_size")  # some attentions take these for the outputs of all heads
 HEAD_OUTPUTS = ("all_head_size", "split_size", "inner_dim")
 
@@ -174,7 +175,8 @@ def set_heads(module: nn.Module, heads: int, size: int, groups: int, further: tu
     """Set the attributes in which a native attention keeps the number and size of its heads; `further`: more names of attributes
     that hold the outputs of all heads together."""
     values = dict.fromkeys(HEAD_COUNTS, heads) | dict.fromkeys(HEAD_SIZES, size)
-    values |= dict.fromkeys(GROUP_COUNTS, groups) | dict.fromkeys((*HEAD_OUTPUTS, *further), heads * size)
+    values |= dict.fromkeys(GROUP_COUNTS, groups) | dict.fromkeys(GROUP_SIZES, heads // max(groups, 1))
+    values |= dict.fromkeys((*HEAD_OUTPUTS, *further), heads * size)
     for name in values.keys() & vars(module).keys():
         if type(vars(module)[name]) is int:
             setattr(module, name, values[name])

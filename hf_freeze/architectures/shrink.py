@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 # The sizes of one layer all differ, so that shapes tell what a matrix joins.
@@ -55,7 +55,7 @@ _COMPILED = [(re.compile(pattern), size, kind) for pattern, size, kind in _SMALL
 _GROUPS = re.compile(r"(?:num_|n_)(?:key_value|kv)_heads|n_head_kv|kv_n_heads|(?:en|de)coder_key_value_heads")
 _HEAD_SIZE = re.compile(r"head_dim|d_kv|global_head_dim|kv_channels|d_head|attention_head_size")
 _INNER = ("embedding_size", "word_embed_proj_dim", "input_embedding_size")  # of tables narrower than the hidden size
-_TOKEN = re.compile(r"\w*token_ids?|\w*token_index")
+_TOKEN = re.compile(r"\w*token_(?:ids?|index)|(?:image|im|slice)_(?:start|end|patch|newline)_id|newline_id")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
 
 
@@ -83,6 +83,25 @@ def head_fields(config: Any) -> tuple[str | None, str | None]:
     numbers = [name for name, value in config.to_dict().items() if type(value) is int and value > 0]
     heads = next((name for name in numbers if re.fullmatch(_HEADS, name)), None)
     return heads, next((name for name in numbers if _GROUPS.fullmatch(name)), None)
+
+
+def token_fields(config: Any) -> dict[str, int]:
+    """Field -> token id, of the fields that hold one, told by their names; a dotted name lies in a nested config."""
+    return {name: value for name, value in integer_fields(config.to_dict()) if is_token_field(name.rpartition(".")[2])}
+
+
+def is_token_field(name: str) -> bool:
+    """Whether a config field of this name holds a token id, or a list of them."""
+    return _TOKEN.fullmatch(name) is not None
+
+
+def integer_fields(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
+    """(field, value) of all integers in a config as a dict; a dotted name lies in a nested config."""
+    for name, value in data.items():
+        if type(value) is int:
+            yield f"{prefix}{name}", value
+        elif isinstance(value, dict) and "model_type" in value:  # a config inside the config
+            yield from integer_fields(value, f"{prefix}{name}.")
 
 
 def _shrunk(data: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +148,7 @@ def _small(name: str, value: Any, heads: int | None, hidden: int | None, depth: 
     """The small value of one field; `heads`, `hidden` and `depth` are those of the config."""
     if isinstance(value, dict):
         return _small_dict(name, value)
-    if _TOKEN.fullmatch(name):
+    if is_token_field(name):
         return [2] if isinstance(value, list) else value if value is None else _TOKENS.get(name, 1)
     if isinstance(value, list) and len(value) == depth and not name.endswith("ids"):
         return _kinds_first(value, DEPTH)

@@ -99,12 +99,19 @@ def _heads(probe: Probe, stack: Stack, kind: str, attention: Attention) -> tuple
         if reason is not None:
             reasons.append(reason)
             continue
+        whole, thinner = list(range(group, heads)) or list(range(heads)), [h for h in range(heads) if h % group]
+        proved: list[Attention] = []
         for changes in ({}, {"resizes": HIDDEN_SIZES}, {"reads_config": True}):
             candidate = replace(attention, layout=layout, **changes)
-            reason = _removing(probe, layers, candidate, heads)
-            if reason is None:
+            reason = _removing(probe, layers, candidate, whole, heads)
+            if reason is not None:
+                reasons.insert(0, reason)
+            elif group == 1 or _removing(probe, layers, candidate, thinner, heads) is None:
                 return candidate, None
-            reasons.insert(0, reason)
+            else:
+                proved.append(replace(candidate, thins=False))
+        if proved:
+            return proved[0], None
     return attention, reasons[0]
 
 
@@ -144,10 +151,8 @@ def _permuting(
     return None if whole < _SAME else "exchanging its heads changes the outputs: heads are not alike"
 
 
-def _removing(probe: Probe, layers: list[nn.Module], attention: Attention, heads: int) -> str | None:
-    """A head that is zero can be removed, in one layer alone."""
-    group = attention.group_size(probe.config)
-    kept = list(range(group, heads)) or list(range(heads))
+def _removing(probe: Probe, layers: list[nn.Module], attention: Attention, kept: list[int], heads: int) -> str | None:
+    """Heads that are zero, all but `kept`, can be removed, in one layer alone."""
     for layer in {id(layer): layer for layer in (layers[0], layers[-1])}.values():
         with probe.changed():
             for name in attention.linears:
@@ -177,7 +182,7 @@ def _without_heads(config: Any, layer: nn.Module, attention: Attention, kept: li
         for name, linear in linears.items():
             index = attention.features(config, name, kept, heads)
             layer.set_submodule(name, _selected(linear, index, outputs=name != attention.o))
-        groups = len(kept) // attention.group_size(config)
+        groups = len({head // attention.group_size(config) for head in kept})
         set_heads(owner, len(kept), attention.head_size(config), groups, attention.resizes)
         yield
     finally:

@@ -16,7 +16,8 @@ from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_M
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
-from transformers.utils import logging
+from transformers.utils import logging, output_capturing
+from transformers.utils.output_capturing import OutputRecorder
 
 
 def cache_name(arguments: Iterable[str]) -> str:
@@ -201,6 +202,38 @@ def attention_implementation(config: Any) -> str | None:
 def set_attention_implementation(config: Any, name: str | None) -> None:
     """For models that are made from `config`; a model has `set_attn_implementation`."""
     config._attn_implementation = name
+
+
+def record_weights(model: Any, name: str, module: nn.Module) -> None:
+    """Have transformers, which records the outputs of modules by their class, record the attention weights of `module` as it does
+    those of the attention `name` of the base model, whose place it takes. It must return a pair with them."""
+    owners = [model.base_model]
+    for part in name.split("."):
+        owners.append(getattr(owners[-1], part))
+    depth, owner = next((i, m) for i, m in reversed([*enumerate(owners)][:-1]) if isinstance(m, PreTrainedModel))
+    path = "." + ".".join(name.split(".")[depth:]) + "."
+    for key, recorders in (getattr(owner, "_can_record_outputs", None) or {}).items():
+        for recorder in recorders if isinstance(recorders, list) else [recorders]:
+            kind = recorder.target_class if isinstance(recorder, OutputRecorder) else recorder
+            place = getattr(recorder, "layer_name", None) or ""
+            if (
+                isinstance(kind, type)
+                and isinstance(owners[-1], kind)
+                and f".{place.strip('.')}.".replace("..", ".") in path
+            ):
+                module.register_forward_hook(_Recording(key))
+
+
+class _Recording:
+    """A forward hook. transformers' own cannot be pickled."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __call__(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        collected = output_capturing._active_collector.get()
+        if collected is not None and self.key in collected and outputs[1] is not None:
+            collected[self.key].append(outputs[1])
 
 
 def count_all_experts(model: Any) -> None:

@@ -85,6 +85,12 @@ def is_traced() -> bool:
     return torch.compiler.is_exporting()
 
 
+def is_compiled() -> bool:
+    """Whether torch.compile records this forward. It cannot see whether a parameter has changed, and layers of one shape should
+    share one graph."""
+    return torch.compiler.is_compiling() and not is_traced()
+
+
 class SelfInitialized(nn.Module):
     """Initialises its own parameters, which the native initialisation does not know."""
 
@@ -95,11 +101,13 @@ class SelfInitialized(nn.Module):
 class Derived(SelfInitialized):
     """Caches the values that inference computes from the parameters, until a parameter changes.
 
-    In-place changes through `parameter.data` are not detected. `train()` and `eval()` clear the cache.
+    In-place changes through `parameter.data` are not detected. `train()`, `eval()` and `load_state_dict` clear the cache. In a
+    graph of torch.compile, no other change is detected.
     """
 
     # key -> ([(source tensor, its version, its address), ...], cached value)
     _cache: dict[Any, tuple[list[Any], Any]] | None = None
+    _held: dict[Any, Any] | None = None  # key -> value, for graphs of torch.compile
 
     def dense_weight(self) -> torch.Tensor:
         """The weight (O, I) equivalent to the forward in eval mode, differentiable."""
@@ -109,6 +117,8 @@ class Derived(SelfInitialized):
         """The cached result of `compute()`, recomputed if a source has changed. Default sources: all parameters and buffers."""
         if is_traced():
             return compute()
+        if is_compiled():
+            return self._held_value(key, compute)
         sources = list(self._sources() if sources is None else sources)
         value = self._lookup(key, sources)
         if value is not None:
@@ -123,6 +133,16 @@ class Derived(SelfInitialized):
                 self._cache = {}
             states = [None if source is None else (source, source._version, source.data_ptr()) for source in sources]
             self._cache[key] = (states, value)
+        return value
+
+    def _held_value(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """As `cached`, in a graph: the first forward computes the value, and the next ones get it as an input."""
+        held = self._held
+        if held is not None and key in held:
+            return held[key]
+        with torch.no_grad():
+            value = compute()
+        self._held = {key: value} if held is None else {**held, key: value}
         return value
 
     def _sources(self) -> Iterable[Any]:
@@ -146,7 +166,7 @@ class Derived(SelfInitialized):
         if is_traced():
             return self.dense_weight()
         dtype = autocast_dtype(device_type)
-        weight = self._lookup(dtype, self._sources())
+        weight = None if is_compiled() else self._lookup(dtype, self._sources())
         if weight is not None:
             return weight
 
@@ -164,17 +184,25 @@ class Derived(SelfInitialized):
             if parameter is not None and name != "bias"
         )
 
+    def forget(self) -> None:
+        """Clear the cache."""
+        self._cache = self._held = None
+
     def train(self, mode: bool = True) -> Any:
-        self._cache = None
+        self.forget()
         return super().train(mode)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._cache = None
+        self.forget()
         return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.forget()
+        super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            name: value for name, value in self.__dict__.items() if name != "_cache"
+            name: value for name, value in self.__dict__.items() if name not in ("_cache", "_held")
         }  # the cache is not copied or pickled
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_freeze.layers.cost import costs_of, product
-from hf_freeze.layers.derived import DerivedLinear, first_float_tensor, is_traced, without_autocast
+from hf_freeze.layers.derived import DerivedLinear, first_float_tensor, is_compiled, is_traced, without_autocast
 
 EXECUTIONS = ("auto", "dense", "factors")
 _LARGEST_DENSE = 1 << 28  # the most entries of a dense weight that "auto" caches: 1 GiB in fp32
@@ -34,6 +34,8 @@ class FactorizedLinear(DerivedLinear):
     The two ways round differently. The choice depends only on shapes, the kind of device and `execution`, so that the same model
     gives the same bits, however much memory is free.
     """
+
+    prepares = True  # whether `prepared_factors` computes anything
 
     def __init__(self, linear: nn.Module, execution: str = "auto") -> None:
         super().__init__(linear)
@@ -59,6 +61,8 @@ class FactorizedLinear(DerivedLinear):
     def path(self, tokens: int, device_type: str, *, training: bool = False) -> str:
         """`"dense"` or `"factors"`: the way in which a forward of `tokens` tokens is computed."""
         key = (tokens, device_type, training)
+        if is_compiled():
+            return self._choose(*key)
         if key not in self._paths:
             if len(self._paths) > 10_000:
                 self._paths.clear()
@@ -88,11 +92,12 @@ class FactorizedLinear(DerivedLinear):
             return functional.linear(x, weight, self.bias)
         rows = x.reshape(-1, self.in_features)
         key, prepare = self.prepared_factors(tokens, device_type)
-        if self.execution == "factors" and self._cache and key not in self._cache:
+        if self.execution == "factors" and not is_compiled() and self._cache and key not in self._cache:
             # Drop the factors prepared for other numbers of tokens: together they may need more memory than the dense weight.
             self._cache = None
-        factors = self._exactly(prepare, device_type) if training else self.cached(key, prepare)
-        chunk = costs_of(device_type).chunk
+        anew = training or (is_compiled() and not self.prepares)
+        factors = self._exactly(prepare, device_type) if anew else self.cached(key, prepare)
+        chunk = None if is_compiled() else costs_of(device_type).chunk  # a compiler divides its loops itself
         if torch.is_grad_enabled() or chunk is None or tokens <= chunk:
             y = self.multiply(rows, factors)
             # Under autocast the result has autocast's dtype, as with a dense linear.

@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_freeze.compat.transformers import attention_implementation
 from hf_freeze.layers.masks import unpadded, unreadable_mask
+from hf_freeze.layers.no_attention import no_weights
 
 PATTERNS = range(1, 9)
 EMPTY_ROWS = ("zero", "boundary")
@@ -182,7 +183,7 @@ class FixedHeads(nn.Module):
         else:
             fixed = functools.partial(self.words.context, mask=mask, empty_rows=self.empty_rows)
         contexts = [fixed(values[:, head], pattern).to(values.dtype) for head, pattern in enumerate(self.patterns)]
-        weights = None
+        weights = no_weights(hidden_states, hidden_states.shape[1], self.config)
         if len(contexts) < values.shape[1]:
             learned, weights = self._attend(hidden_states, values[:, len(contexts) :], attention_mask, kwargs)
             contexts.append(learned.to(values.dtype).flatten(2))

@@ -13,6 +13,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from hf_freeze.compat.transformers import cache_name
 from hf_freeze.layers.convolution import KernelConvolution
 from hf_freeze.layers.masks import unpadded, unreadable_mask
+from hf_freeze.layers.no_attention import no_weights
 
 
 class LongShortAttention(nn.Module):
@@ -53,7 +54,7 @@ class ConvolutionAlone(nn.Module):
 
     def __init__(self, attention: Any, conv: KernelConvolution) -> None:
         super().__init__()
-        self.conv, self.layer_idx = conv, attention.layer_idx
+        self.conv, self.layer_idx, self.config = conv, attention.layer_idx, getattr(attention, "config", None)
         self.dropout = getattr(attention, "resid_dropout", nn.Identity())  # GPT-2 has it inside its attention
 
     def forward(
@@ -61,8 +62,8 @@ class ConvolutionAlone(nn.Module):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """(B, T, H) -> (B, T, H), and no attention weights"""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(B, T, H) -> (B, T, H), and the attention weights of no head"""
         cache, seen = _cache_of(kwargs.get(cache_name(kwargs)), self)
         inputs = self.conv.inputs(hidden_states, _token_mask(attention_mask, seen, hidden_states))
         past = None
@@ -72,7 +73,7 @@ class ConvolutionAlone(nn.Module):
             none = inputs.new_zeros(len(inputs), 0, inputs.shape[1], half)
             shared_cache.update(none, none, self.layer_idx)
             past = shared_cache.past_inputs(seen, self.conv.taps - 1)
-        return self.dropout(self.conv(inputs, past)), None
+        return self.dropout(self.conv(inputs, past)), no_weights(hidden_states, seen + inputs.shape[1], self.config)
 
 
 def _cache_of(cache: Any, owner: Any) -> tuple[Any, Any]:

@@ -26,6 +26,8 @@ class LowRankLinear(FactorizedLinear):
     Raises ValueError for a rank outside 1..min(I, O).
     """
 
+    prepares = False  # the factors are the parameters
+
     def __init__(self, linear: Any, rank: int, *, std: float, execution: str = "auto", solver: str = "exact") -> None:
         super().__init__(linear, execution)
         full = min(self.in_features, self.out_features)

@@ -159,7 +159,7 @@ def best_tucker_plan(
         if training and right is None:
             cost += _kronecker_cost(costs, outer, out_modes) + product(costs, 1, outputs, math.prod(outer), inputs)
         plans.append(TuckerPlan(left, right, cost))
-    return min(plans, key=lambda plan: plan.cost)
+    return _cheapest(plans)
 
 
 def _side_plan(
@@ -174,7 +174,15 @@ def _side_plan(
         one_group.cost += _kronecker_cost(costs, sizes, results)
     if len(sizes) == 1:
         return one_group
-    return min(one_group, best_plan(sizes, results, ranks, tokens, device_type, training), key=lambda plan: plan.cost)
+    return _cheapest([one_group, best_plan(sizes, results, ranks, tokens, device_type, training)])
+
+
+def _cheapest(plans: list[Any]) -> Any:
+    best = plans[0]  # min(key=) cannot be traced by torch.compile
+    for plan in plans[1:]:
+        if plan.cost < best.cost:
+            best = plan
+    return best
 
 
 def _kronecker_cost(costs: Costs, sizes: tuple[int, ...], results: tuple[int, ...]) -> float:

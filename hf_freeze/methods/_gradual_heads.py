@@ -38,7 +38,7 @@ class OpenGates(Objective):
     def loss(self, model: Model, architecture: Any, step: Step | None = None) -> torch.Tensor | None:
         modules, attentions = self.method.masked(model, architecture), architecture.attentions(model.config)
         open_heads: Any = sum(
-            module.open_probabilities().sum() * attentions[name].group_size(model.config)
+            module.open_probabilities().sum() * self.method.per_mask(model, attentions[name])
             for name, module in modules.items()
         )
         return self.penalty * open_heads if modules else None

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D hidden size, V classes or vocabulary.
 """
 
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -38,9 +39,11 @@ class Distillation(Method):
 
     A model without a head learns the directions of the last hidden states instead of outputs.
 
-    `teacher`: a model of the same task, vocabulary and tokenizer. It is put in eval mode and never trained. It is not stored with
-    the variant: to train a reloaded variant, call `model.set_teacher`. A custom loss that is computed from outputs must weigh the
-    labels by `outputs["label_weight"]` and add `outputs["auxiliary_loss"]`, as `label_smoothed_loss` does.
+    `teacher`: a model of the same task and tokenizer. If one of the two has more rows in its vocabulary, as in padded ones of
+    Qwen2.5, shared outputs are compared; both must have been opened with the tokenizer beside them. The teacher is put in eval
+    mode and never trained. It is not stored with the variant: to train a reloaded variant, call `model.set_teacher`. A loss that
+    is computed from outputs must weigh the labels by `outputs["label_weight"]` and add `outputs["auxiliary_loss"]`, as
+    `label_smoothed_loss` does.
 
     Raises ValueError for an alpha outside 0..1, a temperature or beta that is not above 0, an unknown `hidden`, and a setting
     that learns nothing from the teacher. Setting a teacher raises it for another task or other outputs and, with `hidden`, for
@@ -95,11 +98,20 @@ class _TeacherLoss(Objective):
                 "can only be learnt if it chooses one class of several; give alpha=0 and hidden='skip' or 'last'"
             )
         for name in ("num_labels", *dict.fromkeys(architecture.token_tables.values())):
-            own_size, size = getattr(model.config, name, None), getattr(teacher.config, name, None)
-            if own_size != size:
+            own_size, size = (_size(each.config, name) for each in (model, teacher))
+            if own_size == size:
+                continue
+            sizes = f"Distillation: the teacher has {name}={size}, the student {own_size}"
+            if name == "num_labels" or None in (own_size, size):
+                raise ValueError(f"{sizes}: outputs must mean the same in both")
+            if (reason := model.tokens_differ(teacher)) is not None:
                 raise ValueError(
-                    f"Distillation: the teacher has {name}={size}, the student {own_size}: outputs must mean the same in both"
+                    f"{sizes}: outputs must mean the same in both, and {reason}; if only rows of padding differ, "
+                    f"teacher.resize_token_embeddings({own_size}) makes them equal"
                 )
+            shared = min(own_size, size)
+            warnings.warn(f"{sizes}, with one tokenizer: the first {shared} outputs are compared", stacklevel=4)
+            break  # the tables of an encoder-decoder have one tokenizer
         setting = f"hidden={self.method.hidden!r}" if self.method.hidden != "none" else "a model without a head"
         if (self.method.hidden != "none" or own_tasks == {"feature-extraction"}) and (
             hidden_size(teacher.config) != hidden_size(model.config)
@@ -195,11 +207,18 @@ class _TeacherLoss(Objective):
     ) -> torch.Tensor:
         """T² · KL of two logits (B, V), as a mean over the examples, or of two (B, T, V), as a mean over `positions`, bool
         (B, T)."""
+        shared = min(logits.shape[-1], teacher_logits.shape[-1])  # one may have rows of padding
+        logits, teacher_logits = logits[..., :shared], teacher_logits[..., :shared]
         if positions is not None:
             logits, teacher_logits = logits[positions], teacher_logits[positions]
         student, teacher = ((x.float() / self.method.temperature).log_softmax(-1) for x in (logits, teacher_logits))
         divergence = functional.kl_div(student, teacher, reduction="sum", log_target=True)
         return self.method.temperature**2 * divergence / max(len(logits), 1)
+
+
+def _size(config: Any, name: str) -> Any:
+    """The number in a field, which may lie in a config inside; None if there is none."""
+    return getattr(config if "." not in name else config.get_text_config(), name.rpartition(".")[2], None)
 
 
 def _shifted(labels: Any, config: Any) -> torch.Tensor:

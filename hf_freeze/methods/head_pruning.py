@@ -2,11 +2,13 @@
 https://arxiv.org/abs/1905.10650).
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
+from hf_freeze.layers.derived import features
 from hf_freeze.layers.hard_concrete import HardConcrete
 from hf_freeze.layers.masked_heads import MaskedHeads
 from hf_freeze.methods._checks import (
@@ -37,8 +39,9 @@ class HeadPruning(Method):
     its output weights.
 
     An attention may lose all its heads: then only the bias of its output remains, and nothing is computed. One that has more
-    than its projections, such as norms, keeps one. Heads that share keys and values are removed together. Later methods use the
-    new numbers. `merge()` gives a native model whose removed heads are zero.
+    than its projections, such as norms, keeps one. Of heads that share keys and values, whole groups go, or the same number
+    from every group that stays; `share` takes whole groups if there are several. Later methods use the new numbers. `merge()`
+    gives a native model whose removed heads are zero.
 
     With `begin` or `end`, heads are removed while the model is trained: the share of heads falls from 1 to `share` between these
     shares of training (None: 0 and 1), as `ramp` says: "linear", "cosine" or "cubic" (fast at first, as for magnitude pruning).
@@ -48,20 +51,21 @@ class HeadPruning(Method):
     `VariantCallback` or `model.advance`. `finalize()` masks what is still to be masked, removes the masked heads, and names them
     in `heads`.
 
-    Or `penalty`, the λ of Voita et al. (2019, https://arxiv.org/abs/1905.09418, equations 5 to 8): each head gets a hard concrete
-    gate, drawn in each step of training, and λ times the expected number of open gates is added to the mean loss per label. Heads
-    that share keys and values have one gate. In eval mode gates have no noise, and are 1 at the start. `finalize()` removes the
-    heads whose gates are 0, and multiplies the other gates into the output matrices. Gates may need a higher learning rate than
-    weights (`training.parameter_groups(model, {"gates": 0.01}, lr=...)`). A custom loss must add `outputs["auxiliary_loss"]`.
+    Or `penalty`, the λ of Voita et al. (2019, https://arxiv.org/abs/1905.09418, equations 5 to 8): each head gets a hard
+    concrete gate, drawn in each step of training, and λ times the expected number of open gates is added to the mean loss per
+    label. A group of heads that share keys and values has one gate, unless there is only one group. In eval mode gates have
+    no noise, and are 1 at the start. `finalize()` removes the heads whose gates are 0, and multiplies the other gates into
+    the output matrices. Gates may need a higher learning rate than weights (`training.parameter_groups(model, {"gates":
+    0.01}, lr=...)`). A custom loss must add `outputs["auxiliary_loss"]`.
 
     After a Freeze that makes an attention random, the config names the heads that `share` removes, and the others keep their
     random values. Of fresh weights, `share` then keeps the first heads.
 
-    Raises ValueError for an unknown attention or head, a share outside 0..1, an incomplete group of heads, all heads of an
-    attention that must keep one, and an attention with layers of another method that cannot lose heads: those of LowRank and
-    HeadMask can, and of Quantize with int8. While the model is trained, none of them can, and attentions cannot be random. Also
-    for a begin or end outside 0..1 or in the wrong order, an unknown ramp or scope, any of these without `share`, and a penalty
-    outside 0..1e9.
+    Raises ValueError for an unknown attention or head, a share outside 0..1, groups of heads that would be of different
+    sizes, all heads of an attention that must keep one, and an attention with layers of another method that cannot lose
+    heads: those of LowRank and HeadMask can, and of Quantize with int8. While the model is trained, none of them can, and
+    attentions cannot be random. Also for a begin or end outside 0..1 or in the wrong order, an unknown ramp or scope, any of
+    these without `share`, and a penalty outside 0..1e9.
     """
 
     drops_masks: ClassVar[bool] = True
@@ -148,39 +152,44 @@ class HeadPruning(Method):
     def restructure(self, model: Model, architecture: Architecture) -> None:
         for name, attention in self._with_heads(model, architecture).items():
             heads = surgery.count_heads(model, attention, self.name)
-            group = attention.group_size(model.config)
             if self.finalizable:
                 linear = surgery.dense_module(model, attention.o, self.name, advice="leave it out by layers=")
                 masked = MaskedHeads if self.penalty is None else HardConcrete
-                surgery.replace(model, attention.o, masked.from_linear(linear, heads // self._per_mask(group)))
+                surgery.replace(
+                    model, attention.o, masked.from_linear(linear, heads // self.per_mask(model, attention))
+                )
                 continue
             if self.heads is not None:
-                self._check_removed(name, heads, group)
+                group = surgery.group_size(model.base_model, attention, model.config, heads)
+                self._check_removed(name, heads, group, thins=attention.thins)
                 if len(self.heads[name]) == heads and _has_more_than_linears(model, attention):
                     raise ValueError(
                         f"HeadPruning(heads={{{name!r}: {self.heads[name]!r}}}): no head would be left, and this attention has "
                         "more than its projections, such as a norm or a bias on its scores; keep one"
                     )
-            surgery.take_heads(model, attention, self._kept(name, attention, model.config, heads), heads)
+            surgery.take_heads(model, attention, self._kept(name, attention, model, heads), heads)
 
-    def _kept(self, name: str, attention: Attention, config: Any, heads: int) -> list[int]:
+    def _kept(self, name: str, attention: Attention, model: Any, heads: int) -> list[int]:
         """The heads that stay, out of `heads`; with `share`, the first ones stand for those of the largest magnitude."""
         if self.heads is None:
-            return list(range(kept_count(self.share, heads, attention.group_size(config))))  # type: ignore[arg-type]
+            unit = _removed_together(model, attention)
+            return list(range(kept_count(self.share, heads, unit)))  # type: ignore[arg-type]
         return [head for head in range(heads) if head not in self.heads[name]]
 
-    def _per_mask(self, group: int) -> int:
-        """The number of heads for each mask or gate, if `group` heads share keys and values."""
-        return 1 if self.penalty is None else group
+    def per_mask(self, model: Any, attention: Attention) -> int:
+        """The number of heads for each mask or gate."""
+        return 1 if self.penalty is None else _removed_together(model, attention)
 
-    def _check_removed(self, name: str, heads: int, group: int) -> None:
+    def _check_removed(self, name: str, heads: int, group: int, *, thins: bool) -> None:
         removed = self.heads[name]  # type: ignore[index]
         check_head(removed[-1], heads, name, "HeadPruning")
-        groups = {head // group for head in removed}
-        if len(removed) < len(groups) * group:
-            whole = [list(range(number * group, (number + 1) * group)) for number in sorted(groups)]
+        left = Counter(head // group for head in range(heads) if head not in removed)
+        if len({*left.values()} | (set() if thins else {group})) > 1:
+            whole = [list(range(number, number + group)) for number in range(0, heads, group)]
+            counts = [left[number] for number in range(heads // group)]
             raise ValueError(
-                f"HeadPruning(heads={{{name!r}: {removed!r}}}): heads that share keys and values must go together: {whole}"
+                f"HeadPruning(heads={{{name!r}: {removed!r}}}): of the heads that share keys and values, {whole}, {counts} would "
+                f"be left; remove whole groups{', or the same number from every group that stays' * thins}"
             )
 
     def convert(self, old: Any, new: Model) -> None:
@@ -196,7 +205,7 @@ class HeadPruning(Method):
             surgery.release(old, attention.linears)
 
     def _largest(self, model: Any, attention: Attention, heads: int) -> list[int]:
-        group = attention.group_size(model.config)
+        group = _removed_together(model, attention)
         score = surgery.head_magnitudes(model, attention, heads).view(-1, group).sum(1)
         count = kept_count(self.share, heads, group) // group  # type: ignore[arg-type]
         groups = score.argsort(descending=True, stable=True)[:count]
@@ -206,7 +215,7 @@ class HeadPruning(Method):
         origins: dict[str, Origin] = {}
         for name, attention in self._with_heads(model, architecture).items():
             heads = surgery.count_heads(model, attention, self.name)
-            kept = self._kept(name, attention, model.config, heads)
+            kept = self._kept(name, attention, model, heads)
             origins |= surgery.head_origins(model, attention, kept, heads)
         return origins
 
@@ -238,7 +247,7 @@ class HeadPruning(Method):
         def magnitudes(name: str) -> Any:
             return surgery.head_magnitudes(model, attentions[name], modules[name].mask.numel())
 
-        groups = {name: attentions[name].group_size(model.config) for name in modules}
+        groups = {name: _removed_together(model, attentions[name]) for name in modules}
         mask_least(modules, groups, magnitudes, share, self.scope)
 
     def finalize(self, model: Model, architecture: Architecture) -> "HeadPruning":
@@ -246,7 +255,7 @@ class HeadPruning(Method):
             self.mask(model, architecture, self.share)
         attentions, kept = self._attentions(architecture, model.config), {}
         for name, module in self.masked(model, architecture).items():
-            each = self._per_mask(attentions[name].group_size(model.config))
+            each = self.per_mask(model, attentions[name])
             numbers = module.kept() or ([module.largest()] if _has_more_than_linears(model, attentions[name]) else [])
             kept[name] = [number * each + head for number in numbers for head in range(each)]
         self.merge(model, architecture)
@@ -266,8 +275,15 @@ class HeadPruning(Method):
             return
         for name, attention in self._attentions(architecture, model.config).items():
             heads = attention.head_count(model.config)
-            kept = self._kept(name, attention, model.config, heads) if attention.knows_heads else None
+            kept = self._kept(name, attention, model, heads) if attention.knows_heads else None
             surgery.pad_heads(model, attention, kept)
+
+
+def _removed_together(model: Any, attention: Attention) -> int:
+    """The least number of heads that can be removed of an attention, which may have lost some, on their own."""
+    heads = features(model.base_model.get_submodule(attention.o))[0] // attention.head_size(model.config)
+    group = surgery.group_size(model.base_model, attention, model.config, heads)
+    return 1 if attention.thins and group == heads else group
 
 
 def _has_more_than_linears(model: Any, attention: Attention) -> bool:

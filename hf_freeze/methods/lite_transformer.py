@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention
+from hf_freeze.compat.transformers import record_weights
 from hf_freeze.layers.convolution import KINDS, KernelConvolution
 from hf_freeze.layers.long_short import ConvolutionAlone, LongShortAttention
 from hf_freeze.methods._blocks import check_blocks, with_blocks
@@ -101,6 +102,8 @@ class LiteTransformer(Method):
                 )
                 old = model.base_model.get_submodule(attention.module)
                 new = LongShortAttention(old, conv, size) if self.attention else ConvolutionAlone(old, conv)
+                if not self.attention:
+                    record_weights(model, attention.module, new)
                 surgery.replace(model, attention.module, new)
         surgery.resize_ffns(model, architecture, model.config.hidden_size, self.name)
 

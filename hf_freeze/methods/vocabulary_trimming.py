@@ -31,9 +31,13 @@ class VocabularyTrimming(Method):
     If encoder and decoder have separate tables (Marian with `share_encoder_decoder_embeddings=False`), both keep the same ids, as
     both languages have one vocabulary. Models with two vocabularies cannot be trimmed.
 
+    Some families compute with the number of a token: RoBERTa, XLM-R, MPNet and M2M100 count positions from that of the padding.
+    This token keeps its number, so `keep` must have all ids up to it.
+
     Raises ValueError for ids that are repeated, not in ascending order or not in the vocabulary, for an empty `keep`, for a
-    missing special token of the config, for two vocabularies of different sizes, and after a method that has replaced the
-    embeddings, other than FactorizedEmbedding, DeFINE, DeLighT and a Quantize whose scales are each of one row.
+    missing special token of the config, for a new number of a token whose number the model computes with, for two vocabularies of
+    different sizes, and after a method that has replaced the embeddings, other than FactorizedEmbedding, DeFINE, DeLighT and a
+    Quantize whose scales are each of one row.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"vocabulary"})

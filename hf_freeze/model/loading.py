@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # pyright: ignore[reportPrivateImportUsage]
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_freeze.model.classes  # noqa: F401 (registers the variants)
 from hf_freeze.architectures.published import default_config
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.architectures.tasks import native_class
+from hf_freeze.model.tokenizers import load_tokenizer as load_tokenizer
 
 
 def check_exists(name: str | os.PathLike[str]) -> None:
@@ -70,24 +70,6 @@ def load_model(name: str | os.PathLike[str], **options: Any) -> Any:
             f"{name} holds {config.architectures or 'no class of model'}; choose from {list(_classes(config))}"
         )
     return model_class.from_pretrained(name, **options)
-
-
-def load_tokenizer(name: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a directory or Hub id; None if it has none."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, TypeError, KeyError):  # any of these, depending on the missing file
-        return None
-    # For some families, such as BERT, transformers makes a tokenizer of the special tokens alone if the files are missing.
-    files = {"tokenizer.json", *tokenizer.vocab_files_names.values()} if tokenizer.vocab_files_names else set()
-    return tokenizer if not files or any(_has(name, file) for file in files) else None
-
-
-def _has(name: str | os.PathLike[str], file: str) -> bool:
-    """Whether a directory, or a Hub id of which it was downloaded, has this file."""
-    if Path(name).is_dir():
-        return Path(name, file).is_file()
-    return isinstance(try_to_load_from_cache(os.fspath(name), file), str)
 
 
 def _saved_class(name: str | os.PathLike[str]) -> tuple[Any, Any]:

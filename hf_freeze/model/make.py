@@ -35,7 +35,7 @@ from hf_freeze.model.loading import check_exists
 from hf_freeze.model.merging import copy_runtime
 from hf_freeze.model.resizing import vocabulary_size
 from hf_freeze.model.sharing import copy_shared, releasing, share_tensors, use_up
-from hf_freeze.model.token_ids import renumber_token_ids
+from hf_freeze.model.token_ids import check_fixed_token_ids, renumber_token_ids
 from hf_freeze.model.weights import no_draws, redraw, regenerate, seeded_draws
 
 _OF_CLASS = ("model_type", "auto_map")  # the latter names code that loads the variant as it was before
@@ -142,6 +142,7 @@ def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, s
 def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool, seed: int) -> Any:
     """A variant with the weights of `model`, by way of one model for each method that changes the structure."""
     _check_class(type(model), model.config)
+    check_fixed_token_ids(model.config, added)
     variant_class = _variant_class(type(model))
     added = list(added)
     on_meta = model.device.type == "meta"

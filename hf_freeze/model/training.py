@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.methods.base import Method
-from hf_freeze.methods.parts import Objective, Schedule, Step, frozen_at, parts_of
+from hf_freeze.methods.parts import KeptTokens, Objective, Schedule, Step, frozen_at, parts_of
+from hf_freeze.model.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:  # what the mixin is always combined with
     _Model = PreTrainedModel
@@ -149,6 +150,21 @@ class TrainingMixin(_Model):
     def get_teacher(self) -> Any:
         """The model that Distillation learns from; None if none was set."""
         return None if self._teacher is None else self._teacher.model
+
+    def tokens_differ(self, other: Any) -> str | None:
+        """Why the ids of `other` are not known to be the tokens of this model, in words; None if one tokenizer lies beside both,
+        and both have a row for each of its tokens."""
+        models: list[Any] = [self, other]
+        if any(any(parts_of(getattr(model, "methods", ()), KeptTokens)) for model in models):
+            return "a method has given tokens new ids"
+        tokenizers = [load_tokenizer(model.name_or_path) if model.name_or_path else None for model in models]
+        for model, tokenizer in zip(models, tokenizers, strict=True):
+            if tokenizer is None:
+                return f"{model.name_or_path or f'this {type(model).__name__}'} has no tokenizer to tell"
+        vocabularies = [tokenizer.get_vocab() for tokenizer in tokenizers]
+        rows = min(model.get_input_embeddings().weight.shape[0] for model in models)
+        same = vocabularies[0] == vocabularies[1] and max(vocabularies[0].values()) < rows
+        return None if same else "their tokenizers differ"
 
     def auxiliary_loss(self, step: Step | None = None) -> torch.Tensor | None:
         """The terms that methods add to the mean loss per label in the forward `step`, summed; None if there are none."""

@@ -48,7 +48,7 @@ def set_sizes(config: Any, source: Any, architecture: Architecture) -> None:
             _refuse(f"the heads of {name!r} differ in more than their weights, or no config field holds their number")
         sizes = {attention.heads: count}
         if isinstance(attention.groups, str):
-            sizes[attention.groups] = count // attention.group_size(source.config)
+            sizes[attention.groups] = count // surgery.group_size(source.base_model, attention, source.config, count)
         differing.setdefault(name.rpartition(".")[0], {}).update(sizes)
     if differing and len(architecture.stacks) > 1:
         _refuse(

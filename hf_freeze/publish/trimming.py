@@ -29,7 +29,7 @@ from hf_freeze.methods._checks import check_choice, check_positive_share
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import check_exists, load_model, load_tokenizer
 from hf_freeze.model.make import make_variant
-from hf_freeze.model.token_ids import named_token_ids
+from hf_freeze.model.token_ids import fixed_token_ids, named_token_ids
 from hf_freeze.publish.cards import TRIMMING, model_card, read_trained_model
 from hf_freeze.publish.sentence_files import copy_sentence_files
 
@@ -144,10 +144,12 @@ def _check_replaceable(folder: Path, source: Any, force: bool) -> None:
 
 
 def _named_tokens(model: Any) -> set[int]:
-    """The tokens that the config and the generation settings name: they must stay."""
+    """The tokens that must stay: those that the config and the generation settings name, and all up to one that must keep its
+    number."""
     vocabulary = min(read(model.config, field) for field in architecture_of(model.config).token_tables.values())
     settings = [model.config, *([model.generation_config] if getattr(model, "generation_config", None) else [])]
-    return set().union(*(named_token_ids(each, vocabulary) for each in settings))
+    fixed = max(fixed_token_ids(model.config).values(), default=-1)
+    return set(range(fixed + 1)).union(*(named_token_ids(each, vocabulary) for each in settings))
 
 
 def _length(config: Any) -> int:

@@ -151,13 +151,16 @@ class Origin:
     """The source of a parameter in a model that keeps parts of another.
 
     The values come from the parameter `name` of that other model: the entries `index` along `dimension`, which had `size`
-    entries. `dimension` None: all values.
+    entries. `dimension` None: all values. `parts`, `interleaved`: those of `SeededTensor` there, if the model that is left does
+    not tell.
     """
 
     name: str
     dimension: int | None = None
     index: Index = ()
     size: int = 0
+    parts: tuple[int, ...] = ()
+    interleaved: tuple[int, ...] = ()
 
 
 def take(value: torch.Tensor, dimension: int, index: Index) -> torch.Tensor:
@@ -238,10 +241,12 @@ class SeededTensor:
         shape = list(self.shape)
         shape[origin.dimension] = origin.size
         kept = ((origin.dimension, origin.index), *self.kept)
-        parts = self.parts
-        if parts and origin.dimension == self.dimension:  # all projections have lost the same share of their heads
+        parts, interleaved = self.parts, self.interleaved
+        if origin.parts:
+            parts, interleaved = origin.parts, origin.interleaved
+        elif parts and origin.dimension == self.dimension:  # all projections have lost the same share of their outputs
             parts = tuple(part * origin.size // self.shape[self.dimension] for part in parts)
-        return replace(self, name=origin.name, shape=tuple(shape), kept=kept, parts=parts)
+        return replace(self, name=origin.name, shape=tuple(shape), kept=kept, parts=parts, interleaved=interleaved)
 
     def generate(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """The tensor in fp32, in the shape that is left of `shape` after `kept`. Raises ValueError for an unknown scheme."""

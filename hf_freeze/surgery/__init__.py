@@ -4,6 +4,7 @@ from hf_freeze.surgery.attention import copy_heads as copy_heads
 from hf_freeze.surgery.attention import count_heads as count_heads
 from hf_freeze.surgery.attention import fix_heads as fix_heads
 from hf_freeze.surgery.attention import fused_projections as fused_projections
+from hf_freeze.surgery.attention import group_size as group_size
 from hf_freeze.surgery.attention import head_magnitudes as head_magnitudes
 from hf_freeze.surgery.attention import head_origins as head_origins
 from hf_freeze.surgery.attention import match_scales as match_scales

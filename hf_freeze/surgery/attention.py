@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace as replace_fields
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from hf_freeze.architectures.base import Architecture, Attention
 from hf_freeze.architectures.kept_heads import prune_companions
 from hf_freeze.architectures.roles import has_module, set_heads
+from hf_freeze.compat.transformers import record_weights
 from hf_freeze.layers.derived import features, linear_like
 from hf_freeze.layers.fixed_heads import FixedHeads, Words
 from hf_freeze.layers.no_attention import NoAttention, NoHeads
@@ -33,7 +35,8 @@ def count_heads(model: Any, attention: Attention, method: str) -> int:
     its linears by a layer that cannot lose heads."""
     linears = {name: selectable_module(model, name, method) for name in attention.linears}
     heads = features(linears[attention.o])[0] // attention.head_size(model.config)
-    expected = attention.features(model.config, attention.q, range(heads), heads)
+    group = group_size(model.base_model, attention, model.config, heads)
+    expected = attention.features(model.config, attention.q, range(heads), heads, group)
     if features(linears[attention.q])[1] != len(expected):
         raise ValueError(
             f"method {method!r}: {attention.module!r} has fixed heads, without queries and keys; put {method!r} before that "
@@ -42,15 +45,28 @@ def count_heads(model: Any, attention: Attention, method: str) -> int:
     return heads
 
 
+def group_size(root: Any, attention: Attention, config: Any, heads: int) -> int:
+    """The number of heads, out of the `heads` of `attention`, that share keys and values now. `root`: the base model or layer
+    that the names in `attention` are below."""
+    roles = attention.roles(attention.v)
+    blocks = features(root.get_submodule(attention.v))[1] // attention.head_size(config)
+    return heads * len(set(roles) - {"q"}) // (blocks - heads * ("q" in roles))
+
+
 def head_origins(
     model: Any, attention: Attention, kept: Sequence[int], heads: int, only: Collection[str] = ()
 ) -> dict[str, Origin]:
     """The origins of the parameters of `attention` when it keeps the heads `kept` out of `heads`. `only`: the linears to name, if
     not all."""
     origins: dict[str, Origin] = {}
+    group = group_size(model.base_model, attention, model.config, heads)
     for name, linear in modules(model, only or attention.linears):
-        index = attention.features(model.config, name, kept, heads)
-        origins |= feature_origins(name, linear, index, outputs=name != attention.o)
+        index = attention.features(model.config, name, kept, heads, group)
+        new = feature_origins(name, linear, index, outputs=name != attention.o)
+        if attention.linears.get(name, 0) > 1:  # projections may lose different shares of their outputs
+            fused, weight = _fused(model, attention, name), f"{name}.weight"
+            new[weight] = replace_fields(new[weight], parts=fused["parts"], interleaved=fused["interleaved"])
+        origins |= new
     return origins
 
 
@@ -65,6 +81,7 @@ def take_heads(model: Any, attention: Attention, kept: Sequence[int], heads: int
         inside = attention.o.startswith(prefix)
         removed = {name: copy.deepcopy(linear).to("meta") for name, linear in linears.items()}
         no_attention = NoAttention(module, removed, attention.o.removeprefix(prefix) if inside else None)
+        record_weights(model, attention.module, no_attention)
         replace(model, attention.module, no_attention)
         output_bias = NoHeads(linears[attention.o], features(linears[attention.o])[1])
         if with_values and output_bias.bias is not None:
@@ -74,12 +91,13 @@ def take_heads(model: Any, attention: Attention, kept: Sequence[int], heads: int
         else:
             replace(model, attention.o, output_bias)
         return
+    group = group_size(model.base_model, attention, model.config, heads)
     for name, linear in linears.items():
-        index = attention.features(model.config, name, kept if with_values else range(count), heads)
+        index = attention.features(model.config, name, kept, heads, group)
         replace(model, name, select_features(linear, index if with_values else len(index), outputs=name != attention.o))
-    groups = count // attention.group_size(model.config)
+    groups = len({head // group for head in kept})
     set_heads(module, count, attention.head_size(model.config), groups, attention.resizes)
-    prune_companions(model.base_model, attention, model.config, kept, heads)
+    prune_companions(model.base_model, attention, model.config, kept, heads, group)
 
 
 def resize_attention(
@@ -126,6 +144,7 @@ def fix_heads(
         if role in ("q", "k"):
             linear = select_features(linear, learnt * attention.head_size(model.config), outputs=True)
         fixed_heads.add_module(name, linear)
+    record_weights(model, attention.module, fixed_heads)
     replace(model, attention.module, fixed_heads)
 
 
@@ -135,10 +154,11 @@ def copy_heads(
 ) -> None:
     """Copy the heads `kept` of `old`, which has `heads` heads, to the attention of `new`, which has `len(kept)`. `only`: the
     linears to copy, if not all."""
+    group = group_size(old.base_model, attention, old.config, heads) if kept else None
     for name, linear in modules(old, only or attention.linears):
         outputs = name != attention.o
         if kept:
-            index = attention.features(old.config, name, kept, heads)
+            index = attention.features(old.config, name, kept, heads, group)
             new.base_model.get_submodule(name).load_state_dict(
                 select_features(linear, index, outputs=outputs).state_dict()
             )
@@ -169,7 +189,8 @@ def match_scales(old: Any, new: Any, attentions: Iterable[Attention], config: An
                 f"{attention.q!r} is a {type(linear).__name__} and cannot adopt the scale of another layer's scores"
             )
         heads = features(new.get_submodule(attention.o))[0] // attention.head_size(config)
-        queries = torch.tensor(attention.outputs_of(config, "q", heads), device=linear.weight.device)
+        group = group_size(new, attention, config, heads)
+        queries = torch.tensor(attention.outputs_of(config, "q", heads, group), device=linear.weight.device)
         for parameter, axis in ((linear.weight, weight_axis(linear, outputs=True)), (linear.bias, 0)):
             if parameter is not None:  # not in place: `old` may have the same memory
                 scaled = parameter.detach().index_select(axis, queries) * ratio
@@ -179,14 +200,19 @@ def match_scales(old: Any, new: Any, attentions: Iterable[Attention], config: An
 @torch.no_grad()
 def pad_heads(model: Any, attention: Attention, kept: Sequence[int] | None = None) -> None:
     """Give `attention` as many heads as its config says. The heads that it has are put at the places `kept` (None: the first
-    ones); the others are zero."""
+    ones, in the first groups); the others are zero."""
     module = model.base_model.get_submodule(attention.module)
     headless, heads = isinstance(module, NoAttention), attention.head_count(model.config)
     count = 0 if headless else count_heads(model, attention, "head_pruning")
+    group, whole = (
+        group_size(model.base_model, attention, model.config, count) if count else 1,
+        attention.group_size(model.config),
+    )
+    first = [number * whole + head for number in range(count // group) for head in range(group)]
     for name in attention.linears:
         outputs = name != attention.o
         size = len(attention.features(model.config, name, range(heads), heads))
-        places = range(count) if kept is None else kept
+        places = first if kept is None else kept
         index = torch.tensor(attention.features(model.config, name, places, heads), dtype=torch.long)
         old = module.removed[name] if headless else dense_linear(model.base_model.get_submodule(name))
         padded = linear_like(old, *((None, size) if outputs else (size, None)), device=model.device)
@@ -207,11 +233,11 @@ def pad_heads(model: Any, attention: Attention, kept: Sequence[int] | None = Non
 @torch.no_grad()
 def head_magnitudes(model: Any, attention: Attention, heads: int) -> torch.Tensor:
     """fp32 (heads,): for each head, the product of the norm of its value weights and the norm of its output weights."""
-    size, group = attention.head_size(model.config), attention.group_size(model.config)
+    size, group = attention.head_size(model.config), group_size(model.base_model, attention, model.config, heads)
     value, output = (
         effective_weight(model.base_model.get_submodule(name)).float() for name in (attention.v, attention.o)
     )
-    value = value[attention.outputs_of(model.config, "v", heads)]
+    value = value[attention.outputs_of(model.config, "v", heads, group)]
     values = value.unflatten(0, (-1, size)).flatten(1).norm(dim=1).repeat_interleave(group)
     return values * output.unflatten(1, (-1, size)).transpose(0, 1).flatten(1).norm(dim=1)
 
@@ -222,12 +248,19 @@ def fused_projections(model: Any, architecture: Architecture, weight: str) -> di
     name = weight.removesuffix(".weight")
     if architecture.parts(weight) < 2:
         return None
-    attention = next(a for a in architecture.attentions(model.config).values() if a.linears.get(name, 0) > 1)
-    heads = features(model.base_model.get_submodule(attention.o))[0] // attention.head_size(model.config)
-    roles, size, group = attention.roles(name), attention.head_size(model.config), attention.group_size(model.config)
+    return _fused(
+        model, next(a for a in architecture.attentions(model.config).values() if a.linears.get(name, 0) > 1), name
+    )
+
+
+def _fused(model: Any, attention: Attention, name: str) -> dict[str, Any]:
+    """`fused_projections` of the weight of the linear `name`, which holds several projections of `attention`."""
+    size = attention.head_size(model.config)
+    heads = features(model.base_model.get_submodule(attention.o))[0] // size
+    group, roles = group_size(model.base_model, attention, model.config, heads), attention.roles(name)
     mixed = {"heads": (size,) * len(roles), "groups": (group * size, *(size,) * (len(roles) - 1))}
     return {
-        "parts": tuple(len(attention.outputs_of(model.config, role, heads)) for role in roles),
+        "parts": tuple(len(attention.outputs_of(model.config, role, heads, group)) for role in roles),
         "dimension": weight_axis(model.base_model.get_submodule(name), outputs=True),
         "interleaved": mixed.get(attention.layout, ()),
     }

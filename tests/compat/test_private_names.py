@@ -16,6 +16,7 @@ from transformers import AutoModel, BertConfig, BertModel, PreTrainedModel, Trai
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2PreTrainedModel
 from transformers.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
+from transformers.utils import output_capturing
 
 import hf_freeze
 from hf_freeze.compat import registration
@@ -44,6 +45,8 @@ ATTRIBUTES = [  # (owner, name, what we use it for)
     (AutoModel._model_mapping, "_extra_content", "building native base models inside variants"),
     (CONFIG_MAPPING, "_extra_content", "making the config class of a variant when AutoConfig asks for it"),
     (BertConfig(), "_attn_implementation", "copying the attention implementation"),
+    (output_capturing, "_active_collector", "the weights of attentions without heads, in output_attentions"),
+    (PreTrainedModel, "_can_record_outputs", "the modules whose weights are recorded, by their class"),
     (PreTrainedModel, "_can_set_attn_implementation", "the attention that the native class would take"),
     (PreTrainedModel, "_can_set_experts_implementation", "the experts that the native class would take"),
     (Wav2Vec2PreTrainedModel, "_get_feature_vector_attention_mask", "the padding of frames in distillation"),

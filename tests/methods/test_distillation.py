@@ -14,12 +14,14 @@ from safetensors.torch import load_file
 from support.cases import native_config
 from support.models import differences, outputs, snapshot, trainability
 from support.training import gradients, training_step
-from transformers import Trainer, TrainingArguments
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from hf_freeze import make_variant
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
-from hf_freeze.methods import Distillation, LayerSelection, LowRank, Theseus
+from hf_freeze.methods import Distillation, LayerSelection, LowRank, Theseus, VocabularyTrimming
 from hf_freeze.methods.registry import method_from_dict
 from hf_freeze.training import label_smoothed_loss
 
@@ -485,6 +487,54 @@ def test_outputs_are_learnt_from_another_architecture():
     batch = {name: value for name, value in batch_of(CLASSES).items() if name != "token_type_ids"}
     one, other = (m.eval()(**batch).logits.log_softmax(-1) for m in (student, teacher))
     assert model.train()(**batch).loss.item() == close_to((other.exp() * (other - one)).sum(-1).mean().item())
+
+
+@pytest.fixture
+def with_tokenizers(tmp_path):
+    """Two models of the causal task with so many rows, opened from folders with a tokenizer of so many tokens each."""
+
+    def opened(rows, tokens):
+        for number, (size, count) in enumerate(zip(rows, tokens, strict=True)):
+            model_of(CAUSAL, seed=number, vocab_size=size).save_pretrained(tmp_path / str(number))
+            words = Tokenizer(WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
+            PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / str(number))
+        return [AUTO_CLASSES["causal-lm"].from_pretrained(tmp_path / str(number)).eval() for number in (0, 1)]
+
+    return opened
+
+
+@pytest.mark.parametrize("rows", [(40, 48), (48, 40)], ids=["teacher", "student"])
+def test_rows_of_padding_are_not_compared(rows, with_tokenizers):
+    """As between Qwen2.5-0.5B (151,936 rows) and 7B (152,064), which have one tokenizer."""
+    student, teacher = with_tokenizers(rows, (36, 36))
+    variant = make_variant(student, [Distillation()])
+    with pytest.warns(UserWarning, match="with one tokenizer: the first 40 outputs are compared") as said:
+        variant.set_teacher(teacher)
+    assert len(said) == 1
+    batch = batch_of(CAUSAL)
+    entropy, _ = by_hand(student, student, batch, "causal-lm")
+    for model in (student, teacher):
+        model.resize_token_embeddings(40)
+    _, divergence = by_hand(student, teacher, batch, "causal-lm")
+    assert variant.train()(**batch).loss.item() == close_to(0.5 * entropy + 0.5 * divergence)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "methods", "message"),
+    [
+        (
+            (36, 35),
+            [],
+            "vocab_size=48, the student 40: .* their tokenizers differ; if only .*, teacher.resize",
+        ),
+        ((44, 44), [], "their tokenizers differ"),  # the student has no row for the last tokens
+        ((36, 36), [VocabularyTrimming(keep=[*range(38)])], "vocab_size=48, the student 38: .* given tokens new ids"),
+    ],
+)
+def test_other_tokens_are_no_rows_of_padding(tokens, methods, message, with_tokenizers):
+    student, teacher = with_tokenizers((40, 48), tokens)
+    with refused(message):
+        make_variant(student, [*methods, Distillation(teacher=teacher)])
 
 
 def test_no_model_is_its_own_teacher():

@@ -1,12 +1,14 @@
 """HeadPruning: pruned is masked, whatever is left of an attention; caches, sizes, what it merges to, and what it refuses."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from support.cases import BASELINES
 from support.models import build, differences, native, outputs, perturbed
 from support.training import training_step
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze import count_parameters, make_variant, multiply_adds
@@ -137,6 +139,90 @@ def test_what_is_left_of_a_whole_attention_is_a_bias(case):
 
 
 @every_backbone
+@torch.no_grad()
+def test_recorded_weights_have_the_numbers_of_the_layers(case):
+    """Also of an attention without heads, whose weights are those of none."""
+    model, _ = pruned(case, "a whole attention and one of another")
+    model, merged = pickle.loads(pickle.dumps(model)), model.merge()
+    for each in (model, merged):
+        each.set_attn_implementation("eager")
+    recorded, expected = (each.eval()(**case.batch(), output_attentions=True) for each in (model, merged))
+    names = [name for name in expected if name.endswith("attentions")]
+    assert names
+    for name in names:
+        for weights, whole in zip(recorded[name], expected[name], strict=True):
+            assert (weights.shape[0], *weights.shape[2:]) == (whole.shape[0], *whole.shape[2:])
+    assert any(weights.shape[1] == 0 for name in names for weights in recorded[name])
+
+
+FALCON = {"vocab_size": 40, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "multi_query": True}
+FALCON |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GROUPED = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+GROUPED |= {"head_dim": 8, "intermediate_size": 24, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+PHI3 = GROUPED | {"hidden_size": 64}  # its heads are read from the config, and its projections are one
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "setting"),
+    [
+        ("falcon", FALCON, {"heads": {"decoder.1.self": [0, 3, 5]}}),  # one group
+        ("falcon", FALCON, {"share": 0.5}),
+        ("llama", GROUPED, {"heads": {"decoder.0.self": [1, 6], "decoder.1.self": [0, 1, 2, 3, 5]}}),
+        ("phi3", PHI3, {"heads": {"decoder.1.self": [0, 1, 6, 7]}}),
+    ],
+    ids=["multi-query", "multi-query, half", "grouped", "fused"],
+)
+@torch.no_grad()
+def test_every_group_may_lose_the_same_number_of_heads(model_type, fields, setting, tmp_path):
+    torch.manual_seed(0)
+    backbone = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields)).eval()
+    for parameter in backbone.parameters():
+        parameter += 0.2 * torch.randn_like(parameter)
+    model = make_variant(backbone, [HeadPruning(**setting)]).eval()
+    ids = torch.tensor([[5, 9, 3, 7, 6], [8, 4, 6, 10, 11]])
+    attentions = model.architecture.attentions(backbone.config)
+    removed = setting.get("heads") or {}
+    for name in attentions if not removed else ():  # by hand: the smallest product of the norms of values and outputs
+        output = backbone.base_model.get_submodule(attentions[name].o).weight
+        removed[name] = output.unflatten(1, (8, -1)).transpose(0, 1).flatten(1).norm(dim=1).argsort()[:4].tolist()
+    for name, heads in removed.items():
+        weight = backbone.base_model.get_submodule(attentions[name].o).weight  # (outputs, heads x 8)
+        for head in heads:
+            weight[:, head * 8 : (head + 1) * 8] = 0
+    expected = backbone(ids).logits
+    torch.testing.assert_close(model(ids).logits, expected)
+    merged = model.merge()
+    assert type(merged) is type(backbone)
+    torch.testing.assert_close(merged.eval()(ids).logits, expected)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert count_parameters(model).stored < count_parameters(backbone).stored
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    generated = backbone.generate(ids, **settings)
+    assert torch.equal(model.generate(ids, **settings), generated)
+    assert torch.equal(model.generate(ids, **settings, use_cache=False), generated)
+
+
+@torch.no_grad()
+def test_thinned_groups_lose_more_heads_by_their_new_numbers():
+    config = AutoConfig.for_model("llama", **GROUPED)
+    once = make_variant(config, [HeadPruning(heads={"decoder.0.self": [0, 2, 4, 7]})], task="causal-lm")
+    again = make_variant(once, [HeadPruning(heads={"decoder.0.self": [0, 3]})]).eval()
+    attention = again.base_model.layers[0].self_attn
+    assert (attention.q_proj.out_features, attention.k_proj.out_features) == (2 * 8, 2 * 8)
+    assert torch.equal(attention.q_proj.weight, once.base_model.layers[0].self_attn.q_proj.weight[8:24])
+    ids = torch.tensor([[5, 9, 3]])
+    torch.testing.assert_close(again.merge().eval()(ids).logits, again(ids).logits)
+
+
+@every_backbone
 def test_a_share_keeps_the_heads_of_the_largest_magnitude(case):
     """One head, or group of heads, of each attention, picked one by one here."""
     backbone = native(case)
@@ -209,8 +295,8 @@ def test_a_setting_that_makes_no_sense_is_refused(arguments, message):
         (MARIAN, [HeadPruning(share=0.5, layers={})], "names no layer: leave it out for all"),
         (
             LLAMA,
-            [HeadPruning(heads={"decoder.0.self": [1, 2]})],
-            r"share keys and values must go together: \[\[0, 1\], \[2, 3\]\]",
+            [HeadPruning(heads={"decoder.0.self": [1]})],
+            r"share keys and values, \[\[0, 1\], \[2, 3\]\], \[1, 2\] would be left; remove whole groups, or the same number",
         ),
         (
             MARIAN,

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoConfig, GenerationConfig, MarianConfig, MarianMTModel
+from transformers import AutoConfig, AutoModel, GenerationConfig, MarianConfig, MarianMTModel
 from typer.testing import CliRunner
 
 from hf_freeze import count_parameters, make_variant, methods
@@ -14,6 +14,7 @@ from hf_freeze.architectures.base import canonical_parameters
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.cli import app
+from hf_freeze.model.token_ids import renumber_token_ids
 
 KEEP = [0, 1, *range(2, 20, 2), 21, 25, 33, 39]  # 0 pads and 1 ends, in the tiny configs
 NUMBERS = {old: new for new, old in enumerate(KEEP)}
@@ -305,6 +306,60 @@ def test_a_token_that_generation_needs_is_named():
     backbone.generation_config.eos_token_id = [1, 3]
     with pytest.raises(ValueError, match="the token 3, eos_token_id of the model, is not kept"):
         trim(backbone)
+
+
+SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+SMALL |= {"max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        (
+            "roberta",
+            r"roberta computes with the number 5 of pad_token_id, .* lacks \[1, 3\]",
+        ),
+        ("mpnet", r"mpnet computes with the number 1 of its code, .*; it lacks \[1\]"),
+        ("clip_text_model", r"clip_text_model computes with the number 2 of eos_token_id, .* it lacks \[1\]"),
+        ("bert", None),
+    ],
+)
+@torch.no_grad()
+def test_a_number_that_the_model_computes_with_stays(model_type, message):
+    """RoBERTa counts positions from the number of the padding; BERT does not."""
+    torch.manual_seed(0)
+    model = AutoModel.from_config(AutoConfig.for_model(model_type, **SMALL | {"pad_token_id": 5})).eval()
+    for parameter in model.parameters():
+        parameter += 0.3 * torch.randn_like(parameter)
+    without = [0, 2, 4, 5, *range(7, 40)]
+    with_all = [*range(6), *range(7, 40)]
+    old = torch.tensor([[8, 9, 30, 2], [11, 2, 5, 5]])
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            trim(model, without)
+    for keep in (with_all, *([without] if message is None else [])):
+        new = old.clone().apply_(keep.index)
+        expected, actual = (
+            each(
+                ids, attention_mask=old != 5, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+            )[0]
+            for each, ids in ((model, old), (trim(model, keep).eval(), new))
+        )
+        assert torch.equal(actual[old != 5], expected[old != 5])
+
+
+def test_token_ids_of_configs_inside_and_of_tables_of_languages_are_numbered_anew():
+    config = AutoConfig.for_model("gemma3")
+    config.boi_token_index, config.image_token_id, config.text_config.pad_token_id = 6, 8, 4
+    config.text_config.eos_token_id = [1, 8]
+    settings = GenerationConfig(lang_to_id={"<|en|>": 8, "<|fr|>": 9}, task_to_id={"translate": 6}, pad_token_id=4)
+    settings.forced_decoder_ids, settings.force_words_ids = [[1, 8], [2, None]], [[[6, 8], [4]], [[9]]]
+    for each in (config, settings):
+        renumber_token_ids(each, [methods.VocabularyTrimming(keep=[*range(3), 4, 6, 8])], 40)
+    assert (config.boi_token_index, config.image_token_id, config.text_config.pad_token_id) == (4, 5, 3)
+    assert config.text_config.eos_token_id == [1, 5]
+    assert (settings.lang_to_id, settings.task_to_id, settings.pad_token_id) == ({"<|en|>": 5}, {"translate": 4}, 3)
+    assert (settings.forced_decoder_ids, settings.force_words_ids) == ([[1, 5], [2, None]], [[[4, 5], [3]]])
 
 
 def test_two_vocabularies_are_refused():

@@ -86,5 +86,5 @@ def pruning(settings: dict[str, Any], start: Path, model: Any, seed: int) -> met
             raise ValueError(f"heads.attentions names {kind!r}; choose from {list(dict.fromkeys(kinds.values()))}")
     chosen = settings.get("attentions", kinds.values())
     scores = {name: values for name, values in scores.items() if kinds[name] in chosen}
-    group = max(architecture.attentions(model.config)[name].group_size(model.config) for name in scores)
+    group = max(architecture.attentions(model.config)[name].removed_together(model.config) for name in scores)
     return analysis.select_heads(scores, fraction=settings["fraction"], group_size=group)
