@@ -21,7 +21,7 @@ from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name
 from hf_freeze.architectures.registry import architecture_for, architecture_of
 from hf_freeze.architectures.tasks import AUTO_CLASSES, native_class, native_classes
-from hf_freeze.compat.transformers import copy_attention_implementation
+from hf_freeze.compat.transformers import copy_attention_implementation, copy_quantizer, is_quantized
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import needs_config
 from hf_freeze.methods.parts import InitialValues, SeededValues, Selection
@@ -34,7 +34,7 @@ from hf_freeze.model.config import INITS, native_config_class
 from hf_freeze.model.loading import check_exists
 from hf_freeze.model.merging import copy_runtime
 from hf_freeze.model.resizing import vocabulary_size
-from hf_freeze.model.sharing import copy_shared, releasing, share_tensors, use_up
+from hf_freeze.model.sharing import copy_shared, releasing, share_tensors, take_packed, use_up
 from hf_freeze.model.token_ids import renumber_token_ids
 from hf_freeze.model.weights import no_draws, redraw, regenerate, seeded_draws
 
@@ -158,6 +158,8 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool, 
             new = variant_class(config)
         if not on_meta:
             from_scratch = number in structural and added[number - 1].from_scratch
+            if is_quantized(current):
+                take_packed(current, new, added[number - 1] if number in structural else None)
             share_tensors(current, new, converted=not from_scratch)
             new.tie_weights(recompute_mapping=False)
             with seeded_draws(seed if from_scratch else None):
@@ -173,6 +175,7 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool, 
             regenerate(new)
             if (paged := paging.active()) is not None:
                 paged.move(new)
+            copy_quantizer(current, new)
         current = new
     copy_runtime(model, current)
     if copy:
