@@ -32,7 +32,7 @@ from hf_freeze.layers.quantized import STORED
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import check_shared_layers
 from hf_freeze.methods.parts import SeededValues, Selection, frozen_at, parts_of
-from hf_freeze.model.adapters import refuse_wrong_merges
+from hf_freeze.model.adapters import check_adapters
 from hf_freeze.model.execution import ExecutionMixin, mode_of_loading
 from hf_freeze.model.merging import merged
 from hf_freeze.model.resizing import ResizingMixin
@@ -303,7 +303,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
     @peft_config.setter
     def peft_config(self, value: Any) -> None:
         self.__dict__["_peft_config"] = value
-        refuse_wrong_merges(self)
+        check_adapters(self)
 
     @peft_config.deleter
     def peft_config(self) -> None:
