@@ -54,7 +54,7 @@ def share_tensors(old: Any, new: Any, *, converted: bool = True) -> None:
 
 
 def take_packed(old: Any, new: Any, method: Method | None) -> None:
-    """Give `new` copies of the linears that bitsandbytes has packed in `old`, each in its place after `method`.
+    """Give `new` copies of the linears that bitsandbytes has packed in `old`, each where `method` has put its layer.
 
     Raises ValueError if `method` changes the weight of one of them.
     """

@@ -153,7 +153,7 @@ def test_trainable_tokens_of_tied_tables_are_merged_as_natively(tmp_path):
     quantized = replace(TIED, methods=(methods.Quantize(scheme="int8", components=["embeddings"]),))
     model = in_tokens(build(quantized), quantized)
     with pytest.raises(
-        ValueError, match="embed_tokens.token_adapter': other modules share its weight, and have other adapters"
+        ValueError, match=r"embed_tokens.token_adapter': other modules share its weight, and have other adapters"
     ):
         model.merge_and_unload()  # PEFT does not know that the output matrix has these integers
 
