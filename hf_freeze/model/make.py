@@ -142,6 +142,9 @@ def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, s
 def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool, seed: int) -> Any:
     """A variant with the weights of `model`, by way of one model for each method that changes the structure."""
     _check_class(type(model), model.config)
+    if is_quantized(model) and (quantizer := model.quantization_method) != "bitsandbytes":
+        name = getattr(quantizer, "value", quantizer)  # of an enum, in transformers 5
+        raise ValueError(f"no variant of a model that {name} has packed: make it first, save it, and open that so")
     variant_class = _variant_class(type(model))
     added = list(added)
     on_meta = model.device.type == "meta"

@@ -79,7 +79,7 @@ class SavingMixin(_Model):
                     f"{name!r} is frozen at random values that are not stored, but it was changed, or cast to a lower "
                     "precision and back; merge() stores it, or load the model in the precision that you save in"
                 )
-        if state_dict is None:
+        if state_dict is None and not saves_adapters_alone(self):
             self._check_unstored_ties()
         # When PEFT merges, it takes tables with a computed weight for untied, and changes the config accordingly.
         if self._gone_ties:

@@ -146,3 +146,11 @@ def test_methods_that_change_packed_weights_are_refused(method, backbones, tmp_p
         ValueError, match=rf"\Amethod '{method.name}' changes '.+', which bitsandbytes has packed: .+\Z"
     ):
         make_variant(open_in(tmp_path, 8), [method])
+
+
+def test_a_model_of_another_quantiser_is_refused(backbones):
+    """Its weights are in tensors of other names, which a variant would not find."""
+    packed_so = copy.deepcopy(backbones["gpt2"])
+    packed_so.is_quantized, packed_so.quantization_method = True, "gptq"
+    with pytest.raises(ValueError, match=r"\Ano variant of a model that gptq has packed: make it first, .+\Z"):
+        make_variant(packed_so, [])
