@@ -12,6 +12,11 @@ def mergeable_layers(model: Any) -> Iterator[tuple[str, Any]]:
             yield name, layer
 
 
+def trained_rows(layer: Any) -> Any:
+    """The rows that a layer of trainable tokens trains, the same object for all tables that share them; None for other layers."""
+    return getattr(layer, "trainable_tokens_delta", None)
+
+
 def share_default_targets(model_type: str, *alike: str) -> None:
     """Let PEFT adapt models of `model_type` by default where it adapts those of the first known type in `alike`.
 

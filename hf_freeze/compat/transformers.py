@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
@@ -69,6 +70,11 @@ class PrivateHooks:
                 offload_weight(value, name, load_config.disk_offload_folder, on_disk)
         return info, on_disk
 
+    def _get_dtype_plan(self: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        # The native plan names modules: what methods put into them would be cast too, integers and masks included. A variant has
+        # the dtypes of the plan when it is built, and a loaded tensor takes that of its place.
+        return {}
+
     @property
     def _ddp_params_and_buffers_to_ignore(self: Any) -> list[str]:
         # DistributedDataParallel asks for these names when it wraps a model, and does not send them.
@@ -120,6 +126,16 @@ def native_base_model(config_class: type, native_config_class: Any) -> Iterator[
 def draw(model: Any, module: nn.Module) -> None:
     """Draw or compute fresh values of one module as `model` does."""
     model._init_weights(module)
+
+
+@torch.no_grad()
+def keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
+    """Cast the tensors to fp32 that `from_pretrained(dtype=dtype)` of the native class of `model`, just built, loads in fp32."""
+    if plan := PreTrainedModel._get_dtype_plan(model, dtype):
+        kept, stored = re.compile("|".join(plan).replace("*", ".*")), model.state_dict().keys()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in stored and tensor.is_floating_point() and kept.search(name):
+                tensor.data = tensor.data.float()
 
 
 class NeverDrawn:
@@ -189,6 +205,33 @@ def declare_ties(module: Any, prefix: str, added: dict[str, str], removed: Itera
 def saves_adapters_alone(model: Any) -> bool:
     """Whether `save_pretrained` writes PEFT adapters and not the model."""
     return getattr(model, "_hf_peft_config_loaded", False)
+
+
+# -- quantisers of transformers, such as bitsandbytes ----------------------------------------------------------------------
+
+
+def leave_unquantized(model: Any, names: set[str]) -> None:
+    """Have the quantiser of `from_pretrained(quantization_config=...)` leave the modules with these full names as they are."""
+    model._keep_in_fp32_modules = {*(model._keep_in_fp32_modules or ()), *names}
+
+
+def is_quantized(model: Any) -> bool:
+    """Whether a quantiser of transformers has put its modules into `model`."""
+    return getattr(model, "is_quantized", False)
+
+
+def is_packed(item: Any) -> bool:
+    """Whether bitsandbytes has made a module or parameter. Its numbers are packed and never trained."""
+    return type(item).__module__.startswith("bitsandbytes.")
+
+
+def copy_quantizer(old: Any, new: Any) -> None:
+    """Let `new`, which has the packed modules of `old`, be known as quantised, to be saved and trained as `old` is."""
+    for name in ("is_quantized", "quantization_method", "hf_quantizer", "is_loaded_in_4bit", "is_loaded_in_8bit"):
+        if name in vars(old):
+            setattr(new, name, getattr(old, name))
+    if is_quantized(old):
+        new.config.quantization_config = old.config.quantization_config
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

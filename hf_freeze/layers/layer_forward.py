@@ -3,8 +3,9 @@
 Shapes: B batch, T tokens, D hidden size.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -64,6 +65,20 @@ class LayerForward:
         return forward
 
 
+@contextlib.contextmanager
+def not_checkpointed(layer: Any) -> Iterator[None]:
+    """Inside, `layer` keeps its activations. With reentrant checkpointing, the parameters of which no output is used would get
+    gradients of zero instead of none, and weight decay and momentum would move them."""
+    before = getattr(layer, "gradient_checkpointing", False)
+    try:
+        if before:
+            layer.gradient_checkpointing = False
+        yield
+    finally:
+        if before:
+            layer.gradient_checkpointing = before
+
+
 class Skipped(LayerForward):
     """Skips the whole layer: the alternative is the identity.
 
@@ -77,7 +92,8 @@ class Skipped(LayerForward):
 
     def alternative(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.returns_tuple:
-            outputs = self.usual(hidden_states, *args, **kwargs)
+            with not_checkpointed(self.layer):
+                outputs = self.usual(hidden_states, *args, **kwargs)
             return type(outputs)((hidden_states, *outputs[1:]))
         return hidden_states
 
@@ -96,10 +112,14 @@ class Replaced(LayerForward):
         del arguments[names[0]]
         # T5's first layer returns it for the others.
         carried = [name for name in names if name.endswith("position_bias")]
+        # What came by position goes on by position: reentrant checkpointing gives gradients to no other arguments.
+        by_position = names[1 : 2 + len(args)]
         outputs: Any = hidden_states
         for layer in predecessor:
+            positional = [arguments[name] for name in by_position]
+            others = {name: value for name, value in arguments.items() if name not in by_position}
             # `forward`, not a call: the hooks that collect hidden states must see `layer` only.
-            outputs = layer.forward(**arguments)
+            outputs = layer.forward(*positional, **others)
             first, *rest = outputs if isinstance(outputs, tuple | list) else (outputs,)
             arguments[names[1]] = first
             if len(rest) >= 2 * len(carried):  # LongT5 returns the weights of each attention after its bias

@@ -3,6 +3,7 @@
 Shapes: L layers of a stack, B batch, T tokens, D hidden size.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import initialization
 
 from hf_freeze.layers.derived import SelfInitialized, first_float_tensor
-from hf_freeze.layers.layer_forward import Skipped
+from hf_freeze.layers.layer_forward import Skipped, not_checkpointed
 
 _HALVINGS = 60  # of an interval of doubles: more hardly change it
 
@@ -73,7 +74,9 @@ class LearntSkip(Skipped):
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.layer.training or not torch.is_grad_enabled() or not any(self.slopes):
             return super().__call__(hidden_states, *args, **kwargs)
-        with torch.set_grad_enabled(not self.active or self.returns_tuple):  # later layers need the rest of a tuple
+        unused = not_checkpointed(self.layer) if self.active else contextlib.nullcontext()
+        # Later layers need the rest of a tuple.
+        with torch.set_grad_enabled(not self.active or self.returns_tuple), unused:
             outputs = self.usual(hidden_states, *args, **kwargs)
         after = outputs[0] if isinstance(outputs, tuple) else outputs
         value = hidden_states if self.active else after

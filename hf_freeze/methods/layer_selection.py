@@ -96,4 +96,4 @@ class LayerSelection(Method):
             layers = new.architecture.stacks[stack].layers
             for number, old_number in enumerate(numbers):
                 source = old.base_model.get_submodule(layers.format(old_number))
-                new.base_model.get_submodule(layers.format(number)).load_state_dict(source.state_dict(), assign=True)
+                surgery.take_values(source, new.base_model.get_submodule(layers.format(number)))

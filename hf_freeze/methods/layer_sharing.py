@@ -241,9 +241,11 @@ class LayerSharing(Method):
                 )
         states = [layer.state_dict() for layer in group]
         names = dict.fromkeys(name for state in states for name in state if is_shared(name))
-        means = {
-            name: torch.stack([state[name].float() for state in states if name in state]).mean(0) for name in names
-        }
+        means = {}
+        for name in names:
+            values = [state[name] for state in states if name in state]
+            alike = [value.float() for value in values if value.shape == values[0].shape]
+            means[name] = torch.stack(alike).mean(0).to(values[0].dtype)
         return means | factorized
 
     def merge(self, model: Model, architecture: Architecture) -> None:

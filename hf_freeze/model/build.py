@@ -12,12 +12,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, base_name, full_name, set_fields
 from hf_freeze.compat.transformers import (
     PrivateHooks,
     declare_ties,
     is_initialized,
+    is_packed,
+    keep_in_fp32,
     keys_to_ignore,
+    leave_unquantized,
     mark_initialized,
     native_base_model,
     set_keys_to_ignore,
@@ -28,7 +32,7 @@ from hf_freeze.layers.quantized import STORED
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import check_shared_layers
 from hf_freeze.methods.parts import SeededValues, Selection, frozen_at, parts_of
-from hf_freeze.model.adapters import refuse_wrong_merges
+from hf_freeze.model.adapters import check_adapters
 from hf_freeze.model.execution import ExecutionMixin, mode_of_loading
 from hf_freeze.model.merging import merged
 from hf_freeze.model.resizing import ResizingMixin
@@ -68,8 +72,10 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
         undrawn = no_draws() if on_meta else contextlib.nullcontext()
         with native_base_model(type(config), self.native_class.config_class), undrawn:
             super().__init__(config.before_methods(), *args, **kwargs)
+        native_linears = {name for name, module in self.named_modules() if surgery.is_dense(module)}
         if on_meta:
             self.tie_weights(recompute_mapping=False)  # which comes with the draws
+        keep_in_fp32(self, torch.get_default_dtype())
         self.architecture = config.native_architecture
         if config.description is not None:
             self.architecture.check_fits(self)
@@ -82,6 +88,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
         # 4. What is frozen, and what is not stored because a seed regenerates it.
         self._collect_unstored()
         self.apply_freeze()
+        self._leave_unquantized(native_linears)
         self._set_execution(mode_of_loading())
         # 5. Values: fresh draws, then the seeded tensors. On meta there are none yet; `from_pretrained` fills them in and calls
         #    `initialize_weights` at its end.
@@ -210,10 +217,19 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
         set_keys_to_ignore(self, on_save | unstored | set(self._own_ties), on_load | unstored)
         self._set_trainable()
 
+    def _leave_unquantized(self, native_linears: set[str]) -> None:
+        """Keep linears from quantisers that are made by methods, that a seed fills, or that share their weight."""
+        tied = self.all_tied_weights_keys
+        kept = {name.rpartition(".")[0] for name in (*self.seeded_tensors, *tied, *tied.values())}
+        linears = {name: module for name, module in self.named_modules() if isinstance(module, surgery.DENSE)}
+        own = {name for name, module in linears.items() if name not in native_linears or not surgery.is_dense(module)}
+        leave_unquantized(self, own | kept & linears.keys())
+
     def _set_trainable(self) -> None:
         tied = self.all_tied_weights_keys
         for name, parameter in self.named_parameters(remove_duplicate=False):
-            parameter.requires_grad_(tied.get(name, name) not in self._frozen)
+            if not is_packed(parameter):
+                parameter.requires_grad_(tied.get(name, name) not in self._frozen)
         self._forget_phase()
 
     def _traced(self, definition: SeededTensor, number: int) -> SeededTensor:
@@ -287,7 +303,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
     @peft_config.setter
     def peft_config(self, value: Any) -> None:
         self.__dict__["_peft_config"] = value
-        refuse_wrong_merges(self)
+        check_adapters(self)
 
     @peft_config.deleter
     def peft_config(self) -> None:

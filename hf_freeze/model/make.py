@@ -21,7 +21,7 @@ from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name
 from hf_freeze.architectures.registry import architecture_for, architecture_of
 from hf_freeze.architectures.tasks import AUTO_CLASSES, native_class, native_classes
-from hf_freeze.compat.transformers import copy_attention_implementation
+from hf_freeze.compat.transformers import copy_attention_implementation, copy_quantizer, is_quantized
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import needs_config
 from hf_freeze.methods.parts import InitialValues, SeededValues, Selection
@@ -34,7 +34,7 @@ from hf_freeze.model.config import INITS, native_config_class
 from hf_freeze.model.loading import check_exists
 from hf_freeze.model.merging import copy_runtime
 from hf_freeze.model.resizing import vocabulary_size
-from hf_freeze.model.sharing import copy_shared, releasing, share_tensors, use_up
+from hf_freeze.model.sharing import copy_shared, releasing, share_tensors, take_packed, use_up
 from hf_freeze.model.token_ids import check_fixed_token_ids, renumber_token_ids
 from hf_freeze.model.weights import no_draws, redraw, regenerate, seeded_draws
 
@@ -142,6 +142,9 @@ def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, s
 def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool, seed: int) -> Any:
     """A variant with the weights of `model`, by way of one model for each method that changes the structure."""
     _check_class(type(model), model.config)
+    if is_quantized(model) and (quantizer := model.quantization_method) != "bitsandbytes":
+        name = getattr(quantizer, "value", quantizer)  # of an enum, in transformers 5
+        raise ValueError(f"no variant of a model that {name} has packed: make it first, save it, and open that so")
     check_fixed_token_ids(model.config, added)
     variant_class = _variant_class(type(model))
     added = list(added)
@@ -159,6 +162,8 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool, 
             new = variant_class(config)
         if not on_meta:
             from_scratch = number in structural and added[number - 1].from_scratch
+            if is_quantized(current):
+                take_packed(current, new, added[number - 1] if number in structural else None)
             share_tensors(current, new, converted=not from_scratch)
             new.tie_weights(recompute_mapping=False)
             with seeded_draws(seed if from_scratch else None):
@@ -174,6 +179,7 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool, 
             regenerate(new)
             if (paged := paging.active()) is not None:
                 paged.move(new)
+            copy_quantizer(current, new)
         current = new
     copy_runtime(model, current)
     if copy:

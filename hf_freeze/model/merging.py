@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import set_fields
-from hf_freeze.compat.transformers import keep_on_save
+from hf_freeze.compat.transformers import is_quantized, keep_on_save
 from hf_freeze.model import paging
 from hf_freeze.model.config import cache_fields, native_config
 from hf_freeze.model.sharing import memory_of, use_up
@@ -29,6 +29,8 @@ def merged(variant: Any, *, copy: bool = True, uneven: bool = False) -> PreTrain
     """
     if hasattr(variant, "peft_config"):
         raise ValueError("merge() with adapters of PEFT in the model: merge_and_unload() or unload() them first")
+    if is_quantized(variant):
+        raise ValueError("merge() of a model that a quantiser has packed: dequantize() it first, or open it without")
     if getattr(variant, "hf_device_map", None) and any(tensor.is_meta for tensor in variant.parameters()):
         raise ValueError(
             "merge() of a model that device_map has put elsewhere: load it without, or see `hf-freeze merge`"

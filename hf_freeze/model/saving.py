@@ -42,6 +42,7 @@ class SavingMixin(_Model):
     _declared_digests: frozenset[str]
     _constants: set[str]
     _gone_ties: set[str]
+    _own_ties: dict[str, str]
 
     def save_pretrained(
         self,
@@ -60,8 +61,8 @@ class SavingMixin(_Model):
         import hf_freeze, and enters it in config.json; False leaves it out; None does as the folder did that the model was
         loaded from.
 
-        Raises ValueError if a seeded tensor was changed, or if the folder also holds weights of another `variant=` that do not
-        fit the new settings.
+        Raises ValueError if a seeded tensor was changed, or one of two that share their values, or if the folder also holds
+        weights of another `variant=` that do not fit the new settings.
         """
         for name, definition in self.seeded_tensors.items():
             value = self.get_parameter(name) if state_dict is None else state_dict.get(name)
@@ -78,12 +79,25 @@ class SavingMixin(_Model):
                     f"{name!r} is frozen at random values that are not stored, but it was changed, or cast to a lower "
                     "precision and back; merge() stores it, or load the model in the precision that you save in"
                 )
+        if state_dict is None and not saves_adapters_alone(self):
+            self._check_unstored_ties()
         # When PEFT merges, it takes tables with a computed weight for untied, and changes the config accordingly.
         if self._gone_ties:
             self.config.tie_word_embeddings = True
         self.config.hf_freeze_version = __version__
         with self._remote_code(has_remote_code(self.config) if remote_code is None else remote_code):
             self._save(save_directory, is_main_process, state_dict, push_to_hub, **kwargs)
+
+    def _check_unstored_ties(self) -> None:
+        """Raise ValueError if a tensor that is not stored, because it shares the values of another one, has other values."""
+        for target, source in self.all_tied_weights_keys.items():
+            if target in self._own_ties or source in self.seeded_tensors:
+                value, shared = self.get_parameter_or_buffer(target), self.get_parameter_or_buffer(source)
+                if value is not shared and not value.is_meta and not torch.equal(value, shared):
+                    raise ValueError(
+                        f"{target!r} shares the values of {source!r} in this variant, but was changed alone, as by "
+                        "modules_to_save of PEFT: merge() stores both"
+                    )
 
     @contextlib.contextmanager
     def _remote_code(self, wanted: bool) -> Iterator[None]:

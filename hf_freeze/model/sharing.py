@@ -2,14 +2,19 @@
 
 import contextlib
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_freeze import surgery
-from hf_freeze.compat.transformers import mark_initialized
+from hf_freeze.architectures.base import full_name
+from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.compat.transformers import is_packed, mark_initialized
+from hf_freeze.layers.derived import features
 from hf_freeze.layers.seeded_weight import SeededWeight
+from hf_freeze.methods.base import Method
 from hf_freeze.model import paging
 
 _BY_MAKING = "make_variant(copy=False), which gave its tensors to the variant; use the variant"
@@ -19,9 +24,12 @@ _BY_MAKING = "make_variant(copy=False), which gave its tensors to the variant; u
 def share_tensors(old: Any, new: Any, *, converted: bool = True) -> None:
     """Give `new` the parameters and stored buffers of `old` that have the same name and shape, in the same memory, except for
     seeded ones. Those of the same name and another shape get the dtype of the old ones; with `converted`, a method fills them."""
-    tensors = dict(old.named_parameters(remove_duplicate=False)) | dict(old.named_buffers(remove_duplicate=False))
+    named = [*old.named_parameters(remove_duplicate=False), *old.named_buffers(remove_duplicate=False)]
+    tensors = {name: tensor for name, tensor in named if not is_packed(tensor)}
     own: dict[int, nn.Parameter] = {}  # a tied parameter of `old` becomes a tied one of `new`
     for prefix, module in new.named_modules():
+        if is_packed(module):
+            continue
         unsaved = module._non_persistent_buffers_set
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None:
@@ -43,6 +51,35 @@ def share_tensors(old: Any, new: Any, *, converted: bool = True) -> None:
                 module._buffers[name] = moved
             if source is not None and (converted or source.shape == tensor.shape):
                 mark_initialized([moved])
+
+
+def take_packed(old: Any, new: Any, method: Method | None) -> None:
+    """Give `new` copies of the linears that bitsandbytes has packed in `old`, each where `method` has put its layer.
+
+    Raises ValueError if `method` changes the weight of one of them.
+    """
+    architecture, linears = architecture_for(old), dict(new.named_modules())
+    kept = {} if method is None else method.layers_kept(architecture, old.config)
+    stacks = {full_name(old, architecture.stacks[stack].layers[:-2]): numbers for stack, numbers in kept.items()}
+    for name, packed in [(name, module) for name, module in old.named_modules() if is_packed(module)]:
+        places = [name]
+        for layers, numbers in stacks.items():
+            if name.startswith(layers):
+                old_number, _, rest = name.removeprefix(layers).partition(".")
+                places = [f"{layers}{new}.{rest}" for new, number in enumerate(numbers) if number == int(old_number)]
+        for place in places:
+            linear: Any = linears.get(place)
+            if f"{place}.weight" in new.seeded_tensors:
+                continue
+            fits = linear is not None and surgery.is_dense(linear) and features(linear) == features(packed)
+            if method is not None and (method.shares_layers or method.keeps_old_blocks or not fits):
+                raise ValueError(
+                    f"method {method.name!r} changes {name!r}, which bitsandbytes has packed: make the variant first, save it, "
+                    "and open that with quantization_config="
+                )
+            copied = deepcopy(packed)
+            mark_initialized([copied, *copied.parameters(), *copied.buffers()])
+            new.set_submodule(place, copied)
 
 
 @contextlib.contextmanager
@@ -78,6 +115,9 @@ def copy_shared(old: Any, new: Any) -> None:
 
 def use_up(model: Any, by: str = _BY_MAKING) -> None:
     """Free the tensors of `model`; a later use raises an error that says `by` what they were taken, and what to do."""
+    for module in model.modules():
+        if is_packed(module):  # its parameters cannot move to meta
+            module._parameters.clear()
     nn.Module.to(model, "meta")
 
     def forward(*_: Any, **__: Any) -> Any:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hf_freeze.architectures.base import Architecture, Attention
+from hf_freeze.compat.transformers import is_packed
 from hf_freeze.layers.layer_forward import Replaced
 from hf_freeze.seeded import Origin
 from hf_freeze.surgery.attention import match_scales
@@ -65,6 +66,13 @@ def drop_predecessors(layers: Iterable[Any]) -> None:
     for layer in layers:
         Replaced.of(layer).remove()
         del layer.predecessor
+
+
+def take_values(old: Any, new: Any) -> None:
+    """Give one layer the tensors of another of its kind, in the same memory. Linears that bitsandbytes has packed are there."""
+    packed = tuple(f"{name}." for name, module in new.named_modules() if is_packed(module))
+    values = {name: value for name, value in old.state_dict().items() if not name.startswith(packed)}
+    new.load_state_dict(values, strict=not packed, assign=True)
 
 
 @torch.no_grad()

@@ -39,6 +39,8 @@ ATTRIBUTES = [  # (owner, name, what we use it for)
     (PreTrainedModel, "mark_tied_weights_as_initialized", "loading tied buffers"),
     (PreTrainedModel, "get_expanded_tied_weights_keys", "ties that a method has removed"),
     (PreTrainedModel, "_load_pretrained_model", "seeded tensors that device_map sends to the disk"),
+    (PreTrainedModel, "_get_dtype_plan", "the weights that a family keeps in fp32"),
+    (PreTrainedModel, "_keep_in_fp32_modules", "the modules that quantisers leave as they are"),
     (transformers.integrations.accelerate, "offload_weight", "writing seeded tensors where accelerate reads them"),
     (transformers.integrations.accelerate, "expand_device_map", "finding the tensors that go to the disk"),
     (AutoModel, "_model_mapping", "finding the class of a config"),

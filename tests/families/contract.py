@@ -112,13 +112,13 @@ def problems_before_loading(model_type: str, folder: Path, methods: list[str] | 
     names = [name for name in offered(architecture) if methods is None or name in methods]
     for name in names:
         try:
-            _check(base, _fitting(METHODS[name].example, architecture, config), batch, task, folder / name)
+            _check(base, fitting(METHODS[name].example, architecture, config), batch, task, folder / name)
         except Exception as error:
             problems[name] = (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:200]
     return problems
 
 
-def _fitting(method: Method, architecture: Architecture, config: Any) -> Method:
+def fitting(method: Method, architecture: Architecture, config: Any) -> Method:
     """The example of a method; on attentions where there are no linears in FFNs, as in most mixtures of experts, and without
     the embeddings where their tables are not understood."""
     if isinstance(method, FFNPruning) and architecture.experts(config):

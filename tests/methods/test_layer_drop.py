@@ -377,6 +377,27 @@ def test_units_of_derived_families():
     make_variant(mixtral, [LayerDrop(p={"heads": 0.1})], task="causal-lm").advance(0, 1)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("method", [LayerDrop(p=0.5), LayerDrop(p=0.5, learned=True), Theseus(train="all")], ids=str)
+def test_layers_that_return_a_tuple_are_checkpointed(method, reentrant):
+    """T5's return the position bias. What a step leaves out has no gradient, as without checkpointing; none of zeros."""
+    sizes = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 4, "num_heads": 2, "vocab_size": 40}
+    t5 = AutoConfig.for_model("t5", **sizes, dropout_rate=0.0, decoder_start_token_id=0)
+    variant = make_variant(t5, [method], task="seq2seq-lm").train()
+    variant.enable_input_require_grads()
+    grads = []
+    for checkpointing in (False, True):
+        variant.zero_grad()
+        if checkpointing:
+            enable = getattr(variant, "activation_checkpointing_enable", variant.gradient_checkpointing_enable)
+            enable({"use_reentrant": reentrant})
+        variant.advance(1, 9)
+        variant(**MARIAN.tiny_inputs("seq2seq-lm")).loss.backward()
+        grads.append({name: p.grad for name, p in variant.named_parameters() if p.grad is not None})
+    assert len(grads[0]) < sum(p.requires_grad for p in variant.parameters())
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+
+
 # -- beside others -----------------------------------------------------------------------------------------------------------
 
 

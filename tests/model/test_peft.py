@@ -3,11 +3,12 @@
 import itertools
 import re
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from support.cases import ALL, MODEL, PLAIN, Case
-from support.models import build, differences, outputs, reload
+from support.models import build, differences, native, outputs, reload
 
 from hf_freeze import methods
 from hf_freeze.architectures.registry import ARCHITECTURES
@@ -123,3 +124,59 @@ def test_an_adapter_trains_on_a_quantised_base(architecture, scheme, tmp_path):
         base.merge(), tmp_path / "adapter"
     ).merge_and_unload()  # what the warning advises
     assert differences(outputs(exact, batch), tuned, 1e-4) == []
+
+
+TIED = Case(ARCHITECTURES["llama"], "causal-lm", MODEL, (), config="tied")
+
+
+def in_tokens(model, case, **settings):
+    """`model` after two steps of training of rows 7 and 8 of its tied tables."""
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[7, 8], **settings)
+    model = peft.get_peft_model(model, config)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    torch.manual_seed(0)
+    for _ in range(2):
+        model.train()(**case.batch()).loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def test_trainable_tokens_of_tied_tables_are_merged_as_natively(tmp_path):
+    tuned = {}
+    for name, base in {"native": native(TIED), "variant": build(TIED)}.items():
+        torch.manual_seed(5)  # of the adapters
+        tuned[name] = in_tokens(base, TIED, init_lora_weights=False).merge_and_unload()
+    assert differences(outputs(tuned["variant"], TIED.batch()), outputs(tuned["native"], TIED.batch())) == []
+    tuned["variant"].save_pretrained(tmp_path)
+    again, _ = reload(TIED, tmp_path)
+    assert differences(outputs(again, TIED.batch()), outputs(tuned["native"], TIED.batch())) == []
+    quantized = replace(TIED, methods=(methods.Quantize(scheme="int8", components=["embeddings"]),))
+    model = in_tokens(build(quantized), quantized)
+    with pytest.raises(
+        ValueError, match=r"embed_tokens.token_adapter': other modules share its weight, and have other adapters"
+    ):
+        model.merge_and_unload()  # PEFT does not know that the output matrix has these integers
+
+
+def test_trainable_tokens_need_a_table_with_a_row_for_each_token():
+    factorized = build(replace(TIED, methods=(methods.FactorizedEmbedding(rank=4),)))
+    message = r"\Atrainable tokens of 'model.embed_tokens\S*': a LowRankEmbedding is no matrix with a row for each token; .+\Z"
+    with pytest.raises(ValueError, match=message):
+        in_tokens(factorized, TIED)
+
+
+@pytest.mark.parametrize("method", [methods.FactorizedEmbedding(rank=4), methods.Freeze(embeddings="random")])
+def test_a_table_that_was_trained_apart_from_its_tied_one_is_not_lost(method, tmp_path):
+    case = replace(TIED, methods=(method,))
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(build(case), config)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.add_(0.1)
+    expected = outputs(model, case.batch())
+    merged = model.merge_and_unload()
+    assert differences(outputs(merged, case.batch()), expected, 1e-4) == []
+    with pytest.raises(ValueError, match=r"\A'lm_head.\w+' shares the values of .+: merge\(\) stores both\Z"):
+        merged.save_pretrained(tmp_path)
+    merged.merge().save_pretrained(tmp_path)
+    assert differences(outputs(type(native(TIED)).from_pretrained(tmp_path), case.batch()), expected, 1e-4) == []
