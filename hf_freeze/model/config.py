@@ -121,14 +121,17 @@ class VariantConfigMixin(_Config):
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """As the native method. With `decoder=True`, which sizes caches, the config has the depth of the decoder: the native one
-        of T5 has that of the encoder."""
+        of T5 has that of the encoder. Its result gives the same when asked again, as caches do."""
         config = super().get_text_config(decoder=decoder, encoder=encoder)
         if not decoder or encoder or "_native_architecture" not in vars(self):
             return config
         depth = self.decoder_depth
-        if depth is not None and config.num_hidden_layers != depth:
-            config = copy.deepcopy(config)
-            config.num_hidden_layers = depth
+        if depth is not None:
+            config = copy.deepcopy(config) if config is self else config
+            # The native method takes away `decoder_layers`, which then reads as the default of the class.
+            set_fields(config, {stack.depth: depth for stack in self._native_architecture.stacks.values()})
+            if config.num_hidden_layers != depth:
+                config.num_hidden_layers = depth
         return config
 
     def before_methods(self) -> Any:

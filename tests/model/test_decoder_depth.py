@@ -17,7 +17,9 @@ from transformers import AutoModelForSeq2SeqLM
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_freeze import make_variant, methods
+from hf_freeze.architectures.base import read
 from hf_freeze.architectures.probe import Probe
+from hf_freeze.architectures.published import default_config
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.architectures.verify import verify
 from hf_freeze.model.native_code import write_remote_code
@@ -81,6 +83,17 @@ def test_the_cache_is_as_deep_as_the_decoder_also_where_the_encoder_is_deeper():
     assert len(cache.self_attention_cache.layers) == len(cache.cross_attention_cache.layers) == 1
     assert variant.config.get_text_config(decoder=True).num_hidden_layers == 1
     assert variant.config.get_text_config().num_hidden_layers == variant.config.num_layers == 2
+
+
+@pytest.mark.parametrize("model_type", ["marian", *["blenderbot", "led", "t5"] * ALL])
+def test_a_decoder_deeper_than_the_default_config_of_its_family_has_a_deep_cache(model_type):
+    """transformers asks the config twice for that of the decoder, and the first answer has lost its field of the depth."""
+    stack = architecture_of(small_config(model_type)).stacks["decoder"]
+    depth = read(default_config(model_type), stack.depth) + 1
+    variant = make_variant(native(model_type, **{stack.depth: depth}), [methods.Freeze(ffn="frozen")]).eval()
+    once = variant.config.get_text_config(decoder=True)
+    assert [once.num_hidden_layers, once.get_text_config(decoder=True).num_hidden_layers] == [depth, depth]
+    assert generation_problems(variant, BATCH, widths=(1,), tokens=2) == []
 
 
 def test_a_static_cache_is_sized_alike():
