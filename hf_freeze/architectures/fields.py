@@ -21,7 +21,7 @@ def with_fields(architecture: Architecture, config: Any) -> Architecture:
 
     A field that cannot be found stays empty, and `refusals` say so.
     """
-    integers, shapes = dict(_integers(config.to_dict())), _shapes(config)
+    integers, shapes = dict(_integers(config.to_dict())), shapes_of_config(config)
     refusals = dict(architecture.refusals)
     stacks = {}
     for name, stack in architecture.stacks.items():
@@ -89,7 +89,7 @@ def _integers(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, int
             yield from _integers(value, f"{prefix}{name}.")
 
 
-def _shapes(config: Any) -> Shapes:
+def shapes_of_config(config: Any) -> Shapes:
     """Name -> shape of each parameter of the model; empty if transformers cannot build it."""
     try:
         with torch.device("meta"):
@@ -101,7 +101,7 @@ def _shapes(config: Any) -> Shapes:
 
 def _changed_shapes(config: Any, **changes: Any) -> Shapes:
     try:
-        return _shapes(change(config, **changes))
+        return shapes_of_config(change(config, **changes))
     except Exception:  # a config class may refuse the value
         return {}
 

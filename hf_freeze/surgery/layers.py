@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hf_freeze.architectures.base import Architecture, Attention
+from hf_freeze.compat.transformers import LAYER_NUMBERS
 from hf_freeze.layers.layer_forward import Replaced
 from hf_freeze.seeded import Origin
 from hf_freeze.surgery.attention import match_scales
@@ -28,13 +29,29 @@ def take_layers(model: Any, layers: str, numbers: Sequence[int]) -> None:
         copy.deepcopy(old[number]) if number in numbers[:position] else old[number]
         for position, number in enumerate(numbers)
     )
-    for position, layer in enumerate(new):
-        indexed = [module for module in layer.modules() if type(vars(module).get("layer_idx")) is int]
-        indices = sorted({vars(module)["layer_idx"] for module in indexed})  # in the cache: one for each self-attention
-        for module in indexed:
-            own = vars(module)["layer_idx"]
-            vars(module)["layer_idx"] = position * len(indices) + indices.index(own)
+    for attribute in LAYER_NUMBERS:
+        steps = _steps(old, attribute)
+        for position, number in enumerate(numbers):
+            for path, module in new[position].named_modules():
+                if path in steps and attribute in vars(module):
+                    vars(module)[attribute] += (position - number) * steps[path]
     replace(model, name, new)
+
+
+def _steps(layers: Iterable[nn.Module], attribute: str) -> dict[str, int]:
+    """Module below a layer -> by how much its `attribute`, an integer, grows from one layer to the next: by 2 if each layer has two
+    places in a cache."""
+    values: dict[str, dict[int, int]] = {}
+    for number, layer in enumerate(layers):
+        for path, module in layer.named_modules():
+            if type(vars(module).get(attribute)) is int:
+                values.setdefault(path, {})[number] = vars(module)[attribute]
+    places = {number: {of[number] for of in values.values() if number in of} for of in values.values() for number in of}
+    steps = {}
+    for path, of in values.items():
+        (first, start), (last, end) = min(of.items()), max(of.items())
+        steps[path] = (end - start) // (last - first) if last != first else len(places[first])
+    return steps
 
 
 def layer_origins(model: Any, layers: str, numbers: Sequence[int]) -> dict[str, Origin]:
