@@ -40,8 +40,7 @@ def fields_of_kinds(
 def _search(config: Any, stack: Stack, numbers: Sequence[int], changed: dict[str, Any]) -> dict[str, Any]:
     old = _kinds(config, stack)
     wanted = [old[number] for number in numbers]
-    if stack.leads:  # the first layer that is left gets the parameters that only the first one has
-        wanted[0] = old[0]
+    wanted[0] = wanted[0] | {(name, shape) for name, shape in old[0] if name in stack.unread}  # they are moved there
     if (before := _kinds(change(config, **changed), stack)) == wanted:
         return {}
     candidates = list(islice(_candidates(config, stack, numbers, wanted), _MOST))

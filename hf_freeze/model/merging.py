@@ -78,6 +78,8 @@ def _check_layers(native: Any, source: Any, config: Any, architecture: Architect
         layers, others = (surgery.layers_of(model, architecture, name) for model in (native, source))
         differences = [_other_tensors(layer, other) for layer, other in zip(layers, others, strict=True)]
         if name in left:
+            if left[name][0] != 0:
+                surgery.move_first(models[0], architecture.stacks[name], left[name][0])
             old, new = (surgery.layers_of(model, architecture, name) for model in models)
             differences += [_other_settings(old[number], layer) for number, layer in zip(left[name], new, strict=True)]
         for number, difference in enumerate(differences):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_freeze.architectures.base import Architecture, Attention
+from hf_freeze.architectures.base import Architecture, Attention, Stack
 from hf_freeze.compat.transformers import LAYER_NUMBERS
 from hf_freeze.layers.layer_forward import Replaced
 from hf_freeze.seeded import Origin
@@ -36,6 +36,18 @@ def take_layers(model: Any, layers: str, numbers: Sequence[int]) -> None:
                 if path in steps and attribute in vars(module):
                     vars(module)[attribute] += (position - number) * steps[path]
     replace(model, name, new)
+
+
+def move_first(model: Any, stack: Stack, number: int) -> None:
+    """Give layer `number` the parameters that the others read from the first layer alone (`Stack.unread`), which goes, with the
+    settings of the modules that have them."""
+    first, layer = (model.base_model.get_submodule(stack.layers.format(place)) for place in (0, number))
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in stack.unread):
+        owner, _, name = path.rpartition(".")
+        source, target = first.get_submodule(owner), layer.get_submodule(owner)
+        target.add_module(name, source.get_submodule(name))
+        switches = {n: v for n, v in vars(source).items() if type(v) is bool and n != "training"}
+        vars(target).update(switches)
 
 
 def _steps(layers: Iterable[nn.Module], attribute: str) -> dict[str, int]:

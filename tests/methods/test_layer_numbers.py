@@ -6,8 +6,9 @@ import pytest
 import torch
 from support.cases import ALL
 from support.models import add_noise, differences, outputs, perturbed
+from support.small import small_config
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSpeechSeq2Seq, GPT2LMHeadModel
 
 from hf_freeze import make_variant
 from hf_freeze.architectures.registry import ARCHITECTURES
@@ -226,3 +227,65 @@ def test_nothing_else_depends_on_the_number_of_a_layer(architecture, fields):
                 if isinstance(value, int | float | str | None) and value != vars(other[name])[field]
             }
             assert differ <= DERIVED
+
+
+SPEECH = {"d_model": 16, "decoder_layers": 6, "decoder_attention_heads": 4, "median_filter_width": 3}
+ALIGNMENT = [[2, 0], [4, 1], [5, 3]]  # (layer, head) of the cross-attentions that tell when tokens are spoken
+
+
+def times(model):
+    """The tokens and their times; the tokens 0 to 2 are special, and 99 stands for "no times"."""
+    audio, frames = torch.randn(1, 8, 100, generator=torch.Generator().manual_seed(3)), torch.tensor([100])
+    settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "return_timestamps": False}
+    result = model.generate(audio, return_token_timestamps=True, num_frames=frames, **settings)
+    return result["sequences"].tolist(), result["token_timestamps"].tolist()
+
+
+@pytest.fixture
+def speech():
+    config = small_config("whisper", **SPEECH, num_mel_bins=8, max_source_positions=50, decoder_start_token_id=3)
+    torch.manual_seed(0)
+    model = perturbed(AutoModelForSpeechSeq2Seq.from_config(config)).eval()
+    fields = {"alignment_heads": ALIGNMENT, "no_timestamps_token_id": 98, "is_multilingual": False, "bos_token_id": 1}
+    fields |= {"suppress_tokens": None, "begin_suppress_tokens": None, "forced_decoder_ids": None}
+    fields |= {"_from_model_config": False}  # as in a published one, which is not made again of the config
+    vars(model.generation_config).update(fields)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("method", "pairs"),
+    [
+        (LayerSelection(keep={"decoder": [0, 2, 4, 5]}), [[1, 0], [2, 1], [3, 3]]),
+        (LayerSelection(keep={"decoder": [1, 5]}), [[1, 3]]),
+        (HeadPruning(heads={"decoder.4.cross": [0], "decoder.5.cross": [3]}), [[2, 0], [4, 0]]),
+        (LayerSharing(depth={"decoder": 3}, start="middle"), [[1, 0], [2, 1]]),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_heads_that_tell_when_tokens_are_spoken_keep_their_meaning(speech, method, pairs, tmp_path):
+    variant = make_variant(speech, [method]).eval()
+    assert variant.generation_config.alignment_heads == pairs and speech.generation_config.alignment_heads == ALIGNMENT
+    expected = times(variant)
+    assert times(variant.merge().eval()) == expected
+    variant.save_pretrained(tmp_path)
+    assert times(AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path).eval()) == expected
+
+
+def test_the_times_are_those_of_the_native_model_without_the_other_layers(speech):
+    by_hand, kept = copy.deepcopy(speech), [0, 2, 4, 5]
+    by_hand.model.decoder.layers = nn.ModuleList(by_hand.model.decoder.layers[number] for number in kept)
+    for place, layer in enumerate(by_hand.model.decoder.layers):
+        layer.self_attn.layer_idx = layer.encoder_attn.layer_idx = place
+    by_hand.config.decoder_layers = 4
+    by_hand.generation_config.alignment_heads = [[1, 0], [2, 1], [3, 3]]
+    assert times(make_variant(speech, [LayerSelection(keep={"decoder": kept})]).eval()) == times(by_hand)
+
+
+def test_without_its_heads_a_model_says_that_it_tells_no_times(speech):
+    pruned = make_variant(speech, [HeadPruning(penalty=0.1)])
+    pruned.finalize()
+    assert pruned.generation_config.alignment_heads == ALIGNMENT, "no gate is closed yet"
+    variant = make_variant(speech, [LayerSelection(keep={"decoder": [0, 1]})]).eval()
+    with pytest.raises(ValueError, match="has no `alignment_heads`"):
+        times(variant)

@@ -4,6 +4,7 @@ T5 and its relatives call the depth of the encoder `num_layers`, and transformer
 all layers use the table of relative positions that only the first one has.
 """
 
+import copy
 import json
 
 import pytest
@@ -65,6 +66,37 @@ def test_the_merged_model_generates_the_same_in_plain_transformers(model_type, t
     assert torch.equal(logits(merged), logits(variant))
     expected = variant.generate(**BATCH, max_new_tokens=5, use_cache=False)
     assert torch.equal(merged.generate(**BATCH, max_new_tokens=5), expected)
+
+
+@pytest.mark.parametrize("model_type", ["t5", *["mt5", "longt5", "switch_transformers", "umt5"] * ALL])
+def test_the_first_layer_leaves_its_table_of_positions_to_the_first_that_is_left(model_type, tmp_path):
+    backbone = native(model_type, num_layers=4, num_decoder_layers=4)
+    by_hand = copy.deepcopy(backbone)
+    for stack in (by_hand.get_encoder(), by_hand.get_decoder()):
+        first, second = stack.block[0].layer[0], stack.block[1].layer[0]
+        if model_type != "umt5":  # which has a table in each layer
+            name = next(name for name, _ in first.named_children() if name.endswith("SelfAttention"))
+            module, other = getattr(first, name), getattr(second, name)
+            other.relative_attention_bias, other.has_relative_attention_bias = module.relative_attention_bias, True
+        stack.block = torch.nn.ModuleList([stack.block[1], stack.block[3]])
+        stack.config.num_layers = by_hand.config.num_decoder_layers = 2
+    variant = make_variant(backbone, [methods.LayerSelection(keep={"encoder": [1, 3], "decoder": [1, 3]})]).eval()
+    assert torch.equal(logits(variant, use_cache=False), logits(by_hand, use_cache=False))
+    assert generation_problems(variant, BATCH, widths=(1,)) == []
+    variant.save_pretrained(tmp_path / "variant")
+    variant.merge().save_pretrained(tmp_path / "merged")
+    for folder in ("variant", "merged"):
+        loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / folder).eval()
+        assert torch.equal(logits(loaded, use_cache=False), logits(by_hand, use_cache=False))
+
+
+def test_a_random_table_of_positions_stays_what_its_seed_gives_in_another_layer(tmp_path):
+    backbone = make_variant(native("t5"), [methods.Freeze(attention="random", seed=3)])
+    variant = make_variant(backbone, [methods.LayerSelection(keep={"encoder": [1]})]).eval()
+    table = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    assert torch.equal(variant.get_parameter(table), backbone.get_parameter(table)) and table in variant.seeded_tensors
+    variant.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()), logits(variant))
 
 
 @pytest.mark.parametrize("model_type", ["t5", "longt5", "bart"])
