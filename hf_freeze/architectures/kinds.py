@@ -47,7 +47,7 @@ def _search(config: Any, stack: Stack, numbers: Sequence[int], changed: dict[str
     # If no config makes these layers, `merge` will say so; caches need only the types of layers.
     of_types = next((v for v in ({}, *candidates) if _has_types(config, stack, numbers, changed | v)), None)
     if of_types is None:
-        types = _types(config, stack)
+        types = types_of_layers(config, stack)
         raise ValueError(
             f"no config of transformers makes a {config.model_type} of layers of the types {[types[n] for n in numbers]}, in this "
             f"order; keep other layers of {types}"
@@ -118,15 +118,15 @@ def _candidates(config: Any, stack: Stack, numbers: Sequence[int], wanted: list[
 
 def _has_types(config: Any, stack: Stack, numbers: Sequence[int], changed: dict[str, Any]) -> bool:
     """Whether `layer_types`, from which caches are made, has the types of the layers left, or the config has no such list."""
-    old = _types(config, stack)
+    old = types_of_layers(config, stack)
     try:
-        return not old or _types(change(config, **changed), stack) == [old[number] for number in numbers]
+        return not old or types_of_layers(change(config, **changed), stack) == [old[number] for number in numbers]
     except Exception:  # whatever a config class raises for values that it refuses
         return False
 
 
-def _types(config: Any, stack: Stack) -> list[Any]:
-    """The type of each layer; empty if the config does not tell."""
+def types_of_layers(config: Any, stack: Stack) -> list[Any]:
+    """The type of each layer, such as "sliding_attention", by which it gets a mask and a cache; empty if the config does not tell."""
     path, _, _ = stack.depth.rpartition(".")
     types = getattr(read(config, path) if path else config, "layer_types", None) or ()
     return list(types) if len(types) == read(config, stack.depth) else []

@@ -1,5 +1,6 @@
 """From a variant back to a plain native model."""
 
+from collections.abc import Collection
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -78,10 +79,11 @@ def _check_layers(native: Any, source: Any, config: Any, architecture: Architect
         layers, others = (surgery.layers_of(model, architecture, name) for model in (native, source))
         differences = [_other_tensors(layer, other) for layer, other in zip(layers, others, strict=True)]
         if name in left:
-            if left[name][0] != 0:
-                surgery.move_first(models[0], architecture.stacks[name], left[name][0])
             old, new = (surgery.layers_of(model, architecture, name) for model in models)
-            differences += [_other_settings(old[number], layer) for number, layer in zip(left[name], new, strict=True)]
+            # Modules that only in the first layer have parameters, which `move_first` sees to.
+            moved = {parameter.rsplit(".", 2)[0] for parameter in architecture.stacks[name].unread}
+            pairs = zip(left[name], new, strict=True)
+            differences += [_other_settings(old[number], layer, moved) for number, layer in pairs]
         for number, difference in enumerate(differences):
             if difference is not None:
                 raise ValueError(
@@ -96,11 +98,12 @@ def _other_tensors(native: nn.Module, source: nn.Module) -> str | None:
     return next((f"would {'need' if name in own else 'lack'} {name!r}" for name in sorted(own ^ others)), None)
 
 
-def _other_settings(old: nn.Module, new: nn.Module) -> str | None:
-    """What two native layers compute differently with the same weights, as their attributes tell; None if nothing."""
+def _other_settings(old: nn.Module, new: nn.Module, left_out: Collection[str]) -> str | None:
+    """What two native layers compute differently with the same weights, as the attributes of their modules tell, except for those
+    `left_out`; None if nothing."""
     modules = dict(old.named_modules())
     for path, module in new.named_modules():
-        settings = vars(modules[path]) if path in modules else {}
+        settings = vars(modules[path]) if path in modules and path not in left_out else {}
         for name, value in vars(module).items():
             # `match_scales` sees to the scale of scores, and only training reads what drops.
             if name in ("scaling", *LAYER_NUMBERS) or "drop" in name or not isinstance(value, int | float | str | None):
