@@ -1,7 +1,7 @@
 """Layers of several kinds, such as dense ones before mixtures of experts: which config makes the layers that are left.
 
-Fields such as `first_k_dense_replace`, `mlp_only_layers` or `attn_layer_period` say it by number. What they mean is not known here:
-values that fit the layers left are tried, and the shapes that the native class then makes on `meta` prove one of them.
+Fields such as `first_k_dense_replace`, `mlp_only_layers` or `attn_layer_period` say it by number. What they mean is not known
+here: values that fit the layers left are tried, and the shapes that the native class then makes on `meta` prove one of them.
 """
 
 import re
@@ -49,8 +49,8 @@ def _search(config: Any, stack: Stack, numbers: Sequence[int], changed: dict[str
     if of_types is None:
         types = types_of_layers(config, stack)
         raise ValueError(
-            f"no config of transformers makes a {config.model_type} of layers of the types {[types[n] for n in numbers]}, in this "
-            f"order; keep other layers of {types}"
+            f"no config of transformers makes a {config.model_type} of layers of the types {[types[n] for n in numbers]}, in "
+            f"this order; keep other layers of {types}"
         )
     tried: list[tuple[bool, dict[str, Any]]] = []
     for values in candidates:
@@ -126,7 +126,7 @@ def _has_types(config: Any, stack: Stack, numbers: Sequence[int], changed: dict[
 
 
 def types_of_layers(config: Any, stack: Stack) -> list[Any]:
-    """The type of each layer, such as "sliding_attention", by which it gets a mask and a cache; empty if the config does not tell."""
+    """The type of each layer, by which it gets a mask and a cache, such as "sliding_attention"; empty if none is told."""
     path, _, _ = stack.depth.rpartition(".")
     types = getattr(read(config, path) if path else config, "layer_types", None) or ()
     return list(types) if len(types) == read(config, stack.depth) else []

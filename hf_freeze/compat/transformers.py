@@ -19,7 +19,6 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 from transformers.utils import logging
 
-
 # Attributes of modules that hold the number of their layer: its place in a cache, or what random attention draws by.
 LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "seed")
 

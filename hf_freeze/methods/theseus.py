@@ -144,8 +144,8 @@ class Theseus(Method):
             types = types_of_layers(config, architecture.stacks[stack])
             if not self.finalized and any(types[n] != types[n * depth // before] for n in range(len(types))):
                 raise ValueError(
-                    f"Theseus(successor={{{stack!r}: {depth}}}): layers would run in the place of successors of another type, with "
-                    f"their masks; the types are {types}; use LayerSelection"
+                    f"Theseus(successor={{{stack!r}: {depth}}}): layers would run instead of successors of another type, "
+                    f"with their masks; the types are {types}; use LayerSelection"
                 )
 
     def _depths(self, architecture: Architecture, config: Any) -> dict[str, int]:

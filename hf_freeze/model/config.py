@@ -126,7 +126,7 @@ class VariantConfigMixin(_Config):
 
     @property
     def layers_left(self) -> dict[str, list[int]]:
-        """Stack -> the numbers that its layers have in the backbone, in order, for stacks whose layers methods have renumbered."""
+        """Stack -> the numbers of its layers in the backbone, in order, for stacks whose layers methods have renumbered."""
         return self._layers_left
 
     @property

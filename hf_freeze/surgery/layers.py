@@ -51,8 +51,8 @@ def move_first(model: Any, stack: Stack, number: int) -> None:
 
 
 def _steps(layers: Iterable[nn.Module], attribute: str) -> dict[str, int]:
-    """Module below a layer -> by how much its `attribute`, an integer, grows from one layer to the next: by 2 if each layer has two
-    places in a cache."""
+    """Module below a layer -> by how much its `attribute`, an integer, grows from one layer to the next: by 2 if each layer has
+    two places in a cache."""
     values: dict[str, dict[int, int]] = {}
     for number, layer in enumerate(layers):
         for path, module in layer.named_modules():

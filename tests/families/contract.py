@@ -117,7 +117,8 @@ def problems_before_loading(model_type: str, folder: Path, methods: list[str] | 
         try:
             _check(base, _fitting(METHODS[name].example, architecture, config), batch, task, folder / name)
         except Exception as error:
-            problems[name] = (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:200]
+            if not _is_refusal(error):
+                problems[name] = (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:200]
     return problems
 
 
@@ -134,8 +135,8 @@ def problems_of_kinds(model_type: str, folder: Path) -> dict[str, str]:
         batch["decoder_input_ids"] = base.prepare_decoder_input_ids_from_labels(batch["labels"].clone())
     depths = architecture.depths(config)
     cells: dict[str, Method] = {
-        "selection": LayerSelection(keep=dict.fromkeys(depths, [0, 2, 3, 5])),
-        "selection-without-first": LayerSelection(keep=dict.fromkeys(depths, [1, 2, 4])),
+        "selection": LayerSelection(keep={stack: [0, 2, 3, 5] for stack in depths}),
+        "selection-without-first": LayerSelection(keep={stack: [1, 3, 4] for stack in depths}),
         "sharing": LayerSharing(start="middle"),
         "sharing-deeper": LayerSharing(start="middle", depth=dict.fromkeys(depths, 8)),
         "drop": LayerDrop(p=0.5),
@@ -150,7 +151,7 @@ def problems_of_kinds(model_type: str, folder: Path) -> dict[str, str]:
                 _check_predecessors(base, make_variant(base, [method]).eval(), batch)
             _check(base, method, batch, task, folder / f"{method.name}-{name}")
         except Exception as error:
-            if not isinstance(error, ValueError) or not re.match(_NOT_NATIVE, str(error)):
+            if not _is_refusal(error):
                 reason = (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:200]
                 problems.setdefault(method.name, f"layers of several kinds, {name}: {reason}")
     return problems
@@ -166,10 +167,15 @@ def _check_predecessors(base: Any, variant: Any, batch: dict[str, torch.Tensor])
 
 
 _NOT_NATIVE = (
-    r"Theseus\(.*in the place of successors of another type|no config of transformers makes|"
+    r"Theseus\(.*instead of successors of another type|no config of transformers makes|"
     r"this \S+ cannot be merged|LayerSelection\(.*layer 0 of this .* keep it|"
     r"LayerSharing: two layers .* have different shapes"
 )
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether it says in one line that the layers of a family are of too many kinds for a method."""
+    return isinstance(error, ValueError) and re.match(_NOT_NATIVE, str(error)) is not None
 
 
 def deeper_config(model_type: str) -> Any:

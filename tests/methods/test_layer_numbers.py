@@ -114,12 +114,24 @@ def test_a_successor_that_cannot_take_over_the_scale_is_refused():
 
 
 TINY = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 48}
-TINY |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TINY |= {
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 MIXTURE = TINY | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 ROUTED = TINY | {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ROUTED |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 3, "head_dim": 8}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_layer_interval": 2, "moe_layer_start_index": 2, "moe_layer_end_index": 5}
+ERNIE = {
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_layer_interval": 2,
+    "moe_layer_start_index": 2,
+    "moe_layer_end_index": 5,
+}
 JAMBA = {"attn_layer_period": 3, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_dt_rank": 4}
 KINDS = {  # families whose layers are of several kinds -> config fields of a model of eight
     "gpt_neo": {"vocab_size": 99, "hidden_size": 32, "num_layers": 8, "num_heads": 4, "window_size": 4}
@@ -177,7 +189,9 @@ def test_layers_of_several_kinds_stay_what_they_are(model_type, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "variant").eval()
     assert torch.equal(logits(loaded), logits(variant))
     if model_type == "jamba":  # every second layer has experts, of those left the last three
-        with pytest.raises(ValueError, match=r"this jamba cannot be merged: layer 1 of stack 'decoder' of a native model"):
+        with pytest.raises(
+            ValueError, match=r"this jamba cannot be merged: layer 1 of stack 'decoder' of a native model"
+        ):
             variant.merge()
         return
     variant.merge().save_pretrained(tmp_path / "merged")
@@ -186,19 +200,30 @@ def test_layers_of_several_kinds_stay_what_they_are(model_type, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "setting"), [("diffllama", "self_attn.lambda_init=0.35"), *[("beam", "attn_residual_add_idx=4")] * ALL]
+    ("model_type", "setting"),
+    [("diffllama", "self_attn.lambda_init=0.35"), *[("beam", "attn_residual_add_idx=4")] * ALL],
 )
 def test_a_native_layer_that_would_compute_something_else_at_its_new_number_is_not_merged(model_type, setting):
     variant = make_variant(of_kinds(model_type, num_hidden_layers=4), [LayerSelection(keep={"decoder": [0, 2, 3]})])
-    with pytest.raises(ValueError, match=rf"cannot be merged: layer \d of stack 'decoder' of a native model .*{setting}"):
+    with pytest.raises(
+        ValueError, match=rf"cannot be merged: layer \d of stack 'decoder' of a native model .*{setting}"
+    ):
         variant.merge()
     whole = make_variant(of_kinds(model_type, num_hidden_layers=4), [LayerSelection(keep={"decoder": [0, 1, 2]})])
     assert torch.equal(logits(whole.eval().merge().eval()), logits(whole))
 
 
 def test_types_of_layers_that_no_config_gives_to_a_cache_are_refused():
-    with pytest.raises(ValueError, match=r"no config of transformers makes a jamba of layers of the types \['linear_att"):
+    with pytest.raises(
+        ValueError, match=r"no config of transformers makes a jamba of layers of the types \['linear_att"
+    ):
         make_variant(of_kinds("jamba"), [LayerSelection(keep={"decoder": [0, 1, 2, 3, 4, 5, 7]})])
+
+
+def test_layers_do_not_run_in_the_place_of_successors_that_get_other_masks():
+    types = r"\['linear_attention', 'linear_attention', 'sliding_attention', 'linear"
+    with pytest.raises(ValueError, match=rf"Theseus\(successor=.*instead of successors of another type.*{types}"):
+        make_variant(of_kinds("recurrent_gemma"), [Theseus()])
 
 
 SWITCHES = [{"scale_attn_by_inverse_layer_idx": True}, {"reorder_and_upcast_attn": True}, {"add_cross_attention": True}]
@@ -265,7 +290,8 @@ def speech():
 )
 def test_the_heads_that_tell_when_tokens_are_spoken_keep_their_meaning(speech, method, pairs, tmp_path):
     variant = make_variant(speech, [method]).eval()
-    assert variant.generation_config.alignment_heads == pairs and speech.generation_config.alignment_heads == ALIGNMENT
+    assert variant.generation_config.alignment_heads == pairs
+    assert speech.generation_config.alignment_heads == ALIGNMENT
     expected = times(variant)
     assert times(variant.merge().eval()) == expected
     variant.save_pretrained(tmp_path)
