@@ -61,7 +61,7 @@ def search_layers(
             measured[kept] = value
         return measured[kept]
 
-    counts, leads = list(layers.values()), [architecture.stacks[stack].leads for stack in stacks]
+    counts, leads = list(layers.values()), [architecture.stacks[stack].keeps_first for stack in stacks]
     sizes = [depths[stack] for stack in stacks]
     number = math.prod(
         math.comb(size - lead, count - lead) for size, count, lead in zip(sizes, counts, leads, strict=True)

@@ -184,6 +184,11 @@ class Stack:
     unread: tuple[str, ...] = ()  # those of them that a copy of the first layer in another place does not read
 
     @property
+    def keeps_first(self) -> bool:
+        """Whether the first layer has to stay: it has parameters that others need, and they cannot be moved to another one."""
+        return self.leads and not self.unread
+
+    @property
     def layer_pattern(self) -> str:
         """A regular expression for the name of a layer, with its number as a group."""
         return re.escape(self.layers).replace(r"\{\}", r"(\d+)")

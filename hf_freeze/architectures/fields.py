@@ -21,7 +21,7 @@ def with_fields(architecture: Architecture, config: Any) -> Architecture:
 
     A field that cannot be found stays empty, and `refusals` say so.
     """
-    integers, shapes = dict(integer_fields(config.to_dict())), _shapes(config)
+    integers, shapes = dict(integer_fields(config.to_dict())), shapes_of_config(config)
     refusals = dict(architecture.refusals)
     stacks = {}
     for name, stack in architecture.stacks.items():
@@ -81,7 +81,7 @@ def multiples_of(config: Any, depth_field: str) -> tuple[str, ...]:
     return tuple(name for name in names if depth and name != depth_field and data[name] % depth == 0)
 
 
-def _shapes(config: Any) -> Shapes:
+def shapes_of_config(config: Any) -> Shapes:
     """Name -> shape of each parameter of the model; empty if transformers cannot build it."""
     try:
         with torch.device("meta"):
@@ -93,7 +93,7 @@ def _shapes(config: Any) -> Shapes:
 
 def _changed_shapes(config: Any, **changes: Any) -> Shapes:
     try:
-        return _shapes(change(config, **changes))
+        return shapes_of_config(change(config, **changes))
     except Exception:  # a config class may refuse the value
         return {}
 

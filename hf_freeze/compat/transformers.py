@@ -20,6 +20,9 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 from transformers.utils import logging, output_capturing
 from transformers.utils.output_capturing import OutputRecorder
 
+# Attributes of modules that hold the number of their layer: its place in a cache, or what random attention draws by.
+LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "seed")
+
 
 def cache_name(arguments: Iterable[str]) -> str:
     """The name under which a cache was passed to a forward: `cache` since transformers 5.24, `past_key_values` before."""

@@ -55,7 +55,7 @@ class LayerSelection(Method):
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.keep, config)
         for stack, numbers in (self.keep or {}).items():
-            if architecture.stacks[stack].leads and numbers[0] != 0:
+            if architecture.stacks[stack].keeps_first and numbers[0] != 0:
                 raise ValueError(
                     f"LayerSelection(keep={{{stack!r}: {numbers!r}}}): layer 0 of this {architecture.model_type} has parameters "
                     "that the other layers need; keep it"
@@ -83,17 +83,24 @@ class LayerSelection(Method):
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         for stack, numbers in self.layers_kept(architecture, model.config).items():
+            if numbers[0] != 0:
+                surgery.move_first(model, architecture.stacks[stack], numbers[0])
             surgery.take_layers(model, architecture.stacks[stack].layers, numbers)
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
         origins: dict[str, Origin] = {}
         for stack, numbers in self.layers_kept(architecture, model.config).items():
-            origins |= surgery.layer_origins(model, architecture.stacks[stack].layers, numbers)
+            description = architecture.stacks[stack]
+            origins |= surgery.layer_origins(model, description.layers, numbers)
+            moved = [f"{description.layers.format(0)}.{name}" for name in description.unread]
+            origins |= {name: Origin(name) for name in moved}
         return origins
 
     def convert(self, old: Any, new: Model) -> None:
         for stack, numbers in self.layers_kept(new.architecture, old.config).items():
-            layers = new.architecture.stacks[stack].layers
+            description = new.architecture.stacks[stack]
+            first = old.base_model.get_submodule(description.layers.format(0)).state_dict()
             for number, old_number in enumerate(numbers):
-                source = old.base_model.get_submodule(layers.format(old_number))
-                surgery.take_values(source, new.base_model.get_submodule(layers.format(number)))
+                source = old.base_model.get_submodule(description.layers.format(old_number))
+                moved = {name: first[name] for name in description.unread} if number == 0 else {}
+                surgery.take_values(source, new.base_model.get_submodule(description.layers.format(number)), moved)

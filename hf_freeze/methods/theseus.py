@@ -15,6 +15,7 @@ from hf_freeze.architectures.base import (
     is_of_predecessor,
     with_layers,
 )
+from hf_freeze.architectures.kinds import types_of_layers
 from hf_freeze.layers.layer_forward import Replaced
 from hf_freeze.methods._checks import check_choice, check_positive_share, check_seed, is_number
 from hf_freeze.methods._linear import set_field
@@ -65,7 +66,8 @@ class Theseus(Method):
     module (`"alternate"`). `train`: `"successor"` freezes embeddings, head and all other parameters, as in the released code;
     `"all"` freezes only the predecessors. This also holds after `finalize()`.
 
-    Raises ValueError for an unknown stack, a depth that does not divide the backbone's, a rate outside (0, 1], a schedule that
+    Raises ValueError for an unknown stack, a depth that does not divide the backbone's, layers of several types (sliding and full
+    attention) that successors of another type would replace, a rate outside (0, 1], a schedule that
     does not rise, and after a method that refers to layers by number. A schedule that does not end within training raises it in
     the first step.
     """
@@ -138,6 +140,12 @@ class Theseus(Method):
                 raise ValueError(
                     f"Theseus(successor={{{stack!r}: {depth}}}): the {before} layers of that stack must be divided equally among "
                     f"as many or fewer; choose from {choices}"
+                )
+            types = types_of_layers(config, architecture.stacks[stack])
+            if not self.finalized and any(types[n] != types[n * depth // before] for n in range(len(types))):
+                raise ValueError(
+                    f"Theseus(successor={{{stack!r}: {depth}}}): layers would run instead of successors of another type, "
+                    f"with their masks; the types are {types}; use LayerSelection"
                 )
 
     def _depths(self, architecture: Architecture, config: Any) -> dict[str, int]:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import Architecture, base_name, full_name, set_fields
+from hf_freeze.architectures.base import Architecture, base_name, full_name, read, set_fields
 from hf_freeze.compat.transformers import (
     PrivateHooks,
     declare_ties,
@@ -83,6 +83,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
             self.loss_type = "ForCausalLM"
         # 2. Every method changes modules and shapes, from its settings alone (this also runs on meta).
         self._restructure(config.parsed_methods)
+        self._set_on_all_configs({name: read(config, name) for name in config.original_fields})
         # 3. Parameters that are shared, natively or by a method.
         self._collect_ties()
         # 4. What is frozen, and what is not stored because a seed regenerates it.
@@ -113,11 +114,14 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
                 if method.selects or before.structural:
                     self.methods_now[position] = before.renumbered(self.architecture, kept)
             self.architecture = method.describe(self.architecture, self.config)
-            for module in self.modules():  # encoder and decoder have a copy of the config each
-                if changes and hasattr(module, "config"):
-                    set_fields(module.config, changes)
+            self._set_on_all_configs(changes)
         promote_output_bias(self)
         self._restructured = True
+
+    def _set_on_all_configs(self, values: dict[str, Any]) -> None:
+        for module in self.modules() if values else ():  # encoder and decoder have a copy of the config each
+            if hasattr(module, "config"):
+                set_fields(module.config, values)
 
     def _set_methods(self, methods: list[Method]) -> None:
         """Replace the settings of `methods`, after what a method holds has changed; also in the config."""

@@ -14,6 +14,7 @@ from hf_freeze._version import __version__
 from hf_freeze.architectures.base import LARGEST_LABELS, Architecture, check_sizes, read, set_fields
 from hf_freeze.architectures.contradictions import check_contradictions
 from hf_freeze.architectures.derive import derive
+from hf_freeze.architectures.kinds import fields_of_kinds, tells_kinds
 from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX
 from hf_freeze.architectures.shrink import sizes_in
 from hf_freeze.architectures.stored import from_data, to_data
@@ -46,6 +47,7 @@ class VariantConfigMixin(_Config):
     no file of hf_freeze describes (`architectures/stored.py`); None has it derived at construction.
     """
 
+    _layers_left: dict[str, list[int]]
     code_files: dict[str, str] | None = None  # while a model saves its folder: name -> source of the code that loads it
     methods: list
     init: str
@@ -77,6 +79,7 @@ class VariantConfigMixin(_Config):
         if not isinstance(self.digests, dict) or not all(map(_is_digest, self.digests.values())):
             raise ValueError(f"digests must map tensor names to hexadecimal digits, not {self.digests!r}")
         before, changed = self.before_methods(), {}
+        kept = self._layers_left = {}
         architecture = self._native_architecture = self._describe(before)
         methods = [method_from_dict(data) for data in self.methods]
         for number, method in enumerate(methods):
@@ -84,11 +87,19 @@ class VariantConfigMixin(_Config):
                 raise ValueError(f"method {method.name!r} does not support {architecture.model_type!r}; {reason}")
             check_order(method, methods[:number])
             method.check(architecture, before)
+            for stack, numbers in method.layers_kept(architecture, before).items():
+                kept[stack] = [kept[stack][number] for number in numbers] if stack in kept else list(numbers)
             changed |= (new := method.config_changes(architecture, before))
             check_sizes(architecture.model_type, SimpleNamespace(**new), architecture.sizes)
             architecture = method.describe(architecture, before)
             set_fields(before, new)
             architecture.check_sizes(before)
+        if kept and self.original_fields is None:
+            native = native_config(self.before_methods())
+            changed |= fields_of_kinds(native, self._native_architecture, kept, changed)
+        elif kept:  # those that were found when it was made
+            names = [name for name in self.original_fields or () if name not in changed and tells_kinds(name)]
+            changed |= {name: read(self, name) for name in names}
         self._follow(changed)
         self._parsed = methods
 
@@ -114,6 +125,11 @@ class VariantConfigMixin(_Config):
         return self._native_architecture
 
     @property
+    def layers_left(self) -> dict[str, list[int]]:
+        """Stack -> the numbers of its layers in the backbone, in order, for stacks whose layers methods have renumbered."""
+        return self._layers_left
+
+    @property
     def decoder_depth(self) -> int | None:
         """The number of layers of the decoder, in a model that has an encoder too."""
         stacks = self._native_architecture.stacks
@@ -121,14 +137,17 @@ class VariantConfigMixin(_Config):
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
         """As the native method. With `decoder=True`, which sizes caches, the config has the depth of the decoder: the native one
-        of T5 has that of the encoder."""
+        of T5 has that of the encoder. Its result gives the same when asked again, as caches do."""
         config = super().get_text_config(decoder=decoder, encoder=encoder)
         if not decoder or encoder or "_native_architecture" not in vars(self):
             return config
         depth = self.decoder_depth
-        if depth is not None and config.num_hidden_layers != depth:
-            config = copy.deepcopy(config)
-            config.num_hidden_layers = depth
+        if depth is not None:
+            config = copy.deepcopy(config) if config is self else config
+            # The native method takes away `decoder_layers`, which then reads as the default of the class.
+            set_fields(config, {stack.depth: depth for stack in self._native_architecture.stacks.values()})
+            if config.num_hidden_layers != depth:
+                config.num_hidden_layers = depth
         return config
 
     def before_methods(self) -> Any:
@@ -189,7 +208,7 @@ class VariantConfigMixin(_Config):
         alike = (native_type, None if by_hand is None else by_hand.named_like)
         share_default_targets(variant_type, *(name for name in alike if name is not None))
         data = super().to_dict()
-        for name in ("_parsed", "_native_architecture", "code_files"):
+        for name in ("_parsed", "_native_architecture", "_layers_left", "code_files"):
             data.pop(name, None)
         if data.get("description") is None:
             data.pop("description", None)

@@ -12,6 +12,7 @@
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from hf_freeze.methods.order import needs_config
 from hf_freeze.methods.parts import InitialValues, SeededValues, Selection
 from hf_freeze.methods.registry import method_to_dict
 from hf_freeze.model import paging
+from hf_freeze.model.alignment_heads import without_heads, without_layers
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.classes import variant_class_of
 from hf_freeze.model.components import take_components
@@ -153,6 +155,7 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool, 
     # Later methods may select by seeded values, so these are drawn when their method has its turn.
     seeding = {number for number, method in enumerate(added, 1) if method.part(SeededValues)}
     current: Any = model
+    settings = deepcopy(getattr(model, "generation_config", None))
     redrawing = {number for number, method in enumerate(added, 1) if method.part(InitialValues)}
     for number in sorted({*structural, *seeding, *redrawing, len(added)}):
         if number and not on_meta:
@@ -160,6 +163,10 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool, 
         config = _variant_config(variant_class, model.config, added[:number], "backbone")
         with torch.device("meta") if on_meta else no_draws(model.dtype):
             new = variant_class(config)
+        if number in structural:
+            if not on_meta:  # which heads go, the weights tell
+                without_heads(settings, added[number - 1], current)
+            without_layers(settings, added[number - 1], current)
         if not on_meta:
             from_scratch = number in structural and added[number - 1].from_scratch
             if is_quantized(current):
@@ -182,6 +189,8 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool, 
             copy_quantizer(current, new)
         current = new
     copy_runtime(model, current)
+    if settings is not None:
+        current.generation_config = settings
     if copy:
         copy_shared(model, current)
     elif current is not model:

@@ -1,5 +1,6 @@
 """From a variant back to a plain native model."""
 
+from collections.abc import Collection
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -9,8 +10,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import set_fields
-from hf_freeze.compat.transformers import is_quantized, keep_on_save
+from hf_freeze.architectures.base import Architecture, read, set_fields
+from hf_freeze.architectures.derive import base_model
+from hf_freeze.architectures.fields import change
+from hf_freeze.architectures.kinds import tells_kinds
+from hf_freeze.compat.transformers import LAYER_NUMBERS, is_quantized, keep_on_save
 from hf_freeze.model import paging
 from hf_freeze.model.config import cache_fields, native_config
 from hf_freeze.model.sharing import memory_of, use_up
@@ -53,6 +57,7 @@ def merged(variant: Any, *, copy: bool = True, uneven: bool = False) -> PreTrain
         check_native(variant.native_class, config, source)
     with torch.device("meta") if on_meta else no_draws(variant.dtype):
         native: Any = variant.native_class(config)
+    _check_layers(native, source, variant.config, variant.architecture)
     _take_over(source, native, variant.device)
     _separate(native, variant if copy else nn.Module())
     attentions = variant.architecture.attentions(source.config).values()
@@ -62,6 +67,52 @@ def merged(variant: Any, *, copy: bool = True, uneven: bool = False) -> PreTrain
     if not copy:
         use_up(variant, "merge(copy=False), which gave its tensors to the native model; use that one")
     return native
+
+
+def _check_layers(native: Any, source: Any, config: Any, architecture: Architecture) -> None:
+    """Raise ValueError unless the layers of `native` have the tensors of those of `source`, and the settings that they had before
+    methods gave them other numbers: native classes may derive both from the number of a layer. `config`: that of the variant."""
+    left = config.layers_left
+    lists = {n for stack in architecture.stacks.values() for n in (stack.depth, *stack.per_layer, *stack.scaled)}
+    fields = {n: read(config, n) for n in config.original_fields if n in lists or tells_kinds(n)}
+    before = native_config(config.before_methods()) if left else None
+    models = (base_model(before), base_model(change(before, **fields))) if left else ()
+    for name in architecture.stacks:
+        layers, others = (surgery.layers_of(model, architecture, name) for model in (native, source))
+        differences = [_other_tensors(layer, other) for layer, other in zip(layers, others, strict=True)]
+        if name in left:
+            old, new = (surgery.layers_of(model, architecture, name) for model in models)
+            # Modules that only in the first layer have parameters, which `move_first` sees to.
+            moved = {parameter.rsplit(".", 2)[0] for parameter in architecture.stacks[name].unread}
+            pairs = zip(left[name], new, strict=True)
+            differences += [_other_settings(old[number], layer, moved) for number, layer in pairs]
+        for number, difference in enumerate(differences):
+            if difference is not None:
+                raise ValueError(
+                    f"this {architecture.model_type} cannot be merged: layer {number % len(layers)} of stack {name!r} of a "
+                    f"native model {difference}; save the variant itself"
+                )
+
+
+def _other_tensors(native: nn.Module, source: nn.Module) -> str | None:
+    """What the tensors of a native layer have other names than in `source`, which has its weights; None if nothing."""
+    own, others = native.state_dict().keys(), source.state_dict().keys()
+    return next((f"would {'need' if name in own else 'lack'} {name!r}" for name in sorted(own ^ others)), None)
+
+
+def _other_settings(old: nn.Module, new: nn.Module, left_out: Collection[str]) -> str | None:
+    """What two native layers compute differently with the same weights, as the attributes of their modules tell, except for those
+    `left_out`; None if nothing."""
+    modules = dict(old.named_modules())
+    for path, module in new.named_modules():
+        settings = vars(modules[path]) if path in modules and path not in left_out else {}
+        for name, value in vars(module).items():
+            # `match_scales` sees to the scale of scores, and only training reads what drops.
+            if name in ("scaling", *LAYER_NUMBERS) or "drop" in name or not isinstance(value, int | float | str | None):
+                continue
+            if (before := settings.get(name, value)) != value:
+                return f"would compute with {f'{path}.{name}'.lstrip('.')}={value!r} instead of {before!r}"
+    return None
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.parts import KeptTokens, Objective, Schedule, Step, frozen_at, parts_of
+from hf_freeze.model.alignment_heads import without_heads
 from hf_freeze.model.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:  # what the mixin is always combined with
@@ -126,9 +127,11 @@ class TrainingMixin(_Model):
             raise ValueError("finalize() reads the weights, which have no values on meta")
         model: Any = self
         stored_anew = any(method.stores_anew for method in self.methods)
-        model._set_methods(
-            [method.finalize(model, self.architecture) if method.finalizable else method for method in self.methods]
-        )
+        finalized = [m.finalize(model, self.architecture) if m.finalizable else m for m in self.methods]
+        for before, method in zip(self.methods, finalized, strict=True):
+            if method is not before:
+                without_heads(getattr(self, "generation_config", None), method, model)
+        model._set_methods(finalized)
         if stored_anew:
             model.tie_anew()
         model.apply_freeze()

@@ -16,6 +16,7 @@ from hf_freeze.surgery.layers import copy_layer as copy_layer
 from hf_freeze.surgery.layers import drop_predecessors as drop_predecessors
 from hf_freeze.surgery.layers import layer_origins as layer_origins
 from hf_freeze.surgery.layers import layers_of as layers_of
+from hf_freeze.surgery.layers import move_first as move_first
 from hf_freeze.surgery.layers import take_layers as take_layers
 from hf_freeze.surgery.layers import take_values as take_values
 from hf_freeze.surgery.neurons import Kept as Kept

@@ -1,14 +1,14 @@
 """Whole layers: remove, repeat or replace them."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_freeze.architectures.base import Architecture, Attention
-from hf_freeze.compat.transformers import is_packed
+from hf_freeze.architectures.base import Architecture, Attention, Stack
+from hf_freeze.compat.transformers import LAYER_NUMBERS, is_packed
 from hf_freeze.layers.layer_forward import Replaced
 from hf_freeze.seeded import Origin
 from hf_freeze.surgery.attention import match_scales
@@ -29,13 +29,41 @@ def take_layers(model: Any, layers: str, numbers: Sequence[int]) -> None:
         copy.deepcopy(old[number]) if number in numbers[:position] else old[number]
         for position, number in enumerate(numbers)
     )
-    for position, layer in enumerate(new):
-        indexed = [module for module in layer.modules() if type(vars(module).get("layer_idx")) is int]
-        indices = sorted({vars(module)["layer_idx"] for module in indexed})  # in the cache: one for each self-attention
-        for module in indexed:
-            own = vars(module)["layer_idx"]
-            vars(module)["layer_idx"] = position * len(indices) + indices.index(own)
+    for attribute in LAYER_NUMBERS:
+        steps = _steps(old, attribute)
+        for position, number in enumerate(numbers):
+            for path, module in new[position].named_modules():
+                if path in steps and attribute in vars(module):
+                    vars(module)[attribute] += (position - number) * steps[path]
     replace(model, name, new)
+
+
+def move_first(model: Any, stack: Stack, number: int) -> None:
+    """Give layer `number` the parameters that the others read from the first layer alone (`Stack.unread`), which goes, with the
+    settings of the modules that have them."""
+    first, layer = (model.base_model.get_submodule(stack.layers.format(place)) for place in (0, number))
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in stack.unread):
+        owner, _, name = path.rpartition(".")
+        source, target = first.get_submodule(owner), layer.get_submodule(owner)
+        target.add_module(name, source.get_submodule(name))
+        switches = {n: v for n, v in vars(source).items() if type(v) is bool and n != "training"}
+        vars(target).update(switches)
+
+
+def _steps(layers: Iterable[nn.Module], attribute: str) -> dict[str, int]:
+    """Module below a layer -> by how much its `attribute`, an integer, grows from one layer to the next: by 2 if each layer has
+    two places in a cache."""
+    values: dict[str, dict[int, int]] = {}
+    for number, layer in enumerate(layers):
+        for path, module in layer.named_modules():
+            if type(vars(module).get(attribute)) is int:
+                values.setdefault(path, {})[number] = vars(module)[attribute]
+    places = {number: {of[number] for of in values.values() if number in of} for of in values.values() for number in of}
+    steps = {}
+    for path, of in values.items():
+        (first, start), (last, end) = min(of.items()), max(of.items())
+        steps[path] = (end - start) // (last - first) if last != first else len(places[first])
+    return steps
 
 
 def layer_origins(model: Any, layers: str, numbers: Sequence[int]) -> dict[str, Origin]:
@@ -68,10 +96,12 @@ def drop_predecessors(layers: Iterable[Any]) -> None:
         del layer.predecessor
 
 
-def take_values(old: Any, new: Any) -> None:
-    """Give one layer the tensors of another of its kind, in the same memory. Linears that bitsandbytes has packed are there."""
+def take_values(old: Any, new: Any, others: Mapping[str, torch.Tensor]) -> None:
+    """Give one layer the tensors of another of its kind, and `others` by their names in it, in the same memory. Linears that
+    bitsandbytes has packed are there."""
     packed = tuple(f"{name}." for name, module in new.named_modules() if is_packed(module))
-    values = {name: value for name, value in old.state_dict().items() if not name.startswith(packed)}
+    tensors = {**old.state_dict(), **others}
+    values = {name: value for name, value in tensors.items() if not name.startswith(packed)}
     new.load_state_dict(values, strict=not packed, assign=True)
 
 

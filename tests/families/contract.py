@@ -5,6 +5,7 @@ saved, opened in a new process with bit-equal outputs, and merged into a native 
 """
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from support.processes import printed_by
 from support.training import training_step, with_teacher
 
 from hf_freeze import make_variant
-from hf_freeze.architectures.base import Architecture
+from hf_freeze.architectures.base import Architecture, read
+from hf_freeze.architectures.fields import change
 from hf_freeze.architectures.published import default_config
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.architectures.shrink import shrink
 from hf_freeze.architectures.tasks import AUTO_CLASSES
-from hf_freeze.methods import FFNPruning
+from hf_freeze.layers.layer_forward import Replaced
+from hf_freeze.methods import FFNPruning, LayerDrop, LayerSelection, LayerSharing, Theseus
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.registry import METHODS
 
@@ -114,8 +117,85 @@ def problems_before_loading(model_type: str, folder: Path, methods: list[str] | 
         try:
             _check(base, fitting(METHODS[name].example, architecture, config), batch, task, folder / name)
         except Exception as error:
-            problems[name] = (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:200]
+            if not _is_refusal(error):
+                problems[name] = (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:200]
     return problems
+
+
+def problems_of_kinds(model_type: str, folder: Path) -> dict[str, str]:
+    """The same for the methods that remove, repeat, share and skip layers, on a deeper model, if its layers are of several kinds.
+    Layers that no native config describes may be refused."""
+    config = deeper_config(model_type)
+    if config is None:
+        return {}
+    architecture = architecture_of(config)
+    task = task_of(architecture)
+    base, batch = native_model(config, task), architecture.tiny_inputs(task)
+    if "labels" in batch and hasattr(base, "prepare_decoder_input_ids_from_labels"):
+        batch["decoder_input_ids"] = base.prepare_decoder_input_ids_from_labels(batch["labels"].clone())
+    depths = architecture.depths(config)
+    cells: dict[str, Method] = {
+        "selection": LayerSelection(keep={stack: [0, 2, 3, 5] for stack in depths}),
+        "selection-without-first": LayerSelection(keep={stack: [1, 3, 4] for stack in depths}),
+        "sharing": LayerSharing(start="middle"),
+        "sharing-deeper": LayerSharing(start="middle", depth=dict.fromkeys(depths, 8)),
+        "drop": LayerDrop(p=0.5),
+        "theseus": Theseus(successor=dict.fromkeys(depths, 3)),
+    }
+    problems: dict[str, str] = {}
+    for name, method in cells.items():
+        if not method.supports(architecture):
+            continue
+        try:
+            if name == "theseus":
+                _check_predecessors(base, make_variant(base, [method]).eval(), batch)
+            _check(base, method, batch, task, folder / f"{method.name}-{name}")
+        except Exception as error:
+            if not _is_refusal(error):
+                reason = (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:200]
+                problems.setdefault(method.name, f"layers of several kinds, {name}: {reason}")
+    return problems
+
+
+def _check_predecessors(base: Any, variant: Any, batch: dict[str, torch.Tensor]) -> None:
+    """As long as only the old layers run, nothing has changed."""
+    for layer in variant.methods[0].successor_layers(variant, variant.architecture):
+        Replaced.of(layer).active = layer.training = True  # its submodules stay in eval mode
+    with torch.no_grad():
+        expected, outputs = (next(iter(model(**batch, use_cache=False).values())) for model in (base, variant))
+    assert torch.allclose(outputs, expected, atol=1e-5), "the old layers compute something else"
+
+
+_NOT_NATIVE = (
+    r"Theseus\(.*instead of successors of another type|no config of transformers makes|"
+    r"this \S+ cannot be merged|LayerSelection\(.*layer 0 of this .* keep it|"
+    r"LayerSharing: two layers .* have different shapes"
+)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether it says in one line that the layers of a family are of too many kinds for a method."""
+    return isinstance(error, ValueError) and re.match(_NOT_NATIVE, str(error)) is not None
+
+
+def deeper_config(model_type: str) -> Any:
+    """A small config of six layers in each stack, of the kinds that the first ones of the default config have; None if these are
+    all alike, or if transformers has no such config."""
+    config, default = tiny_config(model_type), default_config(model_type)
+    stacks = architecture_of(config).stacks.values()
+    lists = {name for stack in stacks for name in stack.per_layer}
+    changes: dict[str, Any] = {stack.depth: 6 for stack in stacks}
+    for name in lists:
+        entries, small = list(read(default, name) or ())[:6], read(config, name)
+        mixed = len(entries) == 6 and entries != entries[:1] * 6
+        changes[name] = entries if mixed else [small[number % len(small)] for number in range(6)]
+    try:
+        deeper = change(config, **changes)
+        stacks = architecture_of(deeper).stacks.values()
+    except Exception:  # whatever a config class refuses
+        return None
+    mixed = any(read(deeper, name) != [read(deeper, name)[0]] * 6 for name in lists)
+    return deeper if mixed or any(stack.differ or stack.absent for stack in stacks) else None
 
 
 def fitting(method: Method, architecture: Architecture, config: Any) -> Method:

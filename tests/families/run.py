@@ -27,7 +27,7 @@ from support import fork_server
 
 fork_server.start()  # before hf_freeze is imported
 
-from families.contract import problems_before_loading, problems_of_loading
+from families.contract import problems_before_loading, problems_of_kinds, problems_of_loading
 from transformers.utils import logging
 
 from hf_freeze.architectures.families import FAILURES, describe_family, failures_file, families_page, model_types
@@ -52,7 +52,8 @@ def examine(model_type: str) -> dict[str, Any]:
     child.join()
     if family["understood"] and "" not in family["contract"]:
         with _loading:
-            family["contract"] = problems_of_loading(folder) | family["contract"]
+            loading = problems_of_loading(folder)  # a folder is named by its method, and the cell if it has several
+            family["contract"] = {name.partition("-")[0]: why for name, why in loading.items()} | family["contract"]
     shutil.rmtree(folder)
     return family
 
@@ -63,7 +64,8 @@ def _build(model_type: str, folder: Path, sender: Any) -> None:
     family = describe_family(model_type)
     if family["understood"]:
         try:
-            family["contract"] = problems_before_loading(model_type, folder)
+            problems = problems_before_loading(model_type, folder)
+            family["contract"] = problems_of_kinds(model_type, folder) | problems
         except Exception as error:
             family["contract"] = {"": (f"{type(error).__name__}: {error}".splitlines() or [""])[0][:200]}
     sender.send(family)

@@ -4,6 +4,7 @@ T5 and its relatives call the depth of the encoder `num_layers`, and transformer
 all layers use the table of relative positions that only the first one has.
 """
 
+import copy
 import json
 
 import pytest
@@ -17,7 +18,9 @@ from transformers import AutoModelForSeq2SeqLM
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_freeze import make_variant, methods
+from hf_freeze.architectures.base import read
 from hf_freeze.architectures.probe import Probe
+from hf_freeze.architectures.published import default_config
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.architectures.verify import verify
 from hf_freeze.model.native_code import write_remote_code
@@ -65,6 +68,38 @@ def test_the_merged_model_generates_the_same_in_plain_transformers(model_type, t
     assert torch.equal(merged.generate(**BATCH, max_new_tokens=5), expected)
 
 
+@pytest.mark.parametrize("model_type", ["t5", *["mt5", "longt5", "switch_transformers", "umt5"] * ALL])
+def test_the_first_layer_leaves_its_table_of_positions_to_the_first_that_is_left(model_type, tmp_path):
+    backbone = native(model_type, num_layers=4, num_decoder_layers=4)
+    by_hand = copy.deepcopy(backbone)
+    for stack in (by_hand.get_encoder(), by_hand.get_decoder()):
+        first, second = stack.block[0].layer[0], stack.block[1].layer[0]
+        if model_type != "umt5":  # which has a table in each layer
+            name = next(name for name, _ in first.named_children() if name.endswith("SelfAttention"))
+            module, other = getattr(first, name), getattr(second, name)
+            other.relative_attention_bias, other.has_relative_attention_bias = module.relative_attention_bias, True
+        stack.block = torch.nn.ModuleList([stack.block[1], stack.block[3]])
+        stack.config.num_layers = by_hand.config.num_decoder_layers = 2
+    variant = make_variant(backbone, [methods.LayerSelection(keep={"encoder": [1, 3], "decoder": [1, 3]})]).eval()
+    assert torch.equal(logits(variant, use_cache=False), logits(by_hand, use_cache=False))
+    assert generation_problems(variant, BATCH, widths=(1,)) == []
+    variant.save_pretrained(tmp_path / "variant")
+    variant.merge().save_pretrained(tmp_path / "merged")
+    for folder in ("variant", "merged"):
+        loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / folder).eval()
+        assert torch.equal(logits(loaded, use_cache=False), logits(by_hand, use_cache=False))
+
+
+def test_a_random_table_of_positions_stays_what_its_seed_gives_in_another_layer(tmp_path):
+    backbone = make_variant(native("t5"), [methods.Freeze(attention="random", seed=3)])
+    variant = make_variant(backbone, [methods.LayerSelection(keep={"encoder": [1]})]).eval()
+    table = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    assert table in variant.seeded_tensors
+    assert torch.equal(variant.get_parameter(table), backbone.get_parameter(table))
+    variant.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()), logits(variant))
+
+
 @pytest.mark.parametrize("model_type", ["t5", "longt5", "bart"])
 def test_a_native_encoder_may_be_the_shallower_one(model_type):
     """The native T5 runs, but cannot generate with a cache; its variant can."""
@@ -81,6 +116,17 @@ def test_the_cache_is_as_deep_as_the_decoder_also_where_the_encoder_is_deeper():
     assert len(cache.self_attention_cache.layers) == len(cache.cross_attention_cache.layers) == 1
     assert variant.config.get_text_config(decoder=True).num_hidden_layers == 1
     assert variant.config.get_text_config().num_hidden_layers == variant.config.num_layers == 2
+
+
+@pytest.mark.parametrize("model_type", ["marian", *["blenderbot", "led", "t5"] * ALL])
+def test_a_decoder_deeper_than_the_default_config_of_its_family_has_a_deep_cache(model_type):
+    """transformers asks the config twice for that of the decoder, and the first answer has lost its field of the depth."""
+    stack = architecture_of(small_config(model_type)).stacks["decoder"]
+    depth = read(default_config(model_type), stack.depth) + 1
+    variant = make_variant(native(model_type, **{stack.depth: depth}), [methods.Freeze(ffn="frozen")]).eval()
+    once = variant.config.get_text_config(decoder=True)
+    assert [once.num_hidden_layers, once.get_text_config(decoder=True).num_hidden_layers] == [depth, depth]
+    assert generation_problems(variant, BATCH, widths=(1,), tokens=2) == []
 
 
 def test_a_static_cache_is_sized_alike():
