@@ -114,7 +114,12 @@ def export_model(
         if export.model.can_generate():
             export.model.generation_config.save_pretrained(written)
         positions = {side: max_positions(model.config, side) for side in ("encoder", "decoder")}
-        mark: dict[str, Any] = {"format": format, "quantization": quantization, "task": task, "hf_freeze_version": __version__}
+        mark: dict[str, Any] = {
+            "format": format,
+            "quantization": quantization,
+            "task": task,
+            "hf_freeze_version": __version__,
+        }
         mark |= {"max_positions": positions, "files": digests(written)}
         (written / MARK).write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
     return folder
