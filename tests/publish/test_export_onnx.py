@@ -184,7 +184,7 @@ def test_damaged_folders_are_named(translator, tmp_path, monkeypatch):
             b"none",
             "decoder.onnx has changed since the export: copy it again, or export the model again",
         ),
-        ("weights.data", None, "encoder.onnx cannot be opened .*; export it again"),
+        ("weights.data", None, "coder.onnx cannot be opened .*; export it again"),
         ("weights.data", changed, "weights.data has changed since the export"),
         (MARK, b"{", "hf_freeze_export.json cannot be read; export the model again"),
     ):

@@ -92,13 +92,12 @@ def _write_quantized(export: Export, graphs: dict[str, Any], parts: list[Part], 
         recorded = record_inputs(export, open_parts(fp32, "onnx", {}))
     export.say("quantizing")
     int8 = {name: quantized(graph, None if recorded is None else recorded[name]) for name, graph in graphs.items()}
-    _save(int8, folder, {})
     export.say("comparing with exact products")
-    found = open_parts(folder, "onnx", {})
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         _save({name: exact(graph) for name, graph in int8.items()}, Path(temporary), {})
+        _save(int8, folder, {})
         unfused = {"graph_optimization_level": GraphOptimizationLevel.ORT_DISABLE_ALL}
-        products = open_parts(Path(temporary), "onnx", unfused)
+        products, found = open_parts(Path(temporary), "onnx", unfused), open_parts(folder, "onnx", {})
         cost = largest_difference(parts, products)
         error = largest_difference([replace(part, module=_Run(part, products)) for part in parts], found)
     if not error <= 2 * cost + tolerance(export.model):
