@@ -59,8 +59,8 @@ def _digest(path: Path) -> str:
 
 def read_mark(folder: Path, format: str | None, task: str) -> dict[str, Any]:
     """The marker written by `export_model`, for what opens the model: its files are read once more, which takes about a second
-    for each GB. Raises ValueError unless the folder holds a model of this format (None: of any that keeps the structure) and task,
-    and if one of its files has changed."""
+    for each GB. Raises ValueError unless the folder holds a model of this format (None: of any that keeps the structure) and
+    task, and if one of its files has changed."""
     if not (folder / MARK).is_file():
         raise ValueError(f"{folder} is no exported folder: it has no {MARK}; create one with hf-freeze export")
     try:
