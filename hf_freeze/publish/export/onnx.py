@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_freeze.publish.export.calibration import record_inputs
-from hf_freeze.publish.export.folders import Export
+from hf_freeze.publish.export.folders import Export, require
 from hf_freeze.publish.export.onnx_int8 import exact, integer_product, keep_large_integers, quantized
 from hf_freeze.publish.export.onnx_nodes import SMALL, computed, quiet
 from hf_freeze.publish.export.parts import Part, Runner, largest_difference, parts_of, past_of, start_of
@@ -84,8 +84,6 @@ def _write_quantized(export: Export, graphs: dict[str, Any], parts: list[Part], 
     """`fp32`: the folder with the files before. Raises ValueError if ONNX Runtime is further from exact products of the same
     integers than rounding to them costs twice. A difference in the last bit may become one of a step where inputs are rounded,
     and grow from layer to layer, but not beyond what other roundings of the same model differ by."""
-    from onnxruntime import GraphOptimizationLevel
-
     recorded = None
     if export.quantization == "int8-static":
         export.say("calibrating")
@@ -96,7 +94,8 @@ def _write_quantized(export: Export, graphs: dict[str, Any], parts: list[Part], 
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         _save({name: exact(graph) for name, graph in int8.items()}, Path(temporary), {})
         _save(int8, folder, {})
-        unfused = {"graph_optimization_level": GraphOptimizationLevel.ORT_DISABLE_ALL}
+        levels = require("onnxruntime", "onnx").GraphOptimizationLevel
+        unfused = {"graph_optimization_level": levels.ORT_DISABLE_ALL}
         products, found = open_parts(Path(temporary), "onnx", unfused), open_parts(folder, "onnx", {})
         cost = largest_difference(parts, products)
         error = largest_difference([replace(part, module=_Run(part, products)) for part in parts], found)

@@ -74,7 +74,7 @@ def replace(graph: Any, old: Any, result: Any) -> None:
 
 def without_unused(model: Any) -> Any:
     """The graph, after the removal of nodes and initializers that nothing reads."""
-    import onnx_ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-    onnx_ir.passes.common.RemoveUnusedNodesPass()(model)
+    RemoveUnusedNodesPass()(model)
     return model
