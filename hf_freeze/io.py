@@ -1,18 +1,20 @@
 """Files that a killed process, a power cut or a full disk leaves whole, and what folders weigh."""
 
 import os
+import secrets
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_NEW, _HIDDEN = ".hf_freeze_new_", ".hf_freeze_part_"  # begin names of folders before and after they are locked
+
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write in one move: what stops it leaves the old file or the new one, never half of it. Processes may write the same file
     at a time, on several machines too: the last one wins."""
-    part = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.part")
+    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
         with part.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
@@ -27,33 +29,48 @@ def write_whole(path: Path, content: str | bytes) -> None:
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Yields a new folder to write to, which then replaces `folder`. If writing fails, or the
-    process is killed, `folder` is as before; a kill leaves a hidden folder beside it, which a later call removes."""
+    process is killed, `folder` is as before; a kill leaves a hidden folder beside it, which a later call removes.
+
+    The process holds a lock on the hidden folder: other containers and machines may share the disk, so a process number says
+    nothing. Where the file system has no locks, nothing is removed."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".hf_freeze_{socket.gethostname()}_"
-    for left in folder.parent.glob(f"{prefix}*"):
-        pid = left.name.removeprefix(prefix).partition("_")[0]
-        if pid.isdecimal() and not _runs(int(pid)):  # the name of another machine may begin with that of this one
-            shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}_", dir=folder.parent) as temporary:
-        written = Path(temporary) / "written"
-        written.mkdir()
-        yield written
-        if folder.exists():
-            os.replace(folder, Path(temporary) / "replaced")
-        os.replace(written, folder)
+    for left in folder.parent.glob(f"{_HIDDEN}*"):
+        with _lock(left) as is_left:
+            if is_left:
+                shutil.rmtree(left, ignore_errors=True)
+    new = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder.parent))
+    with _lock(new):
+        temporary = new.rename(folder.parent / f"{_HIDDEN}{new.name.removeprefix(_NEW)}")  # which keeps the lock
+        try:
+            written = temporary / "written"
+            written.mkdir()
+            yield written
+            if folder.exists():
+                os.replace(folder, temporary / "replaced")
+            os.replace(written, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _runs(pid: int) -> bool:
-    """Whether there is such a process on this machine."""
-    if os.name == "nt":  # where signal 0 would end it
-        return True
+@contextmanager
+def _lock(folder: Path) -> Iterator[bool]:
+    """Whether this process alone has the lock on the folder, which ends with the process."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):  # Windows; a folder that has just been removed
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
 
 
 def bytes_of(folder: Path) -> int:

@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 
 from hf_freeze.io import write_whole
-from hf_freeze.publish.export.folders import mark_of
+from hf_freeze.publish.export.folders import MODEL_FILES, mark_of
 from hf_freeze.publish.export.parts import GENERATING
 
 BATCHES = (1, 32)
 _ALONE, _TOGETHER = 16, 128  # texts of a round in batches of one, and in the others
-_MODEL_FILES = (".safetensors", ".bin", ".onnx", ".data", ".pt2", ".pte")
 FILES = ("latency.json", "latency.md", "latency.png")
 
 
@@ -70,7 +69,7 @@ class Latency:
 
 def megabytes(folder: Path) -> float:
     """MB of the model's files, without tokenizer and config."""
-    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in _MODEL_FILES) / 1e6
+    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in MODEL_FILES) / 1e6
 
 
 def measure(

@@ -174,18 +174,30 @@ def test_damaged_folders_are_named(translator, tmp_path, monkeypatch):
         (copy / name).write_bytes(content) if content is not None else (copy / name).unlink()
         return copy
 
+    weights = (folder / "weights.data").read_bytes()
+    changed = weights[:-5] + bytes([weights[-5] ^ 1]) + weights[-4:]  # one bit of a weight
     for name, content, message in (
         (MARK, None, "is no exported folder: it has no hf_freeze_export.json; create one"),
         ("decoder.onnx", None, "lacks the part decoder; export it again"),
-        ("decoder.onnx", b"none", "decoder.onnx cannot be opened .*; export it again"),
-        ("weights.data", None, "encoder.onnx cannot be opened|decoder.onnx cannot be opened"),
-        ("weights.data", (folder / "weights.data").read_bytes()[:100], "coder.onnx cannot be opened"),
+        (
+            "decoder.onnx",
+            b"none",
+            "decoder.onnx has changed since the export: copy it again, or export the model again",
+        ),
+        ("weights.data", None, "coder.onnx cannot be opened .*; export it again"),
+        ("weights.data", changed, "weights.data has changed since the export"),
         (MARK, b"{", "hf_freeze_export.json cannot be read; export the model again"),
     ):
         with pytest.raises(ValueError, match=message) as error:
             AutoModelForSeq2SeqLM.from_pretrained(damaged(name, content))
         assert "\n" not in str(error.value)
+        if message.startswith("weights.data"):
+            with pytest.raises(ValueError, match=message):
+                OnnxTranslator(tmp_path / "damaged")
         shutil.rmtree(tmp_path / "damaged")
+    mark = json.loads((folder / MARK).read_text())
+    del mark["files"]  # as written by 0.1
+    AutoModelForSeq2SeqLM.from_pretrained(damaged(MARK, json.dumps(mark).encode()), engine=ENGINE)
     with pytest.raises(ValueError, match=r"onnxruntime has no setting 'threads'; choose from .*intra_op_num_threads"):
         AutoModelForSeq2SeqLM.from_pretrained(folder, engine={"threads": 1})
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
@@ -257,6 +269,21 @@ def test_classes_are_those_of_the_variant(classifier):
         np.testing.assert_allclose([e["score"] for e in found], [e["score"] for e in wanted], rtol=1e-4)
 
 
+def weights_of_products(path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The integers (inputs, outputs) and scales of each weight that a product reads."""
+    graph = onnx.load(path).graph
+    stored = {value.name: onnx.numpy_helper.to_array(value) for value in graph.initializer}
+    read = {node.input[1] for node in graph.node if node.op_type in ("MatMulInteger", "MatMul", "Gemm")}
+    names = read & stored.keys() | {
+        node.input[0] for node in graph.node if node.op_type == "DequantizeLinear" and node.output[0] in read
+    }
+    found = []
+    for name in names & stored.keys():
+        scales = stored[f"{name.removesuffix('_quantized')}_scale"]
+        found.append((stored[name] if stored[name].shape[-1:] == scales.shape else stored[name].T, scales))
+    return found
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int8-static"])
 def test_int8_is_smaller_and_near(classifier, quantization, tmp_path):
     said: list[str] = []
@@ -275,8 +302,12 @@ def test_int8_is_smaller_and_near(classifier, quantization, tmp_path):
     expected = model(input_ids=ids).logits.detach()
     found = AutoModelForSequenceClassification.from_pretrained(folder)(input_ids=ids).logits
     assert 0 < (found - expected).abs().mean() < 0.1 * expected.std()
-    kinds = [tensor.data_type for tensor in onnx.load(folder / "model.onnx").graph.initializer]
-    assert kinds.count(onnx.TensorProto.INT8) >= 2 * 6  # the matrices of two layers
+    weights = weights_of_products(folder / "model.onnx")
+    assert len(weights) == 2 * 6 + 2  # the matrices of two layers, of the pooler and of the classes
+    for numbers, scales in weights:
+        assert np.abs(numbers.astype(int)).max() <= 64
+        assert numbers.dtype == np.int8
+        assert scales.shape == numbers.shape[-1:]
     assert said[-1].startswith(f"in {quantization}, outputs for random tokens differ by at most 0.")
 
 

@@ -1,20 +1,30 @@
 """Exports of models that were quantised before: the file has their integers, and the engine computes what PyTorch does."""
 
+import re
+from types import SimpleNamespace
+
 import ctranslate2
 import numpy as np
 import onnx
+import onnxruntime.quantization
 import pytest
 import torch
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
 from support.cases import ALL, MODEL, Case
 from support.models import build_anew
 from support.text import words
 from support.training import training_step
+from transformers import PreTrainedConfig
 
 from hf_freeze import methods
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers.integer_weights import IntegerEmbedding, IntegerLinear
 from hf_freeze.publish.export import ctranslate2 as ctranslate2_format
-from hf_freeze.publish.export import export_model
+from hf_freeze.publish.export import export_model, onnx_int8
+from hf_freeze.publish.export import onnx as onnx_format
+from hf_freeze.publish.export.folders import Export
+from hf_freeze.publish.export.parts import Part
 from hf_freeze.publish.export.runners import open_parts
 
 EVERYWHERE = ["ffn", "attention", "embeddings"]
@@ -30,6 +40,32 @@ def fixed(architecture, task, **settings):
         model.advance(2, 2)
     model.finalize()
     return model.eval(), case
+
+
+class MatMulInteger(OpRun):
+    """As x86 computes it without VNNI: of an unsigned and a signed byte, two products are added in 16 bits."""
+
+    op_domain = ""
+
+    def _run(self, x, weight, x_zero=None, zero=None):
+        x, x_zero = x.astype(np.int64), np.int64(0 if x_zero is None else x_zero)
+        numbers, zero = weight.astype(np.int64), np.int64(0) if zero is None else zero.astype(np.int64)
+        pairs = [x[..., k : k + 2] @ numbers[k : k + 2] for k in range(0, len(numbers), 2)]
+        if weight.dtype == np.int8:
+            pairs = [pair.clip(-(2**15), 2**15 - 1) for pair in pairs]
+        sums = sum(pairs) - x_zero * numbers.sum(0) - zero * x.sum(-1, keepdims=True) + len(numbers) * x_zero * zero
+        return (sums.astype(np.int32),)
+
+
+def without_vnni(path):
+    """As `OnnxRunner`, with this product."""
+    evaluator = ReferenceEvaluator(str(path), new_ops=[MatMulInteger])
+
+    def run(inputs):
+        outputs = evaluator.run(None, {name: inputs[name].numpy() for name in evaluator.input_names})
+        return dict(zip(evaluator.output_names, map(torch.from_numpy, outputs), strict=True))
+
+    return run
 
 
 ONNX = [
@@ -59,11 +95,53 @@ def test_onnx_holds_and_multiplies_the_integers(settings, tmp_path):
         assert any(form.numpy().tobytes() in stored for form in forms)
     runner = open_parts(folder, "onnx", {})["model"]
     batch = case.batch()
-    found = runner({name: batch[name] for name in runner.shapes})
     with torch.no_grad():
         expected = model(**batch)
-    for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)
+    for run in (runner, without_vnni(folder / "model.onnx")):
+        for name, value in run({name: batch[name] for name in runner.shapes}).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)
+
+
+class Product(torch.nn.Module):
+    """A product whose 8-bit integers overflow in pairs. `model` is read for its config."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = SimpleNamespace(config=PreTrainedConfig())
+        signs = torch.randint(0, 2, (32, 24, 1), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+        self.linear = torch.nn.Linear(48, 32)
+        self.linear.weight.data = (signs * torch.linspace(0.1, 2, 32)[:, None, None]).expand(-1, -1, 2).flatten(1)
+
+    def forward(self, *inputs):
+        return (self.linear(*inputs),)
+
+
+def test_an_export_whose_integers_overflow_is_refused(tmp_path, monkeypatch):
+    """The engine here is one without VNNI."""
+    part = Part("model", Product().eval(), {"x": torch.randn(3, 48)}, ["y"], {"x": {0: "batch"}})
+    graphs, said = {"model": onnx_format._traced(part)}, []
+    export = Export(part.module, "feature-extraction", None, "int8", said.append)
+    opened = onnx_format.open_parts
+    monkeypatch.setattr(
+        onnx_format,
+        "open_parts",
+        lambda folder, *rest: (
+            {"model": without_vnni(folder / "model.onnx")} if folder == tmp_path else opened(folder, *rest)
+        ),
+    )
+    onnx_format._write_quantized(export, graphs, [part], tmp_path, tmp_path)
+    assert float(re.search(r"differ by at most ([\d.e-]+)", said[-1])[1]) < 0.2  # of outputs up to 40
+    monkeypatch.setattr(onnx_int8, "LEVELS", 127)
+    whole = onnxruntime.quantization.quantize_dynamic
+    monkeypatch.setattr(
+        onnxruntime.quantization,
+        "quantize_dynamic",
+        lambda *files, **options: whole(*files, **options | {"reduce_range": False}),
+    )
+    with pytest.raises(
+        ValueError, match=r"\Aonnxruntime multiplies integers wrongly on this CPU: outputs differ by \d.+\Z"
+    ):
+        onnx_format._write_quantized(export, graphs, [part], tmp_path, tmp_path)
 
 
 @pytest.mark.skipif(not ALL, reason="exports for ten seconds: only in make test-all")

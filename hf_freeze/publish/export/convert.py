@@ -27,7 +27,7 @@ from hf_freeze.publish.export import (
     trained_grid,
 )
 from hf_freeze.publish.export.exported import ExportedConfig
-from hf_freeze.publish.export.folders import MARK, Export, require
+from hf_freeze.publish.export.folders import MARK, Export, digests, require
 from hf_freeze.publish.sentence_files import copy_sentence_files
 
 FORMATS: dict[str, Any] = {
@@ -114,8 +114,14 @@ def export_model(
         if export.model.can_generate():
             export.model.generation_config.save_pretrained(written)
         positions = {side: max_positions(model.config, side) for side in ("encoder", "decoder")}
-        mark = {"format": format, "quantization": quantization, "task": task, "hf_freeze_version": __version__}
-        (written / MARK).write_text(json.dumps(mark | {"max_positions": positions}, indent=2) + "\n", encoding="utf-8")
+        mark: dict[str, Any] = {
+            "format": format,
+            "quantization": quantization,
+            "task": task,
+            "hf_freeze_version": __version__,
+        }
+        mark |= {"max_positions": positions, "files": digests(written)}
+        (written / MARK).write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
     return folder
 
 

@@ -9,24 +9,22 @@ and the graph computes the weight from it, which ONNX Runtime does once, when it
 stored: in 16 bits if the outputs stay within the tolerance, or else in the 24 bits that it has.
 """
 
-import contextlib
 import hashlib
-import io
-import logging
 import tempfile
-import warnings
-from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_freeze.publish.export.calibration import record_inputs
-from hf_freeze.publish.export.folders import Export
-from hf_freeze.publish.export.parts import Part, largest_difference, parts_of, past_of, start_of
+from hf_freeze.publish.export.folders import Export, require
+from hf_freeze.publish.export.onnx_int8 import exact, integer_product, keep_large_integers, quantized
+from hf_freeze.publish.export.onnx_nodes import SMALL, computed, quiet
+from hf_freeze.publish.export.parts import Part, Runner, largest_difference, parts_of, past_of, start_of
 from hf_freeze.publish.export.runners import OnnxRunner, open_parts
 from hf_freeze.publish.export.trained_grid import tolerance
 from hf_freeze.publish.export.translator import Translator, set_or, token_ids
@@ -39,9 +37,6 @@ NEEDS_TOKENIZER = False
 KEEPS_STRUCTURE = True
 DATA = "weights.data"
 _ALIGNMENT = 64  # bytes, of the tensors in DATA
-_SMALL = 1024  # bytes; smaller tensors stay in the graph
-_ANY_SIZE = 1 << 40
-_SOURCE = ".source"  # ends the names of what an int8 weight is computed from
 _FORMS = {"float16": 16, "uint24": 24}  # how numbers that a seed generates are stored -> bits of a number, fewest first
 
 
@@ -85,32 +80,45 @@ def write(export: Export, folder: Path) -> None:
         return
 
 
-def _write_quantized(export: Export, graphs: dict[str, Any], parts: list[Part], exact: Path, folder: Path) -> None:
-    """`exact`: the folder with the files before."""
+def _write_quantized(export: Export, graphs: dict[str, Any], parts: list[Part], fp32: Path, folder: Path) -> None:
+    """`fp32`: the folder with the files before. Raises ValueError if ONNX Runtime is further from exact products of the same
+    integers than rounding to them costs twice. A difference in the last bit may become one of a step where inputs are rounded,
+    and grow from layer to layer, but not beyond what other roundings of the same model differ by."""
     recorded = None
     if export.quantization == "int8-static":
         export.say("calibrating")
-        recorded = record_inputs(export, open_parts(exact, "onnx", {}))
+        recorded = record_inputs(export, open_parts(fp32, "onnx", {}))
     export.say("quantizing")
-    quantized = {
-        name: _quantized(graph, None if recorded is None else recorded[name]) for name, graph in graphs.items()
-    }
-    _save(quantized, folder, {})
-    difference = largest_difference(parts, open_parts(folder, "onnx", {}))
+    int8 = {name: quantized(graph, None if recorded is None else recorded[name]) for name, graph in graphs.items()}
+    export.say("comparing with exact products")
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        _save({name: exact(graph) for name, graph in int8.items()}, Path(temporary), {})
+        _save(int8, folder, {})
+        levels = require("onnxruntime", "onnx").GraphOptimizationLevel
+        unfused = {"graph_optimization_level": levels.ORT_DISABLE_ALL}
+        products, found = open_parts(Path(temporary), "onnx", unfused), open_parts(folder, "onnx", {})
+        cost = largest_difference(parts, products)
+        error = largest_difference([replace(part, module=_Run(part, products)) for part in parts], found)
+    if not error <= 2 * cost + tolerance(export.model):
+        raise ValueError(
+            f"onnxruntime multiplies integers wrongly on this CPU: outputs differ by {error:.2g} from exact products, which "
+            f"differ by {cost:.2g} from {type(export.model).__name__}; export without quantization"
+        )
+    difference = largest_difference(parts, found)
     export.say(f"in {export.quantization}, outputs for random tokens differ by at most {difference:.2g}")
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences the output of the exporters; failures still raise exceptions."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
+class _Run(nn.Module):
+    """A part as runners compute it."""
+
+    def __init__(self, part: Part, runners: Mapping[str, Runner]) -> None:
+        super().__init__()
+        self.model: Any = part.module.model
+        self._part, self._runner = part, runners[part.name]
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        found = self._runner(dict(zip(self._part.inputs, inputs, strict=True)))
+        return tuple(found[name] for name in self._part.outputs)
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------------
@@ -121,7 +129,7 @@ def _traced(part: Part) -> Any:
     """The graph (onnx_ir.Model) of a part, without the notes of the exporter, which are many times as long."""
     from onnxscript import optimizer
 
-    with _quiet():
+    with quiet():
         program: Any = torch.onnx.export(
             part.module.eval(),
             tuple(part.inputs.values()),
@@ -131,11 +139,12 @@ def _traced(part: Part) -> Any:
             dynamo=True,
             verbose=False,
             optimize=False,
-            custom_translation_table={torch.ops.aten._int_mm.default: _integer_product},
+            custom_translation_table={torch.ops.aten._int_mm.default: integer_product},
         )
         graph = program.model
         # The limits keep products of factors, and all that is computed from stored weights, as they are.
-        optimizer.optimize(graph, input_size_limit=_SMALL // 4, output_size_limit=_SMALL // 4)
+        optimizer.optimize(graph, input_size_limit=SMALL // 4, output_size_limit=SMALL // 4)
+    keep_large_integers(graph)
     for node in graph.graph.all_nodes():
         node.metadata_props.clear()
         node.doc_string = None
@@ -146,168 +155,6 @@ def _traced(part: Part) -> Any:
     graph.metadata_props.clear()
     graph.graph.metadata_props.clear()
     return graph
-
-
-def _integer_product(self: Any, mat2: Any) -> Any:
-    """The operations of ONNX for torch's product of integers, for which the exporter has none. The names are torch's.
-
-    ONNX Runtime multiplies unsigned by signed bytes many times as fast as signed ones on x86: inputs, which have just been
-    rounded, get 128 added, as their zero point. Without VNNI (Intel before 2019, AMD before 2022) it adds pairs of such products
-    in 16 bits, which can overflow if both weights and inputs are almost as large as int8 allows; weights of 4 bits are safe.
-    """
-    from onnxscript import ir, opset18
-
-    opset: Any = opset18
-    rounded = self.producer().inputs[0]  # before its cast to int8
-    shifted = opset.Cast(opset.Add(rounded, 128.0), to=ir.DataType.UINT8)
-    zero = opset.Constant(value=ir.tensor(np.array(128, np.uint8)))
-    return opset.MatMulInteger(shifted, mat2, zero)
-
-
-def _quantized(graph: Any, recorded: list[dict[str, Tensor]] | None) -> Any:
-    """Weights of matrix products and tables in int8, with one scale each. So are activations, whose scales come from `recorded`
-    inputs of the part, or else from each input. Where the graph computes a weight from fewer numbers, the file holds these, in
-    int8 with a scale for each row."""
-    import onnx_ir
-    from onnxruntime import quantization
-    from onnxscript import optimizer
-
-    class Recorded(quantization.CalibrationDataReader):
-        def __init__(self) -> None:
-            self.rest = iter(recorded or [])
-
-        def get_next(self) -> Any:
-            inputs = next(self.rest, None)
-            return None if inputs is None else {name: value.contiguous().numpy() for name, value in inputs.items()}
-
-    folded = graph.clone()
-    with tempfile.TemporaryDirectory() as temporary, _quiet():
-        optimizer.optimize(folded, input_size_limit=_ANY_SIZE, output_size_limit=_ANY_SIZE)
-        exact, int8 = Path(temporary) / "exact.onnx", Path(temporary) / "int8.onnx"
-        onnx_ir.save(folded, exact, external_data="exact.data")
-        kind = quantization.QuantType.QInt8
-        if recorded is None:
-            quantization.quantize_dynamic(exact, int8, weight_type=kind)
-        else:
-            kinds = ["MatMul", "Gemm", "Gather"]
-            quantization.quantize_static(
-                exact,
-                int8,
-                Recorded(),
-                op_types_to_quantize=kinds,
-                weight_type=kind,
-                activation_type=quantization.QuantType.QUInt8,
-                # Results go on in fp32: a range would cut off those, such as logits, that the texts do not reach.
-                extra_options={"OpTypesToExcludeOutputQuantization": kinds},
-            )
-        quantized: Any = onnx_ir.load(int8)
-        onnx_ir.external_data.load_to_model(quantized)
-    _compute_again(graph.graph, quantized.graph)
-    first = next(iter(quantized.graph))
-    for value in list(quantized.graph.initializers.values()):
-        if value.const_value.nbytes >= _SMALL and value.dtype == onnx_ir.DataType.FLOAT and _is_weight(value):
-            _store_in_int8(quantized.graph, first, value)
-    return quantized
-
-
-def _compute_again(graph: Any, quantized: Any) -> None:
-    """Replace the int8 weights of `quantized` that `graph` computes from less, such as factors or the entries of a sparse matrix:
-    the file holds these, and the engine computes the weight and rounds it once, when it opens the file."""
-    import onnx_ir
-
-    computed = {value.name: value for node in graph for value in node.outputs}
-    first = next(iter(quantized))
-    copies: dict[str, Any] = {}
-
-    def copied(value: Any) -> Any:
-        """The value of `graph` in `quantized`, with the nodes that compute it."""
-        if value is None or value.name in copies:
-            return value and copies[value.name]
-        if value.name in graph.initializers:
-            copy = onnx_ir.Value(
-                name=f"{value.name}{_SOURCE}", shape=value.shape, type=value.type, const_value=value.const_value
-            )
-            quantized.register_initializer(copy)
-        else:
-            node = value.producer()
-            inputs = [copied(each) for each in node.inputs]
-            made = onnx_ir.Node(
-                node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs)
-            )
-            copy = made.outputs[node.outputs.index(value)]
-            copy.name = f"{value.name}.computed"
-            quantized.insert_before(first, made)
-        copies[value.name] = copy
-        return copy
-
-    for value in list(quantized.initializers.values()):
-        name = value.name.removesuffix("_quantized")
-        if name == value.name or name not in computed:
-            continue
-        node = computed[name].producer()
-        if node.op_type == "Transpose" and f"{node.inputs[0].name}_quantized" in quantized.initializers:
-            # A table of tokens that is the output matrix too: the same numbers, with the same scale.
-            for part in ("scale", "zero_point"):
-                old = quantized.initializers.pop(f"{name}_{part}")
-                old.replace_all_uses_with(quantized.initializers[f"{node.inputs[0].name}_{part}"])
-            table = quantized.initializers[f"{node.inputs[0].name}_quantized"]
-            _replace(quantized, value, _computed(quantized, first, "Transpose", table, perm=[1, 0]))
-            continue
-        sources = _sources(computed[name])
-        if sources is None or sum(_int8_bytes(each) for each in sources.values()) > 0.9 * value.const_value.nbytes:
-            continue
-        result = _computed(quantized, first, "Div", copied(computed[name]), quantized.initializers[f"{name}_scale"])
-        result = _computed(quantized, first, "Round", result)
-        result = _computed(quantized, first, "Clip", result, np.float32(-127), np.float32(127))
-        result = _computed(quantized, first, "Cast", result, to=onnx_ir.DataType.INT8.value)
-        _replace(quantized, value, result)
-
-
-def _replace(graph: Any, initializer: Any, result: Any) -> None:
-    """Have all that reads an initializer read `result`."""
-    del graph.initializers[initializer.name]
-    initializer.name = None
-    initializer.replace_all_uses_with(result, replace_graph_outputs=True)
-
-
-def _sources(value: Any) -> dict[str, Any] | None:
-    """name -> the initializers that a value is computed from; None if it depends on an input of the graph."""
-    if value.const_value is not None and value.producer() is None:
-        return {value.name: value}
-    if value.producer() is None:
-        return None
-    found: dict[str, Any] = {}
-    for each in value.producer().inputs:
-        if each is not None:
-            if (sources := _sources(each)) is None:
-                return None
-            found |= sources
-    return found
-
-
-def _int8_bytes(value: Any) -> int:
-    tensor = value.const_value
-    return tensor.nbytes // 4 if tensor.dtype.name == "FLOAT" and tensor.nbytes >= _SMALL else tensor.nbytes
-
-
-def _is_weight(value: Any) -> bool:
-    """Whether an initializer is a matrix, or what one is computed from; a bias, or the scale of a norm, is neither."""
-    kinds = {use.node.op_type for use in value.uses()}
-    return len(value.shape) > 1 or value.name.endswith(_SOURCE) or bool(kinds & {"Gather", "ScatterElements"})
-
-
-def _store_in_int8(graph: Any, first: Any, value: Any) -> None:
-    """Replace an fp32 initializer by int8 numbers and a scale for each entry of its first dimension."""
-    import onnx_ir
-
-    values = value.const_value.numpy()
-    rows = values.reshape(len(values), -1) if values.ndim > 1 else values.reshape(1, -1)
-    scales = np.maximum(np.abs(rows).max(1, keepdims=True) / 127, np.finfo(np.float32).tiny).astype(np.float32)
-    numbers = np.rint(rows / scales).astype(np.int8).reshape(values.shape)
-    result = _computed(graph, first, "Cast", numbers, to=onnx_ir.DataType.FLOAT.value)
-    by_row = scales.reshape(-1, *[1] * (values.ndim - 1)) if values.ndim > 1 else scales.reshape(1)
-    result = _computed(graph, first, "Mul", result, by_row)
-    _replace(graph, value, result)
 
 
 class _Weights:
@@ -324,7 +171,7 @@ class _Weights:
         """Move the large initializers of `graph` into the open file `data`."""
         first = next(iter(graph))
         for value in list(graph.initializers.values()):
-            if value.const_value.nbytes < _SMALL:
+            if value.const_value.nbytes < SMALL:
                 continue
             values = value.const_value.numpy()
             known = self.places.keys() | self.seeded.keys()
@@ -338,7 +185,7 @@ class _Weights:
             if packed is not None and bound is not None:
                 result = _unpacked(graph, first, new, values.shape, bound)
             if turned:
-                result = _computed(graph, first, "Transpose", result, perm=[1, 0])
+                result = computed(graph, first, "Transpose", result, perm=[1, 0])
             value.name = None
             value.replace_all_uses_with(result, replace_graph_outputs=True)
 
@@ -374,26 +221,6 @@ def _digest(values: np.ndarray) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(values).tobytes(), digest_size=16).digest()
 
 
-def _computed(graph: Any, first: Any, kind: str, *inputs: Any, **attributes: Any) -> Any:
-    """The output of a new node before the node `first`. An input may be an array."""
-    import onnx_ir
-
-    number = sum(1 for _ in graph)
-    values = []
-    for position, value in enumerate(inputs):
-        if isinstance(value, np.ndarray | np.generic):
-            tensor: Any = onnx_ir.tensor(np.asarray(value), name=f"stored.{number}.{position}")
-            value = onnx_ir.Value(
-                name=tensor.name, shape=tensor.shape, type=onnx_ir.TensorType(tensor.dtype), const_value=tensor
-            )
-            graph.register_initializer(value)
-        values.append(value)
-    node = onnx_ir.node(kind, values, attributes, name=f"stored.{number}")
-    node.outputs[0].name = f"stored.{number}.result"
-    graph.insert_before(first, node)
-    return node.outputs[0]
-
-
 # -- numbers that a seed generates -------------------------------------------------------------------------------------------
 
 
@@ -422,13 +249,13 @@ def _unpacked(graph: Any, first: Any, packed: Any, shape: tuple[int, ...], bound
     """fp32 in `shape` of what `_packed` has made; every step but the last multiplication is exact."""
     import onnx_ir
 
-    result = _computed(graph, first, "Cast", packed, to=onnx_ir.DataType.FLOAT.value)
+    result = computed(graph, first, "Cast", packed, to=onnx_ir.DataType.FLOAT.value)
     if packed.dtype != onnx_ir.DataType.UINT8:
         return result
-    result = _computed(graph, first, "Mul", result, np.array([1, 256, 65536], np.float32))
-    result = _computed(graph, first, "ReduceSum", result, np.array([-1]), keepdims=0)
-    result = _computed(graph, first, "Add", result, np.array(0.5 - 2**23, np.float32))
-    return _computed(graph, first, "Mul", result, np.array(np.float32(bound) * np.float32(2.0**-23)))
+    result = computed(graph, first, "Mul", result, np.array([1, 256, 65536], np.float32))
+    result = computed(graph, first, "ReduceSum", result, np.array([-1]), keepdims=0)
+    result = computed(graph, first, "Add", result, np.array(0.5 - 2**23, np.float32))
+    return computed(graph, first, "Mul", result, np.array(np.float32(bound) * np.float32(2.0**-23)))
 
 
 # -- running -----------------------------------------------------------------------------------------------------------------

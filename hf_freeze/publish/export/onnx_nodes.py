@@ -1,0 +1,80 @@
+"""What the exports to ONNX do to graphs of `onnx_ir`: compute their constants, put in nodes, replace values."""
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+import numpy as np
+
+SMALL = 1024  # bytes; smaller tensors stay in the graph
+_ANY_SIZE = 1 << 40
+_NEW = "stored."  # begins the names of nodes that are put in; a number follows
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences the output of the exporters; failures still raise exceptions."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def folded(model: Any) -> Any:
+    """A copy of the graph in which all that depends on no input is an initializer."""
+    from onnxscript import optimizer
+
+    copy = model.clone()
+    with quiet():
+        optimizer.optimize(copy, input_size_limit=_ANY_SIZE, output_size_limit=_ANY_SIZE)
+    return copy
+
+
+def computed(graph: Any, next_node: Any, kind: str, *inputs: Any, **attributes: Any) -> Any:
+    """The output of a new node before `next_node`. An input may be an array."""
+    import onnx_ir
+
+    numbers = [int(node.name.removeprefix(_NEW)) for node in graph if (node.name or "").startswith(_NEW)]
+    number = max(numbers, default=-1) + 1
+    values = []
+    for position, value in enumerate(inputs):
+        if isinstance(value, np.ndarray | np.generic):
+            value = initializer(graph, f"{_NEW}{number}.{position}", np.asarray(value))
+        values.append(value)
+    node = onnx_ir.node(kind, values, attributes, name=f"{_NEW}{number}")
+    node.outputs[0].name = f"{_NEW}{number}.result"
+    graph.insert_before(next_node, node)
+    return node.outputs[0]
+
+
+def initializer(graph: Any, name: str, values: np.ndarray) -> Any:
+    """A new initializer with these values."""
+    import onnx_ir
+
+    tensor: Any = onnx_ir.tensor(values, name=name)
+    value = onnx_ir.Value(name=name, shape=tensor.shape, type=onnx_ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
+def replace(graph: Any, old: Any, result: Any) -> None:
+    """Have all that reads an initializer read `result`."""
+    del graph.initializers[old.name]
+    old.name = None
+    old.replace_all_uses_with(result, replace_graph_outputs=True)
+
+
+def without_unused(model: Any) -> Any:
+    """The graph, after the removal of nodes and initializers that nothing reads."""
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    RemoveUnusedNodesPass()(model)
+    return model
