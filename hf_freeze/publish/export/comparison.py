@@ -76,7 +76,14 @@ def largest_difference(parts: list[Part], runners: Mapping[str, Runner]) -> floa
 
 @torch.no_grad()
 def _outputs(part: Part, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return dict(zip(part.outputs, part.module(*inputs.values()), strict=True))
+    try:
+        return dict(zip(part.outputs, part.module(*inputs.values()), strict=True))
+    except (RuntimeError, IndexError) as error:
+        shapes = {name: tuple(value.shape) for name, value in inputs.items() if not name.startswith(PAST)}
+        reason = str(error).splitlines()[0][:200]
+        raise ValueError(
+            f"the {part.name} cannot run on inputs of the shapes {shapes}: {reason}; choose --format dense"
+        ) from error
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
@@ -87,8 +94,11 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 
 def _examples(part: Part) -> Iterator[dict[str, Tensor]]:
-    for rows, size in ((1, 1), (4, 5), (2, _long(part))):
-        yield _resized(part, rows, size)
+    """Of several numbers of rows and lengths; of a part with a past also a first step of many tokens, and a later one of one."""
+    long = _long(part)
+    yield from (_resized(part, rows, size, size - 1) for rows, size in ((1, 1), (4, 5), (2, long)))
+    if any("past_length" in axes.values() for axes in part.axes.values()):
+        yield from (_resized(part, 2, size, past) for size, past in ((5, 0), (1, long)))
 
 
 def _long(part: Part) -> int:
@@ -96,10 +106,10 @@ def _long(part: Part) -> int:
     return max(1, min([_LONG, *(limit // 2 - 2 for limit in positions(part.module.model.config))]))  # type: ignore[union-attr]
 
 
-def _resized(part: Part, rows: int, size: int) -> dict[str, Tensor]:
-    """Inputs of a part with so many rows, where every length that varies is `size`, and those of both old and new tokens are
-    their sum. With several rows, half of the last row of a source is padding."""
-    lengths = {"batch": rows, "length": size, "source_length": size, "new_length": size, "past_length": size - 1}
+def _resized(part: Part, rows: int, size: int, past: int) -> dict[str, Tensor]:
+    """Inputs of a part with so many rows, where every length that varies is `size`, that of the past is `past`, and those of both
+    old and new tokens are their sum. With several rows, half of the last row of a source is padding."""
+    lengths = {"batch": rows, "length": size, "source_length": size, "new_length": size, "past_length": past}
     varying = {name for axes in part.axes.values() for name in axes.values()}
     if "new_length" in varying:
         lengths["length"] = lengths["new_length"] + lengths["past_length"]
@@ -116,7 +126,8 @@ def _resized(part: Part, rows: int, size: int) -> dict[str, Tensor]:
         elif name.endswith("mask"):
             inputs[name] = torch.ones(shape, dtype=torch.long)
             if rows > 1 and name == "attention_mask" and any(other.startswith(PAST) for other in part.inputs):
-                inputs[name][-1, :1] = 0  # a language model is padded on the left
+                # A language model is padded on the left. A row that attends to no token has no defined output.
+                inputs[name][-1, :1] = int(not past)
             elif rows > 1:
                 inputs[name][-1, (shape[1] + 1) // 2 :] = 0
         elif name == "position_ids":

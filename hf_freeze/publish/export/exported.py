@@ -187,9 +187,10 @@ class ExportedGenerator(ExportedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         cache: Any = None,  # its name since transformers 5.24
+        use_cache: bool | None = None,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """input_ids (B, T) -> logits (B, T, vocabulary), and a cache that holds these tokens too"""
+        """input_ids (B, T) -> logits (B, T, vocabulary), and, unless `use_cache` is False, a cache that holds these tokens too"""
         (runner,) = self.runners.values()
         feed, seen = _past(runner.shapes, past_key_values if cache is None else cache, len(input_ids))
         length = seen + input_ids.shape[1]
@@ -198,7 +199,8 @@ class ExportedGenerator(ExportedModel, GenerationMixin):
             position_ids = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
         feed |= {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids}
         found = runner(feed)
-        return CausalLMOutputWithPast(logits=found["logits"], past_key_values=cache_of(past_of(found)))
+        cache = None if use_cache is False else cache_of(past_of(found))
+        return CausalLMOutputWithPast(logits=found["logits"], past_key_values=cache)
 
 
 class _Encoder(nn.Module):
@@ -235,13 +237,14 @@ class ExportedTranslator(ExportedModel, GenerationMixin):
         encoder_outputs: Any = None,
         past_key_values: Any = None,
         cache: Any = None,  # its name since transformers 5.24
+        use_cache: bool | None = None,
         input_features: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
         output_attentions: bool | None = None,
         **_: Any,
     ) -> Seq2SeqLMOutput:
-        """input_ids (B, S), or input_features (B, bins, frames), and decoder_input_ids (B, T) -> logits (B, T, vocabulary), and a
-        cache that holds these tokens too. Raises ValueError for a mask that leaves out tokens of the decoder, and if attentions
+        """input_ids (B, S), or input_features (B, bins, frames), and decoder_input_ids (B, T) -> logits (B, T, vocabulary), and,
+        unless `use_cache` is False, a cache that holds these tokens too. Raises ValueError for a mask that leaves out tokens of the decoder, and if attentions
         are asked for, as they are for the times of words."""
         if decoder_input_ids is None:
             raise ValueError(f"{type(self).__name__} needs decoder_input_ids; to translate, use generate()")
@@ -263,7 +266,7 @@ class ExportedTranslator(ExportedModel, GenerationMixin):
         feed = start_of(runner.shapes, cross, mask) | past | {"input_ids": decoder_input_ids}
         found = runner(feed)
         # Cross-attention reads the encoder's output, which is the same for all beams of a text, so only this half is reordered.
-        cache = EncoderDecoderCache(cache_of(past_of(found)), DynamicCache())
+        cache = None if use_cache is False else EncoderDecoderCache(cache_of(past_of(found)), DynamicCache())
         return Seq2SeqLMOutput(
             logits=found["logits"],
             past_key_values=cache,

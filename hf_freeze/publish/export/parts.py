@@ -71,7 +71,8 @@ def parts_of(model: Any, task: str) -> list[Part]:
 def positions(config: Any) -> list[int]:
     """How many tokens the encoder and the decoder have positions for, where they are limited."""
     limits = [max_positions(each, side) for each in (config, config.get_text_config()) for side in _SIDES]
-    return [limit for limit in (*limits, getattr(config, "max_target_positions", None)) if limit]
+    limits += [getattr(config, name, None) for name in ("max_target_positions", "max_seq_len")]  # Whisper, MPT
+    return [limit for limit in limits if limit]
 
 
 # -- inputs ------------------------------------------------------------------------------------------------------------------
