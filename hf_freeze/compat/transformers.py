@@ -265,9 +265,10 @@ def has_states(layer: Any) -> bool:
 
 def state_of_convolution(layer: Any) -> Any:
     """The inputs (B, H, K) that a layer with states keeps of its one convolution; None if it keeps anything else too."""
-    alone = type(layer) is LinearAttentionLayer and layer.recurrent_states in ({0: None}, None)
-    states = layer.conv_states
-    return (states[0] if isinstance(states, dict) else states) if alone else None  # no dict before transformers 5.20
+    states, others = layer.conv_states, layer.recurrent_states
+    states, others = (list(each.values()) if isinstance(each, dict) else [each] for each in (states, others))
+    alone = type(layer) is LinearAttentionLayer and len(states) == 1 and all(other is None for other in others)
+    return states[0] if alone else None
 
 
 def convolution_layer(state: Any) -> Any:

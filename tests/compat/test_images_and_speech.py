@@ -91,7 +91,9 @@ def test_speech_is_recognised_by_ctc(name, tmp_path):
     assert answer["text"] == tokenizer.decode(best)
     assert set(answer["text"]) & set("abcdefgh")  # it heard something
     if name == "low_rank":
-        exported = pipeline("automatic-speech-recognition", model=str(export_model(tmp_path, "onnx", out=tmp_path / "onnx")))
+        exported = pipeline(
+            "automatic-speech-recognition", model=str(export_model(tmp_path, "onnx", out=tmp_path / "onnx"))
+        )
         assert exported(SOUND) == answer
 
 

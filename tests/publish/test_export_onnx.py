@@ -366,7 +366,9 @@ def test_a_file_that_computes_something_else_is_refused(classifier, tmp_path, mo
         return graph
 
     monkeypatch.setattr(onnx_format, "_traced", wrong)
-    with pytest.raises(ValueError, match="onnxruntime does not compute the same as .*: outputs differ by .*, and rounding"):
+    with pytest.raises(
+        ValueError, match=r"onnxruntime does not compute the same as .*: outputs differ by .*, and rounding"
+    ):
         export_model(classifier, "onnx", out=tmp_path / "out")
 
 
@@ -406,7 +408,7 @@ def test_designs_of_language_models(model_type, tmp_path):
 
 def test_recurrent_states_have_no_place():
     config = tiny_config("mamba")
-    with pytest.raises(ValueError, match="MambaForCausalLM .*; choose --format dense") as error:
+    with pytest.raises(ValueError, match=r"MambaForCausalLM .*; choose --format dense") as error:
         parts_of(AutoModelForCausalLM.from_config(config).eval(), "causal-lm")
     assert "\n" not in str(error.value)
 

@@ -1,7 +1,7 @@
 """The past of a model that generates, as tensors that an engine reads and gives.
 
-They are named `past_key_values.LAYER.SIDE.PART` as inputs and `present.LAYER.SIDE.PART` as outputs. SIDE is "decoder", or "encoder"
-for cross-attention. PART is "key" or "value" of an attention, or "conv" for the last inputs of a convolution over tokens.
+They are named `past_key_values.LAYER.SIDE.PART` as inputs and `present.LAYER.SIDE.PART` as outputs. SIDE is "decoder", or
+"encoder" for cross-attention. PART is "key" or "value" of an attention, or "conv" for the last inputs of a convolution.
 
 Shapes: B rows, P previous tokens, S source tokens or frames, N heads, D head size, H hidden size, K kernel size. Keys and values
 (B, N, P, D), of cross-attention (B, N, S, D); inputs of a convolution (B, H, K).
@@ -59,8 +59,8 @@ def cache_of(tensors: Mapping[str, Tensor]) -> DynamicCache:
 
 
 def check_cache(model: Any, cache: Any) -> None:
-    """Raises ValueError unless every layer of the cache holds keys and values that grow by the new tokens, or the last inputs of a
-    convolution."""
+    """Raises ValueError unless every layer of the cache holds keys and values that grow by the new tokens, or the last inputs of
+    a convolution."""
     layers = getattr(cache, "layers", None)
     if not layers or not all(_is_known(layer) for layer in layers):
         kinds = sorted({type(layer).__name__ for layer in layers or [cache]})

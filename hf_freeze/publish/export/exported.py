@@ -139,7 +139,11 @@ def _with_search_of_speech(cls: Any, config: ExportedConfig) -> Any:
     """For speech, the class with the `generate` of the native class, if that is one of its own, as Whisper's is."""
     if cls.task != "speech-seq2seq":
         return cls
-    own = [b for b in _native_class(cls.task, config).__mro__ if issubclass(b, GenerationMixin) and not issubclass(b, PreTrainedModel)]
+    own = [
+        b
+        for b in _native_class(cls.task, config).__mro__
+        if issubclass(b, GenerationMixin) and not issubclass(b, PreTrainedModel)
+    ]
     return type(cls.__name__, (*(b for b in own if b is not GenerationMixin), cls), {"__module__": __name__})
 
 
@@ -155,7 +159,10 @@ class ExportedForward(ExportedModel):
         if missing:
             raise ValueError(f"{type(self).__name__} needs {', '.join(missing)}; it reads {list(runner.shapes)}")
         like = given[self.main_input_name]
-        feed = {name: given[name] if name in given else torch.full_like(like, filled[name], dtype=torch.long) for name in runner.shapes}
+        feed = {
+            name: given[name] if name in given else torch.full_like(like, filled[name], dtype=torch.long)
+            for name in runner.shapes
+        }
         return _output(runner(feed))
 
 
@@ -244,15 +251,17 @@ class ExportedTranslator(ExportedModel, GenerationMixin):
         **_: Any,
     ) -> Seq2SeqLMOutput:
         """input_ids (B, S), or input_features (B, bins, frames), and decoder_input_ids (B, T) -> logits (B, T, vocabulary), and,
-        unless `use_cache` is False, a cache that holds these tokens too. Raises ValueError for a mask that leaves out tokens of the decoder, and if attentions
-        are asked for, as they are for the times of words."""
+        unless `use_cache` is False, a cache that holds these tokens too.
+
+        Raises ValueError for a mask that leaves out tokens of the decoder, and if attentions are asked for, as they are for the
+        times of words."""
         if decoder_input_ids is None:
             raise ValueError(f"{type(self).__name__} needs decoder_input_ids; to translate, use generate()")
         if output_attentions or (decoder_attention_mask is not None and not decoder_attention_mask.all()):
             setting = "output_attentions" if output_attentions else "decoder_attention_mask"
             raise ValueError(
-                f"an exported model has no {setting}: turn off the times of words and conditions on earlier text, or use the model "
-                "that was exported"
+                f"an exported model has no {setting}: turn off the times of words and conditions on earlier text, or use the "
+                "model that was exported"
             )
         source = {self.main_input_name: input_ids if input_features is None else input_features}
         encoded = self.encoder(attention_mask, **source) if encoder_outputs is None else encoder_outputs

@@ -177,8 +177,8 @@ def _integer_product(self: Any, mat2: Any) -> Any:
 
 
 def _products_of_groups(input: Any, weight: Any, offs: Any) -> Any:
-    """The operations of ONNX for the experts of a mixture: of the rows of `input` (S, I), those up to each of `offs` (E,) times one
-    of the matrices `weight` (E, I, O). The names are those of transformers."""
+    """The operations of ONNX for the experts of a mixture: of the rows of `input` (S, I), those up to each of `offs` (E,) times
+    one of the matrices `weight` (E, I, O). The names are those of transformers."""
     from onnxscript import opset18
 
     opset: Any = opset18

@@ -109,7 +109,9 @@ def samples(config: Any, length: int) -> int:
     return least * length
 
 
-def _example(names: Iterable[str], model: Any, rows: int, length: int) -> tuple[dict[str, Tensor], dict[str, dict[int, str]]]:
+def _example(
+    names: Iterable[str], model: Any, rows: int, length: int
+) -> tuple[dict[str, Tensor], dict[str, dict[int, str]]]:
     """Random inputs, and their axes that vary: tokens (rows, length), sound of this length, or images. With several rows of text
     or sound, half of the last row is padding."""
     config, generator = model.config, torch.Generator().manual_seed(0)
@@ -122,11 +124,17 @@ def _example(names: Iterable[str], model: Any, rows: int, length: int) -> tuple[
     for name in names:
         axes[name] = {0: "batch", 1: axis}
         if name == "input_ids":
-            tensors[name] = torch.randint(model.get_input_embeddings().num_embeddings, (rows, size), generator=generator)
+            tensors[name] = torch.randint(
+                model.get_input_embeddings().num_embeddings, (rows, size), generator=generator
+            )
         elif name == "input_values":
             tensors[name] = torch.randn(rows, size, generator=generator)
         elif name in ("pixel_values", "input_features"):
-            shape = _image_shape(config) if name == "pixel_values" else (config.num_mel_bins, 2 * config.max_source_positions)
+            shape = (
+                _image_shape(config)
+                if name == "pixel_values"
+                else (config.num_mel_bins, 2 * config.max_source_positions)
+            )
             tensors[name], axes[name] = torch.randn(rows, *shape, generator=generator), {0: "batch"}
         else:
             tensors[name] = mask if name == "attention_mask" else torch.zeros_like(mask)

@@ -9,6 +9,7 @@ import torch
 from hf_freeze.layers.integer_weights import IntegerWeight
 from hf_freeze.layers.quantized_factors import QuantizedFactor
 
+
 def rounds_inputs(model: Any) -> bool:
     """Whether the inputs of linears are rounded."""
     return any(isinstance(m, IntegerWeight) and m.grid.activations is not None for m in model.modules())
