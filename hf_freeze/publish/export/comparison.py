@@ -78,9 +78,9 @@ def largest_difference(parts: list[Part], runners: Mapping[str, Runner]) -> floa
 def _outputs(part: Part, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     try:
         return dict(zip(part.outputs, part.module(*inputs.values()), strict=True))
-    except (RuntimeError, IndexError) as error:
+    except Exception as error:  # of any kind: from the code of any family
         shapes = {name: tuple(value.shape) for name, value in inputs.items() if not name.startswith(PAST)}
-        reason = str(error).splitlines()[0][:200]
+        reason = (str(error).splitlines() or [""])[0][:200]
         raise ValueError(
             f"the {part.name} cannot run on inputs of the shapes {shapes}: {reason}; choose --format dense"
         ) from error

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
 
 from hf_freeze.compat.pipelines import max_positions
 from hf_freeze.publish.export.caches import PAST, PRESENT, cache_of, check_cache, empty_cache, tensors_of
@@ -58,9 +59,9 @@ def parts_of(model: Any, task: str) -> list[Part]:
             if task in WITH_ENCODER:
                 return _translator(model)
             return [_generator(model) if task == "causal-lm" else _single(model)]
-        except ValueError:
-            raise
         except Exception as error:  # of any kind: from the code of any family
+            if isinstance(error, ValueError) and "\n" not in str(error):
+                raise
             reason = (str(error).splitlines() or [""])[0][:200]
             raise ValueError(
                 f"{type(model).__name__} cannot run as it would in an engine ({type(error).__name__}: {reason}); choose "
@@ -102,11 +103,11 @@ def _has_one_length(config: Any) -> bool:
 
 
 def samples(config: Any, length: int) -> int:
-    """Samples of sound that give at least `length` states."""
+    """Samples of sound that give more than `length` states: SEW cannot work on one."""
     least = 1
     for kernel, stride in reversed(list(zip(config.conv_kernel, config.conv_stride, strict=True))):
         least = (least - 1) * stride + kernel
-    return least * length
+    return least * (length + 1)
 
 
 def _example(
@@ -225,7 +226,7 @@ class _Encoder(nn.Module):
         # A step of the decoder fills the cache of cross-attention; what else it computes is no output, and falls away.
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         self.model(
-            encoder_outputs=(encoded,),
+            encoder_outputs=BaseModelOutput(encoded),
             attention_mask=named.get("attention_mask"),
             decoder_input_ids=torch.zeros_like(inputs[0].flatten(1)[:, :1], dtype=torch.long),
             past_key_values=cache,
@@ -248,7 +249,7 @@ class _Decoder(nn.Module):
         rows, length = (keys.shape[0], keys.shape[2]) if mask is None else mask.shape
         # The cache has the keys and values of the encoder's states already, so the states themselves are not read.
         found = self.model(
-            encoder_outputs=(keys.new_zeros(rows, length, self.width),),
+            encoder_outputs=BaseModelOutput(keys.new_zeros(rows, length, self.width)),
             attention_mask=mask,
             decoder_input_ids=named["input_ids"],
             past_key_values=EncoderDecoderCache(past, cross),
