@@ -129,7 +129,7 @@ class ExportedModel(PreTrainedModel):
         )
 
 
-def _native_class(task: str, config: ExportedConfig) -> Any:
+def _native_class(task: str, config: Any) -> Any:
     """The class of the model that was exported, or of the native model that it is a variant of."""
     exported = native_class(task, type(config.native))
     return getattr(exported, "native_class", exported)
@@ -292,7 +292,7 @@ def _past(shapes: Mapping[str, Any], cache: Any, rows: int) -> tuple[dict[str, T
     return tensors_of(cache, PAST, "decoder"), seen
 
 
-_BASES = {"causal-lm": ExportedGenerator} | dict.fromkeys(WITH_ENCODER, ExportedTranslator)
+_BASES: dict[str, Any] = {"causal-lm": ExportedGenerator} | dict.fromkeys(WITH_ENCODER, ExportedTranslator)
 CLASSES: dict[str, type[ExportedModel]] = {}  # task -> class
 
 AutoConfig.register(MODEL_TYPE, ExportedConfig, exist_ok=True)
