@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 from transformers.integrations.accelerate import expand_device_map, offload_weight
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
@@ -283,9 +284,18 @@ class _Recording:
 
 
 def count_all_experts(model: Any) -> None:
-    """Have mixtures compute each token's experts one after the other, in products that also run on `meta` in float32."""
+    """Have mixtures compute each token's experts one after the other, in products that also run on `meta` in float32, and that
+    torch.export traces."""
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")
+
+
+def product_of_experts() -> Any:
+    """The operation (rows, matrices, ends of the rows of each matrix) by which mixtures compute their experts where torch.export
+    traces them in fp32."""
+    import transformers.integrations.moe  # noqa: F401 (registers it)
+
+    return torch.ops.transformers.grouped_mm_fallback.default
 
 
 def copy_attention_implementation(old: Any, new: Any) -> None:
@@ -294,6 +304,29 @@ def copy_attention_implementation(old: Any, new: Any) -> None:
     for name in old.sub_configs:
         if getattr(old, name, None) is not None:
             copy_attention_implementation(getattr(old, name), getattr(new, name))
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+
+def has_states(layer: Any) -> bool:
+    """Whether a layer of a cache holds states of a fixed size, of convolutions or recurrent ones."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def state_of_convolution(layer: Any) -> Any:
+    """The inputs (B, H, K) that a layer with states keeps of its one convolution; None if it keeps anything else too."""
+    states, others = layer.conv_states, layer.recurrent_states
+    states, others = (list(each.values()) if isinstance(each, dict) else [each] for each in (states, others))
+    alone = type(layer) is LinearAttentionLayer and len(states) == 1 and all(other is None for other in others)
+    return states[0] if alone else None
+
+
+def convolution_layer(state: Any) -> Any:
+    """The layer of a cache whose convolution has had the inputs `state` (B, H, K)."""
+    layer = LinearAttentionLayer()
+    layer.update_conv_state(state)
+    return layer
 
 
 # -- sound -------------------------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ class TrainingMixin(_Model):
         models: list[Any] = [self, other]
         if any(any(parts_of(getattr(model, "methods", ()), KeptTokens)) for model in models):
             return "a method has given tokens new ids"
-        tokenizers = [load_tokenizer(model.name_or_path) if model.name_or_path else None for model in models]
+        tokenizers: list[Any] = [load_tokenizer(model.name_or_path) if model.name_or_path else None for model in models]
         for model, tokenizer in zip(models, tokenizers, strict=True):
             if tokenizer is None:
                 return f"{model.name_or_path or f'this {type(model).__name__}'} has no tokenizer to tell"

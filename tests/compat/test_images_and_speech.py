@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from hf_freeze import make_variant, methods
+from hf_freeze.publish.export import export_model
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
 METHODS = {
@@ -89,6 +90,11 @@ def test_speech_is_recognised_by_ctc(name, tmp_path):
         best = variant(**extractor(SOUND, sampling_rate=16000, return_tensors="pt")).logits[0].argmax(-1)
     assert answer["text"] == tokenizer.decode(best)
     assert set(answer["text"]) & set("abcdefgh")  # it heard something
+    if name == "low_rank":
+        exported = pipeline(
+            "automatic-speech-recognition", model=str(export_model(tmp_path, "onnx", out=tmp_path / "onnx"))
+        )
+        assert exported(SOUND) == answer
 
 
 @pytest.fixture
@@ -170,6 +176,13 @@ def test_whisper_tells_what_it_heard_and_when(name, whisper, tmp_path):
         words = ours(SOUND, return_timestamps="word")
         assert words == native(SOUND, return_timestamps="word")
         assert words["chunks"][0]["timestamp"][1] > 0
+        exported = pipeline("automatic-speech-recognition", model=str(export_model(folder, "onnx")))
+        assert exported.type == "seq2seq_whisper"
+        assert exported(SOUND) == plain
+        assert exported([SOUND, SOUND[:5000]], return_timestamps=True) == timed
+        assert exported(SOUND, generate_kwargs={"num_beams": 3}) == ours(SOUND, generate_kwargs={"num_beams": 3})
+        with pytest.raises(ValueError, match="an exported model has no output_attentions: turn off the times of words"):
+            exported(SOUND, return_timestamps="word")
 
 
 def test_other_models_with_a_decoder_are_taken_for_such(whisper):

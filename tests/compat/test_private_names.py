@@ -49,6 +49,7 @@ ATTRIBUTES = [  # (owner, name, what we use it for)
     (BertConfig(), "_attn_implementation", "copying the attention implementation"),
     (output_capturing, "_active_collector", "the weights of attentions without heads, in output_attentions"),
     (PreTrainedModel, "_can_record_outputs", "the modules whose weights are recorded, by their class"),
+    (compat.convolution_layer(torch.zeros(1, 2, 3)), "conv_states", "exporting the convolutions of LFM2"),
     (PreTrainedModel, "_can_set_attn_implementation", "the attention that the native class would take"),
     (PreTrainedModel, "_can_set_experts_implementation", "the experts that the native class would take"),
     (Wav2Vec2PreTrainedModel, "_get_feature_vector_attention_mask", "the padding of frames in distillation"),
@@ -57,6 +58,15 @@ ATTRIBUTES = [  # (owner, name, what we use it for)
     (PIPELINE_REGISTRY, "check_task", "tasks such as translation_tr_to_en"),
     (nn.Module, "_get_name", "label smoothing of causal language models"),
 ]
+
+
+def test_the_state_of_a_convolution_is_the_one_it_was_given():
+    state = torch.randn(1, 2, 3)
+    layer = compat.convolution_layer(state)
+    assert compat.has_states(layer)
+    assert torch.equal(compat.state_of_convolution(layer), state)
+    layer.update_recurrent_state(state)
+    assert compat.state_of_convolution(layer) is None  # it keeps something else too
 
 
 @pytest.mark.parametrize(("owner", "name", "use"), ATTRIBUTES, ids=[name for _, name, _ in ATTRIBUTES])

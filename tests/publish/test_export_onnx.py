@@ -1,6 +1,7 @@
 """Exports that keep the structure of a variant, to ONNX, torch.export and AOTInductor: folders that open as models of
 transformers, compute what the variant computes, and hold what its checkpoint holds."""
 
+import copy
 import json
 import shutil
 import sys
@@ -22,6 +23,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaConfig,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
     T5ForConditionalGeneration,
     TextStreamer,
     ViTConfig,
@@ -33,6 +36,8 @@ from hf_freeze import make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.publish.export import OnnxTranslator, export_model
+from hf_freeze.publish.export import onnx as onnx_format
+from hf_freeze.publish.export.comparison import largest_difference, tolerance
 from hf_freeze.publish.export.convert import FORMATS
 from hf_freeze.publish.export.exported import CLASSES
 from hf_freeze.publish.export.folders import MARK
@@ -114,6 +119,7 @@ def test_translations_are_those_of_the_variant(translator):
         {},
         {"batch_size": 3},
         {"num_beams": 3},
+        {"use_cache": False},
         {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 5},
     ):
         assert found(TEXTS, **settings) == expected(TEXTS, **settings), settings
@@ -223,7 +229,7 @@ def generator(tmp_path_factory):
 def test_generated_text_is_that_of_the_variant(generator):
     expected, found = (pipeline("text-generation", model=str(path)) for path in generator)
     prompts = ["w5 w9 w3", "w8 w4 w4 w7 w30", "w3"]
-    for settings in ({}, {"batch_size": 3}, {"num_beams": 3}):
+    for settings in ({}, {"batch_size": 3}, {"num_beams": 3}, {"use_cache": False}):
         options = {"max_new_tokens": 8, "do_sample": False} | settings
         assert found(prompts, **options) == expected(prompts, **options), settings
 
@@ -319,6 +325,123 @@ def test_aotinductor(classifier):
         AutoModelForSequenceClassification.from_pretrained(path)(input_ids=ids).logits for path in (classifier, folder)
     )
     torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+
+
+# -- how far an engine may be off ----------------------------------------------------------------------------------------------
+
+
+def modernbert(**changes):
+    """22 layers, as published, with weights so large that outputs depend strongly on rounding."""
+    tokens = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    config = ModernBertConfig(**tokens, **sizes | {"num_hidden_layers": 22, "local_attention": 8} | changes)
+    torch.manual_seed(0)
+    model = ModernBertForMaskedLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data.normal_(0, 0.4)
+    return model
+
+
+def engine(model, dtype):
+    """A runner: PyTorch in another dtype."""
+    (part,) = parts_of(copy.deepcopy(model), "masked-lm")
+    part.module.to(dtype)
+
+    @torch.no_grad()
+    def run(inputs):
+        outputs = part.module(*(v.to(dtype) if v.is_floating_point() else v for v in inputs.values()))
+        return dict(zip(part.outputs, (output.float() for output in outputs), strict=True))
+
+    return {"model": run}
+
+
+def test_rounding_is_told_from_a_wrong_graph():
+    model = modernbert()
+    parts = parts_of(model, "masked-lm")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    limit = tolerance(model, parts)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    rounding = largest_difference(parts, engine(model, torch.float64))
+    assert 1e-4 < rounding < limit / 4  # far from 0, and far from the limit
+    for change in (
+        {"local_attention": 10},
+        {"norm_eps": 1e-4},
+        {"hidden_activation": "gelu_pytorch_tanh"},
+        {"global_attn_every_n_layers": 4},
+    ):
+        assert largest_difference(parts, engine(modernbert(**change), torch.float32)) > 2 * limit, change
+
+
+def test_a_shallow_model_is_held_to_more():
+    """An epsilon that is another is a fault, though outputs differ by less than 1e-4."""
+    torch.manual_seed(0)
+    model = build(plain(ARCHITECTURES["bert"], task="masked-lm")).eval()
+    parts = parts_of(model, "masked-lm")
+    limit = tolerance(model, parts)
+    assert largest_difference(parts, engine(model, torch.float64)) < limit / 4 < 1e-5
+    wrong = copy.deepcopy(model)
+    for module in wrong.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.eps = 1e-6
+    assert limit < largest_difference(parts, engine(wrong, torch.float32)) < 1e-4
+
+
+def test_a_file_that_computes_something_else_is_refused(classifier, tmp_path, monkeypatch):
+    original = onnx_format._traced
+
+    def wrong(part):
+        graph = original(part)
+        pooler = next(node for node in graph.graph.all_nodes() if node.op_type == "Tanh")
+        pooler.op_type = "Sigmoid"
+        return graph
+
+    monkeypatch.setattr(onnx_format, "_traced", wrong)
+    with pytest.raises(
+        ValueError, match=r"onnxruntime does not compute the same as .*: outputs differ by .*, and rounding"
+    ):
+        export_model(classifier, "onnx", out=tmp_path / "out")
+
+
+# -- further designs -----------------------------------------------------------------------------------------------------------
+
+
+def small_language_model(model_type: str):
+    """Attentions in every second layer of LFM2, ALiBi in MPT, experts in Mixtral, some of whose neurons are gone."""
+    config = tiny_config(model_type)
+    shape = {"lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "mpt": {"n_layers": 1}}
+    for name, value in shape.get(model_type, {"num_hidden_layers": 1}).items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    native = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in native.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    pruning = {"expert_width": 8} if model_type == "mixtral" else {"width": 8}
+    factors = methods.LowRank(rank=3, components=["attention"])
+    return make_variant(native, [factors, methods.FFNPruning(**pruning)]).eval()
+
+
+PROMPTS = {
+    "input_ids": torch.tensor([[5, 9, 3, 7, 6], [0, 0, 8, 4, 6]]),
+    "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]),
+}
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "mpt", "mixtral"])
+def test_designs_of_language_models(model_type, tmp_path):
+    model = small_language_model(model_type)
+    model.save_pretrained(tmp_path / "model")
+    opened = AutoModelForCausalLM.from_pretrained(export_model(tmp_path / "model", "onnx"))
+    for settings in ({"use_cache": True}, {"use_cache": False}, {"use_cache": True, "num_beams": 3}):
+        options = settings | {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+        assert torch.equal(opened.generate(**PROMPTS, **options), model.generate(**PROMPTS, **options)), settings
+
+
+def test_recurrent_states_have_no_place():
+    config = tiny_config("mamba")
+    with pytest.raises(ValueError, match=r"MambaForCausalLM .*; choose --format dense") as error:
+        parts_of(AutoModelForCausalLM.from_config(config).eval(), "causal-lm")
+    assert "\n" not in str(error.value)
 
 
 # -- wrong input -------------------------------------------------------------------------------------------------------------

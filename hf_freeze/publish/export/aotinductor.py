@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from hf_freeze.compat.transformers import count_all_experts
 from hf_freeze.publish.export.folders import Export
 from hf_freeze.publish.export.parts import parts_of
 from hf_freeze.publish.export.runners import NAMES, open_parts
@@ -32,6 +33,7 @@ def write(export: Export, folder: Path) -> None:
     """Write the model to `folder`. Raises ValueError without a C++ compiler, and as for `torch_export.write`."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         raise ValueError("aotinductor needs a C++ compiler, g++ or clang++; install one, or choose --format torch")
+    count_all_experts(export.model)
     parts = parts_of(export.model.float(), export.task)
     for part in parts:
         export.say(f"tracing the {part.name}")

@@ -28,7 +28,7 @@ from hf_freeze.publish.export import (
 )
 from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, digests, require
-from hf_freeze.publish.sentence_files import copy_sentence_files
+from hf_freeze.publish.sentence_files import copy_processors, copy_sentence_files
 
 FORMATS: dict[str, Any] = {
     "onnx": onnx,
@@ -107,6 +107,8 @@ def export_model(
         if tokenizer is not None:
             tokenizer.save_pretrained(written)
         _compact(written)
+        if model.main_input_name != "input_ids":
+            copy_processors(source, written)
         if task == "feature-extraction":
             copy_sentence_files(source, written)
         if writer.KEEPS_STRUCTURE:

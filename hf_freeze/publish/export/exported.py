@@ -3,11 +3,11 @@
 The engine runs the forward. Search, sampling, streaming and stopping are those of `generate`. Importing this module registers
 the classes; after `import hf_freeze`, AutoConfig does so for such a folder. The models run on the CPU and cannot be trained.
 
-Shapes: B rows, T new tokens, S source tokens.
+Shapes: B rows, T new tokens, S source tokens or states of sound.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,9 +21,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, Seq2SeqLMOutpu
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.generic import ModelOutput
 
-from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.architectures.tasks import AUTO_CLASSES, native_class
+from hf_freeze.publish.export.caches import PAST, cache_of, past_of, start_of, tensors_of
 from hf_freeze.publish.export.folders import read_mark
-from hf_freeze.publish.export.parts import cache_of, names_of, past_of, start_of
+from hf_freeze.publish.export.parts import WITH_ENCODER
 from hf_freeze.publish.export.runners import open_parts
 
 MODEL_TYPE = "exported_by_hf_freeze"
@@ -71,16 +72,17 @@ class ExportedConfig(PreTrainedConfig):
 
 
 class ExportedModel(PreTrainedModel):
-    """A model whose forward an engine runs. `task`: the one that it was exported for."""
+    """A model whose forward an engine runs. `task`: the one that it was exported for. `main_input_name`: what it reads, such as
+    "input_ids" or "input_features"."""
 
     config_class = ExportedConfig
-    main_input_name = "input_ids"
     task: ClassVar[str]
     parts: ClassVar[tuple[str, ...]] = ("model",)
 
     def __init__(self, config: ExportedConfig, runners: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.runners = dict(runners)
+        self.main_input_name = next(iter(self.runners[self.parts[0]].shapes))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
@@ -97,10 +99,20 @@ class ExportedModel(PreTrainedModel):
         runners = open_parts(folder, kind, kwargs.get("engine") or {})
         if missing := [part for part in cls.parts if part not in runners]:
             raise ValueError(f"{folder} lacks the part {' and the part '.join(missing)}; export it again")
-        model = cls(config or ExportedConfig.from_pretrained(folder), runners)
+        config = config or ExportedConfig.from_pretrained(folder)
+        model = _with_search_of_speech(cls, config)(config, runners)
         if model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(folder)
         return (model, {}) if kwargs.get("output_loading_info") else model
+
+    def __getattr__(self, name: str) -> Any:
+        # Pipelines tell models of speech by the native class. Whisper's `generate` asks its modules for their strides.
+        if name == "native_class":
+            self.__dict__[name] = _native_class(self.task, self.config)
+        elif name == "model" and self.native_class.base_model_prefix == name:
+            with torch.device("meta"):
+                self.__dict__[name] = getattr(self.native_class(self.config.native), name)
+        return self.__dict__[name] if name in self.__dict__ else super().__getattr__(name)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -117,22 +129,46 @@ class ExportedModel(PreTrainedModel):
         )
 
 
+def _native_class(task: str, config: Any) -> Any:
+    """The class of the model that was exported, or of the native model that it is a variant of."""
+    exported = native_class(task, type(config.native))
+    return getattr(exported, "native_class", exported)
+
+
+def _with_search_of_speech(cls: Any, config: ExportedConfig) -> Any:
+    """For speech, the class with the `generate` of the native class, if that is one of its own, as Whisper's is."""
+    if cls.task != "speech-seq2seq":
+        return cls
+    own = [
+        b
+        for b in _native_class(cls.task, config).__mro__
+        if issubclass(b, GenerationMixin) and not issubclass(b, PreTrainedModel)
+    ]
+    return type(cls.__name__, (*(b for b in own if b is not GenerationMixin), cls), {"__module__": __name__})
+
+
 class ExportedForward(ExportedModel):
     """A model that does not generate."""
 
     def forward(self, **inputs: Any) -> ModelOutput:
         """The tensors that the model was exported with; a mask that is not given is all ones, token types are zeros."""
         (runner,) = self.runners.values()
-        given = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-        filled: dict[str, Callable[[Tensor], Tensor]] = {
-            "attention_mask": torch.ones_like,
-            "token_type_ids": torch.zeros_like,
-        }
+        given = {name: _as_read(value) for name, value in inputs.items() if isinstance(value, Tensor)}
+        filled = {"attention_mask": 1, "token_type_ids": 0}
         missing = [name for name in runner.shapes if name not in given and name not in filled]
         if missing:
             raise ValueError(f"{type(self).__name__} needs {', '.join(missing)}; it reads {list(runner.shapes)}")
-        feed = {name: given[name] if name in given else filled[name](given["input_ids"]) for name in runner.shapes}
+        like = given[self.main_input_name]
+        feed = {
+            name: given[name] if name in given else torch.full_like(like, filled[name], dtype=torch.long)
+            for name in runner.shapes
+        }
         return _output(runner(feed))
+
+
+def _as_read(tensor: Tensor) -> Tensor:
+    """Engines read fp32 and int64 alone."""
+    return tensor.float() if tensor.is_floating_point() else tensor.long()
 
 
 def _output(values: Mapping[str, Tensor]) -> Any:
@@ -158,9 +194,10 @@ class ExportedGenerator(ExportedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         cache: Any = None,  # its name since transformers 5.24
+        use_cache: bool | None = None,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """input_ids (B, T) -> logits (B, T, vocabulary), and a cache that holds these tokens too"""
+        """input_ids (B, T) -> logits (B, T, vocabulary), and, unless `use_cache` is False, a cache that holds these tokens too"""
         (runner,) = self.runners.values()
         feed, seen = _past(runner.shapes, past_key_values if cache is None else cache, len(input_ids))
         length = seen + input_ids.shape[1]
@@ -169,32 +206,32 @@ class ExportedGenerator(ExportedModel, GenerationMixin):
             position_ids = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
         feed |= {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids}
         found = runner(feed)
-        return CausalLMOutputWithPast(logits=found["logits"], past_key_values=cache_of(past_of(found).values()))
+        cache = None if use_cache is False else cache_of(past_of(found))
+        return CausalLMOutputWithPast(logits=found["logits"], past_key_values=cache)
 
 
 class _Encoder(nn.Module):
     """The encoder of an ExportedTranslator; its output has the keys and values of cross-attention beside the hidden states."""
 
-    main_input_name = "input_ids"
-
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, main_input_name: str) -> None:
         super().__init__()
-        self.runner = runner
+        self.runner, self.main_input_name = runner, main_input_name
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> ModelOutput:
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
-        return _output(self.runner({"input_ids": input_ids, "attention_mask": mask}))
+    def forward(self, attention_mask: Tensor | None = None, **inputs: Any) -> ModelOutput:
+        source = _as_read(inputs[self.main_input_name])
+        mask = torch.ones_like(source, dtype=torch.long) if attention_mask is None else attention_mask.long()
+        return _output(self.runner({self.main_input_name: source, "attention_mask": mask}))
 
 
 class ExportedTranslator(ExportedModel, GenerationMixin):
-    """An encoder-decoder."""
+    """An encoder-decoder of text, or of sound."""
 
     parts = ("encoder", "decoder")
     _is_stateful = False
 
     def __init__(self, config: ExportedConfig, runners: Mapping[str, Any]) -> None:
         super().__init__(config, runners)
-        self.encoder = _Encoder(self.runners["encoder"])
+        self.encoder = _Encoder(self.runners["encoder"], self.main_input_name)
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> nn.Module:
         return self.encoder
@@ -207,12 +244,27 @@ class ExportedTranslator(ExportedModel, GenerationMixin):
         encoder_outputs: Any = None,
         past_key_values: Any = None,
         cache: Any = None,  # its name since transformers 5.24
+        use_cache: bool | None = None,
+        input_features: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        output_attentions: bool | None = None,
         **_: Any,
     ) -> Seq2SeqLMOutput:
-        """input_ids (B, S), decoder_input_ids (B, T) -> logits (B, T, vocabulary), and a cache that holds these tokens too"""
+        """input_ids (B, S), or input_features (B, bins, frames), and decoder_input_ids (B, T) -> logits (B, T, vocabulary), and,
+        unless `use_cache` is False, a cache that holds these tokens too.
+
+        Raises ValueError for a mask that leaves out tokens of the decoder, and if attentions are asked for, as they are for the
+        times of words."""
         if decoder_input_ids is None:
             raise ValueError(f"{type(self).__name__} needs decoder_input_ids; to translate, use generate()")
-        encoded = self.encoder(input_ids, attention_mask) if encoder_outputs is None else encoder_outputs
+        if output_attentions or (decoder_attention_mask is not None and not decoder_attention_mask.all()):
+            setting = "output_attentions" if output_attentions else "decoder_attention_mask"
+            raise ValueError(
+                f"an exported model has no {setting}: turn off the times of words and conditions on earlier text, or use the "
+                "model that was exported"
+            )
+        source = {self.main_input_name: input_ids if input_features is None else input_features}
+        encoded = self.encoder(attention_mask, **source) if encoder_outputs is None else encoder_outputs
         states = encoded["last_hidden_state"]
         cross = {name: encoded[name.replace(".", "_")] for name in self.runners["encoder"].outputs}
         mask = torch.ones(states.shape[:2], dtype=torch.long) if attention_mask is None else attention_mask.long()
@@ -223,7 +275,7 @@ class ExportedTranslator(ExportedModel, GenerationMixin):
         feed = start_of(runner.shapes, cross, mask) | past | {"input_ids": decoder_input_ids}
         found = runner(feed)
         # Cross-attention reads the encoder's output, which is the same for all beams of a text, so only this half is reordered.
-        cache = EncoderDecoderCache(cache_of(past_of(found).values()), DynamicCache())
+        cache = None if use_cache is False else EncoderDecoderCache(cache_of(past_of(found)), DynamicCache())
         return Seq2SeqLMOutput(
             logits=found["logits"],
             past_key_values=cache,
@@ -237,11 +289,10 @@ def _past(shapes: Mapping[str, Any], cache: Any, rows: int) -> tuple[dict[str, T
     if not seen:
         own = {name: shape for name, shape in shapes.items() if ".decoder." in name}
         return start_of(own, {}, None, rows), 0
-    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    return dict(zip(names_of("past_key_values", "decoder", len(cache.layers)), tensors, strict=True)), seen
+    return tensors_of(cache, PAST, "decoder"), seen
 
 
-_BASES = {"causal-lm": ExportedGenerator, "seq2seq-lm": ExportedTranslator}
+_BASES: dict[str, Any] = {"causal-lm": ExportedGenerator} | dict.fromkeys(WITH_ENCODER, ExportedTranslator)
 CLASSES: dict[str, type[ExportedModel]] = {}  # task -> class
 
 AutoConfig.register(MODEL_TYPE, ExportedConfig, exist_ok=True)

@@ -6,7 +6,7 @@ all files lie in weights.data, each of them once.
 The graph has the parts of a variant as they are. Pruned heads, neurons and layers are gone. Factors stay factors where two
 products are faster than one; where they are not, and for sparse and quantised weights, the file holds what the checkpoint holds
 and the graph computes the weight from it, which ONNX Runtime does once, when it opens the file. What a seed generates is
-stored: in 16 bits if the outputs stay within the tolerance, or else in the 24 bits that it has.
+stored: in 16 bits if the outputs stay the same to `_STORED`, or else in the 24 bits that it has.
 """
 
 import hashlib
@@ -20,13 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_freeze.compat.transformers import product_of_experts
+from hf_freeze.publish.export.caches import past_of, start_of
 from hf_freeze.publish.export.calibration import record_inputs
+from hf_freeze.publish.export.comparison import Runner, largest_difference, tolerance
 from hf_freeze.publish.export.folders import Export, require
 from hf_freeze.publish.export.onnx_int8 import exact, integer_product, keep_large_integers, quantized
 from hf_freeze.publish.export.onnx_nodes import SMALL, computed, quiet
-from hf_freeze.publish.export.parts import Part, Runner, largest_difference, parts_of, past_of, start_of
+from hf_freeze.publish.export.parts import Part, parts_of
 from hf_freeze.publish.export.runners import OnnxRunner, open_parts
-from hf_freeze.publish.export.trained_grid import tolerance
+from hf_freeze.publish.export.torch_export import exported
 from hf_freeze.publish.export.translator import Translator, set_or, token_ids
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -37,6 +40,7 @@ NEEDS_TOKENIZER = False
 KEEPS_STRUCTURE = True
 DATA = "weights.data"
 _ALIGNMENT = 64  # bytes, of the tensors in DATA
+_STORED = 1e-4  # absolute and relative, of outputs
 _FORMS = {"float16": 16, "uint24": 24}  # how numbers that a seed generates are stored -> bits of a number, fewest first
 
 
@@ -50,28 +54,31 @@ def write(export: Export, folder: Path) -> None:
         export.say(f"tracing the {part.name}")
         try:
             graphs[part.name] = _traced(part)
-        except torch.onnx.OnnxExporterError as error:  # its message is pages long
+        except Exception as error:  # of many kinds, with messages of pages
             raise ValueError(
-                f"onnx cannot hold this model: torch.export cannot trace the {part.name} of {type(model).__name__}"
+                f"onnx cannot hold this model: torch.export cannot trace the {part.name} of {type(model).__name__}; choose "
+                "--format dense"
             ) from error
     seeded = _seeded_tensors(model)
+    limit = tolerance(model, parts)
     forms = list(_FORMS) if seeded and export.quantization is None else ["uint24"]
     for form in forms:
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            exact = Path(temporary)
-            _save({name: graph.clone() for name, graph in graphs.items()}, exact, seeded, form)
+            fp32 = Path(temporary)
+            _save({name: graph.clone() for name, graph in graphs.items()}, fp32, seeded, form)
             export.say("comparing with PyTorch")
-            difference = largest_difference(parts, open_parts(exact, "onnx", {}))
-            if not difference <= tolerance(model):
-                if form != forms[-1]:
-                    continue
+            difference = largest_difference(parts, open_parts(fp32, "onnx", {}))
+            if form != forms[-1] and not difference <= max(limit, _STORED):
+                continue
+            if form == forms[-1] and not difference <= limit:
                 raise ValueError(
-                    f"onnxruntime does not compute the same as {type(model).__name__}: outputs differ by {difference:.3g}"
+                    f"onnxruntime does not compute the same as {type(model).__name__}: outputs differ by {difference:.3g}, and "
+                    f"rounding explains {limit:.3g}; choose --format torch or dense"
                 )
             if export.quantization is not None:
-                _write_quantized(export, graphs, parts, exact, folder)
+                _write_quantized(export, graphs, parts, fp32, folder, limit)
                 return
-            for path in exact.iterdir():
+            for path in fp32.iterdir():
                 path.rename(folder / path.name)
         if seeded:
             export.say(
@@ -80,10 +87,14 @@ def write(export: Export, folder: Path) -> None:
         return
 
 
-def _write_quantized(export: Export, graphs: dict[str, Any], parts: list[Part], fp32: Path, folder: Path) -> None:
-    """`fp32`: the folder with the files before. Raises ValueError if ONNX Runtime is further from exact products of the same
-    integers than rounding to them costs twice. A difference in the last bit may become one of a step where inputs are rounded,
-    and grow from layer to layer, but not beyond what other roundings of the same model differ by."""
+def _write_quantized(
+    export: Export, graphs: dict[str, Any], parts: list[Part], fp32: Path, folder: Path, limit: float
+) -> None:
+    """`fp32`: the folder with the files before; `limit`: how far rounding in fp32 takes outputs.
+
+    Raises ValueError if ONNX Runtime is further from exact products of the same integers than rounding to them costs twice. A
+    difference in the last bit may become one of a step where inputs are rounded, and grow from layer to layer, but not beyond
+    what other roundings of the same model differ by."""
     recorded = None
     if export.quantization == "int8-static":
         export.say("calibrating")
@@ -99,7 +110,7 @@ def _write_quantized(export: Export, graphs: dict[str, Any], parts: list[Part], 
         products, found = open_parts(Path(temporary), "onnx", unfused), open_parts(folder, "onnx", {})
         cost = largest_difference(parts, products)
         error = largest_difference([replace(part, module=_Run(part, products)) for part in parts], found)
-    if not error <= 2 * cost + tolerance(export.model):
+    if not error <= 2 * cost + limit:
         raise ValueError(
             f"onnxruntime multiplies integers wrongly on this CPU: outputs differ by {error:.2g} from exact products, which "
             f"differ by {cost:.2g} from {type(export.model).__name__}; export without quantization"
@@ -127,34 +138,55 @@ class _Run(nn.Module):
 @torch.no_grad()
 def _traced(part: Part) -> Any:
     """The graph (onnx_ir.Model) of a part, without the notes of the exporter, which are many times as long."""
+    import onnx_ir
     from onnxscript import optimizer
 
     with quiet():
         program: Any = torch.onnx.export(
-            part.module.eval(),
-            tuple(part.inputs.values()),
+            exported(part.module.eval(), part),
             input_names=list(part.inputs),
             output_names=part.outputs,
-            dynamic_shapes=(tuple(part.axes[name] for name in part.inputs),),  # the forwards take *inputs
             dynamo=True,
             verbose=False,
             optimize=False,
-            custom_translation_table={torch.ops.aten._int_mm.default: integer_product},
+            custom_translation_table={
+                torch.ops.aten._int_mm.default: integer_product,
+                product_of_experts(): _products_of_groups,
+            },
         )
         graph = program.model
         # The limits keep products of factors, and all that is computed from stored weights, as they are.
         optimizer.optimize(graph, input_size_limit=SMALL // 4, output_size_limit=SMALL // 4)
     keep_large_integers(graph)
+    symbols = {str(v.shape[axis]): name for v in graph.graph.inputs for axis, name in part.axes[v.name].items()}
+    values = [*graph.graph.inputs, *graph.graph.initializers.values()]
     for node in graph.graph.all_nodes():
         node.metadata_props.clear()
         node.doc_string = None
-        for value in node.outputs:
-            value.metadata_props.clear()
-    for value in (*graph.graph.inputs, *graph.graph.initializers.values()):
+        values += node.outputs
+    for value in values:
         value.metadata_props.clear()
+        if value.shape is not None and not value.is_initializer():
+            value.shape = onnx_ir.Shape([symbols.get(str(size), size) for size in value.shape])
     graph.metadata_props.clear()
     graph.graph.metadata_props.clear()
     return graph
+
+
+def _products_of_groups(input: Any, weight: Any, offs: Any) -> Any:
+    """The operations of ONNX for the experts of a mixture: of the rows of `input` (S, I), those up to each of `offs` (E,) times
+    one of the matrices `weight` (E, I, O). The names are those of transformers."""
+    from onnxscript import opset18
+
+    opset: Any = opset18
+    ends = opset.Cast(offs, to=7)  # int64
+    bounds = opset.Concat(opset.Constant(value_ints=[0]), ends, axis=0)
+    results = []
+    for expert in range(weight.shape[0]):
+        first, last = (opset.Gather(bounds, opset.Constant(value_ints=[number])) for number in (expert, expert + 1))
+        rows = opset.Slice(input, first, last, opset.Constant(value_ints=[0]))
+        results.append(opset.MatMul(rows, opset.Gather(weight, opset.Constant(value_int=expert))))
+    return opset.Concat(*results, axis=0) if len(results) > 1 else results[0]
 
 
 class _Weights:

@@ -1,36 +1,36 @@
 """What an engine runs: the forward of a model in one or two parts, with tensors alone as inputs and outputs.
 
     model     any model that does not generate: its inputs -> its outputs, such as logits
-    model     a language model that generates: input_ids, attention_mask, position_ids, and the keys and values of previous tokens
-              -> logits, and keys and values including the new tokens
-    encoder   of an encoder-decoder: input_ids, attention_mask -> last_hidden_state, and the keys and values of cross-attention
-    decoder   input_ids, attention_mask of the source, keys and values of previous tokens and of the source
-              -> logits, and keys and values including the new tokens
+    model     a language model that generates: input_ids, attention_mask, position_ids, and the past -> logits, and the past
+              including the new tokens
+    encoder   of an encoder-decoder: what it reads -> last_hidden_state, and the keys and values of cross-attention
+    decoder   input_ids, attention_mask of the source, the past, and the keys and values of the source -> logits, and the past
+              including the new tokens
 
-Keys and values are named `past_key_values.LAYER.SIDE.PART` as inputs and `present.LAYER.SIDE.PART` as outputs, where SIDE is
-"decoder", or "encoder" for cross-attention, and PART is "key" or "value". The encoder computes those of cross-attention once for
-each text, so that one decoder serves every step.
+`caches` names the tensors of the past. The encoder computes the keys and values of cross-attention once for each source, so that
+one decoder serves every step.
 
-Shapes: B rows, T new tokens, P previous tokens, S source tokens, N heads, D head size, V vocabulary. input_ids (B, T);
-attention_mask (B, P + T); keys and values (B, N, P, D), of cross-attention (B, N, S, D); logits (B, T, V).
+Shapes: B rows, T new tokens, P previous tokens, S source tokens or samples of sound, V vocabulary. input_ids (B, T);
+attention_mask (B, P + T); input_values (B, S); logits (B, T, V). input_features of Whisper (B, bins, frames) have one length.
 """
 
 import inspect
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
 
 from hf_freeze.compat.pipelines import max_positions
+from hf_freeze.publish.export.caches import PAST, PRESENT, cache_of, check_cache, empty_cache, tensors_of
 
-GENERATING = ("causal-lm", "seq2seq-lm")
+GENERATING = ("causal-lm", "seq2seq-lm")  # of text
+WITH_ENCODER = ("seq2seq-lm", "speech-seq2seq")
 _TEXT = ("input_ids", "attention_mask", "token_type_ids")
 _SIDES = ("decoder", "encoder")
-_LONG = 40  # tokens: more than a tile of any layer
 
 
 @dataclass(frozen=True)
@@ -52,90 +52,94 @@ class Part:
 
 
 def parts_of(model: Any, task: str) -> list[Part]:
-    """The parts of a model in eval mode. Raises ValueError for a model whose inputs or whose cache no part has."""
+    """The parts of a model in eval mode. Raises ValueError for a model whose inputs or whose cache no part has, and one that
+    cannot run on them."""
     with torch.no_grad():
-        if task == "seq2seq-lm":
-            return _translator(model)
-        return [_generator(model) if task == "causal-lm" else _single(model, task)]
-
-
-Runner = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # inputs by name -> outputs by name
-
-
-@torch.no_grad()
-def largest_difference(parts: list[Part], runners: Mapping[str, Runner]) -> float:
-    """The largest difference of what an engine computes for each part from what PyTorch does, for several numbers of rows and
-    lengths: absolute for values below 1, relative above. Raises ValueError for other shapes."""
-    differences = [0.0]
-    for part in parts:
-        for rows, size in ((1, 1), (4, 5), (2, _long(part))):
-            inputs = _resized(part, rows, size)
-            found = runners[part.name](inputs)
-            for name, expected in zip(part.outputs, part.module(*inputs.values()), strict=True):
-                if found[name].shape != expected.shape:
-                    raise ValueError(
-                        f"the engine does not compute the same as PyTorch for the {part.name}: its {name} has the shape "
-                        f"{tuple(found[name].shape)} instead of {tuple(expected.shape)}"
-                    )
-                if expected.numel():
-                    differences.append(float(((found[name] - expected).abs() / expected.abs().clamp(min=1)).max()))
-    return math.nan if any(map(math.isnan, differences)) else max(differences)
-
-
-def _long(part: Part) -> int:
-    """A length above that of the example. The model must have positions for twice as many tokens, and for a few special ones."""
-    return max(1, min([_LONG, *(limit // 2 - 2 for limit in positions(part.module.model.config))]))  # type: ignore[union-attr]
+        try:
+            if task in WITH_ENCODER:
+                return _translator(model)
+            return [_generator(model) if task == "causal-lm" else _single(model)]
+        except Exception as error:  # of any kind: from the code of any family
+            if isinstance(error, ValueError) and "\n" not in str(error):
+                raise
+            reason = (str(error).splitlines() or [""])[0][:200]
+            raise ValueError(
+                f"{type(model).__name__} cannot run as it would in an engine ({type(error).__name__}: {reason}); choose "
+                "--format dense"
+            ) from error
 
 
 def positions(config: Any) -> list[int]:
     """How many tokens the encoder and the decoder have positions for, where they are limited."""
     limits = [max_positions(each, side) for each in (config, config.get_text_config()) for side in _SIDES]
+    limits += [getattr(config, name, None) for name in ("max_target_positions", "max_seq_len")]  # Whisper, MPT
     return [limit for limit in limits if limit]
 
 
-def _resized(part: Part, rows: int, size: int) -> dict[str, Tensor]:
-    """Inputs of a part with so many rows, where every length that varies is `size`, and those of both old and new tokens are
-    their sum. With several rows, half of the last row of a source is padding."""
-    lengths = {"batch": rows, "length": size, "source_length": size, "new_length": size, "past_length": size - 1}
-    if "new_length" in {name for axes in part.axes.values() for name in axes.values()}:
-        lengths["length"] = lengths["new_length"] + lengths["past_length"]
-    generator = torch.Generator().manual_seed(size)
-    inputs = {}
-    for name, tensor in part.inputs.items():
-        shape = [
-            lengths[part.axes[name][axis]] if axis in part.axes[name] else n for axis, n in enumerate(tensor.shape)
-        ]
-        if tensor.is_floating_point():
-            inputs[name] = torch.randn(shape, generator=generator)
-        elif name.endswith("mask"):
-            inputs[name] = torch.ones(shape, dtype=torch.long)
-            if rows > 1 and "past_key_values.0.decoder.key" in part.inputs and name == "attention_mask":
-                inputs[name][-1, :1] = 0  # a language model is padded on the left
-            elif rows > 1:
-                inputs[name][-1, (shape[1] + 1) // 2 :] = 0
-        elif name == "position_ids":
-            inputs[name] = torch.arange(lengths["past_length"], lengths["past_length"] + shape[1]).expand(shape)
-        else:
-            inputs[name] = torch.randint(int(tensor.max()) + 1, shape, generator=generator)
-    return inputs
+# -- inputs ------------------------------------------------------------------------------------------------------------------
 
 
-def example(names: Iterable[str], model: Any, rows: int, length: int) -> dict[str, Tensor]:
-    """Random tokens (rows, length), or an image. With several rows of text, half of the last row is padding."""
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.ones(rows, length, dtype=torch.long)
+def source_names(model: Any, reader: Any) -> list[str]:
+    """The names of what `reader`, the model or its encoder, reads. Raises ValueError for anything but text, images or sound."""
+    main, config = reader.main_input_name, model.config
+    accepted = inspect.signature(reader.forward).parameters
+    if main == "input_ids":
+        return [name for name in _TEXT if name in accepted]
+    if main == "pixel_values" and hasattr(config, "image_size"):
+        return [main]
+    if main == "input_features" and _has_one_length(config):
+        return [main]
+    if main == "input_values" and hasattr(config, "conv_kernel"):
+        return [name for name in (main, "attention_mask") if name in accepted]
+    raise ValueError(
+        f"{type(model).__name__} reads {main} of a kind that an exported file has no place for: choose a model of text, images, "
+        "or sound as Whisper or Wav2Vec2 read it, or --format dense"
+    )
+
+
+def _has_one_length(config: Any) -> bool:
+    """Whether features of sound fill all positions of the encoder, as those of Whisper do."""
+    return hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions")
+
+
+def samples(config: Any, length: int) -> int:
+    """Samples of sound that give more than `length` states: SEW cannot work on one."""
+    least = 1
+    for kernel, stride in reversed(list(zip(config.conv_kernel, config.conv_stride, strict=True))):
+        least = (least - 1) * stride + kernel
+    return least * (length + 1)
+
+
+def _example(
+    names: Iterable[str], model: Any, rows: int, length: int
+) -> tuple[dict[str, Tensor], dict[str, dict[int, str]]]:
+    """Random inputs, and their axes that vary: tokens (rows, length), sound of this length, or images. With several rows of text
+    or sound, half of the last row is padding."""
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    axis = "samples" if "input_values" in names else "length"
+    size = samples(config, length) if axis == "samples" else length
+    mask = torch.ones(rows, size, dtype=torch.long)
     if rows > 1:
-        mask[-1, (length + 1) // 2 :] = 0
-    tensors = {}
+        mask[-1, (size + 1) // 2 :] = 0
+    tensors, axes = {}, {}
     for name in names:
+        axes[name] = {0: "batch", 1: axis}
         if name == "input_ids":
-            vocabulary = model.get_input_embeddings().num_embeddings
-            tensors[name] = torch.randint(vocabulary, (rows, length), generator=generator)
-        elif name == "pixel_values":
-            tensors[name] = torch.randn(rows, *_image_shape(model.config), generator=generator)
+            tensors[name] = torch.randint(
+                model.get_input_embeddings().num_embeddings, (rows, size), generator=generator
+            )
+        elif name == "input_values":
+            tensors[name] = torch.randn(rows, size, generator=generator)
+        elif name in ("pixel_values", "input_features"):
+            shape = (
+                _image_shape(config)
+                if name == "pixel_values"
+                else (config.num_mel_bins, 2 * config.max_source_positions)
+            )
+            tensors[name], axes[name] = torch.randn(rows, *shape, generator=generator), {0: "batch"}
         else:
             tensors[name] = mask if name == "attention_mask" else torch.zeros_like(mask)
-    return tensors
+    return tensors, axes
 
 
 def _image_shape(config: Any) -> tuple[int, int, int]:
@@ -160,181 +164,122 @@ def _without_cache(model: Any) -> dict[str, bool]:
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
-def input_names(model: Any) -> list[str]:
-    """The inputs of a model that does not generate. Raises ValueError if it reads anything but text or images."""
-    accepted = inspect.signature(model.forward).parameters
-    if model.main_input_name == "pixel_values" and hasattr(model.config, "image_size"):
-        return ["pixel_values"]
-    if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:
+def _single(model: Any) -> Part:
+    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
         raise ValueError(
-            f"{type(model).__name__} reads {model.main_input_name}"
-            f"{' in an encoder and a decoder' * model.config.is_encoder_decoder}; choose a model that reads text or images, or "
-            f"one of the tasks {', '.join(GENERATING)}"
+            f"{type(model).__name__} reads {model.main_input_name} in an encoder and a decoder; choose a model with one of them, "
+            f"or one of the tasks {', '.join(WITH_ENCODER)}"
         )
-    return [name for name in _TEXT if name in accepted]
-
-
-def _single(model: Any, task: str) -> Part:
-    names = input_names(model)
-    inputs = example(names, model, 3, 7)
+    names = source_names(model, model)
+    inputs, axes = _example(names, model, 3, 7)
     found = model(**inputs, **_without_cache(model))
     outputs = [name for name, value in found.items() if isinstance(value, Tensor)]
-    rows = {0: "batch"}
-    axes = {name: rows if name == "pixel_values" else rows | {1: "length"} for name in names}
     return Part("model", _Single(model, names, outputs), inputs, outputs, axes)
-
-
-# -- caches ------------------------------------------------------------------------------------------------------------------
-
-
-def cache_of(tensors: Iterable[Tensor]) -> DynamicCache:
-    """The cache with these keys and values: key, value of the first layer, then of the second ..."""
-    tensors = list(tensors)
-    return DynamicCache(list(zip(tensors[::2], tensors[1::2], strict=True)))
-
-
-def _tensors_of(cache: Any) -> list[Tensor]:
-    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-
-
-def _check_cache(model: Any, cache: Any) -> None:
-    """Raises ValueError unless every layer of the cache holds keys and values that grow by the new tokens."""
-    layers = getattr(cache, "layers", None)
-    if not layers or not all(isinstance(layer, DynamicLayer) and layer.keys is not None for layer in layers):
-        kinds = sorted({type(layer).__name__ for layer in layers or [cache]})
-        raise ValueError(
-            f"{type(model).__name__} keeps its past in {', '.join(kinds)}: an exported file holds keys and values that grow by a "
-            "token at a time alone"
-        )
-
-
-def names_of(kind: str, side: str, layers: int) -> list[str]:
-    """`kind`: "past_key_values" or "present"."""
-    return [f"{kind}.{layer}.{side}.{part}" for layer in range(layers) for part in ("key", "value")]
-
-
-def start_of(
-    shapes: Mapping[str, list[Any]], encoded: Mapping[str, Tensor], mask: Tensor | None, rows: int | None = None
-) -> dict[str, Tensor]:
-    """The inputs of a decoder before the first token, except the tokens: no previous keys and values, and those of the source.
-
-    `shapes`: of the decoder's inputs. `encoded`: the outputs of the encoder, for `mask` (B, S); without an encoder none, and
-    `rows` gives B.
-    """
-    rows = len(mask) if mask is not None else rows or 1
-    inputs = {} if mask is None else {"encoder_attention_mask": mask}
-    for name, shape in shapes.items():
-        if name.endswith((".decoder.key", ".decoder.value")):
-            inputs[name] = torch.zeros(rows, shape[1], 0, shape[3])
-        elif name.startswith("past_key_values."):
-            inputs[name] = encoded[name.replace("past_key_values", "present")]
-    return inputs
-
-
-def past_of(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The keys and values that a decoder has given, as inputs of its next step."""
-    return {
-        name.replace("present", "past_key_values"): value
-        for name, value in found.items()
-        if name.startswith("present.")
-    }
 
 
 # -- language models ---------------------------------------------------------------------------------------------------------
 
 
 class _Generator(nn.Module):
-    def __init__(self, model: Any, names: list[str]) -> None:
+    def __init__(self, model: Any, names: list[str], past: list[str]) -> None:
         super().__init__()
-        self.model, self.names = model, names
+        self.model, self.names, self.past = model, names, past
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        count = len(self.names)
-        named = dict(zip(self.names, inputs[:count], strict=True))
-        found = self.model(**named, past_key_values=cache_of(inputs[count:]), use_cache=True)
-        return found.logits, *_tensors_of(found.past_key_values)
+        named = dict(zip((*self.names, *self.past), inputs, strict=True))
+        cache = cache_of({name: named.pop(name) for name in self.past})
+        found = self.model(**named, past_key_values=cache, use_cache=True)
+        return found.logits, *tensors_of(found.past_key_values, PRESENT, "decoder").values()
 
 
 def _generator(model: Any) -> Part:
-    tokens = example(["input_ids"], model, 3, 5)
-    cache = model(**tokens, past_key_values=DynamicCache(), use_cache=True).past_key_values
-    _check_cache(model, cache)
-    past = _tensors_of(cache)
+    tokens = _example(["input_ids"], model, 3, 5)[0]["input_ids"]
+    cache = model(input_ids=tokens, past_key_values=empty_cache(model.config), use_cache=True).past_key_values
+    check_cache(model, cache)
+    past = tensors_of(cache, PAST, "decoder")
     names = ["input_ids", "attention_mask"]
     names += ["position_ids"] * ("position_ids" in inspect.signature(model.forward).parameters)
     new, all_tokens = {0: "batch", 1: "new_length"}, {0: "batch", 1: "length"}
-    positions = torch.arange(5, 7).expand(3, 2)
-    inputs = {"input_ids": tokens["input_ids"][:, :2], "attention_mask": torch.ones(3, 7, dtype=torch.long)}
-    inputs |= {"position_ids": positions} if "position_ids" in names else {}
-    axes = {name: all_tokens if name == "attention_mask" else new for name in names}
-    layers = len(past) // 2
-    for name, tensor in zip(names_of("past_key_values", "decoder", layers), past, strict=True):
-        inputs[name], axes[name] = tensor, {0: "batch", 2: "past_length"}
-    return Part("model", _Generator(model, names), inputs, ["logits", *names_of("present", "decoder", layers)], axes)
+    inputs = {"input_ids": tokens[:, :2], "attention_mask": torch.ones(3, 7, dtype=torch.long)}
+    inputs |= {"position_ids": torch.arange(5, 7).expand(3, 2)} if "position_ids" in names else {}
+    axes = {name: all_tokens if name == "attention_mask" else new for name in names} | _axes(past, "past_length")
+    outputs = ["logits", *tensors_of(cache, PRESENT, "decoder")]
+    return Part("model", _Generator(model, names, list(past)), inputs | past, outputs, axes)
+
+
+def _axes(cached: Iterable[str], length: str) -> dict[str, dict[int, str]]:
+    """The axes that vary of the tensors of a cache."""
+    return {name: {0: "batch"} | ({} if name.endswith(".conv") else {2: length}) for name in cached}
 
 
 # -- encoder-decoders --------------------------------------------------------------------------------------------------------
 
 
 class _Encoder(nn.Module):
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, names: list[str]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.names = model, names
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ids, mask = inputs
-        encoded = self.model.get_encoder()(input_ids=ids, attention_mask=mask).last_hidden_state
+        named = dict(zip(self.names, inputs, strict=True))
+        encoded = self.model.get_encoder()(**named).last_hidden_state
         # A step of the decoder fills the cache of cross-attention; what else it computes is no output, and falls away.
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         self.model(
-            encoder_outputs=(encoded,),
-            attention_mask=mask,
-            decoder_input_ids=ids[:, :1].clamp(max=0),
+            encoder_outputs=BaseModelOutput(encoded),
+            attention_mask=named.get("attention_mask"),
+            decoder_input_ids=torch.zeros_like(inputs[0].flatten(1)[:, :1], dtype=torch.long),
             past_key_values=cache,
             use_cache=True,
         )
-        return encoded, *_tensors_of(cache.cross_attention_cache)
+        return encoded, *tensors_of(cache.cross_attention_cache, PRESENT, "encoder").values()
 
 
 class _Decoder(nn.Module):
-    def __init__(self, model: Any, layers: int, width: int) -> None:
+    """`names`: those of the inputs. `width`: of the encoder's states."""
+
+    def __init__(self, model: Any, names: list[str], width: int) -> None:
         super().__init__()
-        self.model, self.layers, self.width = model, layers, width
+        self.model, self.names, self.width = model, names, width
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ids, mask, *cached = inputs
-        past, cross = (cache_of(tensors) for tensors in (cached[: 2 * self.layers], cached[2 * self.layers :]))
+        named = dict(zip(self.names, inputs, strict=True))
+        past, cross = (cache_of({name: value for name, value in named.items() if f".{s}." in name}) for s in _SIDES)
+        mask, keys = named.get("encoder_attention_mask"), inputs[-1]
+        rows, length = (keys.shape[0], keys.shape[2]) if mask is None else mask.shape
         # The cache has the keys and values of the encoder's states already, so the states themselves are not read.
-        states = mask.new_zeros(*mask.shape, self.width, dtype=cached[0].dtype)
         found = self.model(
-            encoder_outputs=(states,),
+            encoder_outputs=BaseModelOutput(keys.new_zeros(rows, length, self.width)),
             attention_mask=mask,
-            decoder_input_ids=ids,
+            decoder_input_ids=named["input_ids"],
             past_key_values=EncoderDecoderCache(past, cross),
             use_cache=True,
         )
-        return found.logits, *_tensors_of(found.past_key_values.self_attention_cache)
+        return found.logits, *tensors_of(found.past_key_values.self_attention_cache, PRESENT, "decoder").values()
 
 
 def _translator(model: Any) -> list[Part]:
-    if model.main_input_name != "input_ids":
-        raise ValueError(f"{type(model).__name__} reads {model.main_input_name}; choose a model that reads text")
-    source = example(["input_ids", "attention_mask"], model, 3, 7)
-    vocabulary = getattr(model.config, "decoder_vocab_size", None) or model.config.get_text_config().vocab_size
+    reader = model.get_encoder()
+    names = [name for name in source_names(model, reader) if name != "token_type_ids"]
+    source, axes = _example(names, model, 3, 7)
+    config = model.config
+    vocabulary = getattr(config, "decoder_vocab_size", None) or config.get_text_config(decoder=True).vocab_size
     target = torch.randint(vocabulary, (3, 4), generator=torch.Generator().manual_seed(1))
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     found = model(**source, decoder_input_ids=target, past_key_values=cache, use_cache=True)
-    for half in (cache.self_attention_cache, cache.cross_attention_cache):
-        _check_cache(model, half)
-    past, cross = (_tensors_of(half) for half in (cache.self_attention_cache, cache.cross_attention_cache))
-    layers, cross_layers = len(past) // 2, len(cross) // 2
-    along = {0: "batch", 1: "source_length"}
-    outputs = ["last_hidden_state", *names_of("present", "encoder", cross_layers)]
-    encoder = Part("encoder", _Encoder(model), source, outputs, dict.fromkeys(source, along))
-    inputs = {"input_ids": target[:, :2], "encoder_attention_mask": source["attention_mask"]}
-    axes: dict[str, dict[int, str]] = {"input_ids": {0: "batch", 1: "new_length"}, "encoder_attention_mask": along}
-    for side, tensors, length in (("decoder", past, "past_length"), ("encoder", cross, "source_length")):
-        for name, tensor in zip(names_of("past_key_values", side, len(tensors) // 2), tensors, strict=True):
-            inputs[name], axes[name] = tensor, {0: "batch", 2: length}
-    decoder = _Decoder(model, layers, found.encoder_last_hidden_state.shape[-1])
-    return [encoder, Part("decoder", decoder, inputs, ["logits", *names_of("present", "decoder", layers)], axes)]
+    past, cross = cache.self_attention_cache, cache.cross_attention_cache
+    for half in (past, cross):
+        check_cache(model, half)
+    outputs = ["last_hidden_state", *tensors_of(cross, PRESENT, "encoder")]
+    encoder = Part("encoder", _Encoder(model, names), source, outputs, axes)
+    inputs = {"input_ids": target[:, :2]} | tensors_of(past, PAST, "decoder") | tensors_of(cross, PAST, "encoder")
+    along = {"input_ids": {0: "batch", 1: "new_length"}} | _axes(tensors_of(past, PAST, "decoder"), "past_length")
+    if "attention_mask" in source:
+        inputs = {"input_ids": inputs.pop("input_ids"), "encoder_attention_mask": source["attention_mask"]} | inputs
+        along |= {"encoder_attention_mask": {0: "batch", 1: "source_length"}}
+        along |= _axes(tensors_of(cross, PAST, "encoder"), "source_length")
+    else:
+        along |= {name: {0: "batch"} for name in tensors_of(cross, PAST, "encoder")}
+    decoder = _Decoder(model, list(inputs), found.encoder_last_hidden_state.shape[-1])
+    outputs = ["logits", *tensors_of(past, PRESENT, "decoder")]
+    return [encoder, Part("decoder", decoder, inputs, outputs, along)]

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_freeze.compat.transformers import count_all_experts
+from hf_freeze.publish.export.comparison import largest_difference, tolerance
 from hf_freeze.publish.export.folders import Export
-from hf_freeze.publish.export.parts import Part, largest_difference, parts_of
+from hf_freeze.publish.export.parts import Part, parts_of
 from hf_freeze.publish.export.runners import NAMES, open_parts
-from hf_freeze.publish.export.trained_grid import tolerance
 
 PACKAGES: tuple[str, ...] = ()
 QUANTIZATIONS: tuple[str, ...] = ()
@@ -28,6 +29,7 @@ _NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from
 
 def write(export: Export, folder: Path) -> None:
     """Write the model to `folder`. Raises ValueError if the forward cannot be traced, or if the files compute other outputs."""
+    count_all_experts(export.model)
     parts = parts_of(export.model.float(), export.task)
     for part in parts:
         export.say(f"tracing the {part.name}")
@@ -39,10 +41,11 @@ def write(export: Export, folder: Path) -> None:
 def compare(export: Export, parts: list[Part], runners: Any) -> None:
     """Raises ValueError if `runners` compute other outputs than the model."""
     export.say("comparing with PyTorch")
-    difference = largest_difference(parts, runners)
-    if not difference <= tolerance(export.model):
+    difference, limit = largest_difference(parts, runners), tolerance(export.model, parts)
+    if not difference <= limit:
         raise ValueError(
-            f"the exported files do not compute the same as {type(export.model).__name__}: outputs differ by {difference:.3g}"
+            f"the exported files do not compute the same as {type(export.model).__name__}: outputs differ by {difference:.3g}, "
+            f"and rounding explains {limit:.3g}; choose --format dense"
         )
 
 
@@ -52,7 +55,7 @@ def traced(part: Part, limits: Mapping[str, int] | None = None) -> Any:
     of its `axes`; None is any. Raises ValueError if `torch.export` fails."""
     try:
         # Without operations in place, all that no output depends on is dead, once nothing checks its dtype.
-        program: Any = _exported(part.module.eval(), part, limits).run_decompositions({}).module(check_guards=False)
+        program: Any = exported(part.module.eval(), part, limits).run_decompositions({}).module(check_guards=False)
         _erase_checks(program.graph)
         program.graph.eliminate_dead_code()
         read = {node.target for node in program.graph.nodes if node.op == "get_attr"}
@@ -60,7 +63,7 @@ def traced(part: Part, limits: Mapping[str, int] | None = None) -> Any:
             module, _, own = name.rpartition(".")
             delattr(program.get_submodule(module), own)
         program.recompile()
-        traced_again = _exported(program, part, limits)
+        traced_again = exported(program, part, limits)
     except Exception as error:  # torch raises many kinds, with messages of pages
         raise ValueError(f"torch.export cannot trace the {part.name} of this model: {type(error).__name__}") from error
     _erase_checks(traced_again.graph)
@@ -77,7 +80,8 @@ def _erase_checks(graph: torch.fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _exported(module: nn.Module, part: Part, limits: Mapping[str, int] | None) -> Any:
+def exported(module: nn.Module, part: Part, limits: Mapping[str, int] | None = None) -> Any:
+    """The program of `module`, which computes what `part` does."""
     dynamic: Any = torch.export.Dim.DYNAMIC
     shapes = tuple(
         {axis: dynamic if limits is None else dynamic(max=limits[size]) for axis, size in part.axes[name].items()}

@@ -9,14 +9,6 @@ import torch
 from hf_freeze.layers.integer_weights import IntegerWeight
 from hf_freeze.layers.quantized_factors import QuantizedFactor
 
-_EXACT, _ROUNDED = 1e-4, 0.1  # absolute and relative, of outputs
-
-
-def tolerance(model: Any) -> float:
-    """How far the outputs of an engine may be from PyTorch's. Where inputs of linears are rounded, a difference in the last bit
-    before the rounding may become one of a whole step after it."""
-    return _ROUNDED if rounds_inputs(model) else _EXACT
-
 
 def rounds_inputs(model: Any) -> bool:
     """Whether the inputs of linears are rounded."""

@@ -81,6 +81,7 @@ class _FewTicks(Locator):
     """Of a logarithmic axis of any length: some round numbers, so few that their labels do not overlap."""
 
     def __call__(self) -> Sequence[float]:
+        assert self.axis is not None, "matplotlib sets it"
         return self.tick_values(*self.axis.get_view_interval())
 
     def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
