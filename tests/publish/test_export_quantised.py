@@ -129,7 +129,7 @@ def test_an_export_whose_integers_overflow_is_refused(tmp_path, monkeypatch):
             {"model": without_vnni(folder / "model.onnx")} if folder == tmp_path else opened(folder, *rest)
         ),
     )
-    onnx_format._write_quantized(export, graphs, [part], tmp_path, tmp_path)
+    onnx_format._write_quantized(export, graphs, [part], tmp_path, tmp_path, 1e-5)
     assert float(re.search(r"differ by at most ([\d.e-]+)", said[-1])[1]) < 0.2  # of outputs up to 40
     monkeypatch.setattr(onnx_int8, "LEVELS", 127)
     whole = onnxruntime.quantization.quantize_dynamic
@@ -141,7 +141,7 @@ def test_an_export_whose_integers_overflow_is_refused(tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match=r"\Aonnxruntime multiplies integers wrongly on this CPU: outputs differ by \d.+\Z"
     ):
-        onnx_format._write_quantized(export, graphs, [part], tmp_path, tmp_path)
+        onnx_format._write_quantized(export, graphs, [part], tmp_path, tmp_path, 1e-5)
 
 
 @pytest.mark.skipif(not ALL, reason="exports for ten seconds: only in make test-all")
