@@ -31,6 +31,7 @@ HAS_FORK = hasattr(os, "fork")
 
 if RUNS_TESTS:
     import accelerate.utils.memory
+    import accelerate.utils.modeling
     import torch
     from support import fork_server
     from transformers import PreTrainedConfig
@@ -44,8 +45,9 @@ if RUNS_TESTS:
         if not _kind.is_available():
             _kind.manual_seed_all = lambda seed: None
 
-    # The Trainer collects garbage at every end of training, which takes as long as the training of a tiny model.
-    accelerate.utils.memory.gc = SimpleNamespace(collect=lambda: 0)
+    # The Trainer collects garbage at every end of training, and accelerate when it has put a model on its devices, which takes as
+    # long as the training of a tiny model.
+    accelerate.utils.memory.gc = accelerate.utils.modeling.gc = SimpleNamespace(collect=lambda: 0)
     # A tiny model has thousands of objects; at 700 new ones, one second in 25 looks for garbage.
     gc.set_threshold(10_000)
 

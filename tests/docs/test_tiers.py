@@ -3,14 +3,14 @@
 import pytest
 import tiers
 from support.cases import ARCHITECTURES, METHODS, Case
-from tiers import Record, Test, compact, short
+from tiers import Candidate, Record, compact, short
 from typer.main import get_command
 
 from hf_freeze.cli import app
 
 
 def a_test(name, seconds, required=(), fixtures=(), **facts):
-    return Test(name, seconds, facts | dict.fromkeys(required, 4.0), frozenset(required), frozenset(fixtures))
+    return Candidate(name, seconds, facts | dict.fromkeys(required, 4.0), frozenset(required), frozenset(fixtures))
 
 
 def test_what_must_be_protected_is_so_at_the_least_cost_and_the_rest_by_its_worth():
