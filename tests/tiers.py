@@ -92,7 +92,8 @@ def compact(lines: Iterable[list[Any]], cpu: str) -> dict[str, Any]:
         for name, of_fixture in made.items():
             fixtures[name] = max(round(of_fixture, 2), fixtures.get(name, 0))
         for command in ran:
-            commands[command].append(test)
+            if test not in commands[command]:
+                commands[command].append(test)
     tests: dict[str, dict[str, Any]] = defaultdict(dict)
     for function, each in sorted(of_function.items()):
         file, _, name = function.partition("::")
