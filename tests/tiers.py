@@ -129,13 +129,10 @@ def protected_by(item: Any, commands: Sequence[str]) -> tuple[dict[Fact, float],
             continue
         values = {("architecture", value.architecture.model_type)}
         values |= {(f"method {number}", method.name) for number, method in enumerate(value.methods)}
+        values.add(("config", value.architecture.model_type, value.config))
         if is_invariant:
             required |= {(function, *fact) for fact in values}
-        values |= {
-            ("config", value.architecture.model_type, value.config),
-            ("task", value.task),
-            ("source", value.source),
-        }
+        values |= {("task", value.task), ("source", value.source)}
         facts |= {(function, *fact): OF_A_VALUE for fact in values}
     return facts | dict.fromkeys(required, OF_A_FUNCTION), frozenset(required)
 
