@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 NOTEBOOKS_STAMP := $(VENV)/.installed-notebooks
 
-.PHONY: demo test test-all docs notebooks families versions results-check quality style wheel clean
+.PHONY: demo test test-full test-all test-tiers docs notebooks families versions results-check quality style wheel clean
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process of the tests would compile hf_freeze anew
 
@@ -20,12 +20,23 @@ demo: $(STAMP)  ## the freeze ablation of translation and language models on the
 	$(BIN)/hf-freeze run recipes/freeze_ablation/lm.yaml --out runs/demo-lm --jobs 2
 	@echo "Open runs/demo/report.html and runs/demo-lm/report.html in a browser."
 
-test: $(STAMP)  ## all tests
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+test: $(STAMP)  ## the short tier of the tests, which finds what is wrong with any method, family or command in minutes: tests/tiers.py
 	-$(BIN)/python tests/transformers_suite/fetch.py
-	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal  # on two cores: some tests wait for processes of theirs
+	$(PYTEST) --tier short
+
+test-full: $(STAMP)  ## all tests
+	-$(BIN)/python tests/transformers_suite/fetch.py
+	$(PYTEST)
 
 test-all: export HF_FREEZE_TESTS := all
-test-all: test  ## the tests with every combination that they are drawn from: hours
+test-all: test-full  ## the tests with every combination that they are drawn from: hours
+
+test-tiers: $(STAMP)  ## runs all tests, records their durations, and prints what each tier holds
+	-$(BIN)/python tests/transformers_suite/fetch.py
+	$(BIN)/python tests/tiers.py record
+	$(BIN)/python tests/tiers.py table
 
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"

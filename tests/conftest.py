@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import gc
+import logging
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import multiprocessing.util
@@ -10,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,6 +21,8 @@ os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="hf_freeze-tests-")  #
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # transformers' bars too
 
 import pytest
+import tiers
+from support import durations
 
 # The process that hands tests to workers runs none.
 _OPTIONS = dict(zip(sys.argv, sys.argv[1:], strict=False))
@@ -27,6 +31,7 @@ HAS_FORK = hasattr(os, "fork")
 
 if RUNS_TESTS:
     import accelerate.utils.memory
+    import accelerate.utils.modeling
     import torch
     from support import fork_server
     from transformers import PreTrainedConfig
@@ -40,8 +45,9 @@ if RUNS_TESTS:
         if not _kind.is_available():
             _kind.manual_seed_all = lambda seed: None
 
-    # The Trainer collects garbage at every end of training, which takes as long as the training of a tiny model.
-    accelerate.utils.memory.gc = SimpleNamespace(collect=lambda: 0)
+    # The Trainer collects garbage at every end of training, and accelerate when it has put a model on its devices, which takes as
+    # long as the training of a tiny model.
+    accelerate.utils.memory.gc = accelerate.utils.modeling.gc = SimpleNamespace(collect=lambda: 0)
     # A tiny model has thousands of objects; at 700 new ones, one second in 25 looks for garbage.
     gc.set_threshold(10_000)
 
@@ -57,6 +63,26 @@ if RUNS_TESTS:
         torch.set_num_threads(1)  # a test whose trainings are in this process may have changed it
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tier", choices=("short", "full"), default="full", help="run the tests of this tier (tests/tiers.py)"
+    )
+    parser.addoption(
+        "--record-durations", metavar="FILE", help="write the CPU seconds of every test there, as lines of JSON"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if file := config.getoption("--record-durations"):
+        config.pluginmanager.register(durations.Recorder(Path(file)))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--tier") == "short":
+        tiers.deselect(config, items)
+
+
 @atexit.register
 def _remove_cache(cache=os.environ["HF_DATASETS_CACHE"], owner=os.getpid()):  # noqa: B008  # not a forked child
     if os.getpid() == owner:
@@ -70,6 +96,10 @@ def pytest_collection_finish() -> None:
         return
     gc.collect()
     gc.freeze()
+    # Six times a test, pytest hands its handlers to each logger that passes nothing on, of which torch has 80.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     if HAS_FORK and "hf_freeze.experiments.runs.execute" in sys.modules:
         multiprocessing.resource_tracker.ensure_running()
         with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork):

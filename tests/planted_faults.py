@@ -1,6 +1,7 @@
 """Plant ten small faults, one at a time, and show which of them the tests find.
 
-    python tests/planted_faults.py                  # in a copy of this tree
+    python tests/planted_faults.py                  # in a copy of this tree, with the tests of `make test`
+    python tests/planted_faults.py --tier full      # with all tests
     python tests/planted_faults.py --tree PATH      # in a copy of another version, with the tests of that version
     python tests/planted_faults.py --only head-size digests
 
@@ -176,10 +177,12 @@ def plant(fault: Fault, tree: Path) -> None:
     (tree / name).write_text(text.replace(old, new), encoding="utf-8")
 
 
-def first_failure(tree: Path, workers: int, tests: list[str]) -> str | None:
+def first_failure(tree: Path, workers: int, tests: list[str], tier: str) -> str | None:
     """The first of the `tests` that fails in `tree`, or None. Raises SystemExit if they cannot run."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider"]
     command += ["--numprocesses", str(workers), "--dist", "worksteal", *tests]
+    if (tree / "tests" / "tiers.py").exists():  # not in a version that has one tier
+        command.append(f"--tier={tier}")
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
     failed = re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - |$)", done.stdout, re.MULTILINE)
@@ -194,6 +197,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS], help="names of faults; all")
     parser.add_argument("--workers", type=int, default=2, help="processes of a run")
     parser.add_argument("--tests", nargs="+", default=[], metavar="PATH", help="of the tests, these; all")
+    parser.add_argument(
+        "--tier", choices=("short", "full"), default="short", help="of the tests, those of this tier; short"
+    )
     arguments = parser.parse_args()
     rows = []
     for fault in FAULTS:
@@ -207,7 +213,7 @@ def main() -> None:
             copy_tree(arguments.tree, tree)
             plant(fault, tree)
             began = time.monotonic()
-            found = first_failure(tree, arguments.workers, arguments.tests)
+            found = first_failure(tree, arguments.workers, arguments.tests, arguments.tier)
         rows.append((fault, found or "not found", f"{time.monotonic() - began:.0f}"))
         print(f"{fault.name}: {rows[-1][1]}", file=sys.stderr, flush=True)
     print("| fault | effect | found by | seconds |\n|---|---|---|---:|")

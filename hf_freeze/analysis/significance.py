@@ -4,8 +4,9 @@ A paired bootstrap over test items (Koehn, 2004, as in sacrebleu), with Student'
 1979) for the number of comparisons.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import combinations
 
 import numpy as np
@@ -98,20 +99,29 @@ def _bootstrap_means(
     rows: Mapping[str, Sequence[np.ndarray]], score: Callable, replicates: int, seed: int
 ) -> dict[str, np.ndarray]:
     """For each row (replicates,): its score, averaged over its seeds, on the same resampled items for all rows."""
-    rng = np.random.default_rng(seed)
     runs = [items for row in rows.values() for items in row]
     count, width = runs[0].shape
     stacked = np.concatenate([np.asarray(items, float) for items in runs], axis=1)
-    chunk, scores = max(1, _CHUNK // count), []
-    for start in range(0, replicates, chunk):
-        size = min(chunk, replicates - start)
-        weights = rng.multinomial(count, np.full(count, 1 / count), size=size)
-        scores.append(score((weights @ stacked).reshape(size, len(runs), width)))
+    drawn = (_draws if count * replicates > _CHUNK else _kept_draws)(count, replicates, seed)
+    scores = [score((weights @ stacked).reshape(len(weights), len(runs), width)) for weights in drawn]
     columns = np.concatenate(scores).T
     means, at = {}, 0
     for row, items in rows.items():
         means[row], at = columns[at : at + len(items)].mean(0), at + len(items)
     return means
+
+
+def _draws(count: int, replicates: int, seed: int) -> Iterator[np.ndarray]:
+    """How often each of `count` items is drawn, in (some of the replicates, count) integers at a time."""
+    rng, chunk = np.random.default_rng(seed), max(1, _CHUNK // count)
+    for start in range(0, replicates, chunk):
+        yield rng.multinomial(count, np.full(count, 1 / count), size=min(chunk, replicates - start))
+
+
+@lru_cache(maxsize=1)
+def _kept_draws(count: int, replicates: int, seed: int) -> tuple[np.ndarray, ...]:
+    """Drawing takes most of the time of a comparison, and all tables of a small test set draw the same."""
+    return tuple(weights.astype(np.int32) for weights in _draws(count, replicates, seed))
 
 
 def _seed_deviations(base: np.ndarray, row: np.ndarray, replicates: int, seed: int) -> np.ndarray:

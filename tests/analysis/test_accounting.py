@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hf_freeze import count_parameters, make_variant, methods, multiply_adds, stored_bytes
+from hf_freeze.analysis.accounting import forward_multiply_adds
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.methods.registry import method_from_dict
@@ -261,6 +262,12 @@ def test_backward_of_each_row_by_hand(row):
     expected = {c: 2 * value - SAVED[row].get(c, 0) for c, value in MARIAN_FORWARD.items()}
     assert backward_of(operations) == pytest.approx(expected)
     assert operations.backward == pytest.approx(sum(expected.values()))
+
+
+@pytest.mark.parametrize("row", ["0", "3", "4"])
+def test_a_forward_is_counted_alone(row):
+    model = tiny_marian(load_recipe(RECIPE)["rows"][row]["methods"])
+    assert forward_multiply_adds(model) == round(multiply_adds(model, length=P).forward)
 
 
 def test_nothing_trained_has_no_backward():

@@ -65,6 +65,6 @@ def pytest_collection_modifyitems(items):
 
     ours = [item for item in items if Path(__file__).parent in item.path.parents]
     if ours:
-        first = items.index(ours[0])
-        rest = [item for item in items if item not in set(ours)]
+        first, are_ours = items.index(ours[0]), set(ours)
+        rest = [item for item in items if item not in are_ours]
         items[:] = [*rest[:first], *sorted(ours, key=key), *rest[first:]]

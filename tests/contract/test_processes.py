@@ -16,8 +16,22 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_freeze.architectures.registry import ARCHITECTURES
 
+ONCE = once() + once(finalized=True)
+ELSEWHERE = [
+    case
+    for case in once_on_each_architecture() + once_on_each_architecture(finalized=True)
+    if case.id not in {case.id for case in ONCE}
+]
+ELSEWHERE += [
+    plain(architecture, method, finalized=True)
+    for method in FURTHER
+    if method.finalizable
+    for architecture in ARCHITECTURES.values()
+]
 
-def test_a_new_process_opens_the_same_models(tmp_path):
+
+@pytest.mark.parametrize("cases", [ONCE, ELSEWHERE], ids=["once", "on the other architectures"])
+def test_a_new_process_opens_the_same_models(cases, tmp_path):
     """Invariants 1 and 6, for every method on every architecture after a training step, under another global seed."""
     manifest = {"merged": [], "saved": []}
 
@@ -31,11 +45,6 @@ def test_a_new_process_opens_the_same_models(tmp_path):
         requires_grad = trainability_before_training(model)
         manifest[kind].append(entry | {"requires_grad": requires_grad, "native_class": native_class})
 
-    cases = once_on_each_architecture() + once_on_each_architecture(finalized=True)
-    further = [
-        plain(architecture, method, finalized=True) for method in FURTHER for architecture in ARCHITECTURES.values()
-    ]
-    cases += [case for case in further if all(method.finalizable for method in case.methods)]
     for case in cases:
         model = build(case)
         training_step(model, case.batch())

@@ -30,6 +30,7 @@ from hf_freeze.data import (
     tokens,
     train_tokenizer,
 )
+from hf_freeze.experiments.runs.processes import Processes
 from hf_freeze.experiments.runs.text_training import backbone_config
 from hf_freeze.experiments.tasks.registry import task_of
 
@@ -394,6 +395,6 @@ def test_other_loaders_take_tokens_on_the_disk(tmp_path):
     stored = trainer.train_dataset
     assert isinstance(stored, TokenDataset)
     assert sum(len(batch["labels"]) for batch in trainer.get_eval_dataloader(stored)) == 40
-    context = multiprocessing.get_context("spawn")
+    context = Processes(jobs=2, resume_anyway=False).context  # pickles as spawn does, and has imported already
     workers = DataLoader(stored, batch_size=7, collate_fn=list, num_workers=1, multiprocessing_context=context)
     assert [row for batch in workers for row in batch] == rows(stored)

@@ -437,7 +437,7 @@ def test_the_pareto_front(tmp_path, task):
         (str(i), 1): {"parameters": {"total": n, "stored_bytes": 4 * n, "trainable": n, "trainable_share": 1.0}}
         for i, n in enumerate(stored)
     }
-    make_runs(tmp_path, task=task, rows=rows, seeds=(1,), changes=changes, count=2000)
+    make_runs(tmp_path, task=task, rows=rows, seeds=(1,), changes=changes, count=400)
     report = make_report([tmp_path], lambda text: None)
     sign = 1 if report.task.higher else -1
     points = {row["row"]: (row["stored"][0], sign * row[report.task.quality][0]) for row in report.rows}
@@ -538,7 +538,7 @@ def test_rows_far_worse_than_the_others_lie_on_the_edge(tmp_path, task, worst):
 
     qualities = [0.8 + i / 100 for i in range(8)]
     rows = {str(i): (f"row {i}", quality) for i, quality in enumerate([*qualities, worst])}
-    make_runs(tmp_path / "one", task=task, rows=rows, seeds=(1,), count=2000)
+    make_runs(tmp_path / "one", task=task, rows=rows, seeds=(1,), count=400)
     report = make_report([tmp_path / "one"], lambda text: None)
     (axes,) = cost_figure(report, "stored").axes
     scores = {row["row"]: row[report.task.quality][0] for row in report.rows}
@@ -555,7 +555,7 @@ def test_rows_far_worse_than_the_others_lie_on_the_edge(tmp_path, task, worst):
     }
 
     rows["8"] = ("far better", 0.999 if task == "translation" else 9)
-    make_runs(tmp_path / "other", task=task, rows=rows, seeds=(1,), count=2000)
+    make_runs(tmp_path / "other", task=task, rows=rows, seeds=(1,), count=400)
     (axes,) = cost_figure(make_report([tmp_path / "other"], lambda text: None), "stored").axes
     assert {text.get_text() for text in axes.texts} == {label for label, _ in rows.values()}
 

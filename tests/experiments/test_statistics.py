@@ -111,7 +111,7 @@ def test_rows_that_do_not_differ_are_called_different_as_rarely_as_promised(seed
     rng = np.random.default_rng(seeds)
     flagged = 0
     for trial in range(400):
-        rows = {name: synthetic(rng, seeds=seeds, spread=spread) for name in "ab"}
+        rows = {name: synthetic(rng, seeds=seeds, spread=spread, items=40) for name in "ab"}
         flagged += compare(rows, log_perplexity, replicates=400, seed=trial)[0].significant
     # 5 % of 400 is 20, with a standard deviation of 4.4; with equal seeds the items count twice, so there it is fewer.
     assert flagged / 400 <= most

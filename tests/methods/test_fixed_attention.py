@@ -39,8 +39,8 @@ def weights(pattern, n, empty_rows="zero"):
         defined = {j: w for j, w in raw.items() if 0 <= j < n}
         if not defined and empty_rows == "boundary":
             defined = {0 if pattern in (2, 4) else n - 1: 1}
-        for j, w in defined.items():
-            matrix[i, j] = w / sum(defined.values())
+        total = sum(defined.values())
+        matrix[i, list(defined)] = torch.tensor([w / total for w in defined.values()], dtype=torch.float64)
     return matrix
 
 

@@ -891,10 +891,12 @@ PEFT = """
 def test_peft_wraps_and_merges_a_variant(saved, saved_bert, tmp_path):
     """Its default targets are those of the native model type, whichever package is imported first."""
     pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
     peft, ours = "    from peft import LoraConfig, get_peft_model", "    import hf_freeze"
     code = PEFT.format(bert=str(saved_bert[0]), marian=str(saved), out=str(tmp_path / "merged"))
     children = [f"{first}\n{second}\n{code}" for first, second in ((peft, ours), (ours, peft))]
-    results = run_forked(tmp_path, "from transformers import MarianMTModel, BertForMaskedLM, pipeline", children)
+    both_import = "import accelerate, bitsandbytes; from transformers import MarianMTModel, BertForMaskedLM, pipeline"
+    results = run_forked(tmp_path, both_import, children)
     assert len(results) == 4
     for number, result in enumerate(results):
         assert result.pop("changed") > 1e-2

@@ -11,7 +11,7 @@ import numpy as np
 import transformers
 from torch import distributed
 
-from hf_freeze.analysis.accounting import count_parameters, multiply_adds, stored_bytes
+from hf_freeze.analysis.accounting import count_parameters, forward_multiply_adds, stored_bytes
 from hf_freeze.analysis.memory import inference_memory
 from hf_freeze.experiments.runs.environment import environment, peak_memory
 from hf_freeze.experiments.runs.launcher import is_first_process
@@ -124,9 +124,3 @@ def memory_of(model: Any) -> dict[str, int]:
     """Bytes in memory at inference and bytes that a decoding step reads, with seeded parts generated where they are used."""
     memory = inference_memory(model, "streamed")
     return {"resident": memory.resident - memory.scratch, "read": memory.read}
-
-
-def forward_multiply_adds(model: Any) -> int:
-    """Of a token of a sequence of 32 (of source and target each)."""
-    length = min(32, getattr(model.config, "max_position_embeddings", 32))
-    return round(multiply_adds(model, length=length).forward)

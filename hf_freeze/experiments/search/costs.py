@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from hf_freeze import make_variant
-from hf_freeze.analysis.accounting import count_parameters, stored_bytes
+from hf_freeze.analysis.accounting import count_parameters, forward_multiply_adds, stored_bytes
 from hf_freeze.experiments.recipes.rows import method_of
-from hf_freeze.experiments.runs.execute import forward_multiply_adds
 from hf_freeze.experiments.runs.text_training import backbone_config, new_tokenizer
 from hf_freeze.experiments.tasks.base import Task
 from hf_freeze.experiments.tasks.registry import task_of
