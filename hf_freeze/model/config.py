@@ -87,10 +87,10 @@ class VariantConfigMixin(_Config):
                 raise ValueError(f"method {method.name!r} does not support {architecture.model_type!r}; {reason}")
             check_order(method, methods[:number])
             method.check(architecture, before)
-            for stack, numbers in method.layers_kept(architecture, before).items():
-                kept[stack] = [kept[stack][number] for number in numbers] if stack in kept else list(numbers)
             changed |= (new := method.config_changes(architecture, before))
             check_sizes(architecture.model_type, SimpleNamespace(**new), architecture.sizes)
+            for stack, numbers in method.layers_kept(architecture, before).items():
+                kept[stack] = [kept[stack][number] for number in numbers] if stack in kept else list(numbers)
             architecture = method.describe(architecture, before)
             set_fields(before, new)
             architecture.check_sizes(before)
