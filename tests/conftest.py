@@ -8,6 +8,7 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -54,6 +55,8 @@ if RUNS_TESTS:
     # What follows is for this process alone: the new processes that tests start do all of it as for a user.
     os.fsync = lambda descriptor: None  # no test cuts the power, and each save waits for the disk eight times
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # starting threads takes longer than reading a tiny tensor
+    # Loading compiles the patterns of transformers' renamings, of which there are more than Python keeps.
+    re._MAXCACHE = 1 << 14
     # transformers writes every config that it makes of a dict into a line of its log, which nothing prints.
     PreTrainedConfig.__repr__ = object.__repr__
 

@@ -34,13 +34,18 @@ def derive(config: Any) -> Architecture:
     contradict each other.
     """
     check_contradictions(config)
-    key = type(config).__name__ + json.dumps(config.to_dict(), sort_keys=True, default=str)
+    key = _key(config)
     if key not in _DERIVED:
         with quiet(), torch.random.fork_rng(devices=[]):  # the first call leaves the random state as the later ones do
             with torch.device("cpu"):  # proofs compute values, also where the caller builds on meta
                 small, unused = _derived_small(config)
             _DERIVED[key] = _adopt(describe(base_model(config), config, unused), small, config)
     return _DERIVED[key]
+
+
+def _key(config: Any) -> str:
+    """What a description depends on. `architectures` names the class of the whole model, which a variant's config changes."""
+    return type(config).__name__ + json.dumps(config.to_dict() | {"architectures": None}, sort_keys=True, default=str)
 
 
 _DERIVED: dict[str, Architecture] = {}
@@ -54,7 +59,7 @@ def _derived_small(config: Any) -> tuple[Architecture, list[str]]:
         small = shrink(config)
     except Exception as error:  # whatever the config class raises for values that it refuses
         raise NotDerived(f"{config.model_type}: no small config for its proofs: {first_line(error)}") from error
-    key = type(small).__name__ + json.dumps(small.to_dict(), sort_keys=True, default=str)
+    key = _key(small)
     if key not in _SMALL:
         try:
             probe = Probe(small)

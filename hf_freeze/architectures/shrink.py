@@ -80,7 +80,7 @@ def sizes_in(config: Any) -> dict[str, tuple[str, ...]]:
 def head_fields(config: Any) -> tuple[str | None, str | None]:
     """The fields that hold the number of query heads and the number of key and value heads, told by their names; None if there is
     none."""
-    numbers = [name for name, value in config.to_dict().items() if type(value) is int and value > 0]
+    numbers = [name for name, value in vars(config).items() if type(value) is int and value > 0]
     heads = next((name for name in numbers if re.fullmatch(_HEADS, name)), None)
     return heads, next((name for name in numbers if _GROUPS.fullmatch(name)), None)
 

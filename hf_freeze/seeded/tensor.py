@@ -106,7 +106,7 @@ def uniform(
     shares = [range(first_block + thread * chunk, last_block, threads * chunk) for thread in range(threads)]
     if not on_cpu:
         fill(range(first_block, last_block, chunk))
-    elif len(shares[-1]):
+    elif threads > 1 and len(shares[-1]):
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(fill_on_cpu, shares))
     else:

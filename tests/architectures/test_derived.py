@@ -144,6 +144,18 @@ def test_a_vocabulary_is_not_trimmed_where_the_output_matrix_is_not_told():
         make_variant(config, [VocabularyTrimming(keep=list(range(40)))], task="seq2seq-lm")
 
 
+def test_a_family_is_derived_once_whatever_class_its_config_names(monkeypatch):
+    """A variant's config names the variant's class, where that of its backbone names none."""
+    monkeypatch.setattr(hf_freeze.architectures.derive, "_DERIVED", {})
+    monkeypatch.setattr(hf_freeze.architectures.derive, "_SMALL", {})
+    config = small_config("bloom")
+    derived = derive(config)
+    config.architectures = ["VariantBloomForCausalLM"]
+    assert derive(config) is derived
+    config.hidden_size *= 2
+    assert derive(config) is not derived
+
+
 def test_deriving_is_silent_and_leaves_the_verbosity_as_it_was(monkeypatch):
     """It builds models of all tasks, and transformers has advice on some, such as a RobertaLMHeadModel that is no decoder."""
     monkeypatch.setattr(hf_freeze.architectures.derive, "_DERIVED", {})

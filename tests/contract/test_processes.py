@@ -8,7 +8,7 @@ import json
 
 import pytest
 from safetensors.torch import save_file
-from support.cases import FURTHER, Case, once, once_on_each_architecture, plain
+from support.cases import ALL, FURTHER, Case, once, once_on_each_architecture, plain
 from support.models import build, merge_or_none, outputs, trainability_before_training
 from support.processes import run_child, two_processes
 from support.training import training_step
@@ -50,14 +50,17 @@ def test_a_new_process_opens_the_same_models(cases, tmp_path):
         training_step(model, case.batch())
         expected = outputs(model, case.batch())
         enter("saved", model, case, expected)
-        merged = merge_or_none(model)
+        # On the other architectures, `test_merged_is_a_native_model` says of each cell that native classes hold all of it.
+        merged = merge_or_none(model) if ALL or cases is ONCE else None
         if merged is not None:
             enter("merged", merged, case, expected)
     path = tmp_path / "manifest.json"
     path.write_text(json.dumps(manifest))
     result = run_child("reload", path)
     assert result["problems"] == []
-    assert result["opened"] == len(manifest["merged"]) + len(manifest["saved"]) > 1.5 * len(cases)
+    assert len(manifest["saved"]) == len(cases)
+    assert len(manifest["merged"]) > len(cases) / 2 or cases is ELSEWHERE
+    assert result["opened"] == len(manifest["merged"]) + len(manifest["saved"])
 
 
 @pytest.mark.skipif(

@@ -1,5 +1,6 @@
 """Methods that keep part of the model, after a Freeze that made it random: what they keep is a slice of its definition."""
 
+import functools
 import json
 
 import pytest
@@ -56,15 +57,22 @@ def saved_and_reloaded(model, case, folder):
     return reloaded
 
 
+@functools.cache
+def random_and_merged(model_type, all_random):
+    """Which `make_variant` leaves as they are."""
+    freeze = ALL_RANDOM if all_random else OTHER_SCHEMES
+    random = make_variant(native(case_of(ARCHITECTURES[model_type], freeze)), [freeze])
+    return random, random.merge()
+
+
 @pytest.mark.parametrize(("architecture", "method"), CELLS)
 @pytest.mark.parametrize("freeze", [ALL_RANDOM, OTHER_SCHEMES], ids=["random", "other schemes"])
 def test_what_is_kept_is_a_slice_of_what_was_random(architecture, method, freeze, tmp_path):
     case = case_of(architecture, freeze, method)
-    source = native(case)
-    random = make_variant(source, [freeze])
-    model = make_variant(source, [freeze, method])
+    model = make_variant(native(case), [freeze, method])
+    random, merged = random_and_merged(architecture.model_type, freeze is ALL_RANDOM)
     # The same selection among the same values, in a plain model that stores them.
-    stored = make_variant(random.merge(), [method])
+    stored = make_variant(merged, [method])
     assert model.seeded_tensors
     assert all(torch.equal(model.get_parameter(name), stored.get_parameter(name)) for name in model.seeded_tensors)
     in_turn = make_variant(random, [method])

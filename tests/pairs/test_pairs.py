@@ -56,7 +56,8 @@ def test_a_pair_works_or_is_refused(case: Case, tmp_path):
             check_after_finalize(finished(in_turn), second, case, tmp_path, works="or finalize() before" in message)
         return
     batch = case.batch()
-    check_in_turn(build_anew(replace(case, methods=(first,))), second, model, batch)
+    if ALL or in_turn_too(case):
+        check_in_turn(build_anew(replace(case, methods=(first,))), second, model, batch)
     merged = merge_or_none(model)
     assert merged is None or differences(outputs(merged, batch), outputs(model, batch), 1e-5) == []
     finalizable = any(method.finalizable for method in case.methods)
@@ -81,6 +82,13 @@ def test_a_pair_works_or_is_refused(case: Case, tmp_path):
 def test_a_pair_generates(case: Case):
     with contextlib.suppress(ValueError):  # refused there too
         assert generation_problems(build_anew(case), case.batch(), widths=(1,), tokens=3) == []
+
+
+def in_turn_too(pair: Case) -> bool:
+    """Of two pairs that come in both orders one, so that each method is the first in some and the second in others. A refusal is
+    in turn for every pair, and what a method converts is a variant at once too: that of the methods before it."""
+    first, second = (ORDER.index(method.name) for method in pair.methods)
+    return first == second or (first < second) == bool((first + second) % 2)
 
 
 def check_in_turn(in_turn, second, model, batch):

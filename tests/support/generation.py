@@ -23,23 +23,21 @@ def generation_problems(
         ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
     ]  # of unequal lengths
     states = {name: value for name, value in batch.items() if name.startswith("encoder_")}  # for cross-attention
-    alone = [{name: value[row : row + 1] for name, value in states.items()} for row in range(len(sentences))]
+    # Alone, a sentence that is padded in the batch has no padding, and no other beside it.
+    padded = [row for row, ids in enumerate(sentences) if len(ids) < max(map(len, sentences))]
+    assert padded
     problems: list[str] = []
     for beams in widths:
         cached = _generate(model, sentences, tokens, num_beams=beams, **states)
-        for name, other in {
-            "without cache": _generate(model, sentences, tokens, num_beams=beams, use_cache=False, **states),
-            "alone": torch.cat(
-                [
-                    _generate(model, [ids], tokens, num_beams=beams, **rest)
-                    for ids, rest in zip(sentences, alone, strict=True)
-                ],
-                dim=1,
-            ),
-        }.items():
-            problems += [
-                f"{beams} beams, {name}: {p}" for p in differences({"scores": other}, {"scores": cached}, 1e-4)
-            ]
+        uncached = _generate(model, sentences, tokens, num_beams=beams, use_cache=False, **states)
+        pairs = {"without cache": (uncached, cached)}
+        for row in padded:
+            rest = {name: value[row : row + 1] for name, value in states.items()}
+            alone = _generate(model, [sentences[row]], tokens, num_beams=beams, **rest)
+            pairs[f"row {row} alone"] = (alone, cached[:, row : row + 1])
+        for name, (actual, expected) in pairs.items():
+            found = differences({"scores": actual}, {"scores": expected}, 1e-4)
+            problems += [f"{beams} beams, {name}: {problem}" for problem in found]
     return problems
 
 
