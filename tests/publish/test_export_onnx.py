@@ -5,6 +5,8 @@ import copy
 import json
 import shutil
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +43,7 @@ from hf_freeze.publish.export.comparison import largest_difference, tolerance
 from hf_freeze.publish.export.convert import FORMATS
 from hf_freeze.publish.export.exported import CLASSES
 from hf_freeze.publish.export.folders import MARK
-from hf_freeze.publish.export.parts import parts_of
+from hf_freeze.publish.export.parts import Part, parts_of
 from hf_freeze.publish.export.torch_export import traced
 
 ENGINE = {"intra_op_num_threads": 1}
@@ -64,14 +66,7 @@ def _has_layers_of_ours(case: Case) -> bool:
 
 
 # `export_model` compares the outputs with those of the variant, at several lengths, and raises for any that differ. By default:
-# every second method with layers of its own, on a BERT of one layer, which is traced fastest. The tests below have more.
-CASES = [case for case in (once_on_each_architecture() if ALL else PLAIN) if case.accepted and not case.finalized]
-if not ALL:
-    CASES = [
-        case for case in CASES if case.architecture.model_type == "bert" and case.methods and _has_layers_of_ours(case)
-    ][::2]
-
-
+# every second method with layers of its own, several at once, on a BERT of one layer, which is traced fastest. The tests below have more.
 def one_layer(case: Case):
     """The variant of a case of BERT, with a single layer."""
     config = native_config(case.architecture)
@@ -79,6 +74,35 @@ def one_layer(case: Case):
     torch.manual_seed(0)
     native = add_noise(AUTO_CLASSES[case.task].from_config(config), case.architecture)
     return make_variant(native.eval(), list(case.methods))
+
+
+def layers_of_ours(case: Case) -> Counter[str]:
+    """How many layers of each class of hf_freeze it has; none where the methods do not go together."""
+    try:
+        classes = [type(module) for module in one_layer(case).modules()]
+    except ValueError:
+        return Counter()
+    return Counter(one.__name__ for one in classes if one.__module__.startswith("hf_freeze.layers"))
+
+
+def together(cases: list[Case]) -> list[Case]:
+    """Few cases with all methods of these, in which each method still has all of its layers."""
+    groups: list[Case] = []
+    for case in cases:
+        for place, group in enumerate(groups):
+            both = replace(group, methods=group.methods + case.methods)
+            if both.accepted and layers_of_ours(both) == layers_of_ours(group) + layers_of_ours(case):
+                groups[place] = both
+                break
+        else:
+            groups.append(case)
+    return groups
+
+
+CASES = [case for case in (once_on_each_architecture() if ALL else PLAIN) if case.accepted and not case.finalized]
+if not ALL:
+    CASES = [case for case in CASES if case.architecture.model_type == "bert" and case.methods and layers_of_ours(case)]
+    CASES = together(CASES[::2])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -107,7 +131,7 @@ def translator(tmp_path_factory):
         methods.LowRank(rank=3, components=["attention"]),
         methods.Freeze(ffn="random"),
     ]
-    model = make_variant(marian(tokenizer, decoder_layers=2), parts)
+    model = make_variant(marian(tokenizer, encoder_layers=1, decoder_layers=2), parts)
     return save(folder, model, tokenizer), export_model(folder, "onnx")
 
 
@@ -258,13 +282,31 @@ def test_a_program_of_torch_has_operations_of_torch_alone(generator):
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
-    """The folder of a BERT whose FFNs are sparse, with a tokenizer."""
+    """The folder of a BERT of one layer whose FFN is sparse, with a tokenizer."""
     case = plain(ARCHITECTURES["bert"], methods.MagnitudePruning(sparsity=0.75), task="sequence-classification")
-    folder = tmp_path_factory.mktemp("bert") / "model"
-    return save(folder, build(case), words(build(case).config.vocab_size))
+    model = one_layer(case)
+    return save(tmp_path_factory.mktemp("bert") / "model", model, words(model.config.vocab_size))
 
 
-def test_classes_are_those_of_the_variant(classifier):
+@pytest.fixture(scope="module")
+def graphs():
+    """Of the classifier, by the names of its parts: traced once for all tests that export it."""
+    return {}
+
+
+@pytest.fixture
+def traced_once(graphs, monkeypatch):
+    trace = onnx_format._traced
+
+    def known(part):
+        if part.name not in graphs:
+            graphs[part.name] = trace(part)
+        return graphs[part.name].clone()
+
+    monkeypatch.setattr(onnx_format, "_traced", known)
+
+
+def test_classes_are_those_of_the_variant(classifier, traced_once):
     texts = ["w5 w9 w3", "w8 w4 w4 w7 w30"]
     expected = pipeline("text-classification", model=str(classifier))(texts, top_k=None)
     folder = export_model(classifier, "onnx")
@@ -291,7 +333,7 @@ def weights_of_products(path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int8-static"])
-def test_int8_is_smaller_and_near(classifier, quantization, tmp_path):
+def test_int8_is_smaller_and_near(classifier, traced_once, quantization, tmp_path):
     said: list[str] = []
     numbers = torch.randint(3, 30, (40, 9), generator=torch.Generator().manual_seed(1)).tolist()
     texts = [" ".join(f"w{number}" for number in row) for row in numbers]
@@ -309,7 +351,7 @@ def test_int8_is_smaller_and_near(classifier, quantization, tmp_path):
     found = AutoModelForSequenceClassification.from_pretrained(folder)(input_ids=ids).logits
     assert 0 < (found - expected).abs().mean() < 0.1 * expected.std()
     weights = weights_of_products(folder / "model.onnx")
-    assert len(weights) == 2 * 6 + 2  # the matrices of two layers, of the pooler and of the classes
+    assert len(weights) == 6 + 2  # the matrices of the layer, of the pooler and of the classes
     for numbers, scales in weights:
         assert np.abs(numbers.astype(int)).max() <= 64
         assert numbers.dtype == np.int8
@@ -387,7 +429,7 @@ def test_a_shallow_model_is_held_to_more():
     assert limit < largest_difference(parts, engine(wrong, torch.float32)) < 1e-4
 
 
-def test_a_file_that_computes_something_else_is_refused(classifier, tmp_path, monkeypatch):
+def test_a_file_that_computes_something_else_is_refused(classifier, traced_once, tmp_path, monkeypatch):
     original = onnx_format._traced
 
     def wrong(part):
@@ -407,16 +449,18 @@ def test_a_file_that_computes_something_else_is_refused(classifier, tmp_path, mo
 
 
 def small_language_model(model_type: str):
-    """Attentions in every second layer of LFM2, ALiBi in MPT, experts in Mixtral, some of whose neurons are gone."""
+    """Convolutions and attention in LFM2, ALiBi in MPT, experts in LFM2's mixture and in Mixtral, whose neurons are pruned."""
     config = tiny_config(model_type)
-    shape = {"lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "mpt": {"n_layers": 1}}
-    for name, value in shape.get(model_type, {"num_hidden_layers": 1}).items():
+    lfm2 = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    experts = {"num_dense_layers": 1, "num_experts": 2, "num_experts_per_tok": 1}
+    shape = {"lfm2": lfm2, "lfm2_moe": lfm2 | experts, "mpt": {"n_layers": 1}}
+    for name, value in shape.get(model_type, {"num_hidden_layers": 1, "num_local_experts": 2}).items():
         setattr(config, name, value)
     torch.manual_seed(0)
     native = AutoModelForCausalLM.from_config(config).eval()
     for parameter in native.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
-    pruning = {"expert_width": 8} if model_type == "mixtral" else {"width": 8}
+    pruning = {"expert_width": 8} if model_type in ("mixtral", "lfm2_moe") else {"width": 8}
     factors = methods.LowRank(rank=3, components=["attention"])
     return make_variant(native, [factors, methods.FFNPruning(**pruning)]).eval()
 
@@ -427,7 +471,7 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("model_type", ["lfm2", "mpt", "mixtral"])
+@pytest.mark.parametrize("model_type", ["lfm2_moe", "mpt", *["lfm2", "mixtral"] * ALL])
 def test_designs_of_language_models(model_type, tmp_path):
     model = small_language_model(model_type)
     model.save_pretrained(tmp_path / "model")
@@ -492,20 +536,33 @@ def test_a_full_disk_leaves_the_earlier_export(classifier, tmp_path, monkeypatch
 
 @torch.no_grad()
 def test_a_family_whose_layers_read_their_weights():
-    """T5 looks at the dtype of a weight, which a variant computes when it is read."""
+    """The FFN of T5 looks at the dtype of a weight, which a variant computes when it is read."""
     torch.manual_seed(0)
     config = tiny_config("t5")
     config.num_layers = 1
     model = make_variant(T5ForConditionalGeneration(config), [methods.LowRank(rank=3)]).eval()
-    encoder = parts_of(model, "seq2seq-lm")[0]
-    inputs = tuple(encoder.inputs.values())
-    torch.testing.assert_close(traced(encoder).module()(*inputs), encoder.module(*inputs), rtol=1e-5, atol=1e-5)
+    ffn = model.encoder.block[0].layer[-1]
+    states = torch.randn(2, 5, config.d_model)
+    axes = {"states": {0: "batch", 1: "length"}}
+    part = Part("ffn", _ManyInputs(ffn), {"states": states}, ["states"], axes)
+    torch.testing.assert_close(traced(part).module()(states)[0], ffn(states), rtol=1e-5, atol=1e-5)
+
+
+class _ManyInputs(torch.nn.Module):
+    """As the modules of parts."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs):
+        return (self.module(*inputs),)
 
 
 def test_an_image_classifier_too(tmp_path):
     torch.manual_seed(0)
     config = ViTConfig(
-        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4
     )
     model = make_variant(ViTForImageClassification(config), [methods.FFNPruning(width=8)]).eval()
     model.save_pretrained(tmp_path / "vit")

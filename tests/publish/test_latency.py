@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,7 +64,12 @@ def translator(tmp_path_factory) -> Path:
     return save(tmp_path_factory.mktemp("latency") / "model", model, words(40))
 
 
-def test_folders_take_turns_and_do_the_same_work(translator, tmp_path):
+def test_folders_take_turns_and_do_the_same_work(translator, tmp_path, monkeypatch):
+    """The first in a new process, as for a user."""
+    if hasattr(os, "fork"):
+        start = iter([subprocess.Popen, Fork])
+        processes = SimpleNamespace(Popen=lambda *a, **o: next(start)(*a, **o), PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+        monkeypatch.setattr(latency, "subprocess", processes)
     served = export_model(translator, "ctranslate2", out=tmp_path / "served")
     said: list[str] = []
     results = measure(
@@ -77,8 +83,8 @@ def test_folders_take_turns_and_do_the_same_work(translator, tmp_path):
         assert min(one.first) > 0
         assert one.per_text(1) == pytest.approx(sum(one.batches[1]) / 8)
         assert one.tokens_per_second(1) == pytest.approx(5000 * 8 / sum(one.batches[1]))
-        assert one.cold_start > 0.3  # no Python imports torch in less
         assert 100 < one.memory < 10_000
+    assert results[0].cold_start > 0.3  # no Python imports torch in less
     assert results[0].megabytes == pytest.approx((translator / "model.safetensors").stat().st_size / 1e6)
     middle, low, high = results[1].ratio_to(results[0], 1)
     assert 0 < low <= middle <= high
