@@ -83,8 +83,9 @@ def _weights(model: Any, architecture: Architecture, batch: Mapping[str, Any]) -
     for name, attention in architecture.attentions(model.config).items():
 
         def keep(_: Any, __: Any, result: Any, name: str = name) -> None:
-            if isinstance(result, tuple) and len(result) > 1 and torch.is_tensor(result[1]) and result[1].ndim == 4:
-                found[name] = result[1]
+            weights = result[1] if isinstance(result, tuple) and len(result) > 1 else None
+            if torch.is_tensor(weights) and weights.ndim == 4 and weights.shape[1]:  # some heads
+                found[name] = weights
 
         handles.append(model.base_model.get_submodule(attention.module).register_forward_hook(keep))
     try:

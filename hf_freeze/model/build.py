@@ -47,6 +47,7 @@ from hf_freeze.model.weights import (
     regenerate,
 )
 from hf_freeze.seeded import Origin, SeededTensor
+from hf_freeze.surgery.replacing import DENSE
 
 
 class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, PrivateHooks):
@@ -225,7 +226,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
         """Keep linears from quantisers that are made by methods, that a seed fills, or that share their weight."""
         tied = self.all_tied_weights_keys
         kept = {name.rpartition(".")[0] for name in (*self.seeded_tensors, *tied, *tied.values())}
-        linears = {name: module for name, module in self.named_modules() if isinstance(module, surgery.DENSE)}
+        linears = {name: module for name, module in self.named_modules() if isinstance(module, DENSE)}
         own = {name for name, module in linears.items() if name not in native_linears or not surgery.is_dense(module)}
         leave_unquantized(self, own | kept & linears.keys())
 

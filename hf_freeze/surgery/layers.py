@@ -97,8 +97,8 @@ def drop_predecessors(layers: Iterable[Any]) -> None:
 
 
 def take_values(old: Any, new: Any, others: Mapping[str, torch.Tensor]) -> None:
-    """Give one layer the tensors of another of its kind, and `others` by their names in it, in the same memory. Linears that
-    bitsandbytes has packed are there."""
+    """Give one layer the tensors of another of its kind, and `others` of any shape by their names in it, in the same memory.
+    Linears that bitsandbytes has packed are there."""
     packed = tuple(f"{name}." for name, module in new.named_modules() if is_packed(module))
     tensors = {**old.state_dict(), **others}
     values = {name: value for name, value in tensors.items() if not name.startswith(packed)}
