@@ -253,7 +253,7 @@ def test_the_last_whole_checkpoint_is_found_by_number(tmp_path):
 
 
 def test_grids_under_torchrun(tmp_path):
-    """One group of two processes runs a grid of one task and a row of another, of every one in make test-all, and then the first one again.
+    """One group of two processes runs a grid of one task, a row of another (in make test-all, grids of all), and the first again.
 
     By default they have the variables that torchrun sets: its own processes would import for longer than all of this takes.
     """
