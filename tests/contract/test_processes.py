@@ -32,7 +32,8 @@ ELSEWHERE += [
 
 @pytest.mark.parametrize("cases", [ONCE, ELSEWHERE], ids=["once", "on the other architectures"])
 def test_a_new_process_opens_the_same_models(cases, tmp_path):
-    """Invariants 1 and 6, for every method on every architecture after a training step, under another global seed."""
+    """Invariant 1, for every method on every architecture after a training step, under another global seed; and 6, for every
+    method."""
     manifest = {"merged": [], "saved": []}
 
     def enter(kind, model, case: Case, expected):
@@ -50,7 +51,7 @@ def test_a_new_process_opens_the_same_models(cases, tmp_path):
         training_step(model, case.batch())
         expected = outputs(model, case.batch())
         enter("saved", model, case, expected)
-        # On the other architectures, `test_merged_is_a_native_model` says of each cell that native classes hold all of it.
+        # Of every architecture, `test_merged_is_a_native_model` says that native classes hold all of it.
         merged = merge_or_none(model) if ALL or cases is ONCE else None
         if merged is not None:
             enter("merged", merged, case, expected)

@@ -366,7 +366,7 @@ def test_names_of_points_do_not_collide(tmp_path):
     from hf_freeze.experiments.report.plots.costs import cost_figure
 
     same = {str(i): (f"row {i}", 0.8) for i in range(6)}
-    make_runs(tmp_path, rows=same, seeds=(1,), count=5000)
+    make_runs(tmp_path, rows=same, seeds=(1,))
     figure = cost_figure(make_report([tmp_path], lambda text: None), "share")
     names = [text for text in figure.axes[0].texts if text.get_text() in {label for label, _ in same.values()}]
     assert len(names) == 6
@@ -437,7 +437,7 @@ def test_the_pareto_front(tmp_path, task):
         (str(i), 1): {"parameters": {"total": n, "stored_bytes": 4 * n, "trainable": n, "trainable_share": 1.0}}
         for i, n in enumerate(stored)
     }
-    make_runs(tmp_path, task=task, rows=rows, seeds=(1,), changes=changes, count=400)
+    make_runs(tmp_path, task=task, rows=rows, seeds=(1,), changes=changes)
     report = make_report([tmp_path], lambda text: None)
     sign = 1 if report.task.higher else -1
     points = {row["row"]: (row["stored"][0], sign * row[report.task.quality][0]) for row in report.rows}
@@ -461,7 +461,7 @@ def test_scores_against_a_setting(tmp_path, task, pictures):
 
     ranks = {"full": None, "e8": 8, "e2": 2, "e4-shared": 4, "e8-shared": 8}
     rows = {row: (f"row {row}", 0.5 + index / 10) for index, row in enumerate(ranks)}
-    make_runs(tmp_path, task=task, rows=rows, seeds=(1,), count=500)
+    make_runs(tmp_path, task=task, rows=rows, seeds=(1,))
     assert make_report([tmp_path], lambda text: None).series() == []
     for row, rank in ranks.items():
         folder = tmp_path / f"row-{row}-seed-1"
@@ -538,7 +538,7 @@ def test_rows_far_worse_than_the_others_lie_on_the_edge(tmp_path, task, worst):
 
     qualities = [0.8 + i / 100 for i in range(8)]
     rows = {str(i): (f"row {i}", quality) for i, quality in enumerate([*qualities, worst])}
-    make_runs(tmp_path / "one", task=task, rows=rows, seeds=(1,), count=400)
+    make_runs(tmp_path / "one", task=task, rows=rows, seeds=(1,))
     report = make_report([tmp_path / "one"], lambda text: None)
     (axes,) = cost_figure(report, "stored").axes
     scores = {row["row"]: row[report.task.quality][0] for row in report.rows}
@@ -555,7 +555,7 @@ def test_rows_far_worse_than_the_others_lie_on_the_edge(tmp_path, task, worst):
     }
 
     rows["8"] = ("far better", 0.999 if task == "translation" else 9)
-    make_runs(tmp_path / "other", task=task, rows=rows, seeds=(1,), count=400)
+    make_runs(tmp_path / "other", task=task, rows=rows, seeds=(1,))
     (axes,) = cost_figure(make_report([tmp_path / "other"], lambda text: None), "stored").axes
     assert {text.get_text() for text in axes.texts} == {label for label, _ in rows.values()}
 

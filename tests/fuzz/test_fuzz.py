@@ -59,7 +59,7 @@ ODD = [
 ]
 CASES = once(lambda case: bool(case.methods)) + once(finalized=True)
 TIMES = int(os.environ.get("HF_FREEZE_FUZZ", "1"))
-CONFIGS, HEADERS = 30 * TIMES, 12 * TIMES  # damages of each saved variant
+CONFIGS, HEADERS = 20 * TIMES, 8 * TIMES  # damages of each saved variant
 REFUSALS = (ValueError, OSError, StrictDataclassError)
 SECONDS = 20  # of a load that takes some hundredths: the machine may be busy
 
