@@ -68,7 +68,9 @@ def test_folders_take_turns_and_do_the_same_work(translator, tmp_path, monkeypat
     """The first in a new process, as for a user."""
     if hasattr(os, "fork"):
         start = iter([subprocess.Popen, Fork])
-        processes = SimpleNamespace(Popen=lambda *a, **o: next(start)(*a, **o), PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+        processes = SimpleNamespace(
+            Popen=lambda *a, **o: next(start)(*a, **o), PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL
+        )
         monkeypatch.setattr(latency, "subprocess", processes)
     served = export_model(translator, "ctranslate2", out=tmp_path / "served")
     said: list[str] = []
