@@ -104,7 +104,8 @@ def whisper(tmp_path):
 
 
 def whisper_of(layers, tmp_path):
-    """(model, tokenizer, feature extractor); the model, of so many layers on each side, prefers letters to timestamps, so that it says something."""
+    """(model, tokenizer, feature extractor); the model, of so many layers on each side, prefers letters to timestamps, so that it
+    says something."""
     letters = [*"abcdefgh", "Ġa", "Ġb"]
     (tmp_path / "vocab.json").write_text(json.dumps({letter: number for number, letter in enumerate(letters)}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")

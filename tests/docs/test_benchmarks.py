@@ -1,5 +1,6 @@
 """Every benchmark says what it claims, and runs at its smallest setting. What it times is not judged here; sizes are."""
 
+import functools
 import importlib
 import itertools
 import json
@@ -31,6 +32,8 @@ slow = pytest.mark.skipif(not ALL, reason="a benchmark that takes seconds: run b
 def run(monkeypatch, capsys):
     """run(name, *arguments) -> what the benchmark prints."""
     monkeypatch.syspath_prepend(FOLDER)
+    product_rate = importlib.import_module("_shared").product_rate
+    monkeypatch.setattr(product_rate, "__defaults__", (128,))  # the size of 50 products that are timed
 
     def call(name, *arguments):
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
@@ -88,7 +91,8 @@ def test_scale_data(run, in_this_process, monkeypatch, tmp_path):
     assert re.search(r"resident, GB: (passed|missed)", printed)
 
 
-def test_precision(run):
+def test_precision(run, monkeypatch):
+    monkeypatch.setattr(data, "builtin_corpus", functools.partial(data.builtin_corpus, train=300, dev=1, test=1))
     printed = run("precision", "--preset", "demo", "--batches", "1", "--rounds", "1")
     assert re.search(r"bf16 takes [\d.]+ times as long as fp32; claim: (passed|missed)", printed)
     assert printed.count("| chosen |") == 1

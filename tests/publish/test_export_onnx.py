@@ -66,7 +66,8 @@ def _has_layers_of_ours(case: Case) -> bool:
 
 
 # `export_model` compares the outputs with those of the variant, at several lengths, and raises for any that differ. By default:
-# every second method with layers of its own, several at once, on a BERT of one layer, which is traced fastest. The tests below have more.
+# every second method with layers of its own, several at once, on a BERT of one layer, which is traced fastest. The tests below
+# have more.
 def one_layer(case: Case):
     """The variant of a case of BERT, with a single layer."""
     config = native_config(case.architecture)
