@@ -85,7 +85,8 @@ def _check_layers(native: Any, source: Any, config: Any, architecture: Architect
             # Modules that only in the first layer have parameters, which `move_first` sees to.
             moved = {parameter.rsplit(".", 2)[0] for parameter in architecture.stacks[name].unread}
             pairs = zip(left[name], new, strict=True)
-            differences += [_other_settings(old[number], layer, moved) for number, layer in pairs]
+            depth = architecture.stacks[name].depth.rpartition(".")[2]
+            differences += [_other_settings(old[number], layer, moved, depth) for number, layer in pairs]
         for number, difference in enumerate(differences):
             if difference is not None:
                 raise ValueError(
@@ -100,15 +101,19 @@ def _other_tensors(native: nn.Module, source: nn.Module) -> str | None:
     return next((f"would {'need' if name in own else 'lack'} {name!r}" for name in sorted(own ^ others)), None)
 
 
-def _other_settings(old: nn.Module, new: nn.Module, left_out: Collection[str]) -> str | None:
+def _other_settings(old: nn.Module, new: nn.Module, left_out: Collection[str], depth: str) -> str | None:
     """What two native layers compute differently with the same weights, as the attributes of their modules tell, except for those
-    `left_out`; None if nothing."""
+    `left_out`, and except for the `depth`, from which MiniMax makes buffers that are taken over; None if nothing."""
     modules = dict(old.named_modules())
     for path, module in new.named_modules():
         settings = vars(modules[path]) if path in modules and path not in left_out else {}
         for name, value in vars(module).items():
             # `match_scales` sees to the scale of scores, and only training reads what drops.
-            if name in ("scaling", *LAYER_NUMBERS) or "drop" in name or not isinstance(value, int | float | str | None):
+            if (
+                name in ("scaling", depth, *LAYER_NUMBERS)
+                or "drop" in name
+                or not isinstance(value, int | float | str | None)
+            ):
                 continue
             if (before := settings.get(name, value)) != value:
                 return f"would compute with {f'{path}.{name}'.lstrip('.')}={value!r} instead of {before!r}"
