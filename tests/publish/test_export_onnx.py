@@ -61,10 +61,6 @@ def test_some_formats_keep_the_structure():
 # -- every method ------------------------------------------------------------------------------------------------------------
 
 
-def _has_layers_of_ours(case: Case) -> bool:
-    return any(type(module).__module__.startswith("hf_freeze.layers") for module in build(case).modules())
-
-
 # `export_model` compares the outputs with those of the variant, at several lengths, and raises for any that differ. By default:
 # every second method with layers of its own, several at once, on a BERT of one layer, which is traced fastest. The tests below
 # have more.

@@ -1,9 +1,9 @@
 """A variant passes every model test of transformers that its backbone passes, except those in `differences.py`.
 
-By default: all tests on one task of every architecture without methods, a quarter of them on each of its other tasks, and a quarter
-on every method, on one architecture and one of its tasks; and a share on each of ten families whose description is derived, with
-two of its tasks. With HF_FREEZE_TESTS=all in the environment: all tests on every method on every architecture and task, and on the
-derived families.
+By default all tests on one task of every architecture without methods, and a quarter of them on each of its other tasks; a
+quarter on every method, on one architecture and one of its tasks; and a share on each of ten families whose description is
+derived, with two of its tasks. With HF_FREEZE_TESTS=all in the environment, all tests on every method on every architecture and
+task, and on the derived families.
 """
 
 import re
