@@ -1,4 +1,4 @@
-"""Some 1,100 small damages to what saved variants hold: each loads what is there or is refused in one line, quickly.
+"""Some 700 small damages to what saved variants hold: each loads what is there or is refused in one line, quickly.
 
 The damages are drawn from fixed seeds, so that a failure comes again; its id and the damage are in the message.
 HF_FREEZE_FUZZ=20 draws twenty times as many, of which the first are the same.
