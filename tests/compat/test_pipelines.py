@@ -35,7 +35,7 @@ register_pipelines()
 
 TEXTS = [SOURCE[0], "katze", "das haus am see ist heute schön und der hund trinkt milch", "wir", SOURCE[5]]
 # Weights large enough, and no token twice (`no_repeat_ngram_size`), so that each text gets its own translation.
-TINY = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2} | {
+TINY = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2} | {
     "decoder_attention_heads": 2,
     "encoder_ffn_dim": 32,
     "decoder_ffn_dim": 32,
