@@ -82,7 +82,8 @@ class Recorder:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> Any:
         report = yield
         if report.when == "teardown":
-            seconds = cpu_seconds() - self.begun - sum(self.fixtures.values())
+            # Less than nothing where a server that an earlier test started has ended, and its time with it.
+            seconds = max(0.0, cpu_seconds() - self.begun - sum(self.fixtures.values()))
             report.user_properties.append(("cpu", [seconds, self.fixtures, sorted(self.commands)]))
         return report
 
