@@ -32,7 +32,7 @@ TESTS = Path(__file__).resolve().parent
 RECORD = TESTS / "durations.json"
 # CPU seconds of the tests in the short tier, by the record; what starts them comes on top. An EPYC of 2020 takes 1.5 times as
 # long, and may take 480 for all.
-BUDGET = 270.0
+BUDGET = 240.0
 UNKNOWN = 0.3
 ALIKE = 0.1  # seconds by which the durations of a function's tests may differ and still be recorded as one number
 
