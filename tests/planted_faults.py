@@ -30,6 +30,9 @@ COPIED = (
     "*.md",
     "*.toml",
     "*.txt",
+    "*.yml",
+    "*.cff",
+    "notebooks",
     "Makefile",
     "LICENSE",
 )
