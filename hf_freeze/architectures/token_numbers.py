@@ -31,11 +31,9 @@ def fixed_numbers(config: Any, tables: Iterable[str], least: int = 0) -> dict[st
     key = (type(small), str(fields), least, json.dumps(small.to_dict(), sort_keys=True, default=str))
     if key not in _KNOWN:
         with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-            fixed = (
-                {name: number for name, number in fields.items() if _moves(small, {name: number})}
-                if (_moves(small, fields))
-                else {}
-            )
+            fixed: dict[str, int] = {}
+            if _moves(small, fields):  # all at once first: in most families none matters
+                fixed = {name: number for name, number in fields.items() if _moves(small, {name: number})}
             coded = [number for number in range(least, _HARD_CODED) if _is_coded(small, tables, number)]
         _KNOWN[key] = fixed | ({"its code": coded[-1]} if coded else {})
     return _KNOWN[key]

@@ -136,9 +136,8 @@ def answers_of(folder: Path, engine: Engine, task: str, split: Any, decoding: Ma
             inputs = tokenizer(*(rows[name] for name in columns), truncation=True, padding=True, return_tensors="pt")
             classes += model(**inputs).logits.argmax(-1).tolist()
     names = getattr(split.features["label"], "names", [])
-    if (theirs := model.config.id2label) and set(names) == set(
-        theirs.values()
-    ):  # a model of others has an order of its own
+    theirs = model.config.id2label
+    if theirs and set(names) == set(theirs.values()):  # the model may number the same classes in another order
         return [names.index(theirs[number]) for number in classes]
     return classes
 

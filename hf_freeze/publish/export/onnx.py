@@ -6,7 +6,7 @@ all files lie in weights.data, each of them once.
 The graph has the parts of a variant as they are. Pruned heads, neurons and layers are gone. Factors stay factors where two
 products are faster than one; where they are not, and for sparse and quantised weights, the file holds what the checkpoint holds
 and the graph computes the weight from it, which ONNX Runtime does once, when it opens the file. What a seed generates is
-stored: in 16 bits if the outputs stay the same to `_STORED`, or else in the 24 bits that it has.
+stored: in 16 bits if that changes the outputs by at most `_STORED`, or else in the 24 bits that it has.
 """
 
 import hashlib
