@@ -17,7 +17,7 @@ from hf_freeze.methods._checks import (
     check_positive,
     check_positive_list,
 )
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Method, Model, Statistics
 
 _MOST_MODES = 32  # no dimension has more prime factors
 
@@ -111,7 +111,7 @@ class FactorizedMethod(LinearMethod):
         super().__post_init__()
         check_choice(self.execution, EXECUTIONS, type(self).__name__, "execution")
 
-    def convert(self, old: Any, new: Model) -> None:
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         for name, module in self.modules(new, new.architecture):
             if not surgery.restored(old, name):
                 module.fill(surgery.effective_weight(old.base_model.get_submodule(name)))

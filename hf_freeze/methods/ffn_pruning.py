@@ -15,7 +15,7 @@ from hf_freeze.methods._checks import (
     check_positive,
     is_ascending,
 )
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
@@ -159,9 +159,23 @@ class FFNPruning(Method):
         if (last := max(numbers[-1] for numbers in lists)) >= width:
             raise ValueError(f"FFNPruning: neuron {last} of {block!r}: must be in 0..{width - 1}")
 
-    def convert(self, old: Any, new: Model) -> None:
-        for block, (neurons, count) in self._blocks(new.architecture, new.config).items():
-            neurons.take(new, old, neurons.largest(old, count) if self.keep is None else self.keep[block])
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
+        blocks = self._blocks(new.architecture, new.config)
+        outputs = {} if statistics is None else _outputs(old, blocks)
+        for block, (neurons, count) in blocks.items():
+            if block not in outputs.values():
+                neurons.take(new, old, neurons.largest(old, count) if self.keep is None else self.keep[block])
+        for moments in statistics.walk(list(outputs), before=True) if statistics else ():
+            for name, moment in moments.items():
+                neurons, count = blocks[outputs[name]]
+                plain = neurons.largest(old, count) if self.keep is None else self.keep[outputs[name]]
+                if moment is None:
+                    neurons.take(new, old, plain)
+                    continue
+                linear = old.base_model.get_submodule(name)
+                kept = plain if self.keep else _kept(linear, moment, count)
+                neurons.take(new, old, kept)
+                surgery.refit_inputs(old, new, name, moment, kept, plain, statistics)
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
         origins: dict[str, Origin] = {}
@@ -170,7 +184,7 @@ class FFNPruning(Method):
             origins |= neurons.origins(model, neurons.first(model, count) if self.keep is None else self.keep[block])
         return origins
 
-    def decided(self, old: Any, architecture: Architecture) -> "FFNPruning":
+    def decided(self, old: Any, architecture: Architecture, statistics: Statistics | None) -> "FFNPruning":
         if self.keep is not None:
             return self
         blocks = self._blocks(architecture, old.config)

@@ -22,7 +22,7 @@ from hf_freeze.methods._checks import (
 from hf_freeze.methods._gradual_heads import HEAD_SCOPES, FewerHeads, OpenGates, kept_count, mask_least
 from hf_freeze.methods._head_settings import check_attentions, check_head, check_heads_type, chosen_attentions
 from hf_freeze.methods._ramps import RAMPS
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
@@ -192,7 +192,7 @@ class HeadPruning(Method):
                 f"be left; remove whole groups{', or the same number from every group that stays' * thins}"
             )
 
-    def convert(self, old: Any, new: Model) -> None:
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         if self.finalizable:  # the matrices are as they were
             return
         for name, attention in self._with_heads(old, new.architecture).items():

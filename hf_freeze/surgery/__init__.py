@@ -28,9 +28,11 @@ from hf_freeze.surgery.replacing import dense_module as dense_module
 from hf_freeze.surgery.replacing import device_and_dtype as device_and_dtype
 from hf_freeze.surgery.replacing import effective_weight as effective_weight
 from hf_freeze.surgery.replacing import feature_origins as feature_origins
+from hf_freeze.surgery.replacing import holding as holding
 from hf_freeze.surgery.replacing import is_dense as is_dense
 from hf_freeze.surgery.replacing import is_native as is_native
 from hf_freeze.surgery.replacing import is_removed as is_removed
+from hf_freeze.surgery.replacing import let_go as let_go
 from hf_freeze.surgery.replacing import linear_names as linear_names
 from hf_freeze.surgery.replacing import make_releasable as make_releasable
 from hf_freeze.surgery.replacing import modules as modules
@@ -44,6 +46,7 @@ from hf_freeze.surgery.replacing import resize_ffns as resize_ffns
 from hf_freeze.surgery.replacing import restored as restored
 from hf_freeze.surgery.replacing import return_freed_memory as return_freed_memory
 from hf_freeze.surgery.replacing import select_features as select_features
+from hf_freeze.surgery.replacing import set_linear as set_linear
 from hf_freeze.surgery.replacing import set_values as set_values
 from hf_freeze.surgery.replacing import spread_features as spread_features
 from hf_freeze.surgery.vocabulary import copy_tokens as copy_tokens
