@@ -189,12 +189,12 @@ def loss(
 ) -> float:
     """E‖(W - W') x + b - b'‖² / E‖W x + b‖², exact; without biases tr((W - W') G (W - W')ᵀ) / tr(W G Wᵀ). Both weights (O, I)."""
     total = _energy(weight, bias, moments)
-    if bias is None and new_bias is None:
-        difference = None
-    else:
-        zeros = weight.new_zeros(len(weight), dtype=torch.float64)
-        difference = (zeros if bias is None else bias) - (zeros if new_bias is None else new_bias)
-    error = _energy(weight.to(working_dtype(weight)) - new, difference, moments)
+    dtype = working_dtype(weight)
+    difference = None
+    if bias is not None or new_bias is not None:
+        old, other = (weight.new_zeros(len(weight)) if b is None else b for b in (bias, new_bias))
+        difference = old.to(dtype) - other.to(dtype)
+    error = _energy(weight.to(dtype) - new.to(dtype), difference, moments)
     return error / total if total > 0 else float(error > 0)
 
 
