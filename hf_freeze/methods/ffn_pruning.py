@@ -19,6 +19,8 @@ from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
+from hf_freeze.solvers.columns import eliminate
+from hf_freeze.solvers.moments import Moments
 
 _MULTIPLE = (
     8  # of the neurons of experts: grouped products of matrices need rows of a multiple of 16 bytes, also in bf16
@@ -47,6 +49,7 @@ class FFNPruning(Method):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"neurons"})
+    calibrates: ClassVar[bool] = True
     by_layer: ClassVar[tuple[str, ...]] = ("keep",)
     width: int | None = None
     keep: dict[str, surgery.Kept] | None = None
@@ -165,7 +168,11 @@ class FFNPruning(Method):
         for block, (neurons, count) in blocks.items():
             if block not in outputs.values():
                 neurons.take(new, old, neurons.largest(old, count) if self.keep is None else self.keep[block])
-        for moments in statistics.walk(list(outputs), before=True) if statistics else ():
+        for moments in (
+            statistics.walk(list(outputs), {name: blocks[block][0].linears for name, block in outputs.items()})
+            if statistics
+            else ()
+        ):
             for name, moment in moments.items():
                 neurons, count = blocks[outputs[name]]
                 plain = neurons.largest(old, count) if self.keep is None else self.keep[outputs[name]]
@@ -175,7 +182,7 @@ class FFNPruning(Method):
                 linear = old.base_model.get_submodule(name)
                 kept = plain if self.keep else _kept(linear, moment, count)
                 neurons.take(new, old, kept)
-                surgery.refit_inputs(old, new, name, moment, kept, plain, statistics)
+                surgery.refit_inputs(old, new, name, moment, kept, plain, statistics.record)
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
         origins: dict[str, Origin] = {}
@@ -200,6 +207,20 @@ class FFNPruning(Method):
             if width is not None and width > neurons.count(model):
                 neurons.pad(model, width)
         set_fields(model.config, {field: max(sizes) for field, sizes in widths.items()})
+
+
+def _outputs(model: Any, blocks: dict[str, Any]) -> dict[str, str]:
+    """Output linear -> FFN, for those FFNs whose neurons can be chosen by what their output linear reads."""
+    return {
+        neurons.linears[-1]: block
+        for block, (neurons, _) in blocks.items()
+        if isinstance(neurons, surgery.LinearNeurons) and not surgery.is_removed(model, neurons.linears[-1])
+    }
+
+
+def _kept(linear: Any, moments: Moments, count: int) -> list[int]:
+    """The neurons that stay, by backward elimination."""
+    return eliminate(surgery.effective_weight(linear), linear.bias, moments).kept(count)
 
 
 def _of_experts(kept: Any) -> bool:

@@ -3,6 +3,7 @@ https://arxiv.org/abs/1905.10650).
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,6 +27,8 @@ from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
+from hf_freeze.solvers.columns import eliminate
+from hf_freeze.solvers.moments import Moments
 
 _MOST_PENALTY = 1e9
 
@@ -71,6 +74,7 @@ class HeadPruning(Method):
     drops_masks: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"heads"})
     by_layer: ClassVar[tuple[str, ...]] = ("heads",)
+    calibrates: ClassVar[bool] = True
     heads: dict[str, list[int]] | None = None
     share: float | None = None
     layers: dict[str, list[int]] | None = None
@@ -195,14 +199,45 @@ class HeadPruning(Method):
     def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         if self.finalizable:  # the matrices are as they were
             return
-        for name, attention in self._with_heads(old, new.architecture).items():
-            heads = surgery.count_heads(old, attention, self.name)
-            if self.heads is None:
-                kept = self._largest(old, attention, heads)
-            else:
-                kept = [head for head in range(heads) if head not in self.heads[name]]
-            surgery.copy_heads(old, new, attention, kept, heads)
-            surgery.release(old, attention.linears)
+        attentions = self._with_heads(old, new.architecture)
+        plain = {name: self._chosen(name, attention, old) for name, attention in attentions.items()}
+        if statistics is None:
+            for name, attention in attentions.items():
+                self._take(old, new, attention, plain[name])
+            return
+        outputs = {attention.o: name for name, attention in attentions.items()}
+        for moments in statistics.walk(list(outputs), {one.o: (one.module, one.o) for one in attentions.values()}):
+            for output, moment in moments.items():
+                attention = attentions[outputs[output]]
+                before = kept = plain[outputs[output]]
+                if moment is not None and self.heads is None:
+                    kept = self._eliminated(old, attention, moment)
+                self._take(old, new, attention, kept)
+                if moment is not None and kept:
+                    inputs = [_inputs(old, attention, heads) for heads in (kept, before)]
+                    surgery.refit_inputs(old, new, output, moment, *inputs, statistics.record)
+
+    def _chosen(self, name: str, attention: Attention, old: Any) -> list[int]:
+        """The heads that stay without statistics."""
+        heads = surgery.count_heads(old, attention, self.name)
+        if self.heads is None:
+            return self._largest(old, attention, heads)
+        return [head for head in range(heads) if head not in self.heads[name]]
+
+    def _take(self, old: Any, new: Any, attention: Attention, kept: list[int]) -> None:
+        surgery.copy_heads(old, new, attention, kept, surgery.count_heads(old, attention, self.name))
+        surgery.release(old, attention.linears)
+
+    def _eliminated(self, old: Any, attention: Attention, moments: Moments) -> list[int]:
+        """The heads that stay, by backward elimination of their inputs of the output projection."""
+        heads, unit = surgery.count_heads(old, attention, self.name), _removed_together(old, attention)
+        groups = [list(range(first, first + unit)) for first in range(0, heads, unit)]
+        linear = old.base_model.get_submodule(attention.o)
+        found = eliminate(
+            surgery.effective_weight(linear), linear.bias, moments, [_inputs(old, attention, group) for group in groups]
+        )
+        count = kept_count(self.share, heads, unit) // unit  # type: ignore[arg-type]
+        return [head for number in found.kept(count) for head in groups[number]]
 
     def _largest(self, model: Any, attention: Attention, heads: int) -> list[int]:
         group = _removed_together(model, attention)
@@ -219,14 +254,20 @@ class HeadPruning(Method):
             origins |= surgery.head_origins(model, attention, kept, heads)
         return origins
 
-    def decided(self, old: Any, architecture: Architecture) -> "HeadPruning":
+    def decided(self, old: Any, architecture: Architecture, statistics: Statistics | None) -> "HeadPruning":
         if self.heads is not None:
             return self
+        attentions = self._with_heads(old, architecture)
+        kept = {name: self._chosen(name, attention, old) for name, attention in attentions.items()}
+        outputs = {attention.o: name for name, attention in attentions.items()}
+        for moments in statistics.walk(list(outputs)) if statistics else ():
+            for output, moment in moments.items():
+                if moment is not None:
+                    kept[outputs[output]] = self._eliminated(old, attentions[outputs[output]], moment)
         removed = {}
-        for name, attention in self._with_heads(old, architecture).items():
+        for name, attention in attentions.items():
             heads = surgery.count_heads(old, attention, self.name)
-            kept = self._largest(old, attention, heads)
-            removed[name] = [head for head in range(heads) if head not in kept]
+            removed[name] = [head for head in range(heads) if head not in kept[name]]
         removed = {name: heads for name, heads in removed.items() if heads}
         return HeadPruning(heads=removed) if removed else self
 
@@ -277,6 +318,12 @@ class HeadPruning(Method):
             heads = attention.head_count(model.config)
             kept = self._kept(name, attention, model, heads) if attention.knows_heads else None
             surgery.pad_heads(model, attention, kept)
+
+
+def _inputs(model: Any, attention: Attention, heads: Sequence[int]) -> list[int]:
+    """The inputs of the output projection that come from these heads."""
+    size = attention.head_size(model.config)
+    return [head * size + position for head in heads for position in range(size)]
 
 
 def _removed_together(model: Any, attention: Attention) -> int:

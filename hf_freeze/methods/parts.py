@@ -4,7 +4,7 @@ interface that methods use.
 The model asks for a part by its type: `method.part(Schedule)` is None for a method without a schedule.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -40,13 +40,15 @@ class Model(Protocol):
 class Statistics(Protocol):
     """What the linears of a model see on texts, while a method converts it. See `model/calibrating.py`."""
 
-    def walk(self, names: Sequence[str], *, before: bool = False) -> Iterator[dict[str, Moments | None]]:
+    def walk(
+        self, names: Sequence[str], before: Mapping[str, Sequence[str]] = ...
+    ) -> Iterator[dict[str, Moments | None]]:
         """The moments of the linears `names` (below the base model), in the order in which the model runs them; those that read
         the same states come together. None for a linear that no token has reached.
 
         The inputs are those of the new model as far as it has been converted, so convert each linear before the next ones are
-        asked for. With `before`, the layer of a linear is taken as it is in the old model: for a method that removes inputs of it.
-        The outputs, for pairs, are the old model's.
+        asked for. `before`: linear -> the modules that are still the old model's when it is asked for, such as those of an FFN
+        that is to lose neurons, which its last linear reads. The outputs, for pairs, are the old model's.
         """
         ...
 

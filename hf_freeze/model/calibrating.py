@@ -11,9 +11,10 @@ arguments than the old one, which is looked at before each layer, the whole mode
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -122,8 +123,12 @@ class CalibrationPass:
         self._streams = False  # whether states are passed from layer to layer
         self._whole = False  # whether the whole old model is needed until the end
         self._caught: list[dict[Place, list[tuple[Tensor, _Call]]]] = []  # of each batch
-        self._calls: dict[str, list[list[_Call]]] = {}  # "old" and "new" -> of each batch, those of all layers of the stack
-        self._states: dict[str, list[Tensor]] = {}  # "old" and "new" -> of each batch, what comes into the present layer
+        self._calls: dict[
+            str, list[list[_Call]]
+        ] = {}  # "old" and "new" -> of each batch, those of all layers of the stack
+        self._states: dict[
+            str, list[Tensor]
+        ] = {}  # "old" and "new" -> of each batch, what comes into the present layer
 
     @contextmanager
     def running(self) -> Iterator["CalibrationPass"]:
@@ -137,37 +142,37 @@ class CalibrationPass:
                 contexts.enter_context(context)
             yield self
 
-    def walk(self, names: Sequence[str], *, before: bool = False) -> Iterator[dict[str, Moments | None]]:
-        groups = self._in_order(names)
+    def walk(
+        self, names: Sequence[str], before: Mapping[str, Sequence[str]] = MappingProxyType({})
+    ) -> Iterator[dict[str, Moments | None]]:
         self._whole = any(self._architecture.layer_of(f"{name}.") is None for name in names)
+        groups = self._in_order(names)
         for group in track(groups, "Calibrating", len(groups)):
-            yield self._moments(group, before)
+            yield self._moments(group, [module for name in group for module in before.get(name, ())])
 
     def _in_order(self, names: Sequence[str]) -> list[list[str]]:
         """The linears in the order in which the old model runs them; those that read the same states are together."""
-        reads: dict[str, Tensor] = {}
-        self._run_whole(self._old, 0, names, lambda name, x, y: reads.setdefault(name, x))
+        modules = {name: self._old.base_model.get_submodule(name) for name in names}
+        reads = _seen(modules, False, lambda: self._old(**self._batches[0]))
         places = {name: self._architecture.layer_of(f"{name}.") for name in names}
         order = {name: number for number, name in enumerate(reads)}
         last = {places[name]: number + 0.5 for name, number in order.items()}  # experts may not have run
         ranked = sorted(names, key=lambda name: order.get(name, last.get(places[name], len(order))))
-        key = lambda name: (places[name], id(reads[name]) if name in reads else name)  # noqa: E731
-        return [list(group) for _, group in itertools.groupby(ranked, key)]
 
-    def _moments(self, names: Sequence[str], before: bool) -> dict[str, Moments | None]:
+        def group(name: str) -> Any:
+            return places[name], id(reads[name]) if name in reads else name
+
+        return [list(together) for _, together in itertools.groupby(ranked, group)]
+
+    def _moments(self, names: Sequence[str], before: Sequence[str]) -> dict[str, Moments | None]:
         place = self._architecture.layer_of(f"{names[0]}.")
         if place is not None:
             self._enter(*place)
         sums = {name: _Sums() for name in names}
         for number, batch in enumerate(self._batches):
-            outputs: dict[str, Tensor] = {}
-            inputs: dict[str, Tensor] = {}
-            self._run("old", self._old, place, number, names, lambda name, x, y: outputs.setdefault(name, y))
-            source = self._old if before else self._new
-            self._run("new", source, place, number, names, lambda name, x, y: inputs.setdefault(name, x))
-            for name, x in inputs.items():
-                y = outputs.get(name)
-                rows = self._rows(name, place, batch, x)
+            outputs = self._watch("old", place, number, names, (), outputs=True)
+            for name, x in self._watch("new", place, number, names, before, outputs=False).items():
+                y, rows = outputs.get(name), self._rows(name, place, batch, x)
                 routed = x.dim() == 2 and rows is None  # other tokens in both models
                 if y is not None and (routed or y.shape[:-1] != x.shape[:-1]):
                     y = None
@@ -243,33 +248,26 @@ class CalibrationPass:
         if not (_same(self._states["old"][0], self._caught[0][self._at][0][0]) and _same(self._states["new"][0], new)):
             self._streams, self._states, self._calls = False, {}, {}
 
-    def _run(self, stream: str, model: Any, place: Place | None, number: int, names: Sequence[str], see: Any) -> None:
-        """Have `see(name, input, output)` called for linears of one layer of `model`, which gets the states of a stream."""
-        if place is None or not self._streams:
-            swapped = place is not None and stream == "new" and model is self._old
-            with self._swapped(*place) if swapped and place is not None else ExitStack():  # type: ignore[attr-defined]
-                self._run_whole(self._new if swapped else model, number, names, see)
-            return
-        layer = self._layer(model, *place)
-        prefix = self._architecture.stacks[place[0]].layers.format(place[1]) + "."
-        call, states = self._calls[stream][number][place[1]], self._states[stream][number]
-        modules = {name: layer.get_submodule(name.removeprefix(prefix)) for name in names}
-        _watch(modules, see, lambda: call.run(layer, states))
-
-    @contextmanager
-    def _swapped(self, stack: str, layer: int) -> Iterator[None]:
-        """Inside, the new model has the old model's layer in this place."""
-        name = self._architecture.stacks[stack].layers.format(layer)
-        own = self._new.base_model.get_submodule(name)
-        self._new.base_model.set_submodule(name, self._layer(self._old, stack, layer))
-        try:
-            yield
-        finally:
-            self._new.base_model.set_submodule(name, own)
-
-    def _run_whole(self, model: Any, number: int, names: Sequence[str], see: Any) -> None:
-        modules = {name: model.base_model.get_submodule(name) for name in names}
-        _watch(modules, see, lambda: model(**self._batches[number]))
+    def _watch(
+        self,
+        stream: str,
+        place: Place | None,
+        number: int,
+        names: Sequence[str],
+        before: Sequence[str],
+        *,
+        outputs: bool,
+    ) -> dict[str, Tensor]:
+        """Name -> input, or output, of the linear in the model of a `stream`, for batch `number`; linears that do not run are
+        missing. `before`: modules that are those of the old model."""
+        model = self._old if stream == "old" else self._new
+        with _swapped(self._old, model, before):
+            modules = {name: model.base_model.get_submodule(name) for name in names}
+            if place is None or not self._streams:
+                return _seen(modules, outputs, lambda: model(**self._batches[number]))
+            call, states = self._calls[stream][number][place[1]], self._states[stream][number]
+            layer = self._layer(model, *place)
+            return _seen(modules, outputs, lambda: call.run(layer, states))
 
     def _rows(self, name: str, place: Place | None, batch: Batch, x: Tensor) -> Tensor | None:
         """bool, in the shape of `x` without its last axis: the real tokens; None where the rows are not those of the batch, or
@@ -307,24 +305,33 @@ def _same(one: Tensor, other: Tensor | None) -> bool:
     return bool((one - other).norm() <= _SAME * other.norm())
 
 
-def _watch(modules: Mapping[str, nn.Module], see: Any, run: Any) -> None:
-    """Call `run`, and `see(name, input, output)` at each of the modules; what comes after the last of them is not computed."""
-    seen = set()
+@contextmanager
+def _swapped(old: Any, new: Any, names: Sequence[str]) -> Iterator[None]:
+    """Inside, the new model has modules of the old one."""
+    own = {name: new.base_model.get_submodule(name) for name in names}
+    for name in names:
+        new.base_model.set_submodule(name, old.base_model.get_submodule(name))
+    try:
+        yield
+    finally:
+        for name, module in own.items():
+            new.base_model.set_submodule(name, module)
 
-    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs[name] = (*args, *kwargs.values())[0]
 
-    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        see(name, inputs[name], output)
-        seen.add(name)
+def _seen(modules: Mapping[str, nn.Module], outputs: bool, run: Callable[[], Any]) -> dict[str, Tensor]:
+    """Name -> first input, or output, of each of the modules in a run, in their order; what comes after the last of them is not
+    computed."""
+    seen: dict[str, Tensor] = {}
+
+    def look(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
+        seen.setdefault(name, output if outputs else (*args, *kwargs.values())[0])
         if len(seen) == len(modules):
             raise _Reached
 
-    inputs: dict[str, Tensor] = {}
     handles = []
     for name, module in modules.items():
-        handles.append(module.register_forward_pre_hook(functools.partial(before, name), with_kwargs=True))
-        handles.append(module.register_forward_hook(functools.partial(after, name)))
+        register = module.register_forward_hook if outputs else module.register_forward_pre_hook
+        handles.append(register(functools.partial(look, name), with_kwargs=True))
     try:
         run()
     except _Reached:
@@ -332,6 +339,7 @@ def _watch(modules: Mapping[str, nn.Module], see: Any, run: Any) -> None:
     finally:
         for handle in handles:
             handle.remove()
+    return seen
 
 
 def _calls(model: Any, batch: Batch, layers: Sequence[nn.Module]) -> list[list[tuple[Tensor, _Call]]]:

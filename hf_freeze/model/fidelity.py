@@ -44,7 +44,13 @@ def fidelity_on(original: Any, variant: Any, batches: Iterable[Mapping[str, Any]
         for name, value in values.items():
             sums[name] = sums.get(name, 0.0) + value
 
-    with in_eval_mode(original), in_eval_mode(variant), without_cache(original), without_cache(variant), torch.no_grad():
+    with (
+        in_eval_mode(original),
+        in_eval_mode(variant),
+        without_cache(original),
+        without_cache(variant),
+        torch.no_grad(),
+    ):
         for batch in batches:
             first, second = (model(**on_device(model, batch)) for model in (original, variant))
             a, b, kind = _outputs(first, second)
@@ -89,7 +95,11 @@ def _real(batch: Mapping[str, Any], output: Tensor) -> Tensor:
     """bool, in the shape of `output` without its last axis: the tokens that are not padding."""
     shape = output.shape[:-1]
     labels = batch.get("labels")
-    masks = (batch.get("decoder_attention_mask"), None if labels is None else labels != -100, batch.get("attention_mask"))
+    masks = (
+        batch.get("decoder_attention_mask"),
+        None if labels is None else labels != -100,
+        batch.get("attention_mask"),
+    )
     for mask in masks:
         if mask is not None and mask.shape == shape:
             return mask.bool()

@@ -74,7 +74,9 @@ def make_variant(
     """
     _check_arguments(backbone, methods, task, init)
     if calibration is not None and isinstance(backbone, PreTrainedConfig):
-        raise ValueError("calibration= is for trained weights, but the backbone is a config: leave it out, or pass a model")
+        raise ValueError(
+            "calibration= is for trained weights, but the backbone is a config: leave it out, or pass a model"
+        )
     if components:
         if scratch := next((method.name for method in methods if method.from_scratch), None):
             raise ValueError(
@@ -152,7 +154,12 @@ def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, s
 
 
 def _from_model(
-    model: PreTrainedModel, added: Sequence[Method], *, copy: bool, seed: int, calibration: tuple[Any, Any] = (None, None)
+    model: PreTrainedModel,
+    added: Sequence[Method],
+    *,
+    copy: bool,
+    seed: int,
+    calibration: tuple[Any, Any] = (None, None),
 ) -> Any:
     """A variant with the weights of `model`, by way of one model for each method that changes the structure. `calibration`: and its
     tokenizer."""

@@ -149,7 +149,9 @@ def _own_targets(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
 def _own_samples(model: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """Texts that a causal language model draws from itself, from its first token on, with a seed of its own."""
     if model.config.is_encoder_decoder or not model.can_generate():
-        raise ValueError(f"calibration='samples' needs a causal language model, not a {type(model).__name__}: give texts")
+        raise ValueError(
+            f"calibration='samples' needs a causal language model, not a {type(model).__name__}: give texts"
+        )
     start = next(
         (
             token
@@ -169,7 +171,13 @@ def _own_samples(model: Any, tokenizer: Any) -> list[dict[str, Any]]:
         torch.manual_seed(0)
         for _ in range(_OWN // 8):
             ids = torch.full((8, 1), start, device=model.device)
-            options = {"do_sample": True, "top_k": 0, "num_beams": 1, "max_new_tokens": length, "min_new_tokens": length}
+            options = {
+                "do_sample": True,
+                "top_k": 0,
+                "num_beams": 1,
+                "max_new_tokens": length,
+                "min_new_tokens": length,
+            }
             ids = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
             batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     return batches
