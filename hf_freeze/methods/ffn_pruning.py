@@ -13,15 +13,18 @@ from hf_freeze.methods._checks import (
     check_numbers_by_name,
     check_one_given,
     check_positive,
+    check_share,
     is_ascending,
 )
 from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
+from hf_freeze.solvers.allocation import allocate
 from hf_freeze.solvers.columns import eliminate
 from hf_freeze.solvers.moments import Moments
 
+_WIDE = 64  # neurons from which FFNs keep multiples of 8, where each has its own number
 _MULTIPLE = (
     8  # of the neurons of experts: grouped products of matrices need rows of a multiple of 16 bytes, also in bf16
 )
@@ -55,11 +58,16 @@ class FFNPruning(Method):
     keep: dict[str, surgery.Kept] | None = None
     layers: dict[str, list[int]] | None = None
     expert_width: int | None = None
+    share: float | None = None
 
     def __post_init__(self) -> None:
         check_layers_type(self.layers)
-        if self.width is None or self.keep is not None:
-            check_one_given("FFNPruning", width=self.width, keep=self.keep, expert_width=self.expert_width)
+        if self.width is None or self.keep is not None or self.share is not None:
+            check_one_given(
+                "FFNPruning", width=self.width, keep=self.keep, expert_width=self.expert_width, share=self.share
+            )
+        if self.share is not None:
+            check_share(self.share, "FFNPruning", "share")
         if self.width is not None:
             check_positive(self.width, "FFNPruning", "width")
         if self.expert_width is not None:
@@ -86,7 +94,7 @@ class FFNPruning(Method):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (Selection(self.origins, self.decided),)
+        return (Selection(self.origins, self.decided, self.must_decide),)
 
     @classmethod
     def advice(cls, architecture: Architecture, config: Any) -> str | None:
@@ -108,6 +116,10 @@ class FFNPruning(Method):
                 wanted = "a list for each expert" if block in architecture.experts(config) else "a list of neurons"
                 raise ValueError(f"FFNPruning(keep={{{block!r}: ...}}): must be {wanted}")
         linears = in_layers(architecture.ffns(config), self.layers)
+        if self.share is not None and not linears:
+            raise ValueError(
+                f"FFNPruning(share={self.share}): this {architecture.model_type} has no FFNs of plain linears in these layers"
+            )
         experts = in_layers(architecture.experts(config), self.layers)
         if self.width is not None and experts and not linears:
             raise ValueError(
@@ -133,6 +145,11 @@ class FFNPruning(Method):
         blocks = surgery.neurons_of(architecture, config)
         if self.keep is not None:
             return {block: (blocks[block], _count(kept)) for block, kept in self.keep.items()}
+        if self.share is not None:
+            raise ValueError(
+                f"FFNPruning(share={self.share}): what each FFN keeps is chosen by a calibration: give make_variant calibration=, "
+                "or give width"
+            )
         experts = architecture.experts(config)
         counts = {
             block: self.expert_width if block in experts else self.width for block in in_layers(blocks, self.layers)
@@ -194,8 +211,31 @@ class FFNPruning(Method):
     def decided(self, old: Any, architecture: Architecture, statistics: Statistics | None) -> "FFNPruning":
         if self.keep is not None:
             return self
+        if self.share is not None and statistics is not None:
+            return self._allocated(old, architecture, statistics)
         blocks = self._blocks(architecture, old.config)
         return FFNPruning(keep={block: neurons.largest(old, count) for block, (neurons, count) in blocks.items()})
+
+    def must_decide(self, architecture: Architecture, config: Any) -> bool:
+        return self.share is not None
+
+    def _allocated(self, old: Any, architecture: Architecture, statistics: Statistics) -> "FFNPruning":
+        """The neurons of all FFNs compete: those stay whose removal would change the predictions most."""
+        blocks = in_layers(surgery.neurons_of(architecture, old.config), self.layers)
+        outputs = _outputs(old, {block: (neurons, 0) for block, neurons in blocks.items()})
+        orders = {}
+        for moments in statistics.walk(list(outputs), curvature=True):
+            for name, moment in moments.items():
+                if moment is not None:
+                    linear = old.base_model.get_submodule(name)
+                    orders[outputs[name]] = eliminate(surgery.effective_weight(linear), linear.bias, moment)
+        widths = {block: blocks[block].count(old) for block in orders}
+        step = _MULTIPLE if min(widths.values()) >= _WIDE else 1
+        removals = round((1 - self.share) * sum(widths.values()))  # type: ignore[operator]
+        curves = [order.losses.tolist() for order in orders.values()]
+        removed = allocate(curves, removals, most=[width - step for width in widths.values()], step=step)
+        counts = {block: widths[block] - gone for block, gone in zip(orders, removed, strict=True)}
+        return FFNPruning(keep={block: orders[block].kept(count) for block, count in counts.items()})
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         widths: dict[str, set[int]] = {}  # config field -> the widths of the FFNs whose size it holds

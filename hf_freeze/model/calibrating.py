@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +24,8 @@ from hf_freeze import surgery
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compat.transformers import mask_of_frames
 from hf_freeze.methods.base import Method
+from hf_freeze.model import paging
+from hf_freeze.model.curvature import curvatures
 from hf_freeze.model.running import in_eval_mode, on_device, without_cache
 from hf_freeze.model.samples import samples_of
 from hf_freeze.model.weights import regenerate
@@ -120,6 +122,7 @@ class CalibrationPass:
             linear for name, one in attentions.items() if name.endswith(".cross") for linear in (one.k, one.v)
         }
         self._at: Place | None = None
+        self._curvatures: dict[str, Tensor] = {}
         self._streams = False  # whether states are passed from layer to layer
         self._whole = False  # whether the whole old model is needed until the end
         self._caught: list[dict[Place, list[tuple[Tensor, _Call]]]] = []  # of each batch
@@ -143,8 +146,15 @@ class CalibrationPass:
             yield self
 
     def walk(
-        self, names: Sequence[str], before: Mapping[str, Sequence[str]] = MappingProxyType({})
+        self,
+        names: Sequence[str],
+        before: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        *,
+        curvature: bool = False,
     ) -> Iterator[dict[str, Moments | None]]:
+        if curvature and paging.active() is None:  # which goes back through all layers
+            modules = {name: self._old.base_model.get_submodule(name) for name in names}
+            self._curvatures = curvatures(self._old, self._batches, modules)
         self._whole = any(self._architecture.layer_of(f"{name}.") is None for name in names)
         groups = self._in_order(names)
         for group in track(groups, "Calibrating", len(groups)):
@@ -177,7 +187,11 @@ class CalibrationPass:
                 if y is not None and (routed or y.shape[:-1] != x.shape[:-1]):
                     y = None
                 sums[name].add(_selected(x, rows), None if y is None else _selected(y, rows))
-        return {name: each.moments() for name, each in sums.items()}
+        moments = {name: each.moments() for name, each in sums.items()}
+        return {
+            name: replace(each, curvature=self._curvatures.get(name)) if each is not None else None
+            for name, each in moments.items()
+        }
 
     def record(self, name: str, plain: float, calibrated: float) -> None:
         self.report.errors[name] = (plain, calibrated)

@@ -53,8 +53,8 @@ def fidelity_on(original: Any, variant: Any, batches: Iterable[Mapping[str, Any]
     ):
         for batch in batches:
             first, second = (model(**on_device(model, batch)) for model in (original, variant))
-            a, b, kind = _outputs(first, second)
-            rows = _real(batch, a).to(a.device)
+            (a, kind), (b, _) = compared_output(first), compared_output(second)
+            rows = real_tokens(batch, a).to(a.device)
             b = b.to(a.device)
             x, y = a[rows].double(), b[rows].double()
             add(count=len(x), error=float((y - x).square().sum()), size=float(x.square().sum()))
@@ -80,18 +80,19 @@ def fidelity_on(original: Any, variant: Any, batches: Iterable[Mapping[str, Any]
     return Fidelity(error=sums["error"] / max(sums["size"], 1e-300), **means)
 
 
-def _outputs(first: Any, second: Any) -> tuple[Tensor, Tensor, str]:
-    """The outputs of both models that are compared, and whether they are "logits" or "states"."""
-    for name, kind in (("logits", "logits"), ("start_logits", "other"), ("last_hidden_state", "states")):
-        if (value := first.get(name)) is not None:
-            if name == "start_logits":
-                pairs = [torch.stack([out["start_logits"], out["end_logits"]], -1) for out in (first, second)]
-                return pairs[0], pairs[1], kind
-            return value, second[name], kind
-    raise ValueError(f"the models give neither logits nor hidden states, only {list(first)}")
+def compared_output(result: Any) -> tuple[Tensor, str]:
+    """What models are compared by, of a forward's result, and its kind: "logits", "states", or "other". Raises ValueError if it
+    has none of them."""
+    if result.get("logits") is not None:
+        return result["logits"], "logits"
+    if result.get("last_hidden_state") is not None:
+        return result["last_hidden_state"], "states"
+    if result.get("start_logits") is not None:
+        return torch.stack([result["start_logits"], result["end_logits"]], -1), "other"
+    raise ValueError(f"the model gives neither logits nor hidden states, only {list(result)}")
 
 
-def _real(batch: Mapping[str, Any], output: Tensor) -> Tensor:
+def real_tokens(batch: Mapping[str, Any], output: Tensor) -> Tensor:
     """bool, in the shape of `output` without its last axis: the tokens that are not padding."""
     shape = output.shape[:-1]
     labels = batch.get("labels")
