@@ -182,7 +182,7 @@ def _remove_block(p: Tensor, s: Tensor, size: int) -> tuple[list[int], list[floa
     """Remove about `_BLOCK` columns: (their groups in order, the cost of each, P and S of what remains).
 
     Within the block, P is p - RᵀM and S is s - MᵀK - KᵀM, where each removal adds the rows R = P_g, M = (P_gg)⁻¹ P_g and
-    K = S_g - S_gg M / 2. Only the diagonal blocks of the groups, (N, s, s), and the row of the removed group are computed anew.
+    K = S_g - S_gg M / 2. Each removal updates only the diagonal blocks of the groups, (N, s, s).
     """
     n = len(p) // size
     steps = min(n, max(1, _BLOCK // size))
