@@ -11,9 +11,10 @@ arguments than the old one, which is looked at before each layer, the whole mode
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -23,8 +24,10 @@ from torch import Tensor, nn
 from hf_freeze import surgery
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compat.transformers import mask_of_frames
+from hf_freeze.layers.derived import features
 from hf_freeze.methods.base import Method
 from hf_freeze.model import paging
+from hf_freeze.model.calibration import Calibration, Report, StoredMoments, calibrated_linears
 from hf_freeze.model.curvature import curvatures
 from hf_freeze.model.running import in_eval_mode, on_device, without_cache
 from hf_freeze.model.samples import samples_of
@@ -36,17 +39,6 @@ _SAME = 1e-3  # relative difference of states up to which a stream is what the m
 
 Batch = Mapping[str, Any]
 Place = tuple[str, int]  # stack, layer
-
-
-@dataclass
-class Report:
-    """What a calibration has used and changed: `texts`, `tokens`, for each linear the relative error of its outputs, (as the
-    method cuts without calibration, with it), and in words what else was decided."""
-
-    texts: int = 0
-    tokens: int = 0
-    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
 
 class _Reached(Exception):
@@ -100,11 +92,15 @@ class _Sums:
             self.cross = self.cross + y.T @ x
             self.outputs = self.outputs + y.sum(0)
 
-    def moments(self) -> Moments | None:
+    def moments(self, name: str) -> Moments | None:
+        """Those of the linear `name`. Raises ValueError if they are not finite."""
         if not self.count:
             return None
         pairs = (self.cross / self.count, self.outputs / self.count) if self.paired else (None, None)
-        return Moments(self.gram / self.count, self.mean / self.count, self.count, *pairs)
+        try:
+            return Moments(self.gram / self.count, self.mean / self.count, self.count, *pairs)
+        except ValueError as error:
+            raise ValueError(f"calibration: what {name!r} sees cannot be used: {error}") from None
 
 
 class CalibrationPass:
@@ -156,6 +152,7 @@ class CalibrationPass:
             modules = {name: self._old.base_model.get_submodule(name) for name in names}
             self._curvatures = curvatures(self._old, self._batches, modules)
         self._whole = any(self._architecture.layer_of(f"{name}.") is None for name in names)
+        self._widest = max((features(linear)[0] for _, linear in surgery.modules(self._old, names)), default=0)
         groups = self._in_order(names)
         for group in track(groups, "Calibrating", len(groups)):
             yield self._moments(group, [module for name in group for module in before.get(name, ())])
@@ -187,7 +184,10 @@ class CalibrationPass:
                 if y is not None and (routed or y.shape[:-1] != x.shape[:-1]):
                     y = None
                 sums[name].add(_selected(x, rows), None if y is None else _selected(y, rows))
-        moments = {name: each.moments() for name, each in sums.items()}
+        moments = {name: each.moments(name) for name, each in sums.items()}
+        for name, each in moments.items():
+            if each is not None:
+                self.report.check_tokens(name, each.count, len(each.mean), self._widest)
         return {
             name: replace(each, curvature=self._curvatures.get(name)) if each is not None else None
             for name, each in moments.items()
@@ -197,8 +197,38 @@ class CalibrationPass:
         self.report.errors[name] = (plain, calibrated)
 
     def note(self, text: str) -> None:
-        if text not in self.report.notes:
-            self.report.notes.append(text)
+        self.report.note(text)
+
+    def at_once(self, names: Sequence[str]) -> dict[str, Moments | None]:
+        """The moments of linears of the old model as it is, in one forward of each batch, in the order in which they run. Those
+        that read the same states share one object. A module of several layers has seen the inputs of all of them."""
+        sums: dict[str, _Sums] = {}
+        leaders: dict[str, str] = {}  # linear -> the first of those that read the same states
+        latest: tuple[Any, str] = (None, "")
+        batch: Batch = {}
+
+        def look(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+            nonlocal latest
+            x = (*args, *kwargs.values())[0]
+            leader = leaders.setdefault(name, latest[1] if x is latest[0] else name)
+            latest = x, leader
+            if leader == name:
+                rows = self._rows(name, self._architecture.layer_of(f"{name}."), batch, x)
+                sums.setdefault(name, _Sums()).add(_selected(x, rows), None)
+
+        hooks = [
+            module.register_forward_pre_hook(functools.partial(look, name), with_kwargs=True)
+            for name, module in surgery.modules(self._old, names)
+        ]
+        try:
+            for batch in track(self._batches, "Calibrating", len(self._batches)):
+                self._old(**batch)
+                latest = None, ""
+        finally:
+            for hook in hooks:
+                hook.remove()
+        moments = {name: each.moments(name) for name, each in sums.items()}
+        return {name: moments[leader] for name, leader in leaders.items()}
 
     # -- the way through the layers ----------------------------------------------------------------------------------------
 
@@ -384,24 +414,50 @@ def _calls(model: Any, batch: Batch, layers: Sequence[nn.Module]) -> list[list[t
     return caught
 
 
+def collect(model: Any, calibration: Any, tokenizer: Any = None) -> Calibration:
+    """The moments of all linears of attention and FFN of `model` as it is, on all of `calibration` (`samples_of`, whose errors it
+    raises)."""
+    samples = samples_of(model, calibration, tokenizer).whole()
+    with CalibrationPass(model, model, samples.batches, Report()).running() as statistics:
+        moments = statistics.at_once(calibrated_linears(model))
+    return Calibration.of(model, moments, samples.texts, samples.tokens)
+
+
 class Calibrator:
-    """Gives the methods of one `make_variant` their statistics, each of the model as it is by then."""
+    """Gives the methods of one `make_variant` their statistics, each of the model as it is by then, or those that were saved.
+
+    `calibration`: what `samples_of` takes, or a `Calibration`. Raises the ValueError of `Calibration.check`.
+    """
 
     def __init__(self, model: Any, calibration: Any, tokenizer: Any) -> None:
-        self.samples = samples_of(model, calibration, tokenizer)
-        self.report = Report(self.samples.texts, self.samples.tokens)
+        self._stored = None
+        if isinstance(calibration, Calibration):
+            calibration.check(model)
+            self._stored = calibration.moments
+            self.report = Report(calibration.texts, calibration.tokens)
+        else:
+            self._samples = samples_of(model, calibration, tokenizer)
+            self.report = Report(self._samples.texts, self._samples.tokens)
 
     @contextmanager
-    def statistics(self, old: Any, new: Any) -> Iterator[CalibrationPass]:
-        with CalibrationPass(old, new, self.samples.batches, self.report).running() as statistics:
-            yield statistics
+    def statistics(self, old: Any, new: Any) -> Iterator[CalibrationPass | StoredMoments]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"calibration has \d+ tokens for a linear")  # the report warns once
+            if self._stored is not None:
+                with torch.no_grad(), surgery.holding(old):
+                    yield StoredMoments(self._stored, old, self.report)
+                return
+            with CalibrationPass(old, new, self._samples.batches, self.report).running() as statistics:
+                yield statistics
 
     def convert(self, method: Method, old: Any, new: Any) -> None:
         """`method.convert` with statistics, if it uses them."""
         if not method.calibrates:
-            self.report.notes.append(f"{method.name}: is the same with a calibration as without")
+            self.report.note(f"{method.name}: is the same with a calibration as without")
             method.convert(old, new)
-            return
-        regenerate(new)  # the new model runs, and what a seed draws has no values yet
-        with self.statistics(old, new) as statistics:
-            method.convert(old, new, statistics)
+        else:
+            regenerate(new)  # the new model runs, and what a seed draws has no values yet
+            with self.statistics(old, new) as statistics:
+                method.convert(old, new, statistics)
+        if self._stored is not None and (method.shares_layers or method.renumbers == "layers"):
+            self._stored = {}  # names are those of other layers from now on

@@ -65,12 +65,12 @@ def make_variant(
     `copy`: True leaves a model as it is. With False the variant takes its tensors over, without a second copy in memory, and the
     model cannot be used any more. `components`, such as `{"embeddings": "folder"}`: components of the backbone that take the
     weights of another model, Hub id or directory of the same architecture and sizes there; its depth or other widths may differ.
-    `calibration`: some hundred unlabelled texts for `tokenizer`, or batches, or "samples" of a causal language model itself: then
-    methods choose what goes by what the model sees there, and refit what stays (docs/calibration.md);
-    `variant.calibration_report` says what that changed.
+    `calibration`: some hundred unlabelled texts for `tokenizer`, or batches, or "samples" of a causal language model itself, or
+    what `analysis.calibrate` has found: then methods choose what goes by what the model sees there, and refit what stays
+    (docs/calibration.md); `variant.calibration_report` says what that changed.
 
-    Raises ValueError for an unsupported backbone, task, init or method setting, and a calibration of no texts or for a backbone
-    without weights; FileNotFoundError for a missing directory.
+    Raises ValueError for an unsupported backbone, task, init or method setting, and a calibration of no texts, of another model
+    or for a backbone without weights; FileNotFoundError for a missing directory.
     """
     _check_arguments(backbone, methods, task, init)
     if calibration is not None and isinstance(backbone, PreTrainedConfig):
@@ -161,8 +161,8 @@ def _from_model(
     seed: int,
     calibration: tuple[Any, Any] = (None, None),
 ) -> Any:
-    """A variant with the weights of `model`, by way of one model for each method that changes the structure. `calibration`: and its
-    tokenizer."""
+    """A variant with the weights of `model`, by way of one model for each method that changes the structure. `calibration`: and
+    its tokenizer."""
     _check_class(type(model), model.config)
     if is_quantized(model) and (quantizer := model.quantization_method) != "bitsandbytes":
         name = getattr(quantizer, "value", quantizer)  # of an enum, in transformers 5
@@ -217,6 +217,7 @@ def _from_model(
         current.generation_config = settings
     if calibrator is not None:
         current.calibration_report = calibrator.report
+        current.config.calibration = {"texts": calibrator.report.texts, "tokens": calibrator.report.tokens}
     if copy:
         copy_shared(model, current)
     elif current is not model:

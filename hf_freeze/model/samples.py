@@ -17,13 +17,19 @@ _HELD_OUT = 8  # one of so many batches
 
 @dataclass(frozen=True)
 class Samples:
-    """`batches`: for a forward, without labels but where a decoder reads them. `held_out`: further ones, on which what was made of
-    the others is compared. `texts`, `tokens`: their number in `batches`."""
+    """`batches`: for a forward, without labels but where a decoder reads them. `held_out`: further ones, on which what was made
+    of the others is compared. `texts`, `tokens`: their number in `batches`."""
 
     batches: list[dict[str, Any]]
     held_out: list[dict[str, Any]] = field(default_factory=list)
     texts: int = 0
     tokens: int = 0
+
+    def whole(self) -> "Samples":
+        """The same with nothing held out."""
+        texts = self.texts + sum(_rows_of(batch) for batch in self.held_out)
+        batches = [*self.batches, *self.held_out]
+        return Samples(batches, texts=texts, tokens=sum(map(count_tokens, batches)))
 
 
 def samples_of(model: Any, calibration: Any, tokenizer: Any = None) -> Samples:
@@ -31,8 +37,8 @@ def samples_of(model: Any, calibration: Any, tokenizer: Any = None) -> Samples:
 
     `calibration`: texts, for which `tokenizer` is needed; each may be a pair: of sentences, or for sequence-to-sequence models of
     source and target. Without a target the decoder reads the model's own greedy output. Or a chat, a list of messages as dicts,
-    for the tokenizer's template. Or an iterable of batches, dicts of tensors for the forward. Or "samples": what a causal language
-    model itself writes. Texts are cut at `MOST_TOKENS` tokens.
+    for the tokenizer's template. Or an iterable of batches, dicts of tensors for the forward. Or "samples": what a causal
+    language model itself writes. Texts are cut at `MOST_TOKENS` tokens.
 
     Raises ValueError for no texts, texts without a tokenizer, a tokenizer with more ids than the model, and other types.
     """
@@ -93,7 +99,10 @@ def _tokenized(model: Any, items: Sequence[Any], tokenizer: Any) -> list[dict[st
     limit = _longest(model, tokenizer)
     encoded = [_encoded(item, tokenizer, limit, to_targets) for item in items]
     for name in ("input_ids", "labels"):
-        check_ids([one[name] for one in encoded if name in one], model.get_input_embeddings().weight.shape[0])
+        try:
+            check_ids([one[name] for one in encoded if name in one], model.get_input_embeddings().weight.shape[0])
+        except ValueError as error:
+            raise ValueError(f"the tokenizer is not that of the model: {error}") from None
     encoded = [one for one in encoded if one["input_ids"]]
     if not encoded:
         raise ValueError("no text of calibration has a token")
@@ -136,7 +145,8 @@ def _longest(model: Any, tokenizer: Any) -> int:
 @torch.no_grad()
 def _own_targets(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """What the decoder reads where it writes the greedy output of the model."""
-    length = min(2 * batch["input_ids"].shape[1] + 10, MOST_TOKENS)
+    positions = getattr(model.config, "max_position_embeddings", None) or MOST_TOKENS
+    length = min(2 * batch["input_ids"].shape[1] + 10, MOST_TOKENS, positions - 1)
     with in_eval_mode(model):
         written = model.generate(**on_device(model, batch), num_beams=1, do_sample=False, max_new_tokens=length)
     ends = model.generation_config.eos_token_id
