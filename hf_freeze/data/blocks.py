@@ -9,17 +9,17 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from hf_freeze.data.cache import cached_folder, open_tables, write_tables
+from hf_freeze.data.cache import cached_folder
 from hf_freeze.data.tokens import (
     IDS,
     Encoder,
     Progress,
     Rows,
     TokenDataset,
+    id_tables,
     is_in_memory,
-    map_rows,
     tokenizer_key,
-    write_facts,
+    write_ids,
 )
 
 _SCHEMA = pa.schema([("input_ids", IDS), ("labels", IDS)])
@@ -61,16 +61,9 @@ def cached_blocks(
     encode = _Separated(encode, tokenizer) if masked else encode
 
     def write(folder: Path) -> None:
-        texts = folder / "texts"
-        texts.mkdir()
-        map_rows(split, Rows({"ids": "text"}, encode, len(tokenizer)), texts, None, progress)
-        files = sorted(texts.glob("rows*.arrow"))
-        pieces = (chunk.flatten().to_numpy().astype(np.int32) for chunk in open_tables(files).data.column("ids").chunks)
-        write_tables(folder / "rows.arrow", _SCHEMA, cut(pieces))
-        for file in files:
-            file.unlink()
-        texts.rmdir()
-        write_facts(folder)
+        tables = id_tables(Rows(split, {"ids": "text"}, encode, len(tokenizer)), progress=progress)
+        pieces = (chunk.flatten().to_numpy().astype(np.int32) for table in tables for chunk in table["ids"].chunks)
+        write_ids(folder, _SCHEMA, cut(pieces))
 
     key = [split._fingerprint, tokenizer_key(tokenizer), block_size, masked]
     return TokenDataset(cached_folder("blocks", key, write))

@@ -14,22 +14,19 @@ KINDS = ("bpe", "unigram", "wordpiece")
 _TEMPLATES = {"after": ("$A </s>", "$A </s> $B </s>"), "before": ("</s> $A", "</s> $A </s> $B")}
 
 
-def check_ids(sentences: Iterable[Iterable[int]], vocab_size: int) -> None:
-    """Raise ValueError for a token id outside the vocabulary; -100, the label of ignored tokens, is allowed."""
+def check_ids(sentences: Iterable[Iterable[int]], vocab_size: int, first: int = 0) -> None:
+    """Raise ValueError for a token id outside the vocabulary; -100, the label of ignored tokens, is allowed. `first`: the number
+    of the first sentence."""
     sentences = list(sentences)
     flat = np.fromiter(chain.from_iterable(sentences), dtype=np.int64)
     if not ((flat >= vocab_size) | ((flat < 0) & (flat != -100))).any():
         return
-    for number, ids in enumerate(sentences):
+    for number, ids in enumerate(sentences, first):
         for i in ids:
             if not (0 <= i < vocab_size or i == -100):
-                raise id_outside(number, i, vocab_size)
-
-
-def id_outside(number: int, token_id: int, vocab_size: int) -> ValueError:
-    return ValueError(
-        f"sentence {number} holds token id {token_id}, outside the model's vocabulary 0..{vocab_size - 1}"
-    )
+                raise ValueError(
+                    f"sentence {number} holds token id {i}, outside the model's vocabulary 0..{vocab_size - 1}"
+                )
 
 
 def train_tokenizer(
