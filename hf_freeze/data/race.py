@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 
 from hf_freeze.data.files import fault, found, read_bytes
-from hf_freeze.data.tables import CLASS, TEXT, TEXTS, columns_of, kind_of, place_of
+from hf_freeze.data.tables import CLASS, TEXT, TEXTS, columns_of, kind_of
 from hf_freeze.data.text import read_table
 
 LETTERS = "ABCDEFGH"
@@ -22,40 +22,36 @@ def read_race(folders: Sequence[str | Path]) -> datasets.Dataset:
     Raises FileNotFoundError for a folder without such files; ValueError for a file of another format, and for an answer of a
     table that is none of its options, with the row.
     """
-    rows = {"article": [], "question": [], "options": [], "answer": []}
+    rows: list[dict[str, Any]] = []
     for folder in map(Path, folders):
         if kind_of(folder) != "lines":
-            for row in (row for path in found([folder]) for row in _of_table(path)):
-                for name, value in row.items():
-                    rows[name].append(value)
+            for path in found([folder]):
+                rows += _of_table(path)
             continue
         if not (paths := sorted(folder.glob("*.txt"))):
             raise FileNotFoundError(f"{folder} holds no files *.txt of RACE")
         for path in paths:
             try:
                 text = json.loads(read_bytes(path))
-                questions = list(zip(text["questions"], text["options"], text["answers"], strict=True))
-                rows["article"] += [str(text["article"])] * len(questions)
+                asked = zip(text["questions"], text["options"], text["answers"], strict=True)
+                article = {"article": str(text["article"])}
+                rows += [article | dict(zip(("question", "options", "answer"), one, strict=True)) for one in asked]
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}: not a file of RACE's format: {fault(error)}") from error
-            for question, options, answer in questions:
-                rows["question"].append(question)
-                rows["options"].append(options)
-                rows["answer"].append(answer)
-    return datasets.Dataset.from_dict(rows)
+    return datasets.Dataset.from_list(rows)
 
 
 def _of_table(path: Path) -> Iterator[dict[str, Any]]:
-    options = (
-        ["options"] if "options" in (present := columns_of(path)) else [name for name in LETTERS if name in present]
-    )
-    columns = dict.fromkeys(("article", "question", *(options or ["options"])), TEXT) | {"answer": CLASS}
-    if "options" in columns:
-        columns["options"] = TEXTS
-    rows: Any = read_table([path], columns)
+    present = columns_of(path)
+    letters = [] if "options" in present else [name for name in LETTERS if name in present]
+    columns = dict.fromkeys(("article", "question", *letters), TEXT) | {"answer": CLASS}
+    columns |= {} if letters else {"options": TEXTS}
+
+    def check(row: dict[str, Any]) -> None:
+        choices = LETTERS[: len(letters or row["options"])]
+        if row["answer"] not in choices:
+            raise ValueError(f"answer {row['answer']!r}; choose from {choices!r}")
+
+    rows: Any = read_table([path], columns, check=check)
     for row in rows:
-        listed, answer = row["options"] if "options" in columns else [row[name] for name in options], row["answer"]
-        if answer not in LETTERS[: len(listed)]:
-            where = place_of([path], {"answer": CLASS}, [answer])
-            raise ValueError(f"{where}: answer {answer!r}; choose from {LETTERS[: len(listed)]!r}")
-        yield {"article": row["article"], "question": row["question"], "options": listed, "answer": answer}
+        yield {"options": [row.pop(name) for name in letters]} | row

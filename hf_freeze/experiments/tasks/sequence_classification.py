@@ -12,7 +12,7 @@ from transformers import DataCollatorWithPadding
 from hf_freeze import data as hf_data
 from hf_freeze.experiments.tasks.base import Outcome, Task, scored
 from hf_freeze.experiments.tasks.data_forms import SPLITS, data_form
-from hf_freeze.experiments.tasks.labelled import columns_of, encode, labelled_reader, place_of_label
+from hf_freeze.experiments.tasks.labelled import columns_of, encode, labelled_reader, refuse_label
 from hf_freeze.experiments.tasks.splits import take
 from hf_freeze.training import ClassificationTrainer
 
@@ -56,8 +56,8 @@ def _classes(files: dict[str, datasets.Dataset], settings: dict[str, Any]) -> di
     names = sorted(labels, key=int if all(map(_WHOLE.fullmatch, labels)) else None)
     for name, found in used.items():
         if unknown := sorted(label for label in found if spelled(label) not in labels):
-            where = place_of_label(settings, name, unknown[0])
-            raise ValueError(f"{where}the {name} split has label {unknown[0]!r}; the training split has {names}")
+            message = f"the {name} split has label {unknown[0]!r}; the training split has {names}"
+            refuse_label(settings, name, unknown[0], message)
     number = {name: i for i, name in enumerate(names)}
     numbered = {}
     for name, split in files.items():

@@ -1,12 +1,13 @@
 """Training, dev and test splits, as the `data` section of a recipe asks for them."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 
-from hf_freeze.experiments.tasks.data_forms import SPLITS
+from hf_freeze.experiments.tasks.data_forms import SPLITS, data_form
 
 
 def take(splits: dict[str, datasets.Dataset], settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
@@ -30,6 +31,20 @@ def take(splits: dict[str, datasets.Dataset], settings: dict[str, Any]) -> dict[
         splits["train"] = train.select(np.sort(order))
     limit = settings.get("limit")
     return {name: splits[name].select(range(min(limit or len(splits[name]), len(splits[name])))) for name in SPLITS}
+
+
+def paths_of(settings: dict[str, Any], named: list[str]) -> list[Path]:
+    """The files of a split."""
+    return [Path(settings.get("root", ".")) / file for file in named]
+
+
+def reader(
+    settings: dict[str, Any], files: Callable[[list[Path]], datasets.Dataset], hub: Callable[..., datasets.Dataset]
+) -> Callable[[Any], datasets.Dataset]:
+    """What reads a split, given its files or its name on the Hub, by `files(paths)` or `hub(id, split, name=)`."""
+    if data_form(settings) == "hub":
+        return lambda split: hub(settings["hub"], split, name=settings.get("name"))
+    return lambda named: files(paths_of(settings, named))
 
 
 def read_splits(settings: dict[str, Any], read: Callable[[Any], datasets.Dataset]) -> dict[str, datasets.Dataset]:
