@@ -82,7 +82,7 @@ def csv_tables(
                     raise ParserError
                 filled = reduce(compute.or_, is_filled)
                 found = pa.table([cells[names.index(name)] for name in columns], list(columns))
-                yield partial(_place, path, head, row + np.flatnonzero(filled)), found.filter(filled)
+                yield partial(_place, path, head, (row + np.flatnonzero(filled)).tolist()), found.filter(filled)
                 row += len(table)
     except UnicodeDecodeError:
         for _ in decoded_lines(path):  # says where

@@ -10,7 +10,7 @@ import numpy as np
 from hf_freeze.experiments.tasks.data_forms import SPLITS, data_form
 
 
-def take(splits: dict[str, datasets.Dataset], settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
+def take(splits: Any, settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
     """`splits`, a dev and a test split drawn from train where `holdout` and `holdout_test` say how many, each cut to the first
     `limit` items.
 

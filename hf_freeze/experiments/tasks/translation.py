@@ -21,7 +21,7 @@ from hf_freeze.training.precision import AUTO, uses_bf16
 def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
     """Splits train, dev and test with columns `source` and `target`, as the recipe's `data` section says."""
     if data_form(settings) == "builtin":
-        return take(dict(hf_data.builtin_corpus(**settings["builtin"])), settings)
+        return take(hf_data.builtin_corpus(**settings["builtin"]), settings)
     sides = {side: settings[side] for side in ("source", "target") if side in settings}
     read = reader(settings, partial(hf_data.read_pairs, **sides), partial(hf_data.load_hub_parallel, **sides))
     return read_splits(settings, read)
