@@ -62,7 +62,7 @@ def train_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation()])
     tokenizer.decoder = decoders.Metaspace()
     texts = _again(texts)
-    smallest = len(specials) + len(_characters(texts))
+    smallest = len(specials) + len(set(chain.from_iterable(texts)))
     if vocab_size < smallest:
         raise ValueError(f"vocab_size={vocab_size} is too small: {smallest} special tokens and characters must fit")
     tokenizer.train_from_iterator(iter(texts), trainer)
@@ -78,18 +78,11 @@ def _again(texts: Iterable[str]) -> Iterable[str]:
     return list(texts) if isinstance(texts, Iterator) else texts
 
 
-def _characters(texts: Iterable[str]) -> set[str]:
-    characters: set[str] = set()
-    for text in texts:
-        characters.update(text)
-    return characters
-
-
 def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     texts, specials = _again(texts), list(BERT_TOKENS.values())
     tokenizer = _bert_tokenizer({})
     normalize, split = tokenizer.normalizer.normalize_str, tokenizer.pre_tokenizer.pre_tokenize_str
-    characters = sorted(_characters(map(normalize, texts)))
+    characters = sorted(set(chain.from_iterable(map(normalize, texts))))
     # The trainer numbers these pieces in an order that differs between processes, and breaks ties by number. Passing them as
     # special tokens fixes the order; the returned tokenizer does not treat them as special.
     continuations = [f"##{c}" for c in characters if len(split(normalize(f"a{c}"))) == 1 and not c.isspace()]

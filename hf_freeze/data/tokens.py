@@ -137,26 +137,31 @@ def tokenise(
 
 
 class Encoder:
-    """texts -> ids, the same as `tokenizer(texts, **options)["input_ids"]`.
+    """texts -> ids, the same as `tokenizer(texts, truncation=...)["input_ids"]` or, with `end`, those of the text alone with this
+    id behind them, if there are any.
 
     The Rust tokenizer below, asked for ids alone, takes half the time. It is used if it gives the same for the first texts.
     """
 
-    def __init__(self, tokenizer: Any, split: datasets.Dataset, column: str, **options: Any) -> None:
-        self.tokenizer, self.options = tokenizer, options
+    def __init__(
+        self, tokenizer: Any, split: datasets.Dataset, column: str, *, truncation: bool = False, end: int | None = None
+    ) -> None:
+        self.tokenizer, self.end = tokenizer, end
+        self.options = {"truncation": truncation, "add_special_tokens": end is None}
         self.is_fast = hasattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast")
         first = split[: min(len(split), 100)][column]
-        self.is_fast = self.is_fast and self._plain(first) == self(first)  # `_plain` sets the truncation of both
+        self.is_fast = self.is_fast and self._plain(first) == self._fast(first)  # `_plain` sets the truncation of both
 
     def _plain(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, **self.options)["input_ids"]
 
+    def _fast(self, texts: list[str]) -> list[list[int]]:
+        encode = self.tokenizer.backend_tokenizer.encode_batch_fast
+        return [encoding.ids for encoding in encode(texts, add_special_tokens=self.end is None)]
+
     def __call__(self, texts: list[str]) -> list[list[int]]:
-        if not self.is_fast:
-            return self._plain(texts)
-        special = self.options.get("add_special_tokens", True)
-        encodings = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=special)
-        return [encoding.ids for encoding in encodings]
+        found = (self._fast if self.is_fast else self._plain)(texts)
+        return found if self.end is None else [[*ids, self.end] if ids else [] for ids in found]
 
 
 class Rows:
@@ -189,7 +194,7 @@ def id_tables(rows: Rows, processes: int | None = None, progress: Progress | Non
     processes = min(processes or cores, -(-total // _ROWS_PER_PROCESS))
     if multiprocessing.current_process().daemon:  # it may have no processes of its own
         processes = 1
-    with tqdm(total=total, desc="Tokenising") as bar, _mapping(rows, processes) as mapped:
+    with tqdm(total=total, desc="Tokenising", delay=1) as bar, _mapping(rows, processes) as mapped:
         for table in mapped(range(0, total, _ROWS)):
             if progress is not None:
                 progress(bar.n, total)
