@@ -1,15 +1,12 @@
 """Opens files that may be compressed: the content decides, not the name. Some kinds are read by `datasets`."""
 
-import bz2
 import contextlib
 import glob
-import gzip
 import io
 import logging
 import lzma
 import shutil
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,16 +17,12 @@ import pyarrow as pa
 from hf_freeze.data.cache import cache_root
 
 
-def _by_arrow(path: str | Path, name: str) -> Any:
-    return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), name))
-
-
-_FORMATS: dict[str, tuple[bytes, Any]] = {  # name -> first bytes, what opens a file
-    "gzip": (b"\x1f\x8b", gzip.open),
-    "bzip2": (b"BZh", bz2.open),
-    "xz": (b"\xfd7zXZ\x00", lzma.open),
-    "zstd": (b"\x28\xb5\x2f\xfd", lambda path: _by_arrow(path, "zstd")),
-    "lz4": (b"\x04\x22\x4d\x18", lambda path: _by_arrow(path, "lz4")),
+_MAGIC = {  # kind of compression, as Arrow names it -> first bytes
+    "gzip": b"\x1f\x8b",
+    "bz2": b"BZh",
+    "xz": b"\xfd7zXZ\x00",
+    "zstd": b"\x28\xb5\x2f\xfd",
+    "lz4": b"\x04\x22\x4d\x18",
 }
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # usual endings of their names
 
@@ -46,17 +39,17 @@ def opened(path: str | Path) -> Iterator[Any]:
             yield file
         return
     try:
-        with _FORMATS[name][1](path) as file:
+        with lzma.open(path) if name == "xz" else io.BufferedReader(pa.input_stream(str(path), name)) as file:
             yield file
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowInvalid) as error:
+    except (OSError, EOFError, lzma.LZMAError, pa.ArrowInvalid) as error:
         raise _damaged(path, name, error) from error
 
 
 def _packing(path: str | Path) -> str | None:
     with open(path, "rb") as file:
         start = file.read(16)
-    name = next((name for name, (magic, _) in _FORMATS.items() if start.startswith(magic)), None)
-    return None if name == "bzip2" and start[4:10] != b"1AY&SY" else name  # text may begin with BZh
+    name = next((name for name, magic in _MAGIC.items() if start.startswith(magic)), None)
+    return None if name == "bz2" and start[4:10] != b"1AY&SY" else name  # text may begin with BZh
 
 
 def _damaged(path: str | Path, kind: str, error: Exception) -> ValueError:
