@@ -16,7 +16,6 @@ import pyarrow as pa
 
 from hf_freeze.data.cache import cache_root
 
-
 _MAGIC = {  # kind of compression, as Arrow names it -> first bytes
     "gzip": b"\x1f\x8b",
     "bz2": b"BZh",

@@ -5,11 +5,13 @@ from functools import partial
 from typing import Any, NoReturn
 
 import datasets
+from transformers import DataCollatorWithPadding
 
 from hf_freeze import data as hf_data
 from hf_freeze.data import Progress
 from hf_freeze.data.files import found
 from hf_freeze.data.tables import CLASS, iterate_columns
+from hf_freeze.experiments.tasks.base import Task
 from hf_freeze.experiments.tasks.data_forms import data_form
 from hf_freeze.experiments.tasks.splits import paths_of, reader
 
@@ -54,3 +56,15 @@ def encode(
         return {**tokenizer(*(batch[column] for column in columns), truncation=True), "labels": batch["label"]}
 
     return split.map(ids, batched=True, remove_columns=split.column_names, keep_in_memory=True)
+
+
+def task_of_labelled(**fields: Any) -> Task:
+    """A task of these texts; `fields`: what is its own."""
+    return Task(
+        head="sequence-classification",
+        tokenizer="wordpiece",
+        texts=lambda split: hf_data.Texts(split, columns_of(split)),
+        encode=encode,
+        collator=lambda tokenizer, model: DataCollatorWithPadding(tokenizer),
+        **fields,
+    )

@@ -11,7 +11,7 @@ from transformers import DataCollatorForMultipleChoice
 
 from hf_freeze import data as hf_data
 from hf_freeze.data import Progress
-from hf_freeze.data.race import LETTERS
+from hf_freeze.data.questions import LETTERS
 from hf_freeze.experiments.tasks.base import Outcome, Task, scored
 from hf_freeze.experiments.tasks.splits import read_splits, reader
 from hf_freeze.training import ClassificationTrainer

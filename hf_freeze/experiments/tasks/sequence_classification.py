@@ -7,12 +7,11 @@ from typing import Any
 
 import datasets
 import numpy as np
-from transformers import DataCollatorWithPadding
 
 from hf_freeze import data as hf_data
-from hf_freeze.experiments.tasks.base import Outcome, Task, scored
+from hf_freeze.experiments.tasks.base import Outcome, scored
 from hf_freeze.experiments.tasks.data_forms import SPLITS, data_form
-from hf_freeze.experiments.tasks.labelled import columns_of, encode, labelled_reader, refuse_label
+from hf_freeze.experiments.tasks.labelled import encode, labelled_reader, refuse_label, task_of_labelled
 from hf_freeze.experiments.tasks.splits import take
 from hf_freeze.training import ClassificationTrainer
 
@@ -96,14 +95,4 @@ def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split
     return Outcome(metrics=metrics, items=np.column_stack([added, encoded["labels"]]).astype(np.int64))
 
 
-TASK = Task(
-    head="sequence-classification",
-    tokenizer="wordpiece",
-    load=load_data,
-    texts=lambda split: hf_data.Texts(split, columns_of(split)),
-    encode=encode,
-    test=_test,
-    trainer=ClassificationTrainer,
-    collator=lambda tokenizer, model: DataCollatorWithPadding(tokenizer),
-    config=_labels,
-)
+TASK = task_of_labelled(load=load_data, test=_test, trainer=ClassificationTrainer, config=_labels)
