@@ -23,6 +23,7 @@ _MAGIC = {  # kind of compression, as Arrow names it -> first bytes
     "zstd": b"\x28\xb5\x2f\xfd",
     "lz4": b"\x04\x22\x4d\x18",
 }
+_BUFFER = 1 << 20  # bytes unpacked at a time
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # usual endings of their names
 
 
@@ -38,7 +39,7 @@ def opened(path: str | Path) -> Iterator[Any]:
             yield file
         return
     try:
-        with lzma.open(path) if name == "xz" else io.BufferedReader(pa.input_stream(str(path), name)) as file:
+        with lzma.open(path) if name == "xz" else io.BufferedReader(pa.input_stream(str(path), name), _BUFFER) as file:
             yield file
     except (OSError, EOFError, lzma.LZMAError, pa.ArrowInvalid) as error:
         raise _damaged(path, name, error) from error

@@ -55,7 +55,7 @@ def read_text(paths: Sequence[str | Path], *, unit: str = "lines", column: str =
                 yield from _stripped(table[column].to_pylist())
 
     schema = pa.schema([("text", pa.string())])
-    return _cached(paths, schema, [unit, column], lambda path: _tables(schema, zip(texts(path), strict=True)))
+    return _cached(paths, schema, [unit, column], lambda path: _tables(schema, ((text,) for text in texts(path))))
 
 
 def read_pairs(paths: Sequence[str | Path], *, source: str = "source", target: str = "target") -> datasets.Dataset:

@@ -195,9 +195,10 @@ def id_tables(rows: Rows, processes: int | None = None, progress: Progress | Non
     if multiprocessing.current_process().daemon:  # it may have no processes of its own
         processes = 1
     with tqdm(total=total, desc="Tokenising", delay=1) as bar, _mapping(rows, processes) as mapped:
-        for table in mapped(range(0, total, _ROWS)):
+        starts = range(0, total, _ROWS)
+        for start, table in zip(starts, mapped(starts), strict=True):
             if progress is not None:
-                progress(bar.n, total)
+                progress(start, total)
             yield table
             bar.update(len(table))
     if progress is not None:

@@ -1,5 +1,6 @@
 """Tokens on the disk: the same batches as tokens in memory, computed once, never half."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -227,6 +228,7 @@ def test_one_process_computes_and_the_others_wait(tmp_path):
 
 def test_progress(parallel, tokenizer, monkeypatch):
     monkeypatch.setattr(tokens, "_ROWS_PER_PROCESS", 1000)
+    monkeypatch.setattr(tokens, "tqdm", functools.partial(tokens.tqdm, disable=True))  # as in a grid
     said = []
 
     class Slow:
