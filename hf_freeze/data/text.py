@@ -47,15 +47,16 @@ def read_text(paths: Sequence[str | Path], *, unit: str = "lines", column: str =
     Raises the errors of `read_lines` and of `read_table`.
     """
 
-    def texts(path: Path) -> Iterator[str]:
+    schema = pa.schema([("text", pa.string())])
+
+    def tables(path: Path) -> Iterator[pa.Table]:
         if kind_of(path) == "lines":
-            yield from UNITS[unit](path)
+            yield from _tables(schema, ((text,) for text in UNITS[unit](path)))
         else:
             for table in iterate_columns(path, {column: OPTIONAL}):
-                yield from _stripped(table[column].to_pylist())
+                yield pa.table({"text": _stripped(table[column].to_pylist())}, schema)
 
-    schema = pa.schema([("text", pa.string())])
-    return _cached(paths, schema, [unit, column], lambda path: _tables(schema, ((text,) for text in texts(path))))
+    return _cached(paths, schema, [unit, column], tables)
 
 
 def read_pairs(paths: Sequence[str | Path], *, source: str = "source", target: str = "target") -> datasets.Dataset:
