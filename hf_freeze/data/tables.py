@@ -23,6 +23,7 @@ _ROWS = 10_000  # read at a time
 _KINDS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow"}
 _KINDS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json")
 _STRINGS = (pa.string(), pa.large_string(), pa.string_view())
+Rows = Iterator[tuple[Callable[[int], str], Any]]  # where the rows are, by their index, and some rows
 TABLES = ".csv, .tsv, .jsonl, .json, .parquet or .arrow"
 Check = Callable[[dict[str, Any]], object]
 """A function that raises ValueError for a row that is wrong."""
@@ -101,7 +102,7 @@ def columns_of(path: str | Path) -> list[str]:
     if kind == "tsv":
         return next(decoded_lines(path)).rstrip("\r\n").split("\t")
     if kind == "json":
-        return list(next(_examples(path), ("", []))[1])
+        return list(next(_examples(path), ("", [{}]))[1][0])
     with by_datasets(path, kind) as data:
         return list(data.features)
 
@@ -163,9 +164,7 @@ def _values(path: str | Path, where: Callable[[int], str], name: str, values: An
     return pa.array(_each(where, column.read, values, f"{name} "), column.type)
 
 
-def _rows(
-    path: str | Path, columns: Mapping[str, Column], header: Sequence[str] | None
-) -> Iterator[tuple[Callable[[int], str], Any]]:
+def _rows(path: str | Path, columns: Mapping[str, Column], header: Sequence[str] | None) -> Rows:
     """Where some rows are, and their values by column."""
     kind = kind_of(path)
     if kind == "csv":
@@ -177,13 +176,20 @@ def _rows(
         with by_datasets(path, kind, **options) as data:
             first = 1
             for table in data.with_format("arrow").iter(_ROWS):
-                yield lambda index, first=first: f"{path}, row {first + index}", table
+                yield _counted(f"{path}, row", first), table
                 first += len(table)
+    elif kind == "json":
+        for where, examples in _examples(path, columns):
+            yield where, {name: [example[name] for example in examples] for name in columns}
     else:
-        rows = _json_rows(path, columns) if kind == "json" else _tsv_rows(path, list(columns), header)
+        rows = _tsv_rows(path, list(columns), header)
         while some := list(islice(rows, _ROWS)):
             places, values = zip(*some, strict=True)
             yield places.__getitem__, dict(zip(columns, zip(*values, strict=True), strict=True))
+
+
+def _counted(what: str, first: int) -> Callable[[int], str]:
+    return lambda index: f"{what} {first + index}"
 
 
 def _tsv_rows(
@@ -213,33 +219,30 @@ def _tsv_rows(
         warnings.warn(f"{path}: {short} of {whole + short} lines are too short and left out", stacklevel=2)
 
 
-def _json_rows(path: str | Path, columns: Iterable[str]) -> Iterator[tuple[str, Sequence[Any]]]:
-    for where, example in _examples(path):
-        check_columns(where, columns, example, missing=": no field")
-        yield where, [example[name] for name in columns]
+def _examples(path: str | Path, columns: Iterable[str] = ()) -> Rows:
+    """Where some examples are, and they themselves, with these fields: JSON lines, or one list."""
 
-
-def _examples(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, object) of all lines, or of one list."""
-    lines = decoded_lines(path)
-    first = next(lines)
-    if first.lstrip().startswith("["):
-        unit, examples = "row", _parsed(str(path), "".join([first, *lines]))
-    else:
-        unit, examples = "line", chain([first], lines)
-    for number, example in enumerate(examples, 1):
-        where = f"{path}, {unit} {number}"
-        example = _parsed(where, example) if unit == "line" else example
+    def read(row: Any) -> dict[str, Any]:
+        example = row if unit == "row" else _parsed(row)
         if not isinstance(example, dict):
-            shown = json.dumps(example, ensure_ascii=False)[:40]
-            raise ValueError(f"{where}: an example is a JSON object, not {shown!r}")
-        yield where, example
+            raise ValueError(f"an example is a JSON object, not {json.dumps(example, ensure_ascii=False)[:40]!r}")
+        check_columns("", columns, example, missing="no field")
+        return example
+
+    lines, unit, first = decoded_lines(path), "line", 1
+    rows = chain([begin := next(lines)], lines)
+    if begin.lstrip().startswith("["):
+        unit, rows = "row", iter(_each(lambda _: str(path), _parsed, ["".join(rows)])[0])
+    while some := list(islice(rows, _ROWS)):
+        where = _counted(f"{path}, {unit}", first)
+        yield where, _each(where, read, some)
+        first += len(some)
 
 
-def _parsed(where: str, text: str) -> Any:
+def _parsed(text: str) -> Any:
     if not text.strip():
-        raise ValueError(f"{where}: empty line")
+        raise ValueError("empty line")
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error
+        raise ValueError(f"not JSON ({error})") from error
