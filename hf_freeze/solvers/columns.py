@@ -4,7 +4,7 @@ projection.
 Backward elimination: the group whose removal costs least goes, after all others have been refitted, and so on. With H the Gram
 and P = H⁻¹ among the remaining columns, removing group g costs tr(W_g (P_gg)⁻¹ W_gᵀ), exactly; then
     W ← W - W_g (P_gg)⁻¹ P_g,    P ← P - P_gᵀ (P_gg)⁻¹ P_g
-(optimal brain surgeon for groups: ZipLM, Kurtic et al., 2023, https://arxiv.org/abs/2302.04089, algorithm 1). Costs need only P
+(optimal brain surgeon for groups: ZipLM, Kurtic et al., 2023, https://arxiv.org/abs/2302.04089). Costs need only P
 and S = WᵀW, or WᵀAW with the curvature A of the outputs. Both are updated once for each block of removals, as in a pivoted
 Cholesky factorisation, so that nearly all work is products of large matrices; the result is that of one removal at a time.
 
@@ -182,7 +182,7 @@ def _remove_block(p: Tensor, s: Tensor, size: int) -> tuple[list[int], list[floa
     """Remove about `_BLOCK` columns: (their groups in order, the cost of each, P and S of what remains).
 
     Within the block, P is p - RᵀM and S is s - MᵀK - KᵀM, where each removal adds the rows R = P_g, M = (P_gg)⁻¹ P_g and
-    K = S_g - S_gg M / 2. Only the diagonal blocks of the groups, (N, s, s), and the row of the removed group are computed anew.
+    K = S_g - S_gg M / 2. Each removal updates only the diagonal blocks of the groups, (N, s, s).
     """
     n = len(p) // size
     steps = min(n, max(1, _BLOCK // size))

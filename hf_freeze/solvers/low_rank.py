@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_freeze.solvers.moments import RIDGE, Moments, Problem, cholesky, problem
+from hf_freeze.solvers.moments import RIDGE, Moments, Problem, cholesky, descending, problem, tails
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,16 @@ def low_rank(weight: Tensor, bias: Tensor | None, moments: Moments, *, ridge: fl
     m = None if solved.curvature is None else cholesky(solved.curvature)
     whitened = target if m is None else m.T @ target  # Mᵀ T
     if weight.shape[0] <= weight.shape[1]:
-        energies, u = _descending(whitened @ solved.gram @ whitened.T)
+        energies, u = descending(whitened @ solved.gram @ whitened.T)
         left, right = u, u.T @ whitened
         if m is not None:
             left = torch.linalg.solve_triangular(m.T, left, upper=True)
     else:
         factor = cholesky(solved.gram)
         product = whitened @ factor
-        energies, v = _descending(product.T @ product)
+        energies, v = descending(product.T @ product)
         left, right = target @ (factor @ v), torch.linalg.solve_triangular(factor.T, v, upper=True).T
-    return LowRank(solved, *_balanced(left, right), _tails(energies))
-
-
-def _descending(square: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (n,), descending and not negative, and eigenvectors (n, n) in columns."""
-    values, vectors = torch.linalg.eigh((square + square.T) / 2)
-    return values.flip(0).clamp_min(0), vectors.flip(1)
+    return LowRank(solved, *_balanced(left, right), tails(energies))
 
 
 def _balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,8 +63,3 @@ def _balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     ups, downs = left.norm(dim=0), right.norm(dim=1)
     scale = torch.where((ups > 0) & (downs > 0), (downs / ups).sqrt(), 1)
     return left * scale, right / scale[:, None]
-
-
-def _tails(energies: Tensor) -> Tensor:
-    """(n,) -> (n + 1,): the sum of the energies from each place on."""
-    return torch.cat([energies.flip(0).cumsum(0).flip(0), energies.new_zeros(1)])

@@ -175,6 +175,17 @@ def inverse(gram: Tensor) -> Tensor:
     return torch.cholesky_inverse(cholesky(gram))
 
 
+def descending(square: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (n,), descending and not negative, and eigenvectors (n, n) in columns."""
+    values, vectors = torch.linalg.eigh((square + square.T) / 2)
+    return values.flip(0).clamp_min(0), vectors.flip(1)
+
+
+def tails(energies: Tensor) -> Tensor:
+    """(n,) -> (n + 1,): the sum of the energies from each place on."""
+    return torch.cat([energies.flip(0).cumsum(0).flip(0), energies.new_zeros(1)])
+
+
 def best_dense(
     weight: Tensor, bias: Tensor | None, moments: Moments, *, ridge: float = RIDGE
 ) -> tuple[Tensor, Tensor | None]:
