@@ -9,6 +9,7 @@ import multiprocessing.connection
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -195,10 +196,11 @@ def id_tables(rows: Rows, processes: int | None = None, progress: Progress | Non
     if multiprocessing.current_process().daemon:  # it may have no processes of its own
         processes = 1
     with tqdm(total=total, desc="Tokenising", delay=1) as bar, _mapping(rows, processes) as mapped:
-        starts = range(0, total, _ROWS)
+        starts, due = range(0, total, _ROWS), 0.0
         for start, table in zip(starts, mapped(starts), strict=True):
-            if progress is not None:
+            if progress is not None and time.monotonic() > due:
                 progress(start, total)
+                due = time.monotonic() + 0.5
             yield table
             bar.update(len(table))
     if progress is not None:
