@@ -29,6 +29,7 @@ from hf_freeze.methods.base import Method
 from hf_freeze.model import paging
 from hf_freeze.model.calibration import Calibration, Report, StoredMoments, calibrated_linears
 from hf_freeze.model.curvature import curvatures
+from hf_freeze.model.fidelity import fidelity_on
 from hf_freeze.model.running import in_eval_mode, on_device, without_cache
 from hf_freeze.model.samples import samples_of
 from hf_freeze.model.weights import regenerate
@@ -100,7 +101,7 @@ class _Sums:
         try:
             return Moments(self.gram / self.count, self.mean / self.count, self.count, *pairs)
         except ValueError as error:
-            raise ValueError(f"calibration: what {name!r} sees cannot be used: {error}") from None
+            raise ValueError(f"calibration: the inputs or outputs of {name!r} cannot be used: {error}") from None
 
 
 class CalibrationPass:
@@ -430,14 +431,15 @@ class Calibrator:
     """
 
     def __init__(self, model: Any, calibration: Any, tokenizer: Any) -> None:
-        self._stored = None
+        self._stored, self.held_out = None, []
         if isinstance(calibration, Calibration):
             calibration.check(model)
             self._stored = calibration.moments
             self.report = Report(calibration.texts, calibration.tokens)
         else:
-            self._samples = samples_of(model, calibration, tokenizer)
-            self.report = Report(self._samples.texts, self._samples.tokens)
+            samples = samples_of(model, calibration, tokenizer)
+            self._batches, self.held_out = samples.batches, samples.held_out
+            self.report = Report(samples.texts, samples.tokens)
 
     @contextmanager
     def statistics(self, old: Any, new: Any) -> Iterator[CalibrationPass | StoredMoments]:
@@ -447,7 +449,7 @@ class Calibrator:
                 with torch.no_grad(), surgery.holding(old):
                     yield StoredMoments(self._stored, old, self.report)
                 return
-            with CalibrationPass(old, new, self._samples.batches, self.report).running() as statistics:
+            with CalibrationPass(old, new, self._batches, self.report).running() as statistics:
                 yield statistics
 
     def convert(self, method: Method, old: Any, new: Any) -> None:
@@ -461,3 +463,18 @@ class Calibrator:
                 method.convert(old, new, statistics)
         if self._stored is not None and (method.shares_layers or method.renumbers == "layers"):
             self._stored = {}  # names are those of other layers from now on
+
+    def compares(self, method: Method) -> bool:
+        """Whether the method's plain form is made, too, to keep the better one: where there are texts for it, and memory."""
+        return method.calibrates and bool(self.held_out) and paging.active() is None
+
+    def better(self, method: Method, original: Any, calibrated: Any, plain: Any) -> Any:
+        """That of two variants whose outputs are nearer those of the `original` on the texts that are held out."""
+        distances = [fidelity_on(original, one, self.held_out).distance for one in (calibrated, plain)]
+        if distances[0] <= distances[1]:
+            return calibrated
+        self.report.note(
+            f"{method.name}: on texts held out, the form with calibration is further from the original ({distances[0]:.3g}) than "
+            f"the one without ({distances[1]:.3g}), which was taken"
+        )
+        return plain

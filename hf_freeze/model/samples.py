@@ -17,8 +17,8 @@ _HELD_OUT = 8  # one of so many batches
 
 @dataclass(frozen=True)
 class Samples:
-    """`batches`: for a forward, without labels but where a decoder reads them. `held_out`: further ones, on which what was made
-    of the others is compared. `texts`, `tokens`: their number in `batches`."""
+    """`batches`: for a forward, without labels but where a decoder reads them. `held_out`: further ones, to compare what was made
+    with the others. `texts`, `tokens`: their number in `batches`."""
 
     batches: list[dict[str, Any]]
     held_out: list[dict[str, Any]] = field(default_factory=list)
