@@ -168,7 +168,7 @@ class CalibrationPass:
         ranked = sorted(names, key=lambda name: order.get(name, last.get(places[name], len(order))))
 
         def group(name: str) -> Any:
-            return places[name], id(reads[name]) if name in reads else name
+            return places[name], id(reads[name][0]) if name in reads else name
 
         return [list(together) for _, together in itertools.groupby(ranked, group)]
 
@@ -179,12 +179,13 @@ class CalibrationPass:
         sums = {name: _Sums() for name in names}
         for number, batch in enumerate(self._batches):
             outputs = self._watch("old", place, number, names, (), outputs=True)
-            for name, x in self._watch("new", place, number, names, before, outputs=False).items():
-                y, rows = outputs.get(name), self._rows(name, place, batch, x)
-                routed = x.dim() == 2 and rows is None  # other tokens in both models
-                if y is not None and (routed or y.shape[:-1] != x.shape[:-1]):
-                    y = None
-                sums[name].add(_selected(x, rows), None if y is None else _selected(y, rows))
+            for name, calls in self._watch("new", place, number, names, before, outputs=False).items():
+                for x, y in itertools.zip_longest(calls, outputs.get(name, ())[: len(calls)]):
+                    rows = self._rows(name, place, batch, x)
+                    routed = x.dim() == 2 and rows is None  # other tokens in both models
+                    if y is not None and (routed or y.shape[:-1] != x.shape[:-1]):
+                        y = None
+                    sums[name].add(_selected(x, rows), None if y is None else _selected(y, rows))
         moments = {name: each.moments(name) for name, each in sums.items()}
         for name, each in moments.items():
             if each is not None:
@@ -260,7 +261,7 @@ class CalibrationPass:
         """Catch how the old model calls its layers, and what comes into each stack."""
         layers = [self._layer(self._old, *place) for place in self._places]
         for batch in self._batches:
-            caught = dict(zip(self._places, _calls(self._old, batch, layers), strict=True))
+            caught = dict(zip(self._places, _calls(self._old, batch, layers, to_end=True), strict=True))
             self._caught.append(caught)
             if len(self._caught) > 1:  # of the other batches, no states but the first ones
                 for (stack, layer), calls in caught.items():
@@ -302,14 +303,15 @@ class CalibrationPass:
         before: Sequence[str],
         *,
         outputs: bool,
-    ) -> dict[str, Tensor]:
-        """Name -> input, or output, of the linear in the model of a `stream`, for batch `number`; linears that do not run are
-        missing. `before`: modules that are those of the old model."""
+    ) -> dict[str, list[Tensor]]:
+        """Name -> inputs, or outputs, of the linear in the model of a `stream`, for batch `number`, of each time that it runs;
+        linears that do not run are missing. `before`: modules that are those of the old model."""
         model = self._old if stream == "old" else self._new
         with _swapped(self._old, model, before):
             modules = {name: model.base_model.get_submodule(name) for name in names}
             if place is None or not self._streams:
-                return _seen(modules, outputs, lambda: model(**self._batches[number]))
+                again = place is not None and any(len(caught[place]) > 1 for caught in self._caught)
+                return _seen(modules, outputs, lambda: model(**self._batches[number]), again=again)
             call, states = self._calls[stream][number][place[1]], self._states[stream][number]
             layer = self._layer(model, *place)
             return _seen(modules, outputs, lambda: call.run(layer, states))
@@ -363,14 +365,17 @@ def _swapped(old: Any, new: Any, names: Sequence[str]) -> Iterator[None]:
             new.base_model.set_submodule(name, module)
 
 
-def _seen(modules: Mapping[str, nn.Module], outputs: bool, run: Callable[[], Any]) -> dict[str, Tensor]:
-    """Name -> first input, or output, of each of the modules in a run, in their order; what comes after the last of them is not
-    computed."""
-    seen: dict[str, Tensor] = {}
+def _seen(
+    modules: Mapping[str, nn.Module], outputs: bool, run: Callable[[], Any], *, again: bool = False
+) -> dict[str, list[Tensor]]:
+    """Name -> first inputs, or outputs, of each of the modules in a run, in their order: of their first call, and the run ends
+    with that of the last of them; or where they may run `again`, of all calls."""
+    seen: dict[str, list[Tensor]] = {}
 
     def look(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
-        seen.setdefault(name, output if outputs else (*args, *kwargs.values())[0])
-        if len(seen) == len(modules):
+        if again or name not in seen:
+            seen.setdefault(name, []).append(output if outputs else (*args, *kwargs.values())[0])
+        if len(seen) == len(modules) and not again:
             raise _Reached
 
     handles = []
@@ -387,8 +392,10 @@ def _seen(modules: Mapping[str, nn.Module], outputs: bool, run: Callable[[], Any
     return seen
 
 
-def _calls(model: Any, batch: Batch, layers: Sequence[nn.Module]) -> list[list[tuple[Tensor, _Call]]]:
-    """For each of the layers, (states, call) of its calls in a forward of the model, which ends after the last of them."""
+def _calls(
+    model: Any, batch: Batch, layers: Sequence[nn.Module], *, to_end: bool = False
+) -> list[list[tuple[Tensor, _Call]]]:
+    """For each of the layers, (states, call) of its calls in a forward of the model, until each has run, or `to_end`."""
     caught: list[list[tuple[Tensor, _Call]]] = [[] for _ in layers]
 
     def catch(number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -398,7 +405,7 @@ def _calls(model: Any, batch: Batch, layers: Sequence[nn.Module]) -> list[list[t
             name = next((name for name in ("hidden_states", *kwargs) if torch.is_tensor(kwargs.get(name))), "")
             rest = {key: value for key, value in kwargs.items() if key != name}
             caught[number].append((kwargs.get(name, torch.empty(0)), _Call((), rest, name)))
-        if all(caught):
+        if all(caught) and not to_end:
             raise _Reached
 
     handles = [
