@@ -12,11 +12,11 @@ from hf_freeze import surgery
 from hf_freeze.analysis._probe import check_model
 from hf_freeze.architectures.base import Attention
 from hf_freeze.model.calibrating import collect
-from hf_freeze.model.calibration import Calibration
+from hf_freeze.model.calibration import Calibration, Report, warned_once
 from hf_freeze.model.fidelity import Fidelity, fidelity_on
 from hf_freeze.model.samples import samples_of
 from hf_freeze.progress import track
-from hf_freeze.solvers.columns import eliminate
+from hf_freeze.solvers.columns import eliminate, refit
 from hf_freeze.solvers.low_rank import low_rank
 from hf_freeze.solvers.moments import Moments, problem
 from hf_freeze.solvers.rounding import Symmetric, gptq
@@ -28,6 +28,7 @@ _SHARES = {"75 % kept": 0.75, "50 % kept": 0.5, "25 % kept": 0.25}  # of neurons
 _LOW_RANK, _ROUNDED = "half the weights, low rank", "4 bits"
 CUTS = (*_SHARES, _LOW_RANK, _ROUNDED)
 _INT4, _GROUP = Symmetric(7), 64  # as Quantize(weights="int4", granularity="group-64")
+_NO_RIDGE = 1e-12  # losses are those on the texts
 _INCH = 0.28  # of a row of the picture
 
 
@@ -118,6 +119,7 @@ def block_in_words(block: str) -> str:
 
 
 @torch.no_grad()
+@warned_once()
 def cut_losses(model: Any, calibration: Calibration) -> CutLosses:
     """How much of the output of each part of `model` each cut would lose, exactly, by the closed forms that the methods use.
 
@@ -140,7 +142,11 @@ def cut_losses(model: Any, calibration: Calibration) -> CutLosses:
         seen = [name for name in linears if name in places]
         if seen:
             found[min(places[name] for name in seen), block] = seen, attention
-    losses = {}
+    losses, report = {}, Report()
+    for name, each in calibration.moments.items():
+        report.check_tokens(
+            name, each.count, len(each.mean), max(len(each.mean) for each in calibration.moments.values())
+        )
     for (_, block), (linears, attention) in track(
         sorted(found.items(), key=lambda item: item[0]), "Measuring cuts", len(found)
     ):
@@ -164,25 +170,31 @@ def _kept_losses(
         heads = len(moments[name].mean) // size
         together = surgery.group_size(model.base_model, attention, model.config, heads)
         size *= 1 if attention.thins and together == heads else together
-    losses = eliminate(surgery.effective_weight(linear), linear.bias, moments[name], size).losses
+    weight, bias, seen = surgery.effective_weight(linear), linear.bias, moments[name]
+    order = eliminate(weight, bias, seen, size)
+    count = len(order.order)
     for cut, share in _SHARES.items():
-        count = len(losses) - 1
-        kept = round(share * count)
-        if 0 < kept < count:
-            yield cut, _share(losses[count - kept], losses[-1])
+        number = round(share * count)
+        if 0 < number < count:
+            kept = [group * size + column for group in order.kept(number) for column in range(size)]
+            new = torch.zeros_like(weight)
+            new[:, kept] = refit(weight, bias, seen, kept)[0]
+            yield cut, _lost(weight, bias, seen, new)
 
 
 def _linear_losses(model: Any, name: str, moments: Moments) -> tuple[float, float]:
     """The shares lost by low rank with half of the weights, and by 4 bits."""
     linear = model.base_model.get_submodule(name)
     weight, bias = surgery.effective_weight(linear), linear.bias
-    ranks = low_rank(weight, bias, moments).losses
-    rank = max(1, weight.numel() // (2 * sum(weight.shape)))
-    solved = problem(weight, bias, moments)
-    error = gptq(weight, bias, moments, _INT4, group=_GROUP).weight().to(solved.target) - solved.target
-    energies = [(each @ solved.gram * each).sum() for each in (error, solved.target)]
-    return _share(ranks[rank], ranks[0]), _share(*energies)
+    up, down, _ = low_rank(weight, bias, moments).factors(max(1, weight.numel() // (2 * sum(weight.shape))))
+    rounded = gptq(weight, bias, moments, _INT4, group=_GROUP).weight()
+    return _lost(weight, bias, moments, up @ down), _lost(weight, bias, moments, rounded)
 
 
-def _share(lost: Tensor, whole: Tensor) -> float:
+def _lost(weight: Tensor, bias: Tensor | None, moments: Moments, new: Tensor) -> float:
+    """The share of the variance (without a bias, of the mean square) of the outputs of W, (O, I), that `new` loses, with the best
+    bias."""
+    solved = problem(weight, bias, moments, _NO_RIDGE)
+    error = solved.target - new.to(solved.target)
+    lost, whole = ((each @ solved.gram * each).sum() for each in (error, solved.target))
     return min(float(lost / whole), 1.0) if whole > 0 else 0.0

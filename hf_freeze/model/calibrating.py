@@ -11,7 +11,6 @@ arguments than the old one, which is looked at before each layer, the whole mode
 
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from hf_freeze.compat.transformers import mask_of_frames
 from hf_freeze.layers.derived import features
 from hf_freeze.methods.base import Method
 from hf_freeze.model import paging
-from hf_freeze.model.calibration import Calibration, Report, StoredMoments, calibrated_linears
+from hf_freeze.model.calibration import Calibration, Report, StoredMoments, calibrated_linears, warned_once
 from hf_freeze.model.curvature import curvatures
 from hf_freeze.model.fidelity import fidelity_on
 from hf_freeze.model.running import in_eval_mode, on_device, without_cache
@@ -450,8 +449,7 @@ class Calibrator:
 
     @contextmanager
     def statistics(self, old: Any, new: Any) -> Iterator[CalibrationPass | StoredMoments]:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"calibration has \d+ tokens for a linear")  # the report warns once
+        with warned_once():
             if self._stored is not None:
                 with torch.no_grad(), surgery.holding(old):
                     yield StoredMoments(self._stored, old, self.report)

@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -55,6 +56,14 @@ class Report:
                 f"used: give texts of at least {widest} tokens, better {10 * widest}",
                 stacklevel=2,
             )
+
+
+@contextmanager
+def warned_once() -> Iterator[None]:
+    """Inside, solvers do not warn of few tokens for each linear: `Report.check_tokens` does, once."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"calibration has \d+ tokens for a linear")
+        yield
 
 
 @dataclass(frozen=True)
