@@ -1,7 +1,7 @@
 """What the linears of a model see on texts, what each cut would lose of their outputs, and how far one model is from another."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -136,50 +136,43 @@ def cut_losses(model: Any, calibration: Calibration) -> CutLosses:
         **{name: (list(one.linears), one) for name, one in architecture.attentions(model.config).items()},
         **{name: (linears, None) for name, linears in architecture.ffns(model.config).items()},
     }
-    places = {name: number for number, name in enumerate(calibration.moments)}
-    found = {}
-    for block, (linears, attention) in blocks.items():
-        seen = [name for name in linears if name in places]
-        if seen:
-            found[min(places[name] for name in seen), block] = seen, attention
-    losses, report = {}, Report()
-    for name, each in calibration.moments.items():
-        report.check_tokens(
-            name, each.count, len(each.mean), max(len(each.mean) for each in calibration.moments.values())
-        )
-    for (_, block), (linears, attention) in track(
-        sorted(found.items(), key=lambda item: item[0]), "Measuring cuts", len(found)
-    ):
-        last = attention.o if attention is not None else blocks[block][0][-1]
-        cuts = dict(_kept_losses(model, attention, last, calibration.moments)) if last in linears else {}
-        means = [_linear_losses(model, name, calibration.moments[name]) for name in linears]
-        losses[block] = cuts | {
-            cut: sum(each[number] for each in means) / len(means) for number, cut in enumerate((_LOW_RANK, _ROUNDED))
-        }
+    seen, report = calibration.moments, Report()
+    widest = max((len(each.mean) for each in seen.values()), default=0)
+    for name, each in seen.items():
+        report.check_tokens(name, each.count, len(each.mean), widest)
+    order = {name: number for number, name in enumerate(seen)}  # as the model runs them
+    places = {block: [order[name] for name in linears if name in seen] for block, (linears, _) in blocks.items()}
+    losses = {}
+    ran = sorted((block for block in blocks if places[block]), key=lambda block: min(places[block]))
+    for block in track(ran, "Measuring cuts", len(ran)):
+        linears, attention = blocks[block]
+        last = linears[-1] if attention is None else attention.o
+        cuts = dict(_kept_losses(model, attention, last, seen[last])) if last in seen else {}
+        of_linears = [_linear_losses(model, name, seen[name]) for name in linears if name in seen]
+        means = [sum(each) / len(each) for each in zip(*of_linears, strict=True)]
+        losses[block] = cuts | dict(zip((_LOW_RANK, _ROUNDED), means, strict=True))
     return CutLosses(losses, calibration.texts, calibration.tokens)
 
 
-def _kept_losses(
-    model: Any, attention: Attention | None, name: str, moments: Mapping[str, Moments]
-) -> Iterator[tuple[str, float]]:
+def _kept_losses(model: Any, attention: Attention | None, name: str, moments: Moments) -> Iterator[tuple[str, float]]:
     """(cut, share lost) of the inputs of the linear `name`: neurons, or the heads of an attention."""
     linear = model.base_model.get_submodule(name)
     size = 1
     if attention is not None:
         size = attention.head_size(model.config)
-        heads = len(moments[name].mean) // size
+        heads = len(moments.mean) // size
         together = surgery.group_size(model.base_model, attention, model.config, heads)
         size *= 1 if attention.thins and together == heads else together
-    weight, bias, seen = surgery.effective_weight(linear), linear.bias, moments[name]
-    order = eliminate(weight, bias, seen, size)
+    weight, bias = surgery.effective_weight(linear), linear.bias
+    order = eliminate(weight, bias, moments, size)
     count = len(order.order)
     for cut, share in _SHARES.items():
         number = round(share * count)
         if 0 < number < count:
             kept = [group * size + column for group in order.kept(number) for column in range(size)]
             new = torch.zeros_like(weight)
-            new[:, kept] = refit(weight, bias, seen, kept)[0]
-            yield cut, _lost(weight, bias, seen, new)
+            new[:, kept] = refit(weight, bias, moments, kept)[0]
+            yield cut, _lost(weight, bias, moments, new)
 
 
 def _linear_losses(model: Any, name: str, moments: Moments) -> tuple[float, float]:
