@@ -250,6 +250,14 @@ class StoredMoments:
             yield found
             surgery.let_go(self._old)
 
+    def across(self, linear: str, first: str, last: str) -> None:
+        """None: nothing is known of layers together."""
+
+    def distance(self, method: Any) -> float:
+        raise ValueError(
+            f"method {method.name!r} compares models on texts, and a saved calibration has none: give texts"
+        )
+
     def record(self, name: str, plain: float, calibrated: float) -> None:
         self.report.errors[name] = (plain, calibrated)
 

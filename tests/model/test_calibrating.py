@@ -120,7 +120,7 @@ def assert_moments(moments, x, y=None, tolerance=1e-4):
 def walked(old, new, batches, *, streams=True):
     """All moments of a pass, and whether states went from layer to layer everywhere."""
     found, streamed = {}, set()
-    statistics = CalibrationPass(old, new, batches, Report())
+    statistics = CalibrationPass(old, new, batches, Report(), lambda *_: old)
     if not streams:
         statistics._start = lambda stack: False
     with statistics.running():
@@ -423,7 +423,7 @@ def test_activations_that_are_not_finite_name_their_linear(use, bert):
 
 def test_a_method_that_is_the_same_with_a_calibration_says_so_once(bert):
     facts = {"name": "plain", "calibrates": False, "shares_layers": False, "renumbers": None}
-    calibrator = Calibrator(bert, [padded(rows_of(bert))], None)
+    calibrator = Calibrator(bert, [padded(rows_of(bert))], None, lambda *_: bert)
     for _ in range(2):
         calibrator.convert(SimpleNamespace(**facts, convert=lambda old, new: None), bert, bert)
     assert calibrator.report.notes == ["plain: is the same with a calibration as without"]

@@ -15,7 +15,7 @@ from support.text import words
 from hf_freeze import analysis, make_variant
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers import LowRankLinear
-from hf_freeze.methods import FFNPruning, HeadPruning, LowRank
+from hf_freeze.methods import FFNPruning, HeadPruning, LayerSelection, LowRank
 from hf_freeze.methods.registry import method_to_dict
 from hf_freeze.model import paging
 from hf_freeze.model.convert import convert
@@ -124,6 +124,26 @@ def test_other_texts_are_another_job(source, tmp_path, monkeypatch):
 @pytest.mark.parametrize("methods", [[FFNPruning(share=0.5)], [HeadPruning(share=0.5, scope="global")]])
 def test_sizes_that_the_texts_decide(methods, source, tmp_path):
     assert_same(converted(source, tmp_path / "out", methods), expected(source, tmp_path / "expected", methods))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_layers_that_the_texts_choose(source, tmp_path):
+    """Many candidates are made and compared before; then it is killed."""
+    methods = [LayerSelection(share=0.5), LowRank(rank=3, components=["attention"])]
+    wanted = expected(source, tmp_path / "expected", methods)
+    fit, calls = LowRank.fit, []
+
+    def counted(*args):
+        calls.append(args)
+        return os._exit(7) if len(calls) == 4 else fit(*args)
+
+    child = os.fork()
+    if child == 0:
+        LowRank.fit = counted
+        converted(source, tmp_path / "out", methods)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert_same(converted(source, tmp_path / "out", methods), wanted)
 
 
 def test_a_saved_calibration(source, tmp_path):
