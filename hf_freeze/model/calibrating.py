@@ -455,7 +455,7 @@ def _ends_of(layers: Sequence[nn.Module]) -> Iterator[list[_End]]:
 
 def _seen_both(linear: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, Tensor] | None:
     """(input, output) of the linear in a run, which goes on to its end; None if it does not run."""
-    seen: list[tuple[Tensor, Tensor]] = []
+    seen: list[Any] = []
     handle = linear.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
     try:
         run()
