@@ -6,9 +6,9 @@
 Claim: compiled, the variant of every method's example takes at most 1.05 of the time of the native model that `merge()` gives,
 compiled too, and is compiled at most twice: once before and once after it has computed what later forwards keep.
 
-A decoder of Llama's kind with 4 layers, hidden size 256, FFN of 768, fp32, one text of 64 tokens (`--tokens`), without a cache or gradients,
-after three forwards each. Processor time; a ratio is the median of the ratios of the rounds, with quartiles. Methods whose example
-cannot be applied to a model with weights, or cannot be merged, are left out with the reason.
+A decoder of Llama's kind with 4 layers, hidden size 256, FFN of 768, fp32, one text of 64 tokens (`--tokens`), without a cache or
+gradients, after three forwards each. Processor time; a ratio is the median of the ratios of the rounds, with quartiles. Methods
+whose example cannot be applied to a model with weights, or cannot be merged, are left out with the reason.
 """
 
 import time
