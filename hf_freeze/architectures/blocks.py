@@ -44,8 +44,8 @@ class Attention:
     resizes: tuple[str, ...] = ()  # further attributes of the module that hold the size of all heads together
     switch: str | None = None
     layout: str = "blocks"
-    # Whether each group of heads that share keys and values may lose the same number of heads. Descriptions in earlier checkpoints
-    # do not say so: there, heads went in whole groups.
+    # Whether each group of heads that share keys and values may lose the same number of heads. Descriptions in earlier
+    # checkpoints do not say so: there, heads went in whole groups.
     thins: bool = False
 
     @property
