@@ -82,7 +82,7 @@ def sparse_integers(linear):
     linear = sparse(linear, 0.5)
     with initialization.no_init_weights():
         layer = IntegerSparseLinear(linear, Grid(weights="int4"))
-    layer.mask.copy_(linear.mask)
+    layer.get_buffer("mask").copy_(linear.get_buffer("mask"))
     return quantized(layer, linear)
 
 
