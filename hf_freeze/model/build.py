@@ -26,6 +26,7 @@ from hf_freeze.compat.transformers import (
     native_base_model,
     set_keys_to_ignore,
 )
+from hf_freeze.layers.constants import whole
 from hf_freeze.layers.derived import SelfInitialized
 from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.layers.quantized import STORED
@@ -252,7 +253,8 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
     def draw_module(self, module: nn.Module, native_draw: Any) -> None:
         """Draw fresh values of one module: natively, or as the module itself does."""
         if not isinstance(module, LowRankOutput):  # as an nn.Linear, it would be drawn natively too
-            native_draw(module)
+            with whole(module):
+                native_draw(module)
         if isinstance(module, SelfInitialized):
             module.initialize_parameters()
 
