@@ -16,7 +16,7 @@ from hf_freeze.architectures.base import full_name, set_fields
 from hf_freeze.architectures.channels import Channels, Finder, NotFound, pattern_of, reads, tensors_in, thin
 from hf_freeze.architectures.describe import first_line
 from hf_freeze.architectures.fields import change
-from hf_freeze.architectures.probe import Probe, adds_one, difference
+from hf_freeze.architectures.probe import Probe, adds_one, difference, tie
 from hf_freeze.architectures.roles import stacks_of
 from hf_freeze.architectures.shrink import HEAD_SIZE, integer_fields, shrink
 from hf_freeze.architectures.tasks import native_classes
@@ -38,9 +38,14 @@ def _native_config(config: Any) -> Any:
     return getattr(config, "native_before_methods", config)
 
 
+def _key(native_class: Any, small: Any) -> tuple[str, str]:
+    left_out = ("architectures", "transformers_version", "_name_or_path")
+    return native_class.__name__, str({name: value for name, value in small.to_dict().items() if name not in left_out})
+
+
 def _found(native_class: Any, small: Any) -> tuple[Probe, Channels]:
     """The small model of a class, and its channels; found once in a process."""
-    key = native_class.__name__, type(small).__name__, str(small.to_dict())
+    key = _key(native_class, small)
     if key not in _FOUND:
         task = next((task for task, cls in native_classes(type(small)).items() if cls is native_class), None)
         with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -60,7 +65,7 @@ def _found(native_class: Any, small: Any) -> tuple[Probe, Channels]:
 def prove(probe: Probe, config: Any) -> str:
     """The config field that holds the number of hidden channels of the base model of `probe`, whose channels can be removed: a
     model whose channels come in equal pairs computes the same with one of each. Raises NotFound with the reason otherwise."""
-    _, channels = _found(type(probe.model), config)
+    probe, channels = _found(type(probe.model), config)
     field = _field(config, channels)
     size = _size(probe.model, channels)
     half = list(range(size // 2))
@@ -97,8 +102,7 @@ def thinned(model: Any, channels: Channels, index: Sequence[int]) -> Any:
     narrow = copy.deepcopy(model)
     for module, axes in places_in(narrow, channels):
         thin(module, axes, index)
-    if hasattr(narrow, "tie_weights"):
-        narrow.tie_weights()
+    tie(narrow)
     return narrow
 
 
@@ -206,7 +210,7 @@ def narrow(model: Any, field: str, tables: Iterable[str]) -> Narrow:
     the base model. Raises NotFound with the reason where no native model computes the same."""
     native_class = getattr(type(model), "native_class", type(model))
     small = shrink(_native_config(model.config))
-    key = native_class.__name__, str(small.to_dict()), field
+    key = *_key(native_class, small), field
     if key not in _NARROW:
         probe, channels = _found(native_class, small)
         with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):

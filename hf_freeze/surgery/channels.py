@@ -58,14 +58,11 @@ def channels_in(model: Any, method: str) -> list[Channels]:
         pattern = patterns[name]
         axes = {tensor: places for tensor, places in native.get(pattern, {}).items() if places}
         own = module._parameters | module._buffers
-        known = _can_lose(module)
-        if known and axes:
+        if axes and _can_lose(module):
             inside = (*inside, f"{name}.")
-        elif not _is_native(module) or any(own.get(tensor) is None for tensor in axes):
-            known = False
-        if not known and (axes and not _is_native(module) or any(own.get(tensor) is None for tensor in axes)):
+        elif axes and not (_is_native(module) and all(own.get(tensor) is not None for tensor in axes)):
             _refuse(name, module, method)
-        if pattern not in native and any(tensor is not None and size in tensor.shape for tensor in own.values()):
+        elif pattern not in native and any(tensor is not None and size in tensor.shape for tensor in own.values()):
             _refuse(name, module, method)
         if axes:
             places = [(f"{pattern}.{tensor}".lstrip("."), axis) for tensor, own_axes in axes.items() for axis in own_axes]
@@ -84,6 +81,8 @@ def _is_native(module: nn.Module) -> bool:
 
 
 def _refuse(name: str, module: nn.Module, method: str) -> None:
+    if _is_native(module):
+        raise ValueError(f"method {method!r}: {name!r} has no like in the small model on which hidden channels are found")
     raise ValueError(
         f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made, and which cannot lose "
         f"channels; put {method!r} before that method, or merge() first"
