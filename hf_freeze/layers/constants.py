@@ -26,12 +26,13 @@ def thin_constants(module: Any, axes: Mapping[str, Sequence[int]], constants: Se
 @contextmanager
 def whole(module: Any) -> Iterator[None]:
     """Inside, the constants of a module have their native shapes; then the kept channels of what was computed are taken."""
-    index, shapes, settings = getattr(module, _KEPT, ((), {}, {}))
-    owners = {name: module._parameters if name in module._parameters else module._buffers for name in shapes}
-    shapes = {name: shape for name, shape in shapes.items() if not is_initialized(owners[name][name])}
-    if not shapes:
+    kept_constants = vars(module).pop(_KEPT, None)  # so that it acts once
+    if kept_constants is None:
         yield
         return
+    index, shapes, settings = kept_constants
+    owners = {name: module._parameters if name in module._parameters else module._buffers for name in shapes}
+    shapes = {name: shape for name, shape in shapes.items() if not is_initialized(owners[name][name])}
     left = {name: owners[name][name] for name in shapes}
     narrow = {name: getattr(module, name) for name in settings}
     for name, (_, shape) in shapes.items():
@@ -39,7 +40,7 @@ def whole(module: Any) -> Iterator[None]:
         owners[name][name] = nn.Parameter(empty, False) if isinstance(left[name], nn.Parameter) else empty
     vars(module).update(settings)
     yield
-    vars(module).update(narrow)
+    vars(module).update(narrow | {_KEPT: kept_constants})
     for name, (axis, _) in shapes.items():
         computed = owners[name][name].detach()
         owners[name][name] = left[name]

@@ -276,7 +276,10 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
     def draw_fresh(self) -> None:
         """Draw the weights that are neither loaded nor drawn, seeded ones included."""
         fresh = [parameter for parameter in self.parameters() if not is_initialized(parameter)]
-        super().initialize_weights()
+        with contextlib.ExitStack() as stack:
+            for module in self.modules():
+                stack.enter_context(whole(module))
+            super().initialize_weights()
         if fresh:
             if self.config.init == "marian":
                 draw_like_marian(self, fresh)
