@@ -96,7 +96,7 @@ class Architecture:
     @property
     def hidden_field(self) -> str:
         """The config field that holds the number of hidden channels."""
-        return self.hidden or self.sizes["hidden size"][0]
+        return self.hidden or self.sizes.get("hidden size", ("",))[0]
 
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], str]]:

@@ -276,10 +276,16 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
     def draw_fresh(self) -> None:
         """Draw the weights that are neither loaded nor drawn, seeded ones included."""
         fresh = [parameter for parameter in self.parameters() if not is_initialized(parameter)]
+        # Native draws may read the hidden size from the config, such as rotary frequencies that of a head.
+        field, fields = self.architecture.hidden_field, self.config.original_fields
+        native = {field: fields[field]} if field in fields else {}
+        width = read(self.config, field) if native else 0
+        self._set_on_all_configs(native)
         with contextlib.ExitStack() as stack:
             for module in self.modules():
                 stack.enter_context(whole(module))
             super().initialize_weights()
+        self._set_on_all_configs({name: width for name in native})
         if fresh:
             if self.config.init == "marian":
                 draw_like_marian(self, fresh)
