@@ -48,7 +48,7 @@ class HiddenPruning(Method):
         check_one_given("HiddenPruning", width=self.width, keep=self.keep)
         if self.width is not None:
             check_positive(self.width, "HiddenPruning", "width")
-        elif not is_ascending(self.keep):
+        elif not isinstance(self.keep, list) or not self.keep or not is_ascending(self.keep):
             raise ValueError(
                 f"HiddenPruning(keep={self.keep!r}): must be a list of different channels, at least one, in ascending order"
             )

@@ -216,7 +216,11 @@ def widen_natively(model: Any, architecture: Architecture, method: str) -> None:
     found, output = channels_of(model), output_name(model, architecture)
     norm = found.norms.get(pattern_of(model, output)) if output is not None else None
     norms = [name for name, _ in model.named_modules() if norm is not None and pattern_of(model, name) == norm]
-    rescale(model, how, token_tables(model, architecture), norms, read(before, field) / read(model.config, field))
+    tables, ratio = token_tables(model, architecture), read(before, field) / read(model.config, field)
+    rescale(model, how, tables, norms, ratio)
+    for table in tables.values() if how.tables else ():  # a scale that no checkpoint holds: as a native class will make it
+        for name in table._non_persistent_buffers_set:
+            table._buffers[name] = table._buffers[name] / ratio ** (how.tables / 2)
     path = field.rpartition(".")[0]
     size = next(iter(architecture.attentions(before).values())).head_size(before) if how.fields else 0
     set_fields(model.config, {f"{path}.{name}" if path else name: size for name in how.fields})
