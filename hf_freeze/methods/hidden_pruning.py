@@ -16,7 +16,7 @@ from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
 
 
-@register_method("hidden_pruning", example={"width": 12}, shrinks=True)
+@register_method("hidden_pruning", example={"width": 8}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
 class HiddenPruning(Method):
     """Keep the `width` channels of the largest magnitude of the hidden states, everywhere: the residual stream of the whole model
@@ -112,7 +112,8 @@ class HiddenPruning(Method):
         return surgery.channel_origins(model, architecture, self.kept, self.name, seeded)
 
     def decided(self, old: Any, architecture: Architecture) -> "HiddenPruning":
-        return self if self.keep is not None else HiddenPruning(keep=self._largest(old))
+        fits = self.refusal(architecture) is None and (self.width or 0) <= hidden_size(old.config)  # else it is refused later
+        return HiddenPruning(keep=self._largest(old)) if self.keep is None and fits else self
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         surgery.widen_natively(model, architecture, self.name)
