@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_freeze.architectures.base import Architecture, base_name, read, set_fields
+from hf_freeze.architectures.base import Architecture, base_name, is_of_predecessor, read, set_fields
 from hf_freeze.architectures.channels import NotFound, pattern_of, thin
 from hf_freeze.architectures.hidden import channels_of, narrow, rescale
 from hf_freeze.compat.transformers import mark_uninitialized
@@ -17,7 +17,7 @@ from hf_freeze.layers.constants import thin_constants
 from hf_freeze.layers.derived import dense_class, taken
 from hf_freeze.layers.factorized_embedding import Factors
 from hf_freeze.seeded import Origin
-from hf_freeze.surgery.replacing import effective_weight, finished, is_dense, put, select_features, set_values
+from hf_freeze.surgery.replacing import effective_weight, finished, is_dense, or_finalize, put, select_features, set_values
 from hf_freeze.surgery.vocabulary import output_name, token_tables
 
 
@@ -81,11 +81,13 @@ def _is_native(module: nn.Module) -> bool:
 
 
 def _refuse(name: str, module: nn.Module, method: str) -> None:
+    if is_of_predecessor(f"{name}."):
+        raise ValueError(f"method {method!r}: {name!r} is removed when training ends; put {method!r} first, or finalize() before")
     if _is_native(module):
         raise ValueError(f"method {method!r}: {name!r} has no like in the small model on which hidden channels are found")
     raise ValueError(
         f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made, and which cannot lose "
-        f"channels; put {method!r} before that method, or merge() first"
+        f"channels; put {method!r} before that method, or merge() first{or_finalize(module)}"
     )
 
 
