@@ -82,10 +82,13 @@ class Finder:
             if name:
                 handles.append(
                     module.register_forward_pre_hook(
-                        lambda _, args, kwargs, name=name: see(name, True, list(tensors_in((args, kwargs)))), with_kwargs=True
+                        lambda _, args, kwargs, name=name: see(name, True, list(tensors_in((args, kwargs)))),
+                        with_kwargs=True,
                     )
                 )
-                handles.append(module.register_forward_hook(lambda *call, name=name: see(name, False, list(tensors_in(call[2])))))
+                handles.append(
+                    module.register_forward_hook(lambda *call, name=name: see(name, False, list(tensors_in(call[2]))))
+                )
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 yield
@@ -118,7 +121,9 @@ class Finder:
         self.expected.append(("", False, [t.detach().clone() for t in outputs]))
         self.firsts = {name: stack for name, stack in self.firsts.items() if name in self.started}
         if len(set(sizes)) != 1:
-            raise NotFound(f"its stacks have states of {sorted(set(sizes))} channels" if sizes else "it has no stack of layers")
+            raise NotFound(
+                f"its stacks have states of {sorted(set(sizes))} channels" if sizes else "it has no stack of layers"
+            )
         return sizes[0]
 
     def first_wrong(self, flipped: frozenset[Places], *, strict: bool = False) -> tuple[int, float]:
@@ -133,7 +138,11 @@ class Finder:
         def see(name: str, given: bool, tensors: list[torch.Tensor]) -> None:
             nonlocal count, wrong
             expected = self.expected[count]
-            distance = self._distance(tensors, expected[2], given, strict, seen) if expected[:2] == (name, given) else float("inf")
+            distance = (
+                self._distance(tensors, expected[2], given, strict, seen)
+                if expected[:2] == (name, given)
+                else float("inf")
+            )
             if distance:
                 wrong = count, distance
                 raise _Wrong
@@ -158,7 +167,9 @@ class Finder:
             for name, _ in places:
                 self.tensors[name].data = self.whole[name].clone()
 
-    def _distance(self, actual: list[torch.Tensor], expected: list[torch.Tensor], given: bool, strict: bool, seen: Any) -> float:
+    def _distance(
+        self, actual: list[torch.Tensor], expected: list[torch.Tensor], given: bool, strict: bool, seen: Any
+    ) -> float:
         """How far tensors are from what they should be, relative to their size: 0.0 in the old or in the new order."""
         if len(actual) != len(expected):
             return float("inf")
@@ -170,7 +181,9 @@ class Finder:
                 continue
             seen[id(x)] = x
             axes = [axis for axis, size in enumerate(x.shape) if size == self.hidden and not strict]
-            if not x.is_floating_point() or (given and not axes and not strict):  # some read a shape off a slice of the states
+            if not x.is_floating_point() or (
+                given and not axes and not strict
+            ):  # some read a shape off a slice of the states
                 continue
             x, y = (t.nan_to_num(0, 0, 0).clamp(-1e6, 1e6) for t in (x, y))
             distances = [float((x - y).norm()), *(float((x - y.index_select(a, self.order)).norm()) for a in axes)]
@@ -234,7 +247,9 @@ class Finder:
     ) -> tuple[frozenset[Places], int, float] | None:
         """More dimensions than `flipped` (or less), with which a run comes further than to the call `place`, or nearer to an
         order there; None if none are found. `depth`: so many more may have to follow one."""
-        near = sorted((u for u, start in self.units.items() if start <= place), key=self.units.__getitem__, reverse=True)
+        near = sorted(
+            (u for u, start in self.units.items() if start <= place), key=self.units.__getitem__, reverse=True
+        )
         best, worse = None, []
         for unit in near:
             other = flipped ^ {unit}
@@ -257,7 +272,6 @@ class Finder:
                 return state
         return None
 
-
     # -- the proof -------------------------------------------------------------------------------------------------------
 
     def check(self, flipped: frozenset[Places]) -> None:
@@ -265,7 +279,11 @@ class Finder:
         does not, as those of modules which are not used."""
         for unit in self.units:
             # What a head computes from the states may well be in another order.
-            one = self.first_wrong(flipped - {unit}) if unit in flipped else self.first_wrong(frozenset({unit}), strict=True)
+            one = (
+                self.first_wrong(flipped - {unit})
+                if unit in flipped
+                else self.first_wrong(frozenset({unit}), strict=True)
+            )
             if one[0] == len(self.expected):
                 raise NotFound(f"{unit[0][0]!r} does not matter for the outputs on small inputs")
 

@@ -110,7 +110,9 @@ def places_in(model: nn.Module, channels: Channels) -> Iterator[tuple[nn.Module,
     """(module, its parameters and buffers with their axes along the channels) of each module of a native model that has some."""
     for name, module in model.named_modules():
         prefix = pattern_of(model, name)
-        own = {n: channels.axes.get(f"{prefix}.{n}" if prefix else n, ()) for n in (*module._parameters, *module._buffers)}
+        own = {
+            n: channels.axes.get(f"{prefix}.{n}" if prefix else n, ()) for n in (*module._parameters, *module._buffers)
+        }
         if any(own.values()):
             yield module, {n: axes for n, axes in own.items() if axes}
 
@@ -257,7 +259,9 @@ def _narrow(probe: Probe, channels: Channels, small: Any, field: str, tables: It
 def _output(model: Any) -> str | None:
     """The name of the output matrix."""
     output = model.get_output_embeddings()
-    return next((name for name, module in model.named_modules() if module is output), None) if output is not None else None
+    return (
+        next((name for name, module in model.named_modules() if module is output), None) if output is not None else None
+    )
 
 
 @torch.no_grad()

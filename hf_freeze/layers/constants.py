@@ -13,7 +13,9 @@ from hf_freeze.compat.transformers import is_initialized, mark_initialized
 _KEPT = "_hf_freeze_kept"  # (channels, constant -> its axis and native shape, native settings); few modules have it
 
 
-def thin_constants(module: Any, axes: Mapping[str, Sequence[int]], constants: Sequence[str], index: Sequence[int]) -> None:
+def thin_constants(
+    module: Any, axes: Mapping[str, Sequence[int]], constants: Sequence[str], index: Sequence[int]
+) -> None:
     """As `thin`, and from then on `whole` lets the native class compute `constants` in their native shape."""
     before = dict(vars(module))
     shapes = {name: (axes[name][0], tuple(getattr(module, name).shape)) for name in constants}

@@ -78,7 +78,9 @@ class HiddenPruning(Method):
             trial.validate()
         except Exception as error:  # whatever the native class raises
             reason = str(error.__cause__ or error).splitlines()[0]
-            raise ValueError(f"HiddenPruning(width={len(self.kept)}): transformers refuses this hidden size: {reason}") from error
+            raise ValueError(
+                f"HiddenPruning(width={len(self.kept)}): transformers refuses this hidden size: {reason}"
+            ) from error
 
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
         return {architecture.hidden_field: len(self.kept)}
@@ -112,7 +114,9 @@ class HiddenPruning(Method):
         return surgery.channel_origins(model, architecture, self.kept, self.name, seeded)
 
     def decided(self, old: Any, architecture: Architecture) -> "HiddenPruning":
-        fits = self.refusal(architecture) is None and (self.width or 0) <= hidden_size(old.config)  # else it is refused later
+        fits = self.refusal(architecture) is None and (self.width or 0) <= hidden_size(
+            old.config
+        )  # else it is refused later
         return HiddenPruning(keep=self._largest(old)) if self.keep is None and fits else self
 
     def merge(self, model: Model, architecture: Architecture) -> None:

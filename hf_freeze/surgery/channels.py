@@ -17,7 +17,15 @@ from hf_freeze.layers.constants import thin_constants
 from hf_freeze.layers.derived import dense_class, taken
 from hf_freeze.layers.factorized_embedding import Factors
 from hf_freeze.seeded import Origin
-from hf_freeze.surgery.replacing import effective_weight, finished, is_dense, or_finalize, put, select_features, set_values
+from hf_freeze.surgery.replacing import (
+    effective_weight,
+    finished,
+    is_dense,
+    or_finalize,
+    put,
+    select_features,
+    set_values,
+)
 from hf_freeze.surgery.vocabulary import output_name, token_tables
 
 
@@ -65,7 +73,9 @@ def channels_in(model: Any, method: str) -> list[Channels]:
         elif pattern not in native and any(tensor is not None and size in tensor.shape for tensor in own.values()):
             _refuse(name, module, method)
         if axes:
-            places = [(f"{pattern}.{tensor}".lstrip("."), axis) for tensor, own_axes in axes.items() for axis in own_axes]
+            places = [
+                (f"{pattern}.{tensor}".lstrip("."), axis) for tensor, own_axes in axes.items() for axis in own_axes
+            ]
             read = [place in found.reads for place in places]
             norm = found.norms.get(pattern)
             channels.append(Channels(name, axes, any(read), not all(read), _at(norm, name, modules, patterns)))
@@ -82,9 +92,13 @@ def _is_native(module: nn.Module) -> bool:
 
 def _refuse(name: str, module: nn.Module, method: str) -> None:
     if is_of_predecessor(f"{name}."):
-        raise ValueError(f"method {method!r}: {name!r} is removed when training ends; put {method!r} first, or finalize() before")
+        raise ValueError(
+            f"method {method!r}: {name!r} is removed when training ends; put {method!r} first, or finalize() before"
+        )
     if _is_native(module):
-        raise ValueError(f"method {method!r}: {name!r} has no like in the small model on which hidden channels are found")
+        raise ValueError(
+            f"method {method!r}: {name!r} has no like in the small model on which hidden channels are found"
+        )
     raise ValueError(
         f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made, and which cannot lose "
         f"channels; put {method!r} before that method, or merge() first{or_finalize(module)}"
@@ -102,9 +116,14 @@ def hidden_channels(model: Any) -> int:
     """The number of channels that a model has now. Raises ValueError if its parts have different numbers."""
     axes = channels_of(model).axes
     sizes: dict[int, str] = {}
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if _can_lose(module):  # their tensors have other shapes
+            inside = (*inside, f"{name}.")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        for axis in axes.get(pattern_of(model, name), ()):
-            sizes.setdefault(tensor.shape[axis], name)
+        if not name.startswith(inside or "\n"):
+            for axis in axes.get(pattern_of(model, name), ()):
+                sizes.setdefault(tensor.shape[axis], name)
     if len(sizes) != 1:
         raise ValueError(f"its parts have hidden states of different sizes: {sizes}")
     return next(iter(sizes))
@@ -162,7 +181,9 @@ def _thinner(module: Any, place: Channels, index: Sequence[int]) -> Any:
     return module
 
 
-def channel_origins(model: Any, architecture: Architecture, index: Sequence[int], method: str, seeded: Iterable[str]) -> dict[str, Origin]:
+def channel_origins(
+    model: Any, architecture: Architecture, index: Sequence[int], method: str, seeded: Iterable[str]
+) -> dict[str, Origin]:
     """The origins of the parameters when the channels `index` stay. `seeded`: components that a seed regenerates; raises
     ValueError if one has a parameter that loses channels along two axes."""
     origins: dict[str, Origin] = {}
@@ -220,7 +241,9 @@ def widen_natively(model: Any, architecture: Architecture, method: str) -> None:
     norms = [name for name, _ in model.named_modules() if norm is not None and pattern_of(model, name) == norm]
     tables, ratio = token_tables(model, architecture), read(before, field) / read(model.config, field)
     rescale(model, how, tables, norms, ratio)
-    for table in tables.values() if how.tables else ():  # a scale that no checkpoint holds: as a native class will make it
+    for table in (
+        tables.values() if how.tables else ()
+    ):  # a scale that no checkpoint holds: as a native class will make it
         for name in table._non_persistent_buffers_set:
             table._buffers[name] = table._buffers[name] / ratio ** (how.tables / 2)
     path = field.rpartition(".")[0]

@@ -9,7 +9,13 @@ from support.cases import BASELINES
 from support.models import differences, native, outputs
 from support.small import small_config
 from torch.nn.functional import gelu, layer_norm, softmax
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM, T5ForConditionalGeneration
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaForCausalLM,
+    T5ForConditionalGeneration,
+)
 
 from hf_freeze import make_variant, surgery
 from hf_freeze.architectures.registry import architecture_of
@@ -149,10 +155,10 @@ def test_channels_may_be_in_any_order(case):
     """The backbone computes the same, and the channels that are chosen are the same ones."""
     model, order = native(case), torch.randperm(NATIVE, generator=torch.Generator().manual_seed(1))
     other = reordered(model, order)
-    torch.testing.assert_close(outputs(other, case.batch())["logits"], outputs(model, case.batch())["logits"], rtol=2e-5, atol=2e-5)
-    chosen, of_other = (
-        make_variant(m, [HiddenPruning(width=12)]).config.methods[0]["keep"] for m in (model, other)
+    torch.testing.assert_close(
+        outputs(other, case.batch())["logits"], outputs(model, case.batch())["logits"], rtol=2e-5, atol=2e-5
     )
+    chosen, of_other = (make_variant(m, [HiddenPruning(width=12)]).config.methods[0]["keep"] for m in (model, other))
     assert sorted(order[of_other].tolist()) == chosen
 
 
@@ -182,12 +188,16 @@ def test_readers_writers_and_their_norms():
     places = {place.name: place for place in surgery.channels_in(native(LLAMA), "test")}
     first = "model.layers.1"
     assert {name for name, place in places.items() if place.reads and name.startswith(first)} == {
-        f"{first}.{name}" for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+        f"{first}.{name}"
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     }
     assert {name for name, place in places.items() if place.writes and not name.startswith("model.layers.0")} == {
         "model.embed_tokens",
         "model.norm",
-        *(f"{first}.{name}" for name in ("self_attn.o_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm")),
+        *(
+            f"{first}.{name}"
+            for name in ("self_attn.o_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm")
+        ),
     }
     assert places[f"{first}.self_attn.q_proj"].norm == f"{first}.input_layernorm"
     assert places[f"{first}.mlp.up_proj"].norm == f"{first}.post_attention_layernorm"
@@ -200,7 +210,11 @@ def test_random_parts_stay_random(case, tmp_path):
     freeze = Freeze(ffn="random", attention="random", embeddings="random", seed=5)
     model = make_variant(native(case), [freeze])
     variant = make_variant(model, [HiddenPruning(keep=KEEP)]).eval()
-    name = next(name for name in variant.seeded_tensors if name.endswith(("fc2.weight", "down_proj.weight", "c_proj.weight", "output.dense.weight")))
+    name = next(
+        name
+        for name in variant.seeded_tensors
+        if name.endswith(("fc2.weight", "down_proj.weight", "c_proj.weight", "output.dense.weight"))
+    )
     axis = 1 if case.architecture.model_type == "gpt2" else 0
     assert torch.equal(variant.get_parameter(name), model.get_parameter(name).index_select(axis, torch.tensor(KEEP)))
     variant.save_pretrained(tmp_path)
@@ -233,7 +247,9 @@ def test_bad_settings():
         make_variant(model, [HiddenPruning(keep=[0, 1, 2, 16])])
     with pytest.raises(ValueError, match=r"HiddenPruning\(width=13\): transformers refuses this hidden size: "):
         make_variant(model, [HiddenPruning(width=13)])
-    with pytest.raises(ValueError, match=r"'hidden_pruning': 'model.layers.0.mlp.gate_proj' is a TensorTrainLinear already"):
+    with pytest.raises(
+        ValueError, match=r"'hidden_pruning': 'model.layers.0.mlp.gate_proj' is a TensorTrainLinear already"
+    ):
         make_variant(model, [TensorTrain(rank=4), HiddenPruning(width=12)])
     with pytest.raises(ValueError, match="it can be applied only once"):
         make_variant(model, [HiddenPruning(width=12), HiddenPruning(width=8)])
@@ -243,14 +259,20 @@ def test_a_family_without_proof_is_refused():
     config = small_config("longformer")
     reason = architecture_of(config).refusals["hidden"]
     assert reason.endswith("query_global.weight' does not matter for the outputs on small inputs")
-    with pytest.raises(ValueError, match="'hidden_pruning' does not support 'longformer'; .*does not matter for the outputs"):
+    with pytest.raises(
+        ValueError, match="'hidden_pruning' does not support 'longformer'; .*does not matter for the outputs"
+    ):
         make_variant(AutoModel.from_config(config), [HiddenPruning(width=8)])
 
 
 def test_an_encoder_decoder_has_one_width():
     model = noisy(AutoModelForSeq2SeqLM.from_config(small_config("bart")))
     variant = make_variant(model, [HiddenPruning(width=20)]).eval()
-    assert variant.model.encoder.layernorm_embedding.weight.shape == variant.model.decoder.layernorm_embedding.weight.shape == (20,)
+    assert (
+        variant.model.encoder.layernorm_embedding.weight.shape
+        == variant.model.decoder.layernorm_embedding.weight.shape
+        == (20,)
+    )
     assert variant.model.decoder.layers[0].encoder_attn.k_proj.weight.shape == (32, 20)
     assert variant.model.decoder.embed_positions.weight.shape[1] == variant.lm_head.weight.shape[1] == 20
     assert variant.config.d_model == 20
