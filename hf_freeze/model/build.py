@@ -285,7 +285,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
             for module in self.modules():
                 stack.enter_context(whole(module))
             super().initialize_weights()
-        self._set_on_all_configs({name: width for name in native})
+        self._set_on_all_configs(dict.fromkeys(native, width))
         if fresh:
             if self.config.init == "marian":
                 draw_like_marian(self, fresh)

@@ -66,11 +66,13 @@ def channels_in(model: Any, method: str) -> list[Channels]:
         pattern = patterns[name]
         axes = {tensor: places for tensor, places in native.get(pattern, {}).items() if places}
         own = module._parameters | module._buffers
+        if _is_native(module):  # not all layers have all of it
+            axes = {tensor: places for tensor, places in axes.items() if own.get(tensor) is not None}
         if axes and _can_lose(module):
             inside = (*inside, f"{name}.")
-        elif axes and not (_is_native(module) and all(own.get(tensor) is not None for tensor in axes)):
-            _refuse(name, module, method)
-        elif pattern not in native and any(tensor is not None and size in tensor.shape for tensor in own.values()):
+        elif (axes and not _is_native(module)) or (
+            pattern not in native and any(tensor is not None and size in tensor.shape for tensor in own.values())
+        ):
             _refuse(name, module, method)
         if axes:
             places = [
@@ -196,7 +198,7 @@ def channel_origins(
             if len(axes) > 1 and architecture.component(name) in seeded:
                 raise ValueError(
                     f"method {method!r}: {name!r} reads and writes hidden channels, and a seed regenerates it: it cannot lose "
-                    "both at once; put it first, or leave that component out of Freeze"
+                    f"both at once; put {method!r} first, or leave that component out of Freeze"
                 )
             origins[name] = Origin(name, axes[0], tuple(index), value.shape[axes[0]])
     return origins

@@ -61,7 +61,7 @@ def test_llama_is_that_of_a_smaller_hidden_size():
 
 
 def test_t5_scales_its_logits_as_before():
-    """Tied logits are scaled by the native hidden size; a merged model, whose class would scale by the new one, makes up for it."""
+    """Logits are scaled by the native hidden size; a merged model, whose class would scale by the new one, makes up for it."""
     config = small_config("t5", tie_word_embeddings=True)
     model = noisy(T5ForConditionalGeneration(config))
     other = copy.deepcopy(config)
@@ -177,7 +177,7 @@ def test_channels_that_are_zero_count_for_the_mean_square_alone():
                     getattr(module, name).index_fill_(axes[0], torch.tensor(gone), 0.0)
         variant = make_variant(model, [HiddenPruning(width=WIDTH)]).eval()
         assert variant.config.methods[0]["keep"] == KEEP
-        for name, module in variant.named_modules():
+        for module in variant.modules():
             if hasattr(module, "variance_epsilon"):
                 module.variance_epsilon = 0.0
                 module.weight.mul_(math.sqrt(NATIVE / WIDTH))
@@ -238,7 +238,7 @@ def test_bad_settings():
     for keep in ([], [3, 1], [1, 1], [-1, 2], [1.5], "all"):
         with pytest.raises(ValueError, match="must be a list of different channels, at least one, in ascending order"):
             HiddenPruning(keep=keep)
-    with pytest.raises(ValueError, match="HiddenPruning.*width"):
+    with pytest.raises(ValueError, match=r"HiddenPruning.*width"):
         HiddenPruning(width=0)
     model = native(LLAMA)
     with pytest.raises(ValueError, match=r"HiddenPruning\(width=17\): must be in 1..16, the hidden size"):
@@ -260,7 +260,7 @@ def test_a_family_without_proof_is_refused():
     reason = architecture_of(config).refusals["hidden"]
     assert reason.endswith("query_global.weight' does not matter for the outputs on small inputs")
     with pytest.raises(
-        ValueError, match="'hidden_pruning' does not support 'longformer'; .*does not matter for the outputs"
+        ValueError, match=r"'hidden_pruning' does not support 'longformer'; .*does not matter for the outputs"
     ):
         make_variant(AutoModel.from_config(config), [HiddenPruning(width=8)])
 
