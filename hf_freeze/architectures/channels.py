@@ -206,7 +206,7 @@ class Finder:
             prefix = f"{module_name}." if module_name else ""
             sides: dict[Any, list[tuple[str, int]]] = {}
             for name in (*module._parameters, *module._buffers):
-                tensor = self.tensors.get(f"{prefix}{name}")
+                tensor: Any = self.tensors.get(f"{prefix}{name}")
                 for axis, size in enumerate(() if tensor is None else tensor.shape):
                     if size == self.hidden:
                         side: Any = (name, axis)
@@ -350,7 +350,7 @@ def thin(module: nn.Module, axes: Mapping[str, Sequence[int]], index: Sequence[i
     """Leave a native module the channels `index` along these axes of its parameters and buffers."""
     size = 0
     for name, places in axes.items():
-        own = module._parameters if name in module._parameters else module._buffers
+        own: Any = module._parameters if name in module._parameters else module._buffers
         value: Any = own[name]
         for axis in places:
             size = value.shape[axis]

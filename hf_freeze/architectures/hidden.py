@@ -227,7 +227,7 @@ def _narrow(probe: Probe, channels: Channels, small: Any, field: str, tables: It
     smaller = thinned(probe.model, channels, range(size // 2))
     expected, state = _outputs(smaller, probe.inputs), smaller.state_dict()
     native, fields = None, {}
-    reason: Exception | str = "its shapes follow the hidden size"
+    reason = Exception()
     for fields in ({}, {"head_dim": HEAD_SIZE}):
         try:
             native = Probe(change(small, **{field: size // 2}, **fields), probe.task).model

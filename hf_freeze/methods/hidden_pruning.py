@@ -27,8 +27,8 @@ class HiddenPruning(Method):
     or the inner layer of a task head reads fewer channels and is as wide as before. The hidden states that the model returns
     have `width` numbers.
 
-    The magnitude of a channel is the product of the root mean squares of the weights that write it, and of those that read it,
-    each matrix measured by its own mean square. Which parameters these are is found and proved on a small model of the family
+    The magnitude of a channel is √(w r): w sums over all matrices that write it the mean square of their weights for this channel,
+    divided by that of the whole matrix; r sums it over those that read it. Which parameters these are is found and proved on a small model of the family
     when the method is used. Of fresh weights, `width` keeps the first channels; of trained weights, the config names them.
 
     `merge()` gives a native model of that hidden size where its class can have heads of the same size as before, and raises an

@@ -173,7 +173,7 @@ def take_channels(model: Any, source: Any, index: Sequence[int], method: str) ->
 def _thinner(module: Any, place: Channels, index: Sequence[int]) -> Any:
     """A copy of the layer of a method with the channels `index`."""
     if isinstance(module, Factors):
-        thinner = copy.deepcopy(module)
+        thinner: Any = copy.deepcopy(module)
         thinner.projection = nn.Parameter(taken(module.projection, 1, index), module.projection.requires_grad)
         if hasattr(thinner, "in_features"):
             thinner.in_features = len(index)
@@ -200,14 +200,15 @@ def channel_origins(
                     f"method {method!r}: {name!r} reads and writes hidden channels, and a seed regenerates it: it cannot lose "
                     f"both at once; put {method!r} first, or leave that component out of Freeze"
                 )
-            origins[name] = Origin(name, axes[0], tuple(index), value.shape[axes[0]])
+            axis = min(axes)
+            origins[name] = Origin(name, axis, tuple(index), value.shape[axis])
     return origins
 
 
 @torch.no_grad()
 def channel_magnitudes(model: Any, method: str) -> torch.Tensor:
-    """fp32 (channels,): for each channel, the product of the root mean square of the weights that write it, and of those that read
-    it, each matrix divided by its own. Norms and biases do not count."""
+    """fp32 (channels,): for each channel, √(w r): w sums over all matrices that write it the mean square of their weights for this
+    channel, divided by that of the whole matrix; r sums it over those that read it. Norms and biases do not count."""
     sums = {True: torch.zeros(hidden_channels(model)), False: torch.zeros(hidden_channels(model))}
     reads = channels_of(model).reads
     for place in channels_in(model, method):
@@ -215,7 +216,9 @@ def channel_magnitudes(model: Any, method: str) -> torch.Tensor:
         pattern = pattern_of(model, place.name)
         for tensor, axes in place.axes.items():
             value = _dense(module, tensor)
-            for axis in axes if value is not None and value.ndim > 1 else ():
+            if value is None or value.ndim < 2:
+                continue
+            for axis in axes:
                 squares = value.float().square().mean([a for a in range(value.ndim) if a != axis])
                 sums[(f"{pattern}.{tensor}", axis) in reads] += (squares / squares.mean().clamp(min=1e-30)).cpu()
     return (sums[True] * sums[False]).sqrt()
