@@ -27,9 +27,10 @@ class HiddenPruning(Method):
     or the inner layer of a task head reads fewer channels and is as wide as before. The hidden states that the model returns
     have `width` numbers.
 
-    The magnitude of a channel is √(w r): w sums over all matrices that write it the mean square of their weights for this channel,
-    divided by that of the whole matrix; r sums it over those that read it. Which parameters these are is found and proved on a small model of the family
-    when the method is used. Of fresh weights, `width` keeps the first channels; of trained weights, the config names them.
+    The magnitude of a channel is √(w r). w sums over all matrices that write it the mean square of their weights for this
+    channel, divided by that of the whole matrix; r does so over those that read it. Which parameters these are is found and
+    proved on a small model of the family when the method is used. Of fresh weights, `width` keeps the first channels; of trained
+    weights, the config names them.
 
     `merge()` gives a native model of that hidden size where its class can have heads of the same size as before, and raises an
     error elsewhere: BERT's head size is the hidden size divided by the number of heads.

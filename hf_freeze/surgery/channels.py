@@ -207,8 +207,8 @@ def channel_origins(
 
 @torch.no_grad()
 def channel_magnitudes(model: Any, method: str) -> torch.Tensor:
-    """fp32 (channels,): for each channel, √(w r): w sums over all matrices that write it the mean square of their weights for this
-    channel, divided by that of the whole matrix; r sums it over those that read it. Norms and biases do not count."""
+    """fp32 (channels,): √(w r) of each channel. w sums over all matrices that write it the mean square of their weights for this
+    channel, divided by that of the whole matrix; r does so over those that read it. Norms and biases do not count."""
     sums = {True: torch.zeros(hidden_channels(model)), False: torch.zeros(hidden_channels(model))}
     reads = channels_of(model).reads
     for place in channels_in(model, method):
