@@ -238,7 +238,7 @@ def _narrow(probe: Probe, channels: Channels, small: Any, field: str, tables: It
     if native is None:
         if isinstance(reason, RuntimeError):
             name = re.search(r"size mismatch for (\S+):", str(reason))
-            what = f" of {name[1]!r}" if name else "s"
+            what = f" of {name[1]!r}" if name else ""
             return NotFound(f"the native class derives other sizes{what} from {field} too, such as the size of a head")
         return NotFound(f"the native class refuses a smaller {field} ({first_line(reason, 90)})")
     names = [full_name(native, table) for table in tables]

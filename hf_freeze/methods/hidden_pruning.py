@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, hidden_size, set_fields
 from hf_freeze.methods._checks import check_one_given, check_positive, is_ascending
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import Part, SeededValues, Selection, parts_of
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
@@ -65,7 +65,7 @@ class HiddenPruning(Method):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (Selection(self.origins, self.decided, lambda architecture, config: True),)
+        return (Selection(self.origins, self.decided, must_decide=lambda architecture, config: True),)
 
     def check(self, architecture: Architecture, config: Any) -> None:
         size = hidden_size(config)
@@ -103,7 +103,7 @@ class HiddenPruning(Method):
             warnings.warn(f"{self.name!r} keeps all hidden channels: nothing is removed", stacklevel=2)
         surgery.keep_channels(model, architecture, self.kept, self.name)
 
-    def convert(self, old: Any, new: Model) -> None:
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         surgery.take_channels(new, old, self._largest(old) if self.keep is None else self.keep, self.name)
 
     def _largest(self, model: Any) -> list[int]:
@@ -114,7 +114,7 @@ class HiddenPruning(Method):
         seeded = {name for _, part in parts_of(getattr(model, "methods", ()), SeededValues) for name in part.components}
         return surgery.channel_origins(model, architecture, self.kept, self.name, seeded)
 
-    def decided(self, old: Any, architecture: Architecture) -> "HiddenPruning":
+    def decided(self, old: Any, architecture: Architecture, statistics: Statistics | None = None) -> "HiddenPruning":
         fits = self.refusal(architecture) is None and (self.width or 0) <= hidden_size(
             old.config
         )  # else it is refused later
