@@ -46,7 +46,7 @@ def from_data(data: Any, config: Any) -> Architecture:
             constants=tuple(body["constants"]),
             token_tables=dict(body["token_tables"]),
             refusals=dict(body["refusals"]),
-            hidden=body.get("hidden", ""),  # unknown before 0.4
+            hidden=body.get("hidden", ""),  # older descriptions lack it
             sizes=sizes_in(config),
             tiny={},
             tiny_inputs=partial(example_batch, config),

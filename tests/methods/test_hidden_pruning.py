@@ -28,7 +28,7 @@ WIDTH, NATIVE = len(KEEP), 16
 
 
 @torch.no_grad()
-def by_hand(model, narrow, *, square=()):
+def by_hand(model, narrow):
     """`narrow`, a native model of the smaller hidden size: each tensor with the channels in KEEP, wherever the shapes differ."""
     for (name, value), (other, target) in zip(model.named_parameters(), narrow.named_parameters(), strict=True):
         assert name == other
@@ -92,10 +92,7 @@ def test_gemma_scales_its_tables_as_before():
 
 def test_bert_by_hand():
     """A dense forward, written anew, of a BERT whose heads and poolers stay as they are."""
-    model = native(BERT).bert
-    variant = make_variant(AutoModel.from_config(model.config), [HiddenPruning(keep=KEEP)]).eval()
-    model = AutoModel.from_config(model.config).eval()
-    noisy(model)
+    model = noisy(AutoModel.from_config(native(BERT).config))
     variant = make_variant(model, [HiddenPruning(keep=KEEP)]).eval()
     weights = dict(model.named_parameters())
     ids = torch.tensor([[5, 9, 3, 7, 1]])
