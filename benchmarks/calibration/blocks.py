@@ -75,9 +75,7 @@ def _marian(layer: str, config: Any, attentions: tuple[str, ...]) -> list[Block]
     found = []
     for name in attentions:
         ins = tuple(f"{layer}.{name}.{part}_proj" for part in "qkv")
-        found.append(
-            Block(ins, f"{layer}.{name}.out_proj", ins[0], heads, config.d_model // heads, attention=True)
-        )
+        found.append(Block(ins, f"{layer}.{name}.out_proj", ins[0], heads, config.d_model // heads, attention=True))
     return [*found, Block((f"{layer}.fc1",), f"{layer}.fc2", f"{layer}.fc1", width, 1)]
 
 
@@ -98,7 +96,8 @@ def remove_units(model: nn.Module, block: Block, kept: list[int]) -> None:
     gone = torch.ones(block.units, dtype=torch.bool)
     gone[kept] = False
     with torch.no_grad():
-        model.get_submodule(block.out).weight[:, gone.repeat_interleave(block.size)] = 0
+        out: Any = model.get_submodule(block.out)
+        out.weight[:, gone.repeat_interleave(block.size)] = 0
         ins = block.ins if block.shared == 1 else block.ins[:1]  # keys and values may serve heads that stay
         for name in ins:
             linear: Any = model.get_submodule(name)

@@ -1,10 +1,11 @@
 """Compressions by one peer, each in a process of its own: `python job.py FOLDERS`, with the Python of the peer's environment.
 
-job.json of a folder names the peer, method, cut, seed and the folders of the model and of the calibration data. The folder gets the
-tensors that the method changed (in the shapes of the original; removed parts are zero) and result.json with seconds, peak memory
-and versions.
+job.json of a folder names the peer, method, cut, seed and the folders of the model and of the calibration data. The folder gets
+the tensors that the method changed (in the shapes of the original; removed parts are zero) and result.json with seconds, peak
+memory and versions.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -16,7 +17,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="")
+os.environ.update(
+    HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES=""
+)
 
 import torch
 import transformers
@@ -41,10 +44,8 @@ def peak_memory() -> int:
 def versions(packages: list[str]) -> dict[str, str]:
     numbers = {}
     for package in ["torch", "transformers", *packages]:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             numbers[package] = version(package)
-        except PackageNotFoundError:
-            pass
     return numbers
 
 

@@ -22,6 +22,7 @@ from hf_freeze.analysis.significance import compare
 CALIBRATION_TEXTS = {"minilm": 500, "stories260k": 128, "translator": 1000}
 TEST_IMAGES, TEST_STORIES, STORY_TOKENS = 5000, 128, 200
 _BATCH, _MOST_TOKENS = 64, 128
+_REPLICATES = 2000  # of a bootstrap
 
 
 def lines(path: Path) -> list[str]:
@@ -43,12 +44,14 @@ def places(queries: torch.Tensor, documents: torch.Tensor, chunk: int = 500) -> 
     return torch.cat(found)
 
 
-def interval(whole: list[np.ndarray], changed: list[np.ndarray], score: Callable[[np.ndarray], np.ndarray]) -> list[float]:
+def interval(
+    whole: list[np.ndarray], changed: list[np.ndarray], score: Callable[[np.ndarray], np.ndarray]
+) -> list[float]:
     """Difference of the scores, mean over seeds, and its 95 % interval by a paired bootstrap over items (and t over seeds).
 
     `whole`, `changed`: for each seed an array of items (N, k); `score` takes their sum, (..., k) -> (...).
     """
-    (found,) = compare({"whole": whole, "changed": changed}, score, replicates=10_000)
+    (found,) = compare({"whole": whole, "changed": changed}, score, replicates=_REPLICATES)
     return [found.difference, found.low, found.high]
 
 
@@ -111,8 +114,8 @@ class Task:
 
 
 class Encoder(Task):
-    """A sentence encoder. Task: find caption 1 of an image by caption 5, among those of all test images; calibration sees caption 3
-    of other images."""
+    """A sentence encoder. Task: find caption 1 of an image by caption 5, among those of all test images; calibration sees
+    caption 3 of other images."""
 
     name, main = "minilm", "recall@1"
 
@@ -151,9 +154,7 @@ class Encoder(Task):
         batches = []
         for start in range(0, len(chosen), _BATCH):
             part = chosen[start : start + _BATCH]
-            batch = dict(
-                self.tokens(part, padding=True, truncation=True, max_length=_MOST_TOKENS, return_tensors="pt")
-            )
+            batch = dict(self.tokens(part, padding=True, truncation=True, max_length=_MOST_TOKENS, return_tensors="pt"))
             with torch.no_grad():
                 batch["vectors"] = blocks.sentence_vectors(self.whole, batch)
             batches.append(batch)
@@ -224,7 +225,9 @@ class Translator(Task):
             part = order[start : start + _BATCH]
             batch = self.tokens([texts[i] for i in part], padding=True, return_tensors="pt")
             batch = {key: batch[key] for key in ("input_ids", "attention_mask")}
-            for i, ids in zip(part, model.generate(**batch, num_beams=1, do_sample=False, max_new_tokens=80), strict=True):
+            for i, ids in zip(
+                part, model.generate(**batch, num_beams=1, do_sample=False, max_new_tokens=80), strict=True
+            ):
                 kept = ids.tolist()[1:]
                 end = kept.index(config.eos_token_id) + 1 if config.eos_token_id in kept else len(kept)
                 outputs[i] = [token for token in kept[:end] if token != pad]
@@ -267,7 +270,6 @@ CUTS: dict[str, dict[str, dict[str, Any]]] = {  # model -> cut -> what stays (of
         "FFN low rank, 1/2 of the weights": {"rank": 0.5},
         "FFN 50 % zero": {"zeros": 0.5},
         "FFN tensor train, 1/2 of the weights": {"train": 0.5},
-        "int4 in groups": {"bits": 4},
     },
     "stories260k": {
         "3/4 of the neurons": {"neurons": 0.75},
@@ -290,8 +292,8 @@ CUTS: dict[str, dict[str, dict[str, Any]]] = {  # model -> cut -> what stays (of
 
 
 def share_kept(model: Any, cut: dict[str, Any]) -> float | None:
-    """The share of what the cut counts that the model really has: units whose columns are not all zero, weights that are not zero,
-    weights of factors. Of heads and neurons together: the share of their weights. None where weights do not show it."""
+    """The share of what the cut counts that the model really has: units whose columns are not all zero, weights that are not
+    zero, weights of factors. Of heads and neurons together: the share of their weights. None where weights do not show it."""
     if cut.keys() & {"heads", "neurons"}:
         kept = total = 0
         for block in blocks.blocks(model):

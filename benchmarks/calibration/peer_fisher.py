@@ -1,10 +1,10 @@
 """Fisher masks (Kwon et al., 2022, https://arxiv.org/abs/2204.09656), written anew from the paper for this comparison.
 
-Each unit (neuron, head) has a mask of 1. Its importance is the sum over texts of the squared gradient of the loss to it (section 4.1,
-diagonal Fisher information); the units of least importance go, over all sublayers together (of heads and neurons together, by the
-number of heads that makes the sum least within the weights of the cut). Within each sublayer, units are then swapped greedily by
-the whole Fisher matrix of the sublayer (4.2), and the masks that stay are fitted so that the sublayer's outputs, with what is added
-to them, are those of the whole model (4.3, least squares, sublayer by sublayer; one with masks beyond ±10 stays unfitted).
+Each unit (neuron, head) has a mask of 1. Its importance is the sum over texts of the squared gradient of the loss to it (diagonal
+Fisher information); the units of least importance go, over all sublayers together (of heads and neurons together, by the number
+of heads that makes the sum least within the weights of the cut). Within each sublayer, units are then swapped greedily by the
+whole Fisher matrix of the sublayer, and the masks that stay are fitted so that the sublayer's outputs, with what is added to
+them, are those of the whole model (least squares, sublayer by sublayer; one with masks beyond ±10 stays unfitted).
 """
 
 from typing import Any
@@ -45,7 +45,8 @@ def mask_gradients(model: Any, chosen: list[blocks.Block], batches: list[blocks.
         return multiply
 
     handles = [
-        model.get_submodule(block.out).register_forward_pre_hook(hook(number, block)) for number, block in enumerate(chosen)
+        model.get_submodule(block.out).register_forward_pre_hook(hook(number, block))
+        for number, block in enumerate(chosen)
     ]
     for batch in batches:
         masks.clear()
@@ -59,10 +60,16 @@ def mask_gradients(model: Any, chosen: list[blocks.Block], batches: list[blocks.
 
 def search(gradients: list[torch.Tensor], chosen: list[blocks.Block], cut: dict[str, float]) -> list[torch.Tensor]:
     """Masks of 0 and 1 with the least sum of the importance of what is removed."""
-    importance = [_grouped((gradient**2).sum(0), block.shared) for gradient, block in zip(gradients, chosen, strict=True)]
+    importance = [
+        _grouped((gradient**2).sum(0), block.shared) for gradient, block in zip(gradients, chosen, strict=True)
+    ]
     kinds = {kind: [i for i, block in enumerate(chosen) if block.attention == kind] for kind in (True, False)}
     size = {kind: _weights(chosen[kinds[kind][0]]) if kinds[kind] else 0 for kind in kinds}
-    ranked = {kind: torch.cat([importance[i] for i in kinds[kind]]).sort(descending=True).values for kind in kinds if kinds[kind]}
+    ranked = {
+        kind: torch.cat([importance[i] for i in kinds[kind]]).sort(descending=True).values
+        for kind in kinds
+        if kinds[kind]
+    }
     shares = {True: cut.get("heads", 0), False: cut.get("neurons", 0)}
     counts = {kind: int(shares[kind] * len(ranked[kind])) for kind in ranked}
     if len(counts) == 2:
@@ -125,7 +132,9 @@ def tune(model: Any, chosen: list[blocks.Block], masks: list[torch.Tensor], batc
             state = state.double()
             gram += state.T @ state
             cross += (wanted - residual.double()).T @ state  # (O, I)
-        products = ((weight.T @ weight) * gram).unflatten(0, (-1, block.size)).sum(1).unflatten(1, (-1, block.size)).sum(-1)
+        products = (
+            ((weight.T @ weight) * gram).unflatten(0, (-1, block.size)).sum(1).unflatten(1, (-1, block.size)).sum(-1)
+        )
         right = (weight * cross).sum(0).unflatten(0, (-1, block.size)).sum(-1)
         products, right = products[mask][:, mask], right[mask]
         ridge = _RIDGE * products.diag().mean()

@@ -21,7 +21,7 @@ def methods_of(cut: dict[str, Any], config: Any) -> list[Any]:
     """The methods of a cut: `cut` has the shares of neurons, heads, weights (rank), zeros, layers or bits."""
     from hf_freeze import methods
 
-    width = getattr(config, "intermediate_size", None) or getattr(config, "encoder_ffn_dim", None)
+    width = config.encoder_ffn_dim if config.is_encoder_decoder else config.intermediate_size
     hidden = config.hidden_size
     chosen: list[Any] = []
     if share := cut.get("heads"):

@@ -1,16 +1,17 @@
 """ZipLM (Kurtic et al., 2023, https://arxiv.org/abs/2302.04089), written anew from the paper for this comparison.
 
-Of each sublayer, units (neurons, heads) are removed one at a time: the one whose removal, after the others are refitted, costs least
-(section 3.1, equation 3, on the second moments G of the inputs of its output matrix). Which count of units each sublayer keeps is
-then searched (section 3.2, SPDY): a table gives the cost of each count, the error relative to that of the empty sublayer its
-sensitivity, a dynamic programme the least weighted sum within the budget, and the weights of sublayers are drawn anew, a tenth at
-a time, as long as the loss on the calibration data falls. Differences: counts fall in steps of 1/32 instead of 10 %, so that the
-cut of the comparison is one of them, and the search has 100 steps instead of 1,000.
+Of each sublayer, units (neurons, heads) are removed one at a time: the one whose removal, after the others are refitted, costs
+least, on the second moments G of the inputs of its output matrix. Which count of units each sublayer keeps is then searched as in
+SPDY: a table gives the cost of each count, the error relative to that of the empty sublayer its sensitivity, a dynamic programme
+the least weighted sum within the budget, and the factors of sublayers are drawn anew, a tenth at a time, and kept where the loss
+on calibration data falls. Differences: counts fall in steps of 1/32 instead of 10 %, so that the cut of the comparison is one of
+them, and the search has 100 steps instead of 1,000.
 
-`ZipLM`: the table is the count of weights, so that the cut is that of the other methods. `ZipLM, timed table`: milliseconds on this
-machine, and the budget those of the sublayers with equal shares, whatever share of the weights that keeps.
+`ZipLM`: the table is the count of weights, so that the cut is that of the other methods. `ZipLM, timed table`: microseconds on
+this machine, and the budget those of the sublayers with equal shares, whatever share of the weights that keeps.
 """
 
+import math
 import time
 from typing import Any
 
@@ -23,7 +24,7 @@ REQUIREMENTS: list[str] = []
 METHODS = {"ZipLM": {"neurons", "heads"}, "ZipLM, timed table": {"neurons", "heads"}}
 _SMALL = "its matrices are so small that calls cost more than products: a table of times says nothing about the cut"
 CANNOT = {("ZipLM, timed table", model): _SMALL for model in ("stories260k", "translator")}
-_RIDGE, _STEPS, _SEARCH_TOKENS, _UNITS_OF_TIME, _LEVELS = 1e-3, 100, 2000, 2000, 32
+_RIDGE, _STEPS, _SEARCH_TOKENS, _LEVELS = 1e-3, 100, 2000, 32
 
 Level = tuple[list[int], torch.Tensor]  # units that stay, their columns (O, units · size)
 
@@ -34,10 +35,12 @@ def compress(model: Any, batches: list[blocks.Batch], job: dict[str, Any]) -> tu
     shares = [cut["heads" if block.attention else "neurons"] for block in chosen]
     grams = blocks.grams(model, [block.out for block in chosen], batches)
     levels, errors = zip(*(eliminate(model, block, grams.pop(block.out)) for block in chosen), strict=True)
-    cost = seconds_of if job["method"] == "ZipLM, timed table" else weights_of
+    cost = microseconds_of if job["method"] == "ZipLM, timed table" else weights_of
     tokens = batches[0]["input_ids"].numel()
     costs = [{count: cost(model, block, count, tokens) for count in levels[i]} for i, block in enumerate(chosen)]
-    budget = sum(costs[i][round(share * block.units)] for i, (block, share) in enumerate(zip(chosen, shares, strict=True)))
+    budget = sum(
+        costs[i][round(share * block.units)] for i, (block, share) in enumerate(zip(chosen, shares, strict=True))
+    )
     counts = search(model, chosen, levels, errors, costs, budget, few(batches), job["seed"])
     stitch(model, chosen, levels, counts)
     return model.state_dict(), {"counts": counts}
@@ -49,7 +52,10 @@ def eliminate(model: Any, block: blocks.Block, gram: torch.Tensor) -> tuple[dict
     total = float(((weight @ gram) * weight).sum())
     gram = gram + _RIDGE * gram.diag().mean() * torch.eye(len(gram), dtype=gram.dtype)
     inverse = torch.linalg.inv(gram)
-    alive, error = torch.arange(block.units), 0.0  # the units whose columns are in `weight` and `inverse`, in this order
+    alive, error = (
+        torch.arange(block.units),
+        0.0,
+    )  # the units whose columns are in `weight` and `inverse`, in this order
     gone = torch.zeros(block.units, dtype=torch.bool)
     grid = {block.units * i // _LEVELS for i in range(_LEVELS)} if block.size == 1 else set(range(block.units))
     levels: dict[int, Level] = {block.units: (alive.tolist(), weight.float())}
@@ -98,24 +104,24 @@ def _columns(units: torch.Tensor, size: int) -> torch.Tensor:
     return (units[:, None] * size + torch.arange(size)).flatten()
 
 
-def weights_of(model: Any, block: blocks.Block, count: int, tokens: int) -> float:
+def weights_of(model: Any, block: blocks.Block, count: int, tokens: int) -> int:
     return count * block.size * sum(blocks.weight(model, block.out).shape[0] for _ in block.linears)
 
 
-def seconds_of(model: Any, block: blocks.Block, count: int, tokens: int) -> float:
-    """The fastest of five products of the matrices with `count` units."""
+def microseconds_of(model: Any, block: blocks.Block, count: int, tokens: int) -> int:
+    """Of the fastest of five products of the matrices with `count` units, in steps of 10."""
     hidden, width = blocks.weight(model, block.out).shape[0], count * block.size
     if not width:
-        return 0.0
+        return 0
     into, out, states = torch.randn(width, hidden), torch.randn(hidden, width), torch.randn(tokens, hidden)
     fastest = float("inf")
     for _ in range(5):
         start = time.process_time()
         for _ in block.ins:
             inner = states @ into.T
-        inner @ out.T
+        _ = inner @ out.T
         fastest = min(fastest, time.process_time() - start)
-    return fastest
+    return 10 * round(fastest * 1e5)
 
 
 def few(batches: list[blocks.Batch]) -> list[blocks.Batch]:
@@ -140,7 +146,7 @@ def stitch(model: Any, chosen: list[blocks.Block], levels: Any, counts: list[int
 
 
 def search(
-    model: Any, chosen: Any, levels: Any, errors: Any, costs: Any, budget: float, batches: list[blocks.Batch], seed: int
+    model: Any, chosen: Any, levels: Any, errors: Any, costs: Any, budget: int, batches: list[blocks.Batch], seed: int
 ) -> list[int]:
     """The counts of all sublayers with the least loss that were found."""
     draws = np.random.default_rng(seed)
@@ -173,23 +179,23 @@ def _loss(model: Any, chosen: Any, levels: Any, counts: list[int], batches: list
     return float(np.mean(losses))
 
 
-def allocate(errors: Any, costs: Any, factors: np.ndarray, budget: float) -> list[int]:
-    """For each sublayer the count that makes the weighted sum of squared errors least within the budget, by dynamic programming."""
-    best = np.zeros(_UNITS_OF_TIME + 1)
-    choices = []
+def allocate(errors: Any, costs: Any, factors: np.ndarray, budget: int) -> list[int]:
+    """For each sublayer the count that makes the weighted sum of squared errors least within the budget, by dynamic programming.
+    Costs and budget are integers."""
+    unit = math.gcd(budget, *(cost for prices in costs for cost in prices.values()))
+    size = budget // unit
+    best, choices = np.zeros(size + 1), []
     for of_block, prices, factor in zip(errors, costs, factors, strict=True):
         counts = sorted(of_block)
-        table = np.full((len(counts), _UNITS_OF_TIME + 1), np.inf)
+        table = np.full((len(counts), size + 1), np.inf)
         for i, count in enumerate(counts):
-            price = int(np.ceil(prices[count] / budget * _UNITS_OF_TIME - 1e-6))
-            if price <= _UNITS_OF_TIME:
-                table[i, price:] = best[: _UNITS_OF_TIME + 1 - price] + factor * of_block[count] ** 2
-        picked = table.argmin(0)
-        choices.append((counts, picked, prices))
+            price = prices[count] // unit
+            if price <= size:
+                table[i, price:] = best[: size + 1 - price] + factor * of_block[count] ** 2
+        choices.append((counts, table.argmin(0), prices))
         best = table.min(0)
-    left, found = _UNITS_OF_TIME, []
+    left, found = size, []
     for counts, picked, prices in reversed(choices):
-        count = counts[picked[left]]
-        left -= int(np.ceil(prices[count] / budget * _UNITS_OF_TIME - 1e-6))
-        found.append(count)
+        found.append(counts[picked[left]])
+        left -= prices[found[-1]] // unit
     return found[::-1]

@@ -1,20 +1,21 @@
 """Side by side: trained models cut by what a few hundred unlabelled texts show, without any training, here and by other tools.
 
     python benchmarks/calibration/run.py --install all --environments FOLDER
-    python benchmarks/calibration/run.py --models minilm stories260k translator --peers all --seeds 1 2 3 --out runs/calibration \\
-        --environments FOLDER --minilm MODEL --captions DATA --stories260k MODEL --translators MODEL MODEL MODEL --multi30k DATA
+    python benchmarks/calibration/run.py --models minilm stories260k translator --peers all --seeds 1 2 3 \\
+        --out runs/calibration --environments FOLDER --minilm MODEL --captions DATA --stories260k MODEL \\
+        --translators MODEL MODEL MODEL --multi30k DATA
 
 Claim: at the same cut, calibrated methods are at least as good as each peer, in at most its seconds.
 
 Every compression runs in its own process with one thread, with the same model and the same texts: MiniLM with 500 captions, a
-Llama of 260 thousand parameters with 128 samples of its own, translators (one for each seed) with 1,000 German sentences and their
-own translations. Nothing has labels. Then every result is measured here, as a plain model of the original's shapes, in which
-removed parts are zero: recall of captions on 5,000 images (whose captions calibration never saw), perplexity of the samples of the
-whole model and KL to it, BLEU. Differences from the whole model have 95 % intervals of a paired bootstrap over items, and over
-seeds where there are several. `kept` is counted in the result, not taken from the method.
+Llama of 260 thousand parameters with 128 samples of its own, translators (one for each seed) with 1,000 German sentences and
+their own translations. Nothing has labels. Then every result is measured here, as a plain model of the original's shapes, in
+which removed parts are zero: recall of captions on 5,000 images (whose captions calibration never saw), perplexity of the samples
+of the whole model and KL to it, BLEU. Differences from the whole model have 95 % intervals of a paired bootstrap over items, and
+over seeds where there are several. `kept` is counted in the result, not taken from the method.
 
-Seconds are those of the method alone: without imports and loading; for translators with the time that the model takes to translate.
-CPU seconds do not depend on what else runs on the machine. Memory is what the peak lies above the loaded model.
+Seconds are those of the method alone: without imports and loading; for translators with the time that the model takes to
+translate. CPU seconds do not depend on what else runs on the machine. Memory is what the peak lies above the loaded model.
 
 Rows that are done are kept in `--out`: the command continues where it stopped. `--split val` is for choosing settings.
 """
@@ -72,11 +73,15 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--split", default="test", choices=["test", "val"])
     new.add_argument("--out", type=Path, default=Path("runs/calibration"), help="for rows, items and the table")
     new.add_argument("--environments", type=Path, default=Path("runs/calibration/environments"))
-    new.add_argument("--install", nargs="+", choices=["all", *names], help="make the environments of these peers, no more")
+    new.add_argument(
+        "--install", nargs="+", choices=["all", *names], help="make the environments of these peers, no more"
+    )
     new.add_argument("--minilm", type=Path, help="folder of all-MiniLM-L6-v2")
     new.add_argument("--captions", type=Path, help="folder of Multi30k task 2: train.1.en.gz to train.5.en.gz, val")
     new.add_argument("--stories260k", type=Path, help="folder of stories260K as a LlamaForCausalLM")
-    new.add_argument("--translators", nargs="+", type=Path, help="for each seed, a trained row 0 of ffn_compression/multi30k")
+    new.add_argument(
+        "--translators", nargs="+", type=Path, help="for each seed, a trained row 0 of ffn_compression/multi30k"
+    )
     new.add_argument("--multi30k", type=Path, help="folder of Multi30k task 1: train, val, test*.de.gz and .en.gz")
     return new
 
@@ -129,7 +134,7 @@ def run_seed(table: "Table", model: str, seed: int, peers: list[str], options: a
             table.add(row, items)
             result = error or f"{task.main} {row['scores'][task.main]:.4f}, {row['cpu_seconds']:.1f} CPU seconds"
             print(f"  {new['cut']}, {new['method']}: {result}", flush=True)
-            table.write(options.split)
+        table.write(options.split)
 
 
 def blank(model: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -196,7 +201,9 @@ def folder_of(new: dict[str, Any], options: argparse.Namespace) -> Path:
     return (options.out / "jobs" / slug(new)).absolute()
 
 
-def compress(peer: Any, jobs: list[dict[str, Any]], task: measures.Task, inputs: Path, options: argparse.Namespace) -> dict[str, str]:
+def compress(
+    peer: Any, jobs: list[dict[str, Any]], task: measures.Task, inputs: Path, options: argparse.Namespace
+) -> dict[str, str]:
     """Have a peer do its jobs. Returns the errors by the slug of a job."""
     name = environment_of(peer.__name__)
     python = (options.environments / name / "bin" / "python").absolute() if peer.REQUIREMENTS else Path(sys.executable)
@@ -268,13 +275,14 @@ class Table:
             scores = {name: float(measures.score_of(name)(values.sum(0))) for name, values in items.items()}
             row = {**row, "scores": scores}
         if items:
-            np.savez_compressed(self.folder / "items" / f"{slug(row)}.npz", **{name: items[name] for name in items})
+            arrays: Any = items
+            np.savez_compressed(self.folder / "items" / f"{slug(row)}.npz", **arrays)
         self.rows[slug(row)] = row
         temporary = self.folder / "rows.json.tmp"
         temporary.write_text(json.dumps(self.rows, indent=1))
         temporary.replace(self.folder / "rows.json")
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019 (one table lives as long as the process)
+    @functools.cache  # noqa: B019 (one table lives as long as the process)
     def items(self, name: str) -> dict[str, np.ndarray]:
         with np.load(self.folder / "items" / f"{name}.npz") as file:
             return dict(file)
