@@ -1,4 +1,4 @@
-"""Our own methods: without calibration, as before it, and with it."""
+"""Our own methods: without calibration; with it, the same share of each layer; and with shares that it allocates over layers."""
 
 from typing import Any
 
@@ -6,9 +6,16 @@ import torch
 
 PACKAGES = ["hf-freeze"]
 REQUIREMENTS: list[str] = []  # runs in the project's own environment
-METHODS = {"hf_freeze, no calibration": None, "hf_freeze, calibrated": None}
+METHODS = {
+    "hf_freeze, no calibration": None,
+    "hf_freeze, calibrated": None,
+    "hf_freeze, calibrated and allocated": {"neurons", "heads"},
+}
 BLIND = {"hf_freeze, no calibration"}
-OWN_TRANSLATIONS = {"hf_freeze, calibrated"}  # they are made, and timed, by the method itself
+OWN_TRANSLATIONS = {
+    "hf_freeze, calibrated",
+    "hf_freeze, calibrated and allocated",
+}  # they are made, and timed, by the method itself
 CANNOT: dict[tuple[str, ...], str] = {}
 
 
@@ -17,17 +24,19 @@ def prepare() -> None:
     import hf_freeze.model.make  # noqa: F401
 
 
-def methods_of(cut: dict[str, Any], config: Any) -> list[Any]:
-    """The methods of a cut: `cut` has the shares of neurons, heads, weights (rank), zeros, layers or bits."""
+def methods_of(cut: dict[str, Any], config: Any, allocated: bool) -> list[Any]:
+    """The methods of a cut: `cut` has the shares of neurons, heads, weights (rank), zeros, layers or bits. `allocated`: the shares
+    are those of all layers together."""
     from hf_freeze import methods
 
     width = config.encoder_ffn_dim if config.is_encoder_decoder else config.intermediate_size
     hidden = config.hidden_size
     chosen: list[Any] = []
     if share := cut.get("heads"):
-        chosen.append(methods.HeadPruning(share=share))
+        chosen.append(methods.HeadPruning(share=share, scope="global" if allocated else "attention"))
     if share := cut.get("neurons"):
-        chosen.append(methods.FFNPruning(width=int(share * width)))
+        size: Any = {"share": share} if allocated else {"width": int(share * width)}
+        chosen.append(methods.FFNPruning(**size))
     if share := cut.get("rank"):
         chosen.append(methods.LowRank(rank=int(share * hidden * width / (hidden + width))))
     if share := cut.get("zeros"):
@@ -60,9 +69,9 @@ def compress(model: Any, batches: list[dict[str, torch.Tensor]], job: dict[str, 
 
     from hf_freeze import make_variant
 
-    chosen = methods_of(job["cut"], model.config)
+    chosen = methods_of(job["cut"], model.config, allocated=job["method"].endswith("allocated"))
     options: dict[str, Any] = {}
-    if job["method"] == "hf_freeze, calibrated":
+    if job["method"] not in BLIND:
         if job["texts"] is None:
             options["calibration"] = batches
         else:
