@@ -25,8 +25,8 @@ def prepare() -> None:
 
 
 def methods_of(cut: dict[str, Any], config: Any, allocated: bool) -> list[Any]:
-    """The methods of a cut: `cut` has the shares of neurons, heads, weights (rank), zeros, layers or bits. `allocated`: the shares
-    are those of all layers together."""
+    """The methods of a cut: `cut` has the shares of neurons, heads, weights (rank), zeros, layers or bits. `allocated`: these
+    shares are of all layers together."""
     from hf_freeze import methods
 
     width = config.encoder_ffn_dim if config.is_encoder_decoder else config.intermediate_size
