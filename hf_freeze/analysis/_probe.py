@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_freeze.analysis._progress import track
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.model.running import on_device
+from hf_freeze.progress import track
 
 
 def check_model(model: Any) -> Architecture:
@@ -22,11 +23,6 @@ def check_model(model: Any) -> Architecture:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"this {type(model).__name__} is on meta and has no values: load it with its weights")
     return architecture
-
-
-def on_device(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch on the device of the model."""
-    return {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in batch.items()}
 
 
 def batches_on(model: Any, dataloader: Any, description: str) -> Iterator[dict[str, Any]]:
@@ -83,45 +79,3 @@ def inputs_and_gradients(
         loss = loss_of(model, batch, owner)
     gradients = torch.autograd.grad(loss, list(inputs.values()), materialize_grads=True)
     return {block: (x.detach(), gradient) for (block, x), gradient in zip(inputs.items(), gradients, strict=True)}
-
-
-def token_mask(architecture: Architecture, model: Any, batch: Any, block: str, x: torch.Tensor) -> torch.Tensor:
-    """bool (B, T): True for the tokens of the block's stack that are not padding. `x`: the block's input, (B, T, F)."""
-    mask = batch.get("attention_mask")
-    if model.config.is_encoder_decoder and block.split(".")[0] == "decoder":
-        mask = batch.get("decoder_attention_mask")
-        if mask is None and batch.get("labels") is not None:
-            mask = batch["labels"] != -100
-    if mask is None:
-        return torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
-    if mask.shape != x.shape[:-1]:
-        raise ValueError(
-            f"the padding mask of {block!r} has the shape {tuple(mask.shape)}, its tokens have {tuple(x.shape[:-1])}"
-        )
-    return mask.bool()
-
-
-@contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put `model` in eval mode, and restore the mode of each module afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:  # parents first: train() also sets the mode of submodules
-            module.train(mode)
-
-
-@contextmanager
-def without_cache(model: Any) -> Iterator[None]:
-    """Forwards that keep no keys and values for a next token, and restore the setting afterwards: an encoder-decoder copies its
-    config for each such cache, with all token ids of a trimmed vocabulary."""
-    before = getattr(model.config, "use_cache", None)
-    if before is not None:
-        model.config.use_cache = False
-    try:
-        yield
-    finally:
-        if before is not None:
-            model.config.use_cache = before

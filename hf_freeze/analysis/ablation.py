@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_freeze.analysis._probe import batches_on, check_model, in_eval_mode, input_hooks, loss_of
-from hf_freeze.analysis._progress import track
+from hf_freeze.analysis._probe import batches_on, check_model, input_hooks, loss_of
 from hf_freeze.analysis.head_importance import count_heads, count_labels, output_projections
 from hf_freeze.analysis.significance import Difference, compare, enough_replicates
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.io import whole_lines, write_whole
+from hf_freeze.model.running import in_eval_mode
+from hf_freeze.progress import track
 from hf_freeze.seeded import fingerprint
 
 Head = tuple[str, int]  # attention, such as "encoder.0.self", and number of the head

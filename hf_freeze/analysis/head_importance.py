@@ -11,13 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_freeze import methods
-from hf_freeze.analysis._probe import batches_on, check_model, in_eval_mode, inputs_and_gradients, token_mask
+from hf_freeze.analysis._probe import batches_on, check_model, inputs_and_gradients
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.compat.transformers import mapped_class
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.gated import Gated
 from hf_freeze.layers.no_attention import NoHeads
 from hf_freeze.methods._checks import check_choice, check_integer, check_one_given, check_positive_share
+from hf_freeze.model.running import in_eval_mode, token_mask
 
 REDUCTIONS = ("per_token", "per_example", "per_batch")
 NORMALIZATIONS = ("layer", "none")

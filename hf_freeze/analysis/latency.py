@@ -12,11 +12,11 @@ from torch import nn
 
 from hf_freeze import surgery
 from hf_freeze.analysis._probe import check_model
-from hf_freeze.analysis._progress import track
 from hf_freeze.architectures.base import LINEAR_COMPONENTS
 from hf_freeze.layers.derived import Derived, DerivedLinear, features, first_float_tensor
 from hf_freeze.layers.factorized import FactorizedLinear
 from hf_freeze.layers.no_attention import NoHeads
+from hf_freeze.progress import track
 
 _ROUNDS, _SECONDS = 5, 0.01  # rounds per layer, and the approximate length of one
 

@@ -8,13 +8,14 @@ import torch
 from torch.nn import functional
 
 from hf_freeze import surgery
-from hf_freeze.analysis._probe import batches_on, check_model, in_eval_mode, loss_of, token_mask
+from hf_freeze.analysis._probe import batches_on, check_model, loss_of
 from hf_freeze.analysis.ablation import recorded, replayed
 from hf_freeze.analysis.head_importance import count_labels
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.layer_forward import Skipped
 from hf_freeze.methods import LayerDrop, LayerSelection
 from hf_freeze.methods._checks import check_choice
+from hf_freeze.model.running import in_eval_mode, token_mask
 from hf_freeze.surgery.sublayers import ATTENTION, FFN, check_sublayers, last_linears
 
 MEASURES = ("removal", "similarity")

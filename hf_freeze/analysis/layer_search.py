@@ -6,12 +6,12 @@ from itertools import combinations, product
 from typing import Any
 
 from hf_freeze.analysis._probe import check_model
-from hf_freeze.analysis._progress import track
 from hf_freeze.analysis.depth import extract_depth
 from hf_freeze.analysis.sensitivity import total_loss
 from hf_freeze.methods import LayerSelection
 from hf_freeze.methods._checks import check_positive
 from hf_freeze.model.make import make_variant
+from hf_freeze.progress import track
 
 Kept = tuple[tuple[int, ...], ...]  # the layers of each stack
 

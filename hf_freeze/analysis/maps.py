@@ -13,10 +13,11 @@ from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
 from hf_freeze import surgery
-from hf_freeze.analysis._probe import batches_on, check_model, in_eval_mode, on_device, token_mask, without_cache
+from hf_freeze.analysis._probe import batches_on, check_model
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.compat.transformers import attention_implementation
 from hf_freeze.methods._checks import check_positive
+from hf_freeze.model.running import in_eval_mode, on_device, token_mask, without_cache
 
 
 def attention_by_position(

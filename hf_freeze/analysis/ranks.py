@@ -14,12 +14,12 @@ from torch import nn
 
 from hf_freeze import methods, surgery
 from hf_freeze.analysis._probe import check_model
-from hf_freeze.analysis._progress import progress_bar
 from hf_freeze.analysis.latency import check_tokens, median_ms
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.shapes import modes_of
 from hf_freeze.layers.tensor_train import check_ranks
 from hf_freeze.methods._checks import is_number
+from hf_freeze.progress import progress_bar
 
 _ROUNDING = 1e-10  # a smaller share of the energy may be a rounding error of fp32 weights and their Gram matrices
 _LATENCY_STEP = 1e-3  # of energy; measured times vary by more than a finer step changes them

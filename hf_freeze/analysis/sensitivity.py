@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from hf_freeze import methods, surgery
-from hf_freeze.analysis._probe import check_model, in_eval_mode, loss_of, on_device, without_cache
-from hf_freeze.analysis._progress import track
+from hf_freeze.analysis._probe import check_model, loss_of
 from hf_freeze.analysis.head_importance import count_labels, head_importance, select_heads
 from hf_freeze.analysis.neurons import ffn_importance, select_neurons
 from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, hidden_size
@@ -17,6 +16,8 @@ from hf_freeze.architectures.tasks import tasks_of
 from hf_freeze.layers.derived import features
 from hf_freeze.methods.base import Method
 from hf_freeze.model.make import make_variant
+from hf_freeze.model.running import in_eval_mode, on_device, without_cache
+from hf_freeze.progress import track
 
 SHARES = (0.75, 0.5, 0.375, 0.25, 0.125)  # of the neurons, heads or ranks of a stack
 BY_SHARE = ("neurons", "heads", "ffn_ranks", "attention_ranks")  # kinds of parts of which a stack keeps a share

@@ -61,7 +61,13 @@ class LowRankLinear(FactorizedLinear):
         a rank above that of any `weight`; the rest of the factors is zero then.
         """
         rank = min(self.rank, *weight.shape)
-        up, down = (_randomized_factors if self.solver == "randomized" else _exact_factors)(weight.detach(), rank)
+        self.set_factors(
+            *(_randomized_factors if self.solver == "randomized" else _exact_factors)(weight.detach(), rank)
+        )
+
+    def set_factors(self, up: torch.Tensor, down: torch.Tensor) -> None:
+        """Set up (O, R') and down (R', I), R' <= R; the rest of the factors is zero."""
+        rank = up.shape[1]
         self.up.data = functional.pad(up, (0, self.rank - rank)).to(self.up, copy=True).contiguous()
         self.down.data = functional.pad(down, (0, 0, 0, self.rank - rank)).to(self.down, copy=True).contiguous()
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from hf_freeze import surgery
@@ -17,7 +18,8 @@ from hf_freeze.methods._checks import (
     check_positive,
     check_positive_list,
 )
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Method, Model, Statistics
+from hf_freeze.solvers.moments import Moments, loss
 
 _MOST_MODES = 32  # no dimension has more prime factors
 
@@ -111,11 +113,26 @@ class FactorizedMethod(LinearMethod):
         super().__post_init__()
         check_choice(self.execution, EXECUTIONS, type(self).__name__, "execution")
 
-    def convert(self, old: Any, new: Model) -> None:
-        for name, module in self.modules(new, new.architecture):
-            if not surgery.restored(old, name):
-                module.fill(surgery.effective_weight(old.base_model.get_submodule(name)))
-            surgery.release(old, [name])
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
+        modules = dict(self.modules(new, new.architecture))
+        plain = [dict.fromkeys(modules)] if statistics is None else statistics.walk(list(modules))
+        for moments in plain:
+            for name, moment in moments.items():
+                if not surgery.restored(old, name):
+                    linear = old.base_model.get_submodule(name)
+                    weight = surgery.effective_weight(linear)
+                    modules[name].fill(weight)
+                    if moment is not None and statistics is not None:
+                        before = loss(weight, modules[name].dense_weight(), moment, linear.bias, linear.bias)
+                        self.fit(modules[name], weight, linear.bias, moment)
+                        after = loss(weight, modules[name].dense_weight(), moment, linear.bias, modules[name].bias)
+                        statistics.record(name, before, after)
+                surgery.release(old, [name])
+
+    def fit(self, module: Any, weight: torch.Tensor, bias: torch.Tensor | None, moments: Moments) -> None:
+        """Give `module`, which is filled with the nearest weight, the values whose outputs are nearest those of W (O, I) and its
+        bias on the inputs that it sees."""
+        raise NotImplementedError
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)

@@ -16,7 +16,7 @@ from hf_freeze.layers.adaptive_embedding import AdaptiveInputEmbedding, Adaptive
 from hf_freeze.layers.factorized_embedding import nearest_factors
 from hf_freeze.methods._checks import check_choice, check_positive
 from hf_freeze.methods._linear import set_field
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import Part, ResizedTables
 from hf_freeze.methods.registry import register_method
 
@@ -137,7 +137,7 @@ class AdaptiveEmbedding(Method):
     # -- values ----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def convert(self, old: Any, new: Model) -> None:
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         for name, module in surgery.vocabulary_modules(new, new.architecture).items():
             dense = old.get_submodule(name).weight
             edges = band_edges(self.cutoffs, dense.shape[0])

@@ -9,6 +9,7 @@ from hf_freeze.architectures.base import Architecture
 from hf_freeze.methods._layer_numbers import Kept, renumbered_layers, renumbered_names
 from hf_freeze.methods.parts import Model as Model
 from hf_freeze.methods.parts import P, Part
+from hf_freeze.methods.parts import Statistics as Statistics
 from hf_freeze.seeded import SeededTensor
 
 
@@ -41,6 +42,7 @@ class Method:
     repeatable: ClassVar[bool] = True  # may be applied to the same model twice
     shares_layers: ClassVar[bool] = False  # several layers use one set of parameters
     drops_masks: ClassVar[bool] = False  # `finalize` drops what `keeps_masks` is about
+    calibrates: ClassVar[bool] = False  # `convert` uses statistics of texts, if it gets any
     renumbers: ClassVar[str | None] = None  # "layers" or "tokens": the kept ones get new numbers
     by_layer: ClassVar[tuple[str, ...]] = ()  # fields that may be dicts with keys such as "encoder.0.self"
 
@@ -153,10 +155,11 @@ class Method:
         `restructure`. Raises ValueError if two cannot share."""
         return {}
 
-    def convert(self, old: Any, new: Model) -> None:
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         """Fill the modules that `restructure` put into `new` from the weights of `old`, which may be a native model.
 
-        Called once, by `make_variant`, after everything of the same name and shape has been copied.
+        Called once, by `make_variant`, after everything of the same name and shape has been copied. `statistics`: what the
+        linears of `old` see, if there is a calibration; for methods that say `calibrates`.
         """
 
     def prepare(self, model: Model, architecture: Architecture) -> None:

@@ -14,7 +14,7 @@ from hf_freeze.architectures.base import Architecture, base_name
 from hf_freeze.layers.define import DeFINEEmbedding, group_counts, output_widths
 from hf_freeze.layers.factorized_embedding import LowRankOutput, nearest_factors
 from hf_freeze.methods._checks import check_positive, check_share, nearest_multiples
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.registry import register_method
 
 _DEEPEST = 64
@@ -107,7 +107,7 @@ class DeFINE(Method):
         return ties
 
     @torch.no_grad()
-    def convert(self, old: Any, new: Model) -> None:
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         tied, projections = new.all_tied_weights_keys, {}
         for name, unit in surgery.token_tables(new, new.architecture).items():
             if f"{name}.weight" not in tied:

@@ -19,7 +19,7 @@ from hf_freeze.layers.factorized_embedding import (
     nearest_factors,
 )
 from hf_freeze.methods._checks import check_bool, check_positive
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import Part, ResizedTables
 from hf_freeze.methods.registry import register_method
 
@@ -149,7 +149,7 @@ class FactorizedEmbedding(Method):
     # -- values ----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def convert(self, old: Any, new: Model) -> None:
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         architecture = new.architecture
         if architecture.normed_embeddings is not None:
             self._convert_normed(old, new, architecture.normed_embeddings)

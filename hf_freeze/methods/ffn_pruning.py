@@ -13,13 +13,18 @@ from hf_freeze.methods._checks import (
     check_numbers_by_name,
     check_one_given,
     check_positive,
+    check_share,
     is_ascending,
 )
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
+from hf_freeze.solvers.allocation import allocate
+from hf_freeze.solvers.columns import eliminate
+from hf_freeze.solvers.moments import Moments
 
+_WIDE = 64  # neurons from which FFNs keep multiples of 8, where each has its own number
 _MULTIPLE = (
     8  # of the neurons of experts: grouped products of matrices need rows of a multiple of 16 bytes, also in bf16
 )
@@ -47,16 +52,22 @@ class FFNPruning(Method):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"neurons"})
+    calibrates: ClassVar[bool] = True
     by_layer: ClassVar[tuple[str, ...]] = ("keep",)
     width: int | None = None
     keep: dict[str, surgery.Kept] | None = None
     layers: dict[str, list[int]] | None = None
     expert_width: int | None = None
+    share: float | None = None
 
     def __post_init__(self) -> None:
         check_layers_type(self.layers)
-        if self.width is None or self.keep is not None:
-            check_one_given("FFNPruning", width=self.width, keep=self.keep, expert_width=self.expert_width)
+        if self.width is None or self.keep is not None or self.share is not None:
+            check_one_given(
+                "FFNPruning", width=self.width, keep=self.keep, expert_width=self.expert_width, share=self.share
+            )
+        if self.share is not None:
+            check_share(self.share, "FFNPruning", "share")
         if self.width is not None:
             check_positive(self.width, "FFNPruning", "width")
         if self.expert_width is not None:
@@ -83,7 +94,7 @@ class FFNPruning(Method):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (Selection(self.origins, self.decided),)
+        return (Selection(self.origins, self.decided, self.must_decide),)
 
     @classmethod
     def advice(cls, architecture: Architecture, config: Any) -> str | None:
@@ -105,6 +116,10 @@ class FFNPruning(Method):
                 wanted = "a list for each expert" if block in architecture.experts(config) else "a list of neurons"
                 raise ValueError(f"FFNPruning(keep={{{block!r}: ...}}): must be {wanted}")
         linears = in_layers(architecture.ffns(config), self.layers)
+        if self.share is not None and not linears:
+            raise ValueError(
+                f"FFNPruning(share={self.share}): this {architecture.model_type} has no FFNs of plain linears in these layers"
+            )
         experts = in_layers(architecture.experts(config), self.layers)
         if self.width is not None and experts and not linears:
             raise ValueError(
@@ -130,6 +145,11 @@ class FFNPruning(Method):
         blocks = surgery.neurons_of(architecture, config)
         if self.keep is not None:
             return {block: (blocks[block], _count(kept)) for block, kept in self.keep.items()}
+        if self.share is not None:
+            raise ValueError(
+                f"FFNPruning(share={self.share}): what each FFN keeps is chosen by a calibration: give make_variant calibration=, "
+                "or give width"
+            )
         experts = architecture.experts(config)
         counts = {
             block: self.expert_width if block in experts else self.width for block in in_layers(blocks, self.layers)
@@ -159,9 +179,27 @@ class FFNPruning(Method):
         if (last := max(numbers[-1] for numbers in lists)) >= width:
             raise ValueError(f"FFNPruning: neuron {last} of {block!r}: must be in 0..{width - 1}")
 
-    def convert(self, old: Any, new: Model) -> None:
-        for block, (neurons, count) in self._blocks(new.architecture, new.config).items():
-            neurons.take(new, old, neurons.largest(old, count) if self.keep is None else self.keep[block])
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
+        blocks = self._blocks(new.architecture, new.config)
+        outputs = {} if statistics is None else _outputs(old, blocks)
+        for block, (neurons, count) in blocks.items():
+            if block not in outputs.values():
+                neurons.take(new, old, neurons.largest(old, count) if self.keep is None else self.keep[block])
+        for moments in (
+            statistics.walk(list(outputs), {name: blocks[block][0].linears for name, block in outputs.items()})
+            if statistics
+            else ()
+        ):
+            for name, moment in moments.items():
+                neurons, count = blocks[outputs[name]]
+                plain = neurons.largest(old, count) if self.keep is None else self.keep[outputs[name]]
+                if moment is None:
+                    neurons.take(new, old, plain)
+                    continue
+                linear = old.base_model.get_submodule(name)
+                kept = plain if self.keep else _kept(linear, moment, count)
+                neurons.take(new, old, kept)
+                surgery.refit_inputs(old, new, name, moment, kept, plain, statistics.record)
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
         origins: dict[str, Origin] = {}
@@ -170,11 +208,34 @@ class FFNPruning(Method):
             origins |= neurons.origins(model, neurons.first(model, count) if self.keep is None else self.keep[block])
         return origins
 
-    def decided(self, old: Any, architecture: Architecture) -> "FFNPruning":
+    def decided(self, old: Any, architecture: Architecture, statistics: Statistics | None) -> "FFNPruning":
         if self.keep is not None:
             return self
+        if self.share is not None and statistics is not None:
+            return self._allocated(old, architecture, statistics)
         blocks = self._blocks(architecture, old.config)
         return FFNPruning(keep={block: neurons.largest(old, count) for block, (neurons, count) in blocks.items()})
+
+    def must_decide(self, architecture: Architecture, config: Any) -> bool:
+        return self.share is not None
+
+    def _allocated(self, old: Any, architecture: Architecture, statistics: Statistics) -> "FFNPruning":
+        """The neurons of all FFNs compete: those stay whose removal would change the predictions most."""
+        blocks = in_layers(surgery.neurons_of(architecture, old.config), self.layers)
+        outputs = _outputs(old, {block: (neurons, 0) for block, neurons in blocks.items()})
+        orders = {}
+        for moments in statistics.walk(list(outputs), curvature=True):
+            for name, moment in moments.items():
+                if moment is not None:
+                    linear = old.base_model.get_submodule(name)
+                    orders[outputs[name]] = eliminate(surgery.effective_weight(linear), linear.bias, moment)
+        widths = {block: blocks[block].count(old) for block in orders}
+        step = _MULTIPLE if min(widths.values()) >= _WIDE else 1
+        removals = round((1 - self.share) * sum(widths.values()))  # type: ignore[operator]
+        curves = [order.losses.tolist() for order in orders.values()]
+        removed = allocate(curves, removals, most=[width - step for width in widths.values()], step=step)
+        counts = {block: widths[block] - gone for block, gone in zip(orders, removed, strict=True)}
+        return FFNPruning(keep={block: orders[block].kept(count) for block, count in counts.items()})
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         widths: dict[str, set[int]] = {}  # config field -> the widths of the FFNs whose size it holds
@@ -186,6 +247,20 @@ class FFNPruning(Method):
             if width is not None and width > neurons.count(model):
                 neurons.pad(model, width)
         set_fields(model.config, {field: max(sizes) for field, sizes in widths.items()})
+
+
+def _outputs(model: Any, blocks: dict[str, Any]) -> dict[str, str]:
+    """Output linear -> FFN, for those FFNs whose neurons can be chosen by what their output linear reads."""
+    return {
+        neurons.linears[-1]: block
+        for block, (neurons, _) in blocks.items()
+        if isinstance(neurons, surgery.LinearNeurons) and not surgery.is_removed(model, neurons.linears[-1])
+    }
+
+
+def _kept(linear: Any, moments: Moments, count: int) -> list[int]:
+    """The neurons that stay, by backward elimination."""
+    return eliminate(surgery.effective_weight(linear), linear.bias, moments).kept(count)
 
 
 def _of_experts(kept: Any) -> bool:

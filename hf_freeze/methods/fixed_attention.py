@@ -9,7 +9,7 @@ from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers.fixed_heads import EMPTY_ROWS, PATTERNS, UNITS, Words
 from hf_freeze.methods._checks import check_any_selected, check_choice, is_ascending
 from hf_freeze.methods._head_settings import chosen_attentions
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
@@ -109,7 +109,7 @@ class FixedAttention(Method):
                 )
             surgery.fix_heads(model, attention, self._numbers, self.empty_rows, words, heads)
 
-    def convert(self, old: Any, new: Model) -> None:
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         for attention in self._attentions(new.architecture, new.config).values():
             heads = surgery.count_heads(old, attention, self.name)
             surgery.copy_heads(

@@ -3,6 +3,7 @@ https://arxiv.org/abs/1905.10650).
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,10 +23,13 @@ from hf_freeze.methods._checks import (
 from hf_freeze.methods._gradual_heads import HEAD_SCOPES, FewerHeads, OpenGates, kept_count, mask_least
 from hf_freeze.methods._head_settings import check_attentions, check_head, check_heads_type, chosen_attentions
 from hf_freeze.methods._ramps import RAMPS
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
+from hf_freeze.solvers.allocation import allocate
+from hf_freeze.solvers.columns import Elimination, eliminate
+from hf_freeze.solvers.moments import Moments
 
 _MOST_PENALTY = 1e9
 
@@ -71,6 +75,7 @@ class HeadPruning(Method):
     drops_masks: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"heads"})
     by_layer: ClassVar[tuple[str, ...]] = ("heads",)
+    calibrates: ClassVar[bool] = True
     heads: dict[str, list[int]] | None = None
     share: float | None = None
     layers: dict[str, list[int]] | None = None
@@ -88,7 +93,7 @@ class HeadPruning(Method):
         check_training_span(self.begin, self.end, "HeadPruning")
         if self.share is None or (self.begin, self.end) == (None, None):
             for field, default in (("begin", None), ("end", None), ("ramp", "cubic"), ("scope", "attention")):
-                if (value := getattr(self, field)) != default:
+                if (value := getattr(self, field)) != default and not (field == "scope" and self.share is not None):
                     raise ValueError(
                         f"HeadPruning({field}={value!r}): is for heads that are removed during training: give share, and begin "
                         "or end"
@@ -172,6 +177,7 @@ class HeadPruning(Method):
     def _kept(self, name: str, attention: Attention, model: Any, heads: int) -> list[int]:
         """The heads that stay, out of `heads`; with `share`, the first ones stand for those of the largest magnitude."""
         if self.heads is None:
+            self._check_decided()
             unit = _removed_together(model, attention)
             return list(range(kept_count(self.share, heads, unit)))  # type: ignore[arg-type]
         return [head for head in range(heads) if head not in self.heads[name]]
@@ -192,17 +198,79 @@ class HeadPruning(Method):
                 f"be left; remove whole groups{', or the same number from every group that stays' * thins}"
             )
 
-    def convert(self, old: Any, new: Model) -> None:
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         if self.finalizable:  # the matrices are as they were
             return
-        for name, attention in self._with_heads(old, new.architecture).items():
-            heads = surgery.count_heads(old, attention, self.name)
-            if self.heads is None:
-                kept = self._largest(old, attention, heads)
-            else:
-                kept = [head for head in range(heads) if head not in self.heads[name]]
-            surgery.copy_heads(old, new, attention, kept, heads)
-            surgery.release(old, attention.linears)
+        attentions = self._with_heads(old, new.architecture)
+        plain = {name: self._chosen(name, attention, old) for name, attention in attentions.items()}
+        if statistics is None:
+            for name, attention in attentions.items():
+                self._take(old, new, attention, plain[name])
+            return
+        outputs = {attention.o: name for name, attention in attentions.items()}
+        for moments in statistics.walk(
+            list(outputs), {one.o: (one.module, one.o) for one in attentions.values()}, curvature=True
+        ):
+            for output, moment in moments.items():
+                attention = attentions[outputs[output]]
+                before = kept = plain[outputs[output]]
+                if moment is not None and self.heads is None:
+                    groups, order = self._eliminated(old, attention, moment)
+                    count = len(before) // len(groups[0])
+                    kept = [head for number in order.kept(count) for head in groups[number]]
+                self._take(old, new, attention, kept)
+                if moment is not None and kept:
+                    inputs = [_inputs(old, attention, heads) for heads in (kept, before)]
+                    surgery.refit_inputs(old, new, output, moment, *inputs, statistics.record)
+
+    def _chosen(self, name: str, attention: Attention, old: Any) -> list[int]:
+        """The heads that stay without statistics."""
+        heads = surgery.count_heads(old, attention, self.name)
+        if self.heads is None:
+            return self._largest(old, attention, heads)
+        return [head for head in range(heads) if head not in self.heads[name]]
+
+    def _take(self, old: Any, new: Any, attention: Attention, kept: list[int]) -> None:
+        surgery.copy_heads(old, new, attention, kept, surgery.count_heads(old, attention, self.name))
+        surgery.release(old, attention.linears)
+
+    def _eliminated(self, old: Any, attention: Attention, moments: Moments) -> tuple[list[list[int]], Elimination]:
+        """The groups of heads that can go, and the order in which they do, by their inputs of the output projection."""
+        heads, unit = surgery.count_heads(old, attention, self.name), _removed_together(old, attention)
+        groups = [list(range(first, first + unit)) for first in range(0, heads, unit)]
+        linear = old.base_model.get_submodule(attention.o)
+        inputs = [_inputs(old, attention, group) for group in groups]
+        return groups, eliminate(surgery.effective_weight(linear), linear.bias, moments, inputs)
+
+    def _kept_by(self, statistics: Statistics, old: Any, attentions: dict[str, Attention]) -> dict[str, list[int]]:
+        """Attention -> the heads that stay by what the model sees; with `scope="global"` the heads of all attentions compete."""
+        outputs = {attention.o: name for name, attention in attentions.items()}
+        found = {}
+        for moments in statistics.walk(list(outputs), curvature=True):
+            for output, moment in moments.items():
+                if moment is not None:
+                    found[outputs[output]] = self._eliminated(old, attentions[outputs[output]], moment)
+        share: Any = self.share
+        units = {name: len(groups[0]) for name, (groups, _) in found.items()}
+        heads = {name: len(groups) * units[name] for name, (groups, _) in found.items()}
+        counts = {name: kept_count(share, heads[name], units[name]) // units[name] for name in found}
+        if self.scope == "global" and len(set(units.values())) == 1:
+            total, unit = sum(heads.values()), next(iter(units.values()))
+            curves = [order.losses.tolist() for _, order in found.values()]
+            removals = (total - max(round(share * total), len(found) * unit)) // unit
+            removed = allocate(curves, removals, most=[heads[name] // unit - 1 for name in found])
+            counts = {name: heads[name] // unit - gone for name, gone in zip(found, removed, strict=True)}
+        kept = {name: self._chosen(name, attention, old) for name, attention in attentions.items()}
+        for name, (groups, order) in found.items():
+            kept[name] = [head for number in order.kept(counts[name]) for head in groups[number]]
+        return kept
+
+    def _check_decided(self) -> None:
+        if self.scope == "global" and not self.finalizable:
+            raise ValueError(
+                f"HeadPruning(share={self.share}, scope='global'): heads of different attentions are compared by a calibration or "
+                "while the model is trained: give make_variant calibration=, or begin or end"
+            )
 
     def _largest(self, model: Any, attention: Attention, heads: int) -> list[int]:
         group = _removed_together(model, attention)
@@ -219,20 +287,27 @@ class HeadPruning(Method):
             origins |= surgery.head_origins(model, attention, kept, heads)
         return origins
 
-    def decided(self, old: Any, architecture: Architecture) -> "HeadPruning":
+    def decided(self, old: Any, architecture: Architecture, statistics: Statistics | None) -> "HeadPruning":
         if self.heads is not None:
             return self
+        attentions = self._with_heads(old, architecture)
+        if statistics is None:
+            self._check_decided()
+            kept = {name: self._chosen(name, attention, old) for name, attention in attentions.items()}
+        else:
+            kept = self._kept_by(statistics, old, attentions)
         removed = {}
-        for name, attention in self._with_heads(old, architecture).items():
+        for name, attention in attentions.items():
             heads = surgery.count_heads(old, attention, self.name)
-            kept = self._largest(old, attention, heads)
-            removed[name] = [head for head in range(heads) if head not in kept]
+            removed[name] = [head for head in range(heads) if head not in kept[name]]
         removed = {name: heads for name, heads in removed.items() if heads}
         return HeadPruning(heads=removed) if removed else self
 
     def must_decide(self, architecture: Architecture, config: Any) -> bool:
-        """Whether heads differ in more than their weights, so that the config must name them."""
-        return any(attention.knows_heads for attention in architecture.attentions(config).values())
+        """Whether heads differ in more than their weights, or attentions keep different numbers, so that the config must name them."""
+        return (self.scope == "global" and not self.finalizable) or any(
+            attention.knows_heads for attention in architecture.attentions(config).values()
+        )
 
     def masked(self, model: Any, architecture: Architecture) -> dict[str, Any]:
         """Attention -> its output projection, which has a mask or gates, before `finalize()`."""
@@ -277,6 +352,12 @@ class HeadPruning(Method):
             heads = attention.head_count(model.config)
             kept = self._kept(name, attention, model, heads) if attention.knows_heads else None
             surgery.pad_heads(model, attention, kept)
+
+
+def _inputs(model: Any, attention: Attention, heads: Sequence[int]) -> list[int]:
+    """The inputs of the output projection that come from these heads."""
+    size = attention.head_size(model.config)
+    return [head * size + position for head in heads for position in range(size)]
 
 
 def _removed_together(model: Any, attention: Attention) -> int:

@@ -7,7 +7,7 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, changes_of_layers, check_layers_type, with_layers
 from hf_freeze.methods._checks import check_one_given, check_share
 from hf_freeze.methods._spacing import evenly_spaced
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
@@ -96,7 +96,7 @@ class LayerSelection(Method):
             origins |= {name: Origin(name) for name in moved}
         return origins
 
-    def convert(self, old: Any, new: Model) -> None:
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         for stack, numbers in self.layers_kept(new.architecture, old.config).items():
             description = new.architecture.stacks[stack]
             first = old.base_model.get_submodule(description.layers.format(0)).state_dict()

@@ -25,7 +25,7 @@ from hf_freeze.layers.factorized import FactorizedLinear
 from hf_freeze.layers.quantized import STORED, Quantized
 from hf_freeze.methods._checks import check_choice, check_positive
 from hf_freeze.methods._linear import set_field
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.registry import register_method
 
 WHOLE = ("attention", "ffn", "norm")  # components that lie in layers
@@ -203,7 +203,7 @@ class LayerSharing(Method):
                 )
 
     @torch.no_grad()
-    def convert(self, old: Any, new: Model) -> None:
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         architecture = new.architecture
         new_depths, is_shared = self._shared(architecture, new.config), self._is_shared(architecture)
         for stack, old_depth in self._shared(architecture, old.config).items():

@@ -4,8 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
+from hf_freeze import surgery
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.layers import LowRankLinear
 from hf_freeze.layers.derived import features
@@ -13,6 +15,8 @@ from hf_freeze.layers.low_rank import SOLVERS
 from hf_freeze.methods._checks import check_positive
 from hf_freeze.methods._linear import FactorizedMethod, glorot_std
 from hf_freeze.methods.registry import register_method
+from hf_freeze.solvers.low_rank import low_rank
+from hf_freeze.solvers.moments import Moments
 
 
 @register_method("low_rank", example={"rank": 4}, shrinks=True)
@@ -35,6 +39,7 @@ class LowRank(FactorizedMethod):
 
     replaces: ClassVar[tuple[type[nn.Module], ...]] = (LowRankLinear,)
     by_layer: ClassVar[tuple[str, ...]] = ("rank",)
+    calibrates: ClassVar[bool] = True
     rank: int | dict[str, int]
     solver: str = "exact"
 
@@ -52,6 +57,12 @@ class LowRank(FactorizedMethod):
 
     def named_linears(self) -> Iterable[str] | None:
         return self.rank if isinstance(self.rank, dict) else None
+
+    def fit(self, module: Any, weight: torch.Tensor, bias: torch.Tensor | None, moments: Moments) -> None:
+        up, down, new_bias = low_rank(weight, bias, moments).factors(min(module.rank, *weight.shape))
+        module.set_factors(up, down)
+        if new_bias is not None:
+            surgery.set_values(module.bias, new_bias)
 
     def make(self, linear: Any, name: str, model: Any) -> nn.Module:
         rank = self.rank[name] if isinstance(self.rank, dict) else self.rank

@@ -4,7 +4,7 @@ interface that methods use.
 The model asks for a part by its type: `method.part(Schedule)` is None for a method without a schedule.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.seeded import Origin, SeededTensor
+from hf_freeze.solvers.moments import Moments
 
 
 class Model(Protocol):
@@ -34,6 +35,30 @@ class Model(Protocol):
     def get_output_embeddings(self) -> Any: ...
     def get_teacher(self) -> Any: ...
     def tokens_differ(self, other: Any) -> str | None: ...
+
+
+class Statistics(Protocol):
+    """What the linears of a model see on texts, while a method converts it. See `model/calibrating.py`."""
+
+    def walk(
+        self, names: Sequence[str], before: Mapping[str, Sequence[str]] = ...
+    ) -> Iterator[dict[str, Moments | None]]:
+        """The moments of the linears `names` (below the base model), in the order in which the model runs them; those that read
+        the same states come together. None for a linear that no token has reached.
+
+        The inputs are those of the new model as far as it has been converted, so convert each linear before the next ones are
+        asked for. `before`: linear -> the modules that are still the old model's when it is asked for, such as those of an FFN
+        that is to lose neurons, which its last linear reads. The outputs, for pairs, are the old model's.
+        """
+        ...
+
+    def record(self, name: str, plain: float, calibrated: float) -> None:
+        """Report the relative error of a linear's outputs: as the method cuts without statistics, and with them."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Report something else, in words."""
+        ...
 
 
 class Part:
@@ -151,13 +176,13 @@ class Selection(Part):
     `origins(model, architecture)`: parameter after `restructure` -> origin of its values, with names below the base model;
     unnamed parameters keep their values. Called before `restructure`, also on `meta`. A setting that chooses by value keeps the
     first positions here, because fresh weights all have the same distribution.
-    `decided(old, architecture)`: the same method with positions instead of a choice by value, so that the config defines the
+    `decided(old, architecture, statistics)`: the same method with positions instead of a choice by value, so that the config defines the
     slice of a seeded tensor; None if the method always names positions. `must_decide(architecture, config)`: whether it needs
     that for every backbone of this architecture.
     """
 
     origins: Callable[[Model, Architecture], dict[str, Origin]]
-    decided: Callable[[Any, Architecture], Any] | None = None
+    decided: Callable[[Any, Architecture, Statistics | None], Any] | None = None
     must_decide: Callable[[Architecture, Any], bool] = lambda architecture, config: False
 
 

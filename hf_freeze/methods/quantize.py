@@ -28,7 +28,7 @@ from hf_freeze.layers.sparse import SparseLinear, Sparsifiable
 from hf_freeze.layers.tensor_train import TensorTrainLinear
 from hf_freeze.methods._checks import check_bool, check_choice, check_one_given, check_share
 from hf_freeze.methods._linear import LinearMethod
-from hf_freeze.methods.base import Model
+from hf_freeze.methods.base import Model, Statistics
 from hf_freeze.methods.parts import Part, Schedule
 from hf_freeze.methods.registry import register_method
 
@@ -237,7 +237,7 @@ class Quantize(LinearMethod):
         return ties
 
     @torch.no_grad()
-    def convert(self, old: Any, new: Model) -> None:
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         architecture = new.architecture
         for name, module in self.modules(new, architecture):
             linear = old.base_model.get_submodule(name)

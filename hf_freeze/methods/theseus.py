@@ -20,7 +20,7 @@ from hf_freeze.layers.layer_forward import Replaced
 from hf_freeze.methods._checks import check_choice, check_positive_share, check_seed, is_number
 from hf_freeze.methods._linear import set_field
 from hf_freeze.methods._ramps import RAMPS, ramp
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Schedule, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin, SeededTensor, draws
@@ -195,7 +195,7 @@ class Theseus(Method):
             origins |= surgery.layer_origins(model, architecture.stacks[stack].layers, range(0, depth * step, step))
         return origins
 
-    def convert(self, old: Any, new: Model) -> None:
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         for stack in self.successor or new.architecture.stacks:
             successor = surgery.layers_of(new, new.architecture, stack)
             predecessor = [layer for module in successor for layer in module.predecessor]

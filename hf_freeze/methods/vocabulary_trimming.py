@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, read
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import KeptTokens, Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
@@ -86,7 +86,7 @@ class VocabularyTrimming(Method):
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
         return surgery.token_origins(model, architecture, self.keep)
 
-    def convert(self, old: Any, new: Model) -> None:
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         surgery.copy_tokens(old, new, new.architecture, self.keep)
 
 

@@ -22,9 +22,14 @@ def without_heads(settings: Any, method: Method, old: Any) -> None:
     selection = method.part(Selection) if _pairs(settings) else None
     if selection is None or selection.decided is None:
         return
-    gone = getattr(selection.decided(old, architecture_for(old)), "heads", None) or {}
+    gone = getattr(selection.decided(old, architecture_for(old), None), "heads", None) or {}
     removed = ((layer, head, gone.get(f"decoder.{layer}.cross", ())) for layer, head in _pairs(settings))
     _set(settings, ([layer, head - sum(g < head for g in out)] for layer, head, out in removed if head not in out))
+
+
+def has_alignment(settings: Any) -> bool:
+    """Whether removed heads must be known, to renumber pairs."""
+    return bool(_pairs(settings))
 
 
 def _pairs(settings: Any) -> list[Any]:

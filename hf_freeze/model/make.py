@@ -28,8 +28,9 @@ from hf_freeze.methods.order import needs_config
 from hf_freeze.methods.parts import InitialValues, SeededValues, Selection
 from hf_freeze.methods.registry import method_to_dict
 from hf_freeze.model import paging
-from hf_freeze.model.alignment_heads import without_heads, without_layers
+from hf_freeze.model.alignment_heads import has_alignment, without_heads, without_layers
 from hf_freeze.model.build import VariantMixin
+from hf_freeze.model.calibrating import Calibrator
 from hf_freeze.model.classes import variant_class_of
 from hf_freeze.model.components import take_components
 from hf_freeze.model.config import INITS, native_config_class
@@ -52,6 +53,8 @@ def make_variant(
     seed: int = 0,
     copy: bool = True,
     components: Mapping[str, Any] | None = None,
+    calibration: Any = None,
+    tokenizer: Any = None,
 ) -> Any:
     """Apply `methods`, in order, to a backbone; returns a variant, which is an instance of the backbone's class.
 
@@ -62,10 +65,18 @@ def make_variant(
     `copy`: True leaves a model as it is. With False the variant takes its tensors over, without a second copy in memory, and the
     model cannot be used any more. `components`, such as `{"embeddings": "folder"}`: components of the backbone that take the
     weights of another model, Hub id or directory of the same architecture and sizes there; its depth or other widths may differ.
+    `calibration`: some hundred unlabelled texts for `tokenizer`, or batches, or "samples" of a causal language model itself: then
+    methods choose what goes by what the model sees there, and refit what stays (docs/calibration.md);
+    `variant.calibration_report` says what that changed.
 
-    Raises ValueError for an unsupported backbone, task, init or method setting, FileNotFoundError for a missing directory.
+    Raises ValueError for an unsupported backbone, task, init or method setting, and a calibration of no texts or for a backbone
+    without weights; FileNotFoundError for a missing directory.
     """
     _check_arguments(backbone, methods, task, init)
+    if calibration is not None and isinstance(backbone, PreTrainedConfig):
+        raise ValueError(
+            "calibration= is for trained weights, but the backbone is a config: leave it out, or pass a model"
+        )
     if components:
         if scratch := next((method.name for method in methods if method.from_scratch), None):
             raise ValueError(
@@ -77,10 +88,11 @@ def make_variant(
     if isinstance(backbone, PreTrainedConfig):
         variant = _from_config(backbone, methods, task, init, seed)
     elif isinstance(backbone, PreTrainedModel):
-        variant = _from_model(backbone, methods, copy=copy, seed=seed)
+        variant = _from_model(backbone, methods, copy=copy, seed=seed, calibration=(calibration, tokenizer))
     else:
         check_exists(backbone)
-        variant = _from_model(AUTO_CLASSES[str(task)].from_pretrained(backbone), methods, copy=False, seed=seed)
+        model = AUTO_CLASSES[str(task)].from_pretrained(backbone)
+        variant = _from_model(model, methods, copy=False, seed=seed, calibration=(calibration, tokenizer))
     for method in methods:
         if (teacher := getattr(method, "teacher", None)) is not None:
             variant.set_teacher(teacher)
@@ -141,8 +153,16 @@ def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, s
     return _from_model(model, methods[fresh:], copy=False, seed=seed) if methods[fresh:] else model
 
 
-def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool, seed: int) -> Any:
-    """A variant with the weights of `model`, by way of one model for each method that changes the structure."""
+def _from_model(
+    model: PreTrainedModel,
+    added: Sequence[Method],
+    *,
+    copy: bool,
+    seed: int,
+    calibration: tuple[Any, Any] = (None, None),
+) -> Any:
+    """A variant with the weights of `model`, by way of one model for each method that changes the structure. `calibration`: and its
+    tokenizer."""
     _check_class(type(model), model.config)
     if is_quantized(model) and (quantizer := model.quantization_method) != "bitsandbytes":
         name = getattr(quantizer, "value", quantizer)  # of an enum, in transformers 5
@@ -151,6 +171,7 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool, 
     variant_class = _variant_class(type(model))
     added = list(added)
     on_meta = model.device.type == "meta"
+    calibrator = None if calibration[0] is None or on_meta else Calibrator(model, *calibration)
     structural = {number for number, method in enumerate(added, 1) if method.structural}
     # Later methods may select by seeded values, so these are drawn when their method has its turn.
     seeding = {number for number, method in enumerate(added, 1) if method.part(SeededValues)}
@@ -159,7 +180,7 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool, 
     redrawing = {number for number, method in enumerate(added, 1) if method.part(InitialValues)}
     for number in sorted({*structural, *seeding, *redrawing, len(added)}):
         if number and not on_meta:
-            added[number - 1] = _decided(added[number - 1], current)
+            added[number - 1] = _decided(added[number - 1], current, calibrator, has_alignment(settings))
         config = _variant_config(variant_class, model.config, added[:number], "backbone")
         with torch.device("meta") if on_meta else no_draws(model.dtype):
             new = variant_class(config)
@@ -177,7 +198,10 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool, 
                 new.draw_fresh()  # what neither the model before nor `convert` fills
             if number in structural:
                 with no_draws(), releasing(current, new, used_up=current is not model or not copy):
-                    added[number - 1].convert(current, new)
+                    if calibrator is None:
+                        added[number - 1].convert(current, new)
+                    else:
+                        calibrator.convert(added[number - 1], current, new)
                 new.tie_weights(recompute_mapping=False)  # `convert` may have put new modules in
             if number in structural | redrawing:
                 _prepare(added[number - 1], new)
@@ -191,6 +215,8 @@ def _from_model(model: PreTrainedModel, added: Sequence[Method], *, copy: bool, 
     copy_runtime(model, current)
     if settings is not None:
         current.generation_config = settings
+    if calibrator is not None:
+        current.calibration_report = calibrator.report
     if copy:
         copy_shared(model, current)
     elif current is not model:
@@ -235,18 +261,23 @@ def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], in
     return variant_config
 
 
-def _decided(method: Method, old: Any) -> Method:
-    """`method`, or if it keeps slices of seeded tensors, the same method with the positions that it keeps."""
+def _decided(method: Method, old: Any, calibrator: Calibrator | None, aligned: bool) -> Method:
+    """`method`, or if it keeps slices of seeded tensors, the same method with the positions that it keeps; also
+    if heads are `aligned`, and a calibration chooses them."""
     selection = method.part(Selection)
     if selection is None or selection.decided is None:
         return method
     architecture = architecture_for(old)
-    if selection.must_decide(architecture, old.config):
-        return selection.decided(old, architecture)
+    calibrated = calibrator is not None and method.calibrates
+    if selection.must_decide(architecture, old.config) or (calibrated and aligned):
+        if calibrator is None or not calibrated:
+            return selection.decided(old, architecture, None)
+        with calibrator.statistics(old, old) as statistics:
+            return selection.decided(old, architecture, statistics)
     seeded = {base_name(old, name) for name in getattr(old, "seeded_tensors", ())}
     if not seeded or not seeded & selection.origins(old, architecture).keys():
         return method
-    return selection.decided(old, architecture)
+    return selection.decided(old, architecture, None)
 
 
 def _prepare(method: Method, model: Any) -> None:

@@ -16,7 +16,6 @@ import torch
 from hf_freeze import surgery
 from hf_freeze._version import __version__
 from hf_freeze.analysis import choose_vocabulary, trimming_effect
-from hf_freeze.analysis._probe import without_cache
 from hf_freeze.analysis.accounting import count_parameters, stored_bytes
 from hf_freeze.analysis.vocabulary import CHARACTERS
 from hf_freeze.architectures.base import read
@@ -29,6 +28,7 @@ from hf_freeze.methods._checks import check_choice, check_positive_share
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import check_exists, load_model, load_tokenizer
 from hf_freeze.model.make import make_variant
+from hf_freeze.model.running import without_cache
 from hf_freeze.model.token_ids import fixed_token_ids, named_token_ids
 from hf_freeze.publish.cards import TRIMMING, model_card, read_trained_model
 from hf_freeze.publish.sentence_files import copy_sentence_files

@@ -74,6 +74,7 @@ def set_values(parameter: Any, values: torch.Tensor) -> None:
 
 _FREED = "_hf_freeze_freed"  # bytes since freed memory was given back; only models that `release` may empty have it
 _KEPT = "_hf_freeze_kept"  # (the new model, where finished modules of it are kept or None)
+_HELD = "_hf_freeze_held"  # names that `release` was called for; only models that are `holding` have it
 _AT_ONCE = 2**25
 
 
@@ -97,6 +98,9 @@ def release(model: Any, names: Iterable[str]) -> None:
     afterwards. So the old tensors and the new ones never fill the memory together."""
     if not hasattr(model, _FREED):
         return
+    if hasattr(model, _HELD):
+        getattr(model, _HELD).extend(names)
+        return
     freed, (new, kept) = getattr(model, _FREED), getattr(model, _KEPT)
     for module_name, module in modules(model, names):
         for name, parameter in module._parameters.items():
@@ -109,6 +113,25 @@ def release(model: Any, names: Iterable[str]) -> None:
         return_freed_memory()
         freed = 0
     setattr(model, _FREED, freed)
+
+
+@contextlib.contextmanager
+def holding(model: Any) -> Iterator[None]:
+    """Inside, `release` waits until `let_go`, because the model still runs."""
+    setattr(model, _HELD, [])
+    try:
+        yield
+    finally:
+        let_go(model)
+        delattr(model, _HELD)
+
+
+def let_go(model: Any) -> None:
+    """Free what `release` was called for since the model is held."""
+    held = getattr(model, _HELD)
+    delattr(model, _HELD)
+    release(model, held)
+    setattr(model, _HELD, [])
 
 
 def return_freed_memory() -> None:
@@ -255,6 +278,14 @@ def effective_weight(module: Any) -> torch.Tensor:
         weight = module.weight.detach()
         return weight.T if isinstance(module, Conv1D) else weight
     return module.dense_weight().detach()
+
+
+@torch.no_grad()
+def set_linear(linear: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Give a native linear the values of W (O, I) and of its bias (O,); None leaves the bias as it is."""
+    set_values(linear.weight, weight.T if isinstance(linear, Conv1D) else weight)
+    if bias is not None:
+        set_values(linear.bias, bias)
 
 
 @torch.no_grad()

@@ -507,6 +507,12 @@ def test_light_blocks(run, monkeypatch):
     assert re.search(r"DeLighT's training step takes at most 1.3 of a plain one: (passed|missed) in", printed)
 
 
+def test_solvers(run, in_this_process, tmp_path):
+    printed = run("solvers", "--widths", "16", "32", "--picture", str(tmp_path / "solvers.png"))
+    assert "| eliminate columns | " in printed
+    assert (tmp_path / "solvers.png").stat().st_size > 10_000
+
+
 def test_low_rank_solvers(run):
     printed = run("low_rank_solvers", "--sizes", "64x48x8")
     assert "error at most 1.02 times the least: passed in all 2" in printed

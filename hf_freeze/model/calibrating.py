@@ -1,0 +1,407 @@
+"""The pass through a model, layer by layer, that tells a method what each linear sees while it converts the weights.
+
+Two streams of states flow through the layers: that of the model before the method, and that of the new model as far as it has
+been converted. Where a method asks for the moments of a linear, both have come up to its layer; so the error of earlier layers is
+known to later ones, which can correct it. In memory are the states of all batches before one layer, and nothing of other layers.
+
+The arguments of a layer (masks, positions, a bias that another layer has computed) are those that the model itself has given it,
+caught by hooks. Where a stack does more between its layers than to pass states on, or the new model gives its layers other
+arguments than the old one, which is looked at before each layer, the whole model runs up to the linear in question.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_freeze import surgery
+from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.compat.transformers import mask_of_frames
+from hf_freeze.methods.base import Method
+from hf_freeze.model import paging
+from hf_freeze.model.curvature import curvatures
+from hf_freeze.model.running import in_eval_mode, on_device, without_cache
+from hf_freeze.model.samples import samples_of
+from hf_freeze.model.weights import regenerate
+from hf_freeze.progress import track
+from hf_freeze.solvers.moments import Moments, working_dtype
+
+_SAME = 1e-3  # relative difference of states up to which a stream is what the model itself computes
+
+Batch = Mapping[str, Any]
+Place = tuple[str, int]  # stack, layer
+
+
+@dataclass
+class Report:
+    """What a calibration has used and changed: `texts`, `tokens`, for each linear the relative error of its outputs, (as the
+    method cuts without calibration, with it), and in words what else was decided."""
+
+    texts: int = 0
+    tokens: int = 0
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class _Reached(Exception):
+    """Ends a forward whose rest is not needed."""
+
+
+@dataclass
+class _Call:
+    """How a model calls a layer: the arguments besides the states, which are the first positional one or have a name."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    states: str | None
+
+    def run(self, layer: Any, states: Tensor) -> Tensor:
+        output = (
+            layer(states, *self.args, **self.kwargs)
+            if self.states is None
+            else layer(*self.args, **self.kwargs, **{self.states: states})
+        )
+        return output if torch.is_tensor(output) else output[0]
+
+    def with_arguments_of(self, first: "_Call", new: "_Call") -> "_Call":
+        """The same call, but what it shares with the call `first` of another model's first layer is as in `new`."""
+        pairs = [*zip(first.args, new.args, strict=False), *((v, new.kwargs.get(k)) for k, v in first.kwargs.items())]
+        other = {id(old): value for old, value in pairs if torch.is_tensor(old)}
+        args = tuple(other.get(id(value), value) for value in self.args)
+        return _Call(args, {key: other.get(id(value), value) for key, value in self.kwargs.items()}, self.states)
+
+
+@dataclass
+class _Sums:
+    """Sums over tokens, of which `Moments` are the means."""
+
+    count: int = 0
+    gram: Any = 0
+    mean: Any = 0
+    cross: Any = 0
+    outputs: Any = 0
+    paired: bool = True
+
+    def add(self, x: Tensor, y: Tensor | None) -> None:
+        """x: (T, I) inputs; y: (T, O) outputs of the model before, if they are of the same tokens."""
+        x = x.to(working_dtype(x))
+        self.count += len(x)
+        self.gram = self.gram + x.T @ x
+        self.mean = self.mean + x.sum(0)
+        self.paired = self.paired and y is not None
+        if y is not None and self.paired:
+            y = y.to(x)
+            self.cross = self.cross + y.T @ x
+            self.outputs = self.outputs + y.sum(0)
+
+    def moments(self) -> Moments | None:
+        if not self.count:
+            return None
+        pairs = (self.cross / self.count, self.outputs / self.count) if self.paired else (None, None)
+        return Moments(self.gram / self.count, self.mean / self.count, self.count, *pairs)
+
+
+class CalibrationPass:
+    """The statistics of one method's conversion of `old` to `new` on `batches` (`hf_freeze.methods.parts.Statistics`)."""
+
+    def __init__(self, old: Any, new: Any, batches: Sequence[Batch], report: Report) -> None:
+        self.report = report
+        self._old, self._new = old, new
+        self._batches = [on_device(old, batch) for batch in batches]
+        self._architecture = architecture_for(old)
+        depths = self._architecture.depths(old.config)
+        self._places = [(stack, layer) for stack, depth in depths.items() for layer in range(depth)]
+        attentions = self._architecture.attentions(old.config)
+        self._reads_encoder = {
+            linear for name, one in attentions.items() if name.endswith(".cross") for linear in (one.k, one.v)
+        }
+        self._at: Place | None = None
+        self._curvatures: dict[str, Tensor] = {}
+        self._streams = False  # whether states are passed from layer to layer
+        self._whole = False  # whether the whole old model is needed until the end
+        self._caught: list[dict[Place, list[tuple[Tensor, _Call]]]] = []  # of each batch
+        self._calls: dict[
+            str, list[list[_Call]]
+        ] = {}  # "old" and "new" -> of each batch, those of all layers of the stack
+        self._states: dict[
+            str, list[Tensor]
+        ] = {}  # "old" and "new" -> of each batch, what comes into the present layer
+
+    @contextmanager
+    def running(self) -> Iterator["CalibrationPass"]:
+        """Inside, both models are in eval mode, and the old one keeps its tensors until its layer is done."""
+        with ExitStack() as contexts:
+            for context in (
+                *(change(model) for model in (self._old, self._new) for change in (in_eval_mode, without_cache)),
+                torch.no_grad(),
+                surgery.holding(self._old),
+            ):
+                contexts.enter_context(context)
+            yield self
+
+    def walk(
+        self,
+        names: Sequence[str],
+        before: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        *,
+        curvature: bool = False,
+    ) -> Iterator[dict[str, Moments | None]]:
+        if curvature and paging.active() is None:  # which goes back through all layers
+            modules = {name: self._old.base_model.get_submodule(name) for name in names}
+            self._curvatures = curvatures(self._old, self._batches, modules)
+        self._whole = any(self._architecture.layer_of(f"{name}.") is None for name in names)
+        groups = self._in_order(names)
+        for group in track(groups, "Calibrating", len(groups)):
+            yield self._moments(group, [module for name in group for module in before.get(name, ())])
+
+    def _in_order(self, names: Sequence[str]) -> list[list[str]]:
+        """The linears in the order in which the old model runs them; those that read the same states are together."""
+        modules = {name: self._old.base_model.get_submodule(name) for name in names}
+        reads = _seen(modules, False, lambda: self._old(**self._batches[0]))
+        places = {name: self._architecture.layer_of(f"{name}.") for name in names}
+        order = {name: number for number, name in enumerate(reads)}
+        last = {places[name]: number + 0.5 for name, number in order.items()}  # experts may not have run
+        ranked = sorted(names, key=lambda name: order.get(name, last.get(places[name], len(order))))
+
+        def group(name: str) -> Any:
+            return places[name], id(reads[name]) if name in reads else name
+
+        return [list(together) for _, together in itertools.groupby(ranked, group)]
+
+    def _moments(self, names: Sequence[str], before: Sequence[str]) -> dict[str, Moments | None]:
+        place = self._architecture.layer_of(f"{names[0]}.")
+        if place is not None:
+            self._enter(*place)
+        sums = {name: _Sums() for name in names}
+        for number, batch in enumerate(self._batches):
+            outputs = self._watch("old", place, number, names, (), outputs=True)
+            for name, x in self._watch("new", place, number, names, before, outputs=False).items():
+                y, rows = outputs.get(name), self._rows(name, place, batch, x)
+                routed = x.dim() == 2 and rows is None  # other tokens in both models
+                if y is not None and (routed or y.shape[:-1] != x.shape[:-1]):
+                    y = None
+                sums[name].add(_selected(x, rows), None if y is None else _selected(y, rows))
+        moments = {name: each.moments() for name, each in sums.items()}
+        return {
+            name: replace(each, curvature=self._curvatures.get(name)) if each is not None else None
+            for name, each in moments.items()
+        }
+
+    def record(self, name: str, plain: float, calibrated: float) -> None:
+        self.report.errors[name] = (plain, calibrated)
+
+    def note(self, text: str) -> None:
+        if text not in self.report.notes:
+            self.report.notes.append(text)
+
+    # -- the way through the layers ----------------------------------------------------------------------------------------
+
+    def _layer(self, model: Any, stack: str, layer: int) -> Any:
+        return model.base_model.get_submodule(self._architecture.stacks[stack].layers.format(layer))
+
+    def _enter(self, stack: str, layer: int) -> None:
+        """Bring both streams up to this layer."""
+        if self._at is None or self._at[0] != stack:
+            self._at, self._streams = (stack, 0), self._start(stack)
+            self._check_streams()
+            self._let_go()
+        while (at := self._at[1]) < layer:
+            for name, model in (("old", self._old), ("new", self._new)) if self._streams else ():
+                module = self._layer(model, stack, at)
+                for number, states in enumerate(self._states[name]):
+                    self._states[name][number] = self._calls[name][number][at].run(module, states)
+            self._let_go()
+            self._at = (stack, at + 1)
+            self._check_streams()
+
+    def _let_go(self) -> None:
+        """Free those tensors of the old model that no stream comes to any more."""
+        if self._streams and not self._whole:
+            surgery.let_go(self._old)
+
+    def _catch(self) -> None:
+        """Catch how the old model calls its layers, and what comes into each stack."""
+        layers = [self._layer(self._old, *place) for place in self._places]
+        for batch in self._batches:
+            caught = dict(zip(self._places, _calls(self._old, batch, layers), strict=True))
+            self._caught.append(caught)
+            if len(self._caught) > 1:  # of the other batches, no states but the first ones
+                for (stack, layer), calls in caught.items():
+                    caught[stack, layer] = [(torch.empty(0) if layer else states, call) for states, call in calls]
+
+    def _start(self, stack: str) -> bool:
+        """Begin both streams of a stack. Whether its layers are called one after another, each once."""
+        if not self._caught:
+            self._catch()
+        places = [place for place in self._places if place[0] == stack]
+        self._calls, self._states = {"old": [], "new": []}, {"old": [], "new": []}
+        for batch, caught in zip(self._batches, self._caught, strict=True):
+            first = _calls(self._new, batch, [self._layer(self._new, stack, 0)])[0]
+            if len(first) != 1 or any(len(caught[place]) != 1 for place in places):
+                return False
+            calls = [caught[place][0][1] for place in places]
+            self._calls["old"].append(calls)
+            self._states["old"].append(caught[places[0]][0][0])
+            self._calls["new"].append([each.with_arguments_of(calls[0], first[0][1]) for each in calls])
+            self._states["new"].append(first[0][0])
+        return True
+
+    def _check_streams(self) -> None:
+        """Give the streams up, if for the first batch they are not what the models themselves give this layer."""
+        if not self._streams or self._at is None:
+            return
+        stack, layer = self._at
+        caught = _calls(self._new, self._batches[0], [self._layer(self._new, stack, layer)])[0]
+        new = caught[0][0] if caught else None
+        if not (_same(self._states["old"][0], self._caught[0][self._at][0][0]) and _same(self._states["new"][0], new)):
+            self._streams, self._states, self._calls = False, {}, {}
+
+    def _watch(
+        self,
+        stream: str,
+        place: Place | None,
+        number: int,
+        names: Sequence[str],
+        before: Sequence[str],
+        *,
+        outputs: bool,
+    ) -> dict[str, Tensor]:
+        """Name -> input, or output, of the linear in the model of a `stream`, for batch `number`; linears that do not run are
+        missing. `before`: modules that are those of the old model."""
+        model = self._old if stream == "old" else self._new
+        with _swapped(self._old, model, before):
+            modules = {name: model.base_model.get_submodule(name) for name in names}
+            if place is None or not self._streams:
+                return _seen(modules, outputs, lambda: model(**self._batches[number]))
+            call, states = self._calls[stream][number][place[1]], self._states[stream][number]
+            layer = self._layer(model, *place)
+            return _seen(modules, outputs, lambda: call.run(layer, states))
+
+    def _rows(self, name: str, place: Place | None, batch: Batch, x: Tensor) -> Tensor | None:
+        """bool, in the shape of `x` without its last axis: the real tokens; None where the rows are not those of the batch, or
+        it has no mask."""
+        masks = [batch.get("attention_mask")]
+        if self._old.config.is_encoder_decoder:
+            decoder = batch.get("decoder_attention_mask")
+            if decoder is None and batch.get("labels") is not None:
+                decoder = batch["labels"] != -100
+            of_encoder = name in self._reads_encoder or (place is not None and place[0] != "decoder")
+            masks.insert(int(of_encoder), decoder)
+        shape = x.shape[:-1]
+        for mask in masks:
+            if mask is None or mask.dim() != 2:
+                continue
+            if len(shape) == 2 and mask.shape[0] == shape[0] and mask.shape[1] > shape[1] and place is not None:
+                mask = mask_of_frames(self._old, mask, shape[1])
+            if mask.shape == shape or shape == (mask.numel(),):
+                return mask.bool().reshape(shape)
+        first = next((value for value in batch.values() if torch.is_tensor(value) and value.dim() == 2), None)
+        if first is not None and shape == (first.numel(),):  # all tokens, one after another
+            return torch.ones(shape, dtype=torch.bool, device=x.device)
+        return None
+
+
+def _selected(x: Tensor, rows: Tensor | None) -> Tensor:
+    """(T, F): the rows that count."""
+    return x.reshape(-1, x.shape[-1]) if rows is None else x[rows]
+
+
+def _same(one: Tensor, other: Tensor | None) -> bool:
+    if other is None or one.shape != other.shape:
+        return False
+    one, other = one.float(), other.float()
+    return bool((one - other).norm() <= _SAME * other.norm())
+
+
+@contextmanager
+def _swapped(old: Any, new: Any, names: Sequence[str]) -> Iterator[None]:
+    """Inside, the new model has modules of the old one."""
+    own = {name: new.base_model.get_submodule(name) for name in names}
+    for name in names:
+        new.base_model.set_submodule(name, old.base_model.get_submodule(name))
+    try:
+        yield
+    finally:
+        for name, module in own.items():
+            new.base_model.set_submodule(name, module)
+
+
+def _seen(modules: Mapping[str, nn.Module], outputs: bool, run: Callable[[], Any]) -> dict[str, Tensor]:
+    """Name -> first input, or output, of each of the modules in a run, in their order; what comes after the last of them is not
+    computed."""
+    seen: dict[str, Tensor] = {}
+
+    def look(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
+        seen.setdefault(name, output if outputs else (*args, *kwargs.values())[0])
+        if len(seen) == len(modules):
+            raise _Reached
+
+    handles = []
+    for name, module in modules.items():
+        register = module.register_forward_hook if outputs else module.register_forward_pre_hook
+        handles.append(register(functools.partial(look, name), with_kwargs=True))
+    try:
+        run()
+    except _Reached:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _calls(model: Any, batch: Batch, layers: Sequence[nn.Module]) -> list[list[tuple[Tensor, _Call]]]:
+    """For each of the layers, (states, call) of its calls in a forward of the model, which ends after the last of them."""
+    caught: list[list[tuple[Tensor, _Call]]] = [[] for _ in layers]
+
+    def catch(number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if args:
+            caught[number].append((args[0], _Call(args[1:], kwargs, None)))
+        else:
+            name = next((name for name in ("hidden_states", *kwargs) if torch.is_tensor(kwargs.get(name))), "")
+            rest = {key: value for key, value in kwargs.items() if key != name}
+            caught[number].append((kwargs.get(name, torch.empty(0)), _Call((), rest, name)))
+        if all(caught):
+            raise _Reached
+
+    handles = [
+        layer.register_forward_pre_hook(functools.partial(catch, number), with_kwargs=True)
+        for number, layer in enumerate(layers)
+    ]
+    try:
+        model(**batch)
+    except _Reached:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return caught
+
+
+class Calibrator:
+    """Gives the methods of one `make_variant` their statistics, each of the model as it is by then."""
+
+    def __init__(self, model: Any, calibration: Any, tokenizer: Any) -> None:
+        self.samples = samples_of(model, calibration, tokenizer)
+        self.report = Report(self.samples.texts, self.samples.tokens)
+
+    @contextmanager
+    def statistics(self, old: Any, new: Any) -> Iterator[CalibrationPass]:
+        with CalibrationPass(old, new, self.samples.batches, self.report).running() as statistics:
+            yield statistics
+
+    def convert(self, method: Method, old: Any, new: Any) -> None:
+        """`method.convert` with statistics, if it uses them."""
+        if not method.calibrates:
+            self.report.notes.append(f"{method.name}: is the same with a calibration as without")
+            method.convert(old, new)
+            return
+        regenerate(new)  # the new model runs, and what a seed draws has no values yet
+        with self.statistics(old, new) as statistics:
+            method.convert(old, new, statistics)
