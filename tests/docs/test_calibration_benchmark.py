@@ -85,15 +85,15 @@ def test_equal_vectors_find_nothing(measures):
 
 def test_intervals_are_those_of_paired_differences(measures):
     draws = np.random.default_rng(0)
-    whole = draws.random(5000) < 0.5
-    changed = whole ^ (draws.random(5000) < 0.04)  # the same but for a few
-    items = [np.stack([value, np.ones(5000)], 1).astype(float) for value in (whole, changed)]
+    whole = draws.random(1500) < 0.5
+    changed = whole ^ (draws.random(1500) < 0.04)  # the same but for a few
+    items = [np.stack([value, np.ones(1500)], 1).astype(float) for value in (whole, changed)]
     middle, low, high = measures.interval([items[0]], [items[1]], measures.mean_of_first)
     differences = changed.astype(float) - whole
-    spread = 1.96 * differences.std() / 5000**0.5
+    spread = 1.96 * differences.std() / 1500**0.5
     assert middle == pytest.approx(differences.mean())
     assert (low, high) == pytest.approx((middle - spread, middle + spread), abs=0.1 * spread)
-    assert high - low < 0.5 * 2 * 1.96 * (2 * 0.25 / 5000) ** 0.5  # an unpaired one would be far wider
+    assert high - low < 0.5 * 2 * 1.96 * (2 * 0.25 / 1500) ** 0.5  # an unpaired one would be far wider
     assert measures.interval([items[0]], [items[0]], measures.mean_of_first) == [0, 0, 0]
 
 
