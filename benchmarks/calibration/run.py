@@ -263,8 +263,11 @@ class Table:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "items").mkdir(parents=True, exist_ok=True)
-        path = folder / "rows.json"
-        self.rows: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+        self.rows = self.read()
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        path = self.folder / "rows.json"
+        return json.loads(path.read_text()) if path.exists() else {}
 
     def has(self, job: dict[str, Any]) -> bool:
         """Whether a row is done; one that failed is tried again."""
@@ -277,7 +280,7 @@ class Table:
         if items:
             arrays: Any = items
             np.savez_compressed(self.folder / "items" / f"{slug(row)}.npz", **arrays)
-        self.rows[slug(row)] = row
+        self.rows = {**self.read(), slug(row): row}  # with what another run has added meanwhile
         temporary = self.folder / "rows.json.tmp"
         temporary.write_text(json.dumps(self.rows, indent=1))
         temporary.replace(self.folder / "rows.json")
