@@ -1,20 +1,26 @@
 """Set the smallest weights to zero, at once or little by little (Zhu & Gupta, 2017, https://arxiv.org/abs/1710.01878)."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.masked import Masked, prune_smallest
 from hf_freeze.methods._checks import check_choice, check_share, check_training_span, training_span
 from hf_freeze.methods._ramps import in_stages, ramp
 from hf_freeze.methods._sparse import SparseMethod
-from hf_freeze.methods.base import Model
+from hf_freeze.methods.base import Model, Statistics
 from hf_freeze.methods.parts import Part, Schedule
 from hf_freeze.methods.registry import register_method
+from hf_freeze.solvers.moments import Moments, loss
+from hf_freeze.solvers.sparse import gradual, sparsegpt, refit_mask, wanda
 
 _SCOPES = ("global", "layer")
+_CRITERIA = ("magnitude", "wanda", "obs")
 
 
 @register_method("magnitude_pruning", example={"sparsity": 0.5}, shrinks=True)
@@ -34,7 +40,9 @@ class MagnitudePruning(SparseMethod):
     """
 
     sparsity: float
+    calibrates: ClassVar[bool] = True
     scope: str = "global"
+    criterion: str = "magnitude"
     begin: float | None = None
     end: float | None = None
 
@@ -42,6 +50,12 @@ class MagnitudePruning(SparseMethod):
         super().__post_init__()
         check_share(self.sparsity, "MagnitudePruning", "sparsity", below_one=True)
         check_choice(self.scope, _SCOPES, "MagnitudePruning", "scope")
+        check_choice(self.criterion, _CRITERIA, "MagnitudePruning", "criterion")
+        if self.criterion != "magnitude" and (self.begin, self.end) != (None, None):
+            raise ValueError(
+                f"MagnitudePruning(criterion={self.criterion!r}, begin={self.begin}, end={self.end}): in training, magnitudes "
+                "decide; leave begin and end out, or criterion"
+            )
         check_training_span(self.begin, self.end, "MagnitudePruning")
 
     @property
@@ -52,8 +66,35 @@ class MagnitudePruning(SparseMethod):
     def training_module(self, linear: Any) -> nn.Module:
         return Masked.from_linear(linear)
 
+    @torch.no_grad()
+    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
+        if statistics is None or self.parts or not self.finalizable:
+            return
+        modules = dict(self.modules(new, new.architecture))
+        kept = self._kept_shares(old, modules, statistics)
+        for moments in statistics.walk(list(modules)):
+            for name, moment in moments.items():
+                if moment is not None:
+                    self._cut(old.base_model.get_submodule(name), modules[name], moment, kept[name], name, statistics)
+                surgery.release(old, [name])
+
+    def _cut(self, linear, module, moment, share, name, statistics):
+        weight, bias = surgery.effective_weight(linear), linear.bias
+        largest = _largest(weight, share)
+        plain = loss(weight, torch.where(largest, weight, 0), moment, bias, bias)
+        values, new_bias = gradual(weight, bias, moment, share)
+        statistics.record(name, plain, loss(weight, values, moment, bias, new_bias))
+        surgery.set_linear(module, values, new_bias)
+        mask = values != 0
+        module.keep(mask.T if isinstance(module, Conv1D) else mask)
+
+    def _kept_shares(self, old, modules, statistics):
+        return dict.fromkeys(modules, 1 - self.sparsity)
+
     def prepare(self, model: Model, architecture: Architecture) -> None:
         super().prepare(model, architecture)
+        if self.criterion != "magnitude":
+            return
         if not self.parts:
             self.prune(model, architecture, self.sparsity)
 
@@ -64,6 +105,13 @@ class MagnitudePruning(SparseMethod):
     def prune(self, model: Model, architecture: Architecture, sparsity: float) -> None:
         """Mask the weights with the smallest magnitudes, so that the share `sparsity` of all is zero."""
         prune_smallest([module for _, module in self.modules(model, architecture)], sparsity, self.scope)
+
+
+def _largest(weight: torch.Tensor, share: float) -> torch.Tensor:
+    """bool, in the shape of `weight`: the share of its entries with the largest magnitudes."""
+    mask = torch.zeros(weight.numel(), dtype=torch.bool, device=weight.device)
+    mask[weight.abs().flatten().topk(round(share * weight.numel()), sorted=False).indices] = True
+    return mask.view_as(weight)
 
 
 class _RisingSparsity(Schedule):

@@ -152,6 +152,7 @@ class CalibrationPass:
         *,
         curvature: bool = False,
     ) -> Iterator[dict[str, Moments | None]]:
+        self._at = None
         if curvature and paging.active() is None:  # which goes back through all layers
             modules = {name: self._old.base_model.get_submodule(name) for name in names}
             self._curvatures = curvatures(self._old, self._batches, modules)
@@ -192,6 +193,34 @@ class CalibrationPass:
             name: replace(each, curvature=self._curvatures.get(name)) if each is not None else None
             for name, each in moments.items()
         }
+
+    def lookups(self, tables: Sequence[str]) -> Tensor:
+        modules = {self._old.get_submodule(name) for name in tables}
+        counts = torch.zeros(max(module.num_embeddings for module in modules), dtype=torch.int64)
+        batch: Batch = {}
+
+        def count(module: nn.Module, args: Any, kwargs: Any) -> None:
+            ids = (*args, *kwargs.values())[0]
+            if (mask := self._mask_of(batch, ids)) is not None:
+                ids = ids[mask]
+            counts.add_(torch.bincount(ids.flatten(), minlength=len(counts)).cpu())
+
+        with ExitStack() as handles:
+            for module in modules:
+                handles.callback(module.register_forward_pre_hook(count, with_kwargs=True).remove)
+            for batch in self._batches:
+                self._old(**batch)
+        return counts
+
+    def output_moments(self) -> Moments | None:
+        output = self._old.get_output_embeddings()
+        if output is None:
+            return None
+        sums = _Sums()
+        for batch in self._batches:
+            x = _seen({"": output}, False, lambda batch=batch: self._old(**batch))[""]
+            sums.add(_selected(x, self._rows("", None, batch, x)), None)
+        return sums.moments()
 
     def record(self, name: str, plain: float, calibrated: float) -> None:
         self.report.errors[name] = (plain, calibrated)
@@ -282,6 +311,15 @@ class CalibrationPass:
             call, states = self._calls[stream][number][place[1]], self._states[stream][number]
             layer = self._layer(model, *place)
             return _seen(modules, outputs, lambda: call.run(layer, states))
+
+    def _mask_of(self, batch: Batch, ids: Tensor) -> Tensor | None:
+        """bool, as `ids`: the real tokens; None where all are."""
+        read = batch.get("input_ids")
+        of_source = read is not None and read.shape == ids.shape and torch.equal(read, ids)
+        mask = batch.get("attention_mask" if of_source else "decoder_attention_mask")
+        if mask is None and not of_source and batch.get("labels") is not None:
+            mask = batch["labels"] != -100
+        return mask.bool() if mask is not None and mask.shape == ids.shape else None
 
     def _rows(self, name: str, place: Place | None, batch: Batch, x: Tensor) -> Tensor | None:
         """bool, in the shape of `x` without its last axis: the real tokens; None where the rows are not those of the batch, or
