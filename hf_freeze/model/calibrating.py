@@ -24,6 +24,7 @@ from hf_freeze import surgery
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compat.transformers import mask_of_frames
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.parts import KeptTokens
 from hf_freeze.model import paging
 from hf_freeze.model.curvature import curvatures
 from hf_freeze.model.running import in_eval_mode, on_device, without_cache
@@ -439,6 +440,8 @@ class Calibrator:
         if not method.calibrates:
             self.report.notes.append(f"{method.name}: is the same with a calibration as without")
             method.convert(old, new)
+            if (tokens := method.part(KeptTokens)) is not None:
+                self.samples = self.samples.renumbered(tokens.kept)
             return
         regenerate(new)  # the new model runs, and what a seed draws has no values yet
         with self.statistics(old, new) as statistics:
