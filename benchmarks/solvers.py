@@ -93,6 +93,8 @@ def draw(seconds: dict[str, dict[int, float]], megabytes: dict[str, dict[int, fl
         limit = [2 * last * (width / widths[-1]) ** power for width in widths]
         axes.loglog(widths, limit, "k--", label=f"slope {power}")
         axes.set(xlabel="inputs of the linear", ylabel=unit)
+        axes.set_xticks(widths, [str(width) for width in widths])
+        axes.set_xticks([], minor=True)
         axes.legend(fontsize=7)
     return figure
 

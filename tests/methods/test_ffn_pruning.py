@@ -190,7 +190,7 @@ def test_saved_it_opens_without_looking_at_weights(case, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, r"FFNPruning\(width=None, keep=None, expert_width=None\): give one of them"),
+        ({}, r"FFNPruning\(width=None, keep=None, expert_width=None, share=None\): give one of them"),
         ({"width": 3, "keep": {"encoder.0.ffn": [0]}}, r"FFNPruning\(width=3, keep=.*\): give one of them"),
         ({"width": 0}, r"FFNPruning\(width=0\): must be an integer of at least 1"),
         ({"width": -2}, r"FFNPruning\(width=-2"),
