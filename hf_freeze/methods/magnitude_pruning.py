@@ -1,5 +1,6 @@
 """Set the smallest weights to zero, at once or little by little (Zhu & Gupta, 2017, https://arxiv.org/abs/1710.01878)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,11 +17,25 @@ from hf_freeze.methods._sparse import SparseMethod
 from hf_freeze.methods.base import Model, Statistics
 from hf_freeze.methods.parts import Part, Schedule
 from hf_freeze.methods.registry import register_method
+from hf_freeze.solvers.allocation import allocate
 from hf_freeze.solvers.moments import Moments, loss
-from hf_freeze.solvers.sparse import gradual, sparsegpt, refit_mask, wanda
+from hf_freeze.solvers.sparse import gradual, losses, refit_mask, wanda
 
 _SCOPES = ("global", "layer")
 _CRITERIA = ("magnitude", "wanda", "obs")
+_STEPS = 64  # of conjugate gradients, when weights are refitted
+_SHARES = (
+    0.8,
+    0.65,
+    0.5,
+    0.4,
+    0.3,
+    0.2,
+    0.13,
+    0.08,
+    0.04,
+)  # of a linear, at which its error is found for an allocation
+_UNITS = 64  # that the smallest linear is divided into
 
 
 @register_method("magnitude_pruning", example={"sparsity": 0.5}, shrinks=True)
@@ -71,35 +86,73 @@ class MagnitudePruning(SparseMethod):
         if statistics is None or self.parts or not self.finalizable:
             return
         modules = dict(self.modules(new, new.architecture))
-        kept = self._kept_shares(old, modules, statistics)
-        for moments in statistics.walk(list(modules)):
+        shares = dict.fromkeys(modules, 1 - self.sparsity)
+        if self.criterion == "magnitude":
+            self.prune(new, new.architecture, self.sparsity)
+        elif self.criterion == "obs" and self.scope == "global":
+            shares = self._allocated(old, modules, statistics)
+        for moments in statistics.walk(list(modules), curvature=self.criterion == "obs"):
             for name, moment in moments.items():
-                if moment is not None:
-                    self._cut(old.base_model.get_submodule(name), modules[name], moment, kept[name], name, statistics)
+                module, linear = modules[name], old.base_model.get_submodule(name)
+                if not surgery.restored(old, name):
+                    if self.criterion == "magnitude":
+                        shares[name] = 1 - module.zeros() / module.weight.numel()
+                    else:
+                        prune_smallest([module], 1 - shares[name], "layer")
+                    if moment is not None:
+                        self._fit(module, linear, moment, shares[name], name, statistics)
                 surgery.release(old, [name])
 
-    def _cut(self, linear, module, moment, share, name, statistics):
+    def _fit(self, module: Any, linear: Any, moments: Moments, share: float, name: str, statistics: Statistics) -> None:
+        """Choose the weights that stay, unless their magnitudes have, and refit them. `module` has the mask of magnitudes."""
         weight, bias = surgery.effective_weight(linear), linear.bias
-        largest = _largest(weight, share)
-        plain = loss(weight, torch.where(largest, weight, 0), moment, bias, bias)
-        values, new_bias = gradual(weight, bias, moment, share)
-        statistics.record(name, plain, loss(weight, values, moment, bias, new_bias))
-        surgery.set_linear(module, values, new_bias)
-        mask = values != 0
+        before = loss(weight, module.dense_weight(), moments, bias, bias)
+        if self.criterion == "obs":
+            new_weight, new_bias = gradual(weight, bias, moments, share)
+            mask = new_weight != 0
+        else:
+            largest = module.kept_entries().T if isinstance(module, Conv1D) else module.kept_entries()
+            mask = largest if self.criterion == "magnitude" else wanda(weight, moments, share)
+            new_weight, new_bias = refit_mask(weight, bias, moments, mask, steps=_STEPS)
+        surgery.set_linear(module, new_weight, new_bias)
         module.keep(mask.T if isinstance(module, Conv1D) else mask)
+        statistics.record(name, before, loss(weight, new_weight, moments, bias, new_bias))
 
-    def _kept_shares(self, old, modules, statistics):
-        return dict.fromkeys(modules, 1 - self.sparsity)
+    def _allocated(self, old: Any, modules: dict[str, Any], statistics: Statistics) -> dict[str, float]:
+        """The share of the weights of each linear that stays, so that the predictions change least."""
+        sizes = {name: module.weight.numel() for name, module in modules.items()}
+        unit = max(1, min(sizes.values()) // _UNITS)
+        curves = {name: [0.0] * (size // unit + 1) for name, size in sizes.items()}
+        for moments in statistics.walk(list(modules), curvature=True):
+            for name, moment in moments.items():
+                if moment is not None and moment.curvature is not None:
+                    linear = old.base_model.get_submodule(name)
+                    errors = losses(surgery.effective_weight(linear), linear.bias, moment, _SHARES)
+                    curves[name] = _interpolated([0.0, *errors], [1.0, *_SHARES], unit / sizes[name])
+        most = [len(curve) - 1 for curve in curves.values()]
+        removals = round(self.sparsity * sum(sizes.values()) / unit)
+        if removals > sum(most) or not all(
+            map(any, curves.values())
+        ):  # nothing to choose, or to compare some linears by
+            return dict.fromkeys(modules, 1 - self.sparsity)
+        removed = allocate(list(curves.values()), removals, most=most)
+        return {name: 1 - gone * unit / sizes[name] for name, gone in zip(curves, removed, strict=True)}
 
     def prepare(self, model: Model, architecture: Architecture) -> None:
         super().prepare(model, architecture)
-        if self.criterion != "magnitude":
+        if self.parts:
             return
-        if not self.parts:
+        if self.criterion == "magnitude":
             self.prune(model, architecture, self.sparsity)
+        elif not any(module.zeros() for _, module in self.modules(model, architecture)):
+            raise ValueError(
+                f"MagnitudePruning(criterion={self.criterion!r}): a calibration chooses the weights: give make_variant trained "
+                "weights and calibration=, or leave criterion out"
+            )
 
     def finalize(self, model: Model, architecture: Architecture) -> "MagnitudePruning":
-        self.prune(model, architecture, self.sparsity)
+        if self.criterion == "magnitude":
+            self.prune(model, architecture, self.sparsity)
         return super().finalize(model, architecture)
 
     def prune(self, model: Model, architecture: Architecture, sparsity: float) -> None:
@@ -107,11 +160,17 @@ class MagnitudePruning(SparseMethod):
         prune_smallest([module for _, module in self.modules(model, architecture)], sparsity, self.scope)
 
 
-def _largest(weight: torch.Tensor, share: float) -> torch.Tensor:
-    """bool, in the shape of `weight`: the share of its entries with the largest magnitudes."""
-    mask = torch.zeros(weight.numel(), dtype=torch.bool, device=weight.device)
-    mask[weight.abs().flatten().topk(round(share * weight.numel()), sorted=False).indices] = True
-    return mask.view_as(weight)
+def _interpolated(errors: Sequence[float], shares: Sequence[float], step: float) -> list[float]:
+    """The error after 0, 1, 2 … steps of the share that stays, from errors at falling `shares`; their roots are interpolated."""
+    curve, at = [], 0
+    for number in range(int((1 - shares[-1]) / step) + 1):
+        share = 1 - number * step
+        while at < len(shares) - 2 and shares[at + 1] > share:
+            at += 1
+        part = (shares[at] - share) / (shares[at] - shares[at + 1])
+        low, high = (max(error, 0) ** 0.5 for error in errors[at : at + 2])
+        curve.append((low + part * (high - low)) ** 2)
+    return curve
 
 
 class _RisingSparsity(Schedule):

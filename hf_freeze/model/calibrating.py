@@ -154,7 +154,9 @@ class CalibrationPass:
         curvature: bool = False,
     ) -> Iterator[dict[str, Moments | None]]:
         self._at = None
-        if curvature and paging.active() is None:  # which goes back through all layers
+        if (
+            curvature and paging.active() is None and not set(names) <= self._curvatures.keys()
+        ):  # which goes back through all layers
             modules = {name: self._old.base_model.get_submodule(name) for name in names}
             self._curvatures = curvatures(self._old, self._batches, modules)
         self._whole = any(self._architecture.layer_of(f"{name}.") is None for name in names)

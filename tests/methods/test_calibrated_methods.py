@@ -11,14 +11,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from hf_freeze import make_variant
 from hf_freeze.methods import (
     FactorizedEmbedding,
-    LowRank,
     MagnitudePruning,
     Quantize,
     TensorTrain,
     Tucker,
 )
 from hf_freeze.model.fidelity import fidelity_on
-from hf_freeze.surgery import effective_weight
 
 INT4 = {"weights": "int4", "components": ["ffn", "attention"]}
 METHODS = {
@@ -84,7 +82,11 @@ def test_outputs_are_nearer_and_the_files_are_the_same(model, method, tmp_path):
     shapes = {name: (value.shape, value.dtype) for name, value in plain.state_dict().items()}
     assert {name: (value.shape, value.dtype) for name, value in calibrated.state_dict().items()} == shapes
     calibrated.save_pretrained(tmp_path)
-    again = (AutoModelForSeq2SeqLM if model.config.is_encoder_decoder else AutoModelForCausalLM).from_pretrained(tmp_path).eval()
+    again = (
+        (AutoModelForSeq2SeqLM if model.config.is_encoder_decoder else AutoModelForCausalLM)
+        .from_pretrained(tmp_path)
+        .eval()
+    )
     with torch.no_grad():
         assert torch.equal(again(**texts[0]).logits, calibrated(**texts[0]).logits)
         merged = calibrated.merge()
