@@ -26,6 +26,7 @@ import functools
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,14 @@ def tokenizer_of(folder: Path) -> Any:
     return tokenizer
 
 
-def copy_rows(copied: Path, split: Any, function: Any, folder: Path, *_: Any) -> None:
+def copied_rows(copied: Path, rows: Any, *_: Any) -> Iterator[Any]:
     """In place of tokenising: the rows of smaller data, again and again."""
-    from hf_freeze.data.cache import open_tables, write_tables
+    from hf_freeze.data.cache import open_tables
 
-    table = open_tables(sorted(copied.glob("hf_freeze/tokens-*/rows*.arrow"))).data.table
-    counts = [min(len(table), len(split) - start) for start in range(0, len(split), len(table))]
-    write_tables(folder / "rows.arrow", table.schema, (table.slice(0, count) for count in counts))
+    (path,) = copied.glob("hf_freeze/tokens-*/rows.arrow")
+    table, total = open_tables(path).data.table, len(rows.split)
+    for start in range(0, total, len(table)):
+        yield table.slice(0, min(len(table), total - start))
 
 
 def first_start(
@@ -100,7 +102,7 @@ def first_start(
 
         def ours(rows: Any = rows) -> None:
             if copied is not None:
-                data.tokens.map_rows = functools.partial(copy_rows, copied)
+                data.tokens.id_tables = functools.partial(copied_rows, copied)
             data.tokenise(rows, tokenizer, SIDES, processes=processes)
 
         def theirs(rows: Any = rows) -> None:
@@ -180,10 +182,7 @@ def batch_rates(paths: list[Path], folder: Path, cache: Path, batches: int, roun
     use_cache(cache)
     tokenizer = tokenizer_of(folder)
     mapped = data.tokenise(data.read_parallel(*paths), tokenizer, SIDES)
-    parts = [
-        datasets.Dataset.from_file(str(path), in_memory=True) for path in sorted(mapped.folder.glob("rows*.arrow"))
-    ]
-    in_memory = datasets.concatenate_datasets(parts)
+    in_memory = datasets.Dataset.from_file(str(mapped.folder / "rows.arrow"), in_memory=True)
     order = list(data.TokenBatchSampler(mapped.lengths["input_ids"], mapped.lengths["labels"], 2048))
 
     def drawn(rows: Any, start: int) -> None:

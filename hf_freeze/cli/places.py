@@ -1,5 +1,6 @@
 """Where `run` and `search` have their trainings done: options `--on` and those that go with it."""
 
+import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -40,11 +41,14 @@ def ray_options(on: str, sbatch: str, **settings: float | str | None) -> "RayOpt
     return RayOptions(**given)
 
 
-def words_of_place(on: str, **settings: float | str | None) -> list[str]:
-    """The words for the report. Addresses of nodes are left out: they are private, and change no result."""
-    given = _given(settings)
-    given.pop("address", None)
-    return ["--on ray", *(f"--{name} {value}" for name, value in given.items())] if on == "ray" else []
+def words_of(
+    settings: list[str], seeds: int | None, smoke: bool, jobs: int, on: str, ray_settings: dict[str, Any]
+) -> list[str]:
+    """The words for the report. Folders of data and addresses of nodes are left out: they are private, and change no result."""
+    words = [f"--set {shlex.quote(setting)}" for setting in settings if not setting.startswith("data.root=")]
+    words += [f"--seeds {seeds}"] * bool(seeds) + ["--smoke"] * smoke + [f"--jobs {jobs}"] * (jobs > 1)
+    given = _given(ray_settings | {"address": None})
+    return [*words, *(["--on ray", *(f"--{name} {value}" for name, value in given.items())] if on == "ray" else [])]
 
 
 def _given(settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """`hf-freeze run`."""
 
-import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,11 +57,14 @@ def run(
         ray = places.ray_options(on, sbatch, **ray_settings)
         reused = reuse or []
         if on == "slurm":
-            _print_job_script(
-                recipe, loaded, all_settings, folder, sbatch, reused, smoke=smoke, resume_anyway=resume_anyway
-            )
+            from hf_freeze.experiments.runs.slurm import job_script
+
+            words = ["hf-freeze", "run", str(recipe), *(word for one in all_settings for word in ("--set", one))]
+            words += [word for grid in reused for word in ("--reuse", str(grid))]
+            words += ["--smoke"] * smoke + ["--resume-anyway"] * resume_anyway + ["--out", str(folder)]
+            typer.echo(job_script(loaded, words, folder, sbatch), nl=False)
             return
-        command = _command(recipe, settings, seeds, smoke, jobs, on, ray_settings)
+        words = places.words_of(settings, seeds, smoke, jobs, on, ray_settings)
         if is_first_process():
             terminal.say(f"{options.title_of(loaded)}, runs in {folder}")
         failed: Exception | None = None
@@ -71,7 +73,7 @@ def run(
                 *(loaded, folder),
                 jobs=jobs,
                 console=terminal.console,
-                command=command,
+                command=" ".join(["hf-freeze run", str(recipe), *words]),
                 reuse=reused,
                 resume_anyway=resume_anyway,
                 ray=ray,
@@ -87,37 +89,3 @@ def run(
     if failed is not None:
         with terminal.one_line_errors():
             raise failed
-
-
-def _print_job_script(
-    recipe: Path,
-    loaded: dict[str, Any],
-    settings: list[str],
-    folder: Path,
-    sbatch: str,
-    reuse: list[Path],
-    *,
-    smoke: bool,
-    resume_anyway: bool,
-) -> None:
-    from hf_freeze.experiments.runs.slurm import job_script
-
-    words = ["hf-freeze", "run", str(recipe), *(word for setting in settings for word in ("--set", setting))]
-    words += [word for grid in reuse for word in ("--reuse", str(grid))]
-    words += ["--smoke"] * smoke + ["--resume-anyway"] * resume_anyway + ["--out", str(folder)]
-    typer.echo(job_script(loaded, words, folder, sbatch), nl=False)
-
-
-def _command(
-    recipe: Path,
-    settings: list[str],
-    seeds: int | None,
-    smoke: bool,
-    jobs: int,
-    on: str,
-    ray_settings: dict[str, Any],
-) -> str:
-    """The command for the report. Folders of data and addresses of nodes are left out: they are private, and change no result."""
-    options = [f"--set {shlex.quote(setting)}" for setting in settings if not setting.startswith("data.root=")]
-    options += [f"--seeds {seeds}"] * bool(seeds) + ["--smoke"] * smoke + [f"--jobs {jobs}"] * (jobs > 1)
-    return " ".join(["hf-freeze run", str(recipe), *options, *places.words_of_place(on, **ray_settings)])

@@ -1,6 +1,5 @@
 """`hf-freeze search`."""
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,15 +81,13 @@ def search(
         if on == "slurm":
             words += [word for setting in [*settings, *tracked] for word in ("--set", setting)]
             words += ["--smoke"] * smoke + ["--resume-anyway"] * resume_anyway + ["--out", str(folder)]
-            _print_job_script(loaded, words, folder, jobs or 1, sbatch)
+            from hf_freeze.experiments.runs.slurm import workers_script
+
+            script = workers_script(loaded, ["hf-freeze", "search", *words], folder, jobs or 1, sbatch)
+            typer.echo(script, nl=False)
             return
         folder.mkdir(parents=True, exist_ok=True)
-        words_of_options = [
-            f"--set {shlex.quote(setting)}" for setting in settings if not setting.startswith("data.root=")
-        ]
-        words_of_options += ["--smoke"] * smoke + [f"--jobs {jobs}"] * ((jobs or 1) > 1)
-        words_of_options += places.words_of_place(on, **ray_settings)
-        command = " ".join(["hf-freeze search", *words, *words_of_options])
+        words += places.words_of(settings, None, smoke, jobs or 1, on, ray_settings)
         terminal.say(f"{options.title_of(loaded)}, {sampler}, search in {folder}")
         one = Search(
             *(loaded, folder),
@@ -98,7 +95,7 @@ def search(
             seed=seed,
             jobs=jobs,
             console=terminal.console,
-            command=command,
+            command=" ".join(["hf-freeze search", *words]),
             resume_anyway=resume_anyway,
             ray=ray,
         )
@@ -117,12 +114,6 @@ def search(
     terminal.say("\nThe front on the test split:")
     _print_scores(reports[0])
     terminal.say(f"Written: {', '.join(str(folder / f'report.{kind}') for kind in ('html', 'md', 'png'))}")
-
-
-def _print_job_script(recipe: dict[str, Any], words: list[str], folder: Path, workers: int, sbatch: str) -> None:
-    from hf_freeze.experiments.runs.slurm import workers_script
-
-    typer.echo(workers_script(recipe, ["hf-freeze", "search", *words], folder, workers, sbatch), nl=False)
 
 
 def _print_front(found: "Found") -> None:

@@ -14,8 +14,8 @@ from hf_freeze.data.lines import read_documents as read_documents
 from hf_freeze.data.lines import read_lines as read_lines
 from hf_freeze.data.masking import Masking as Masking
 from hf_freeze.data.questions import load_hub_questions as load_hub_questions
+from hf_freeze.data.questions import read_race as read_race
 from hf_freeze.data.questions import read_squad as read_squad
-from hf_freeze.data.race import read_race as read_race
 from hf_freeze.data.text import load_hub_labelled as load_hub_labelled
 from hf_freeze.data.text import load_hub_parallel as load_hub_parallel
 from hf_freeze.data.text import load_hub_text as load_hub_text

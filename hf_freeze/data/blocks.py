@@ -1,25 +1,23 @@
 """Cuts running text into blocks, for causal and masked language models."""
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 
-from hf_freeze.data.cache import cached_folder, open_tables, write_tables
+from hf_freeze.data.cache import cached_folder
 from hf_freeze.data.tokens import (
     IDS,
     Encoder,
     Progress,
     Rows,
     TokenDataset,
+    id_tables,
     is_in_memory,
-    map_rows,
     tokenizer_key,
-    write_facts,
+    write_ids,
 )
 
 _SCHEMA = pa.schema([("input_ids", IDS), ("labels", IDS)])
@@ -32,9 +30,7 @@ def masked_blocks(texts: Iterable[str], tokenizer: Any, block_size: int) -> data
     The last block may be shorter. `[SEP]` also ends each text, so a block may contain several texts. The masks are drawn later
     (`Masking`). Raises ValueError for a tokenizer without these tokens, a block size below 3, and texts without any token.
     """
-    cut = _masked_cut(tokenizer, block_size)
-    ids = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    return _in_memory(cut([_flat(_separated(ids, tokenizer))]))
+    return cached_blocks(_split(texts), tokenizer, block_size, masked=True)
 
 
 def text_blocks(texts: Iterable[str], tokenizer: Any, block_size: int) -> datasets.Dataset:
@@ -46,7 +42,11 @@ def text_blocks(texts: Iterable[str], tokenizer: Any, block_size: int) -> datase
 
     Raises ValueError for a block size below 1, and for a text shorter than one block.
     """
-    return _in_memory(_causal_cut(tokenizer, block_size)([_flat(tokenizer(list(texts))["input_ids"])]))
+    return cached_blocks(_split(texts), tokenizer, block_size)
+
+
+def _split(texts: Iterable[str]) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"text": list(texts)})
 
 
 def cached_blocks(
@@ -54,46 +54,18 @@ def cached_blocks(
 ) -> Any:
     """`text_blocks` or `masked_blocks` of the column `text` of `split`: a TokenDataset, which the cache keeps, or a data set in
     memory if `split` is there."""
-    if is_in_memory(split):
-        return (masked_blocks if masked else text_blocks)(split["text"], tokenizer, block_size)
     cut = (_masked_cut if masked else _causal_cut)(tokenizer, block_size)
-    encode: Any = Encoder(tokenizer, split, "text", add_special_tokens=not masked)
-    encode = _Separated(encode, tokenizer) if masked else encode
+    encode = Encoder(tokenizer, split, "text", end=tokenizer.sep_token_id if masked else None)
+    rows = Rows(split, {"ids": "text"}, encode, len(tokenizer))
 
-    def write(folder: Path) -> None:
-        texts = folder / "texts"
-        texts.mkdir()
-        map_rows(split, Rows({"ids": "text"}, encode, len(tokenizer)), texts, None, progress)
-        files = sorted(texts.glob("rows*.arrow"))
-        pieces = (chunk.flatten().to_numpy().astype(np.int32) for chunk in open_tables(files).data.column("ids").chunks)
-        write_tables(folder / "rows.arrow", _SCHEMA, cut(pieces))
-        for file in files:
-            file.unlink()
-        texts.rmdir()
-        write_facts(folder)
+    def blocks(processes: int | None) -> Iterator[pa.Table]:
+        tables = id_tables(rows, processes, progress)
+        return cut(chunk.flatten().to_numpy().astype(np.int32) for table in tables for chunk in table["ids"].chunks)
 
+    if is_in_memory(split):
+        return datasets.Dataset(pa.concat_tables(blocks(1)))
     key = [split._fingerprint, tokenizer_key(tokenizer), block_size, masked]
-    return TokenDataset(cached_folder("blocks", key, write))
-
-
-def _in_memory(tables: Iterator[pa.Table]) -> datasets.Dataset:
-    return datasets.Dataset(pa.concat_tables(tables))
-
-
-def _flat(sentences: Iterable[Iterable[int]]) -> np.ndarray:
-    return np.fromiter(chain.from_iterable(sentences), dtype=np.int32)
-
-
-def _separated(sentences: list[list[int]], tokenizer: Any) -> list[list[int]]:
-    return [[*ids, tokenizer.sep_token_id] if ids else [] for ids in sentences]
-
-
-class _Separated:
-    def __init__(self, encode: Encoder, tokenizer: Any) -> None:
-        self.encode, self.tokenizer = encode, tokenizer
-
-    def __call__(self, texts: list[str]) -> list[list[int]]:
-        return _separated(self.encode(texts), self.tokenizer)
+    return TokenDataset(cached_folder("blocks", key, lambda folder: write_ids(folder, _SCHEMA, blocks(None))))
 
 
 def _causal_cut(tokenizer: Any, block_size: int) -> Cut:

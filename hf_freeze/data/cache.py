@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from hf_freeze.io import sync
 
-_FORMAT = 2  # to be raised where the files in the folders change
+_FORMAT = 3  # to be raised where the files in the folders change
 
 
 def cache_root() -> Path:
@@ -63,9 +63,9 @@ def write_tables(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> N
             writer.write_table(table)
 
 
-def open_tables(paths: Sequence[Path], fingerprint: str | None = None) -> datasets.Dataset:
-    """The memory-mapped rows of Arrow files, one after the other."""
-    data = datasets.concatenate_datasets([datasets.Dataset.from_file(str(path)) for path in paths])
+def open_tables(path: Path, fingerprint: str | None = None) -> datasets.Dataset:
+    """The memory-mapped rows of an Arrow file."""
+    data = datasets.Dataset.from_file(str(path))
     # The fingerprint that `datasets` would give depends on when the file was written.
     return datasets.Dataset(data.data, info=data.info, fingerprint=fingerprint) if fingerprint else data
 
@@ -80,4 +80,4 @@ def cached_rows(key: Any, schema: pa.Schema, tables: Callable[[], Iterator[pa.Ta
                 bar.update(len(table))
 
     folder = cached_folder("text", key, lambda part: write_tables(part / "rows.arrow", schema, counted()))
-    return open_tables([folder / "rows.arrow"], folder.name)
+    return open_tables(folder / "rows.arrow", folder.name)

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import datasets
 
 from hf_freeze.data.files import found
-from hf_freeze.data.lines import iterate_documents
-from hf_freeze.data.tables import WORDS, kind_of, place_of
+from hf_freeze.data.lines import documents
+from hf_freeze.data.tables import WORDS, kind_of
 from hf_freeze.data.text import read_table
 
 _TAG = re.compile(r"O|[BIES]-.+")
@@ -25,36 +26,32 @@ def read_conll(paths: Sequence[str | Path], tokens: str = "tokens", tags: str = 
     """
     paths = found(paths)
     if all(kind_of(path) != "lines" for path in paths):
-        columns = {tokens: WORDS, tags: WORDS}
-        data = read_table(paths, columns).rename_columns({tokens: "tokens", tags: "tags"})
-        for words, named in zip(data["tokens"], data["tags"], strict=True):
-            if len(words) != len(named):
-                where = place_of(paths, columns, [words, named])
-                raise ValueError(f"{where}: {len(words)} words, but {len(named)} tags")
-            if any(not _TAG.fullmatch(tag) for tag in named):
-                check_tags(named, place_of(paths, {tags: WORDS}, [named]))
-        return data
+
+        def check(row: dict[str, Any]) -> None:
+            if len(row[tokens]) != len(row[tags]):
+                raise ValueError(f"{len(row[tokens])} words, but {len(row[tags])} tags")
+            check_tags(row[tags])
+
+        data = read_table(paths, {tokens: WORDS, tags: WORDS}, check=check)
+        return data.rename_columns({tokens: "tokens", tags: "tags"})
     rows: dict[str, list[list[str]]] = {"tokens": [], "tags": []}
     for path in paths:
-        for sentences in iterate_documents(path):
-            for sentence in sentences:
-                words = [line.split() for line in sentence.split("\n") if not line.startswith("-DOCSTART-")]
-                if short := next((word for word in words if len(word) < 2), None):
-                    raise ValueError(
-                        f"{path}: {short[0]!r} has no tag; a line is a word and, in its last column, a tag"
-                    )
-                if words:
-                    rows["tokens"].append([word[0] for word in words])
-                    rows["tags"].append([word[-1] for word in words])
-        check_tags((tag for sentence in rows["tags"] for tag in sentence), path)
+        for sentence in documents(path):
+            words = [line.split() for line in sentence.split("\n") if not line.startswith("-DOCSTART-")]
+            if short := next((word for word in words if len(word) < 2), None):
+                raise ValueError(f"{path}: {short[0]!r} has no tag; a line is a word and, in its last column, a tag")
+            if words:
+                rows["tokens"].append([word[0] for word in words])
+                rows["tags"].append([word[-1] for word in words])
+        check_tags((tag for sentence in rows["tags"] for tag in sentence), f"{path}: ")
     return datasets.Dataset.from_dict(rows)
 
 
-def check_tags(tags: Iterable[str], where: object) -> None:
+def check_tags(tags: Iterable[str], where: str = "") -> None:
     """Raise ValueError for a tag that is not O, or B-, I-, E- or S- and a type."""
     for tag in dict.fromkeys(tags):
         if not _TAG.fullmatch(tag):
-            raise ValueError(f"{where}: tag {tag!r} is none of O, B-TYPE, I-TYPE, E-TYPE, S-TYPE")
+            raise ValueError(f"{where}tag {tag!r} is none of O, B-TYPE, I-TYPE, E-TYPE, S-TYPE")
 
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:

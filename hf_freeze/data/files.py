@@ -1,13 +1,12 @@
-"""Reads files that may be compressed: the content decides, not the name. Some kinds are read by `datasets`."""
+"""Opens files that may be compressed: the content decides, not the name. Some kinds are read by `datasets`."""
 
-import bz2
 import contextlib
 import glob
-import gzip
+import io
 import logging
 import lzma
+import shutil
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,55 +16,44 @@ import pyarrow as pa
 
 from hf_freeze.data.cache import cache_root
 
-_PIECE = 1 << 22  # bytes read at a time
-_FORMATS: dict[str, tuple[bytes, Any]] = {  # name -> first bytes, what opens a file
-    "gzip": (b"\x1f\x8b", gzip.open),
-    "bzip2": (b"BZh", bz2.open),
-    "xz": (b"\xfd7zXZ\x00", lzma.open),
-    "zstd": (b"\x28\xb5\x2f\xfd", lambda path: pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")),
-    "lz4": (b"\x04\x22\x4d\x18", lambda path: pa.CompressedInputStream(pa.OSFile(str(path)), "lz4")),
+_MAGIC = {  # kind of compression, as Arrow names it -> first bytes
+    "gzip": b"\x1f\x8b",
+    "bz2": b"BZh",
+    "xz": b"\xfd7zXZ\x00",
+    "zstd": b"\x28\xb5\x2f\xfd",
+    "lz4": b"\x04\x22\x4d\x18",
 }
+_BUFFER = 1 << 20  # bytes unpacked at a time
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # usual endings of their names
 
 
-def read_pieces(path: str | Path) -> Iterator[bytes]:
-    """The content of a file piece by piece, decompressed if it is gzip, bzip2, xz, zstd or lz4.
+@contextlib.contextmanager
+def opened(path: str | Path) -> Iterator[Any]:
+    """The bytes of a file, decompressed if it is gzip, bzip2, xz, zstd or lz4.
 
     Raises FileNotFoundError, and ValueError for a damaged or truncated compressed file.
     """
-    if (name := _packing(path)) is None:
+    name = _packing(path)
+    if name is None:
         with open(path, "rb") as file:
-            while piece := file.read(_PIECE):
-                yield piece
+            yield file
         return
     try:
-        with _FORMATS[name][1](path) as file:
-            while piece := file.read(_PIECE):
-                yield piece
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowInvalid) as error:
-        raise ValueError(f"{path}: damaged {name} file: {' '.join(str(error).split())}") from error
+        with lzma.open(path) if name == "xz" else io.BufferedReader(pa.input_stream(str(path), name), _BUFFER) as file:
+            yield file
+    except (OSError, EOFError, lzma.LZMAError, pa.ArrowInvalid) as error:
+        raise _damaged(path, name, error) from error
 
 
 def _packing(path: str | Path) -> str | None:
     with open(path, "rb") as file:
         start = file.read(16)
-    name = next((name for name, (magic, _) in _FORMATS.items() if start.startswith(magic)), None)
-    if name == "bzip2" and start[4:10] != b"1AY&SY":  # text may begin with BZh
-        return None
-    return name
+    name = next((name for name, magic in _MAGIC.items() if start.startswith(magic)), None)
+    return None if name == "bz2" and start[4:10] != b"1AY&SY" else name  # text may begin with BZh
 
 
-@contextlib.contextmanager
-def unpacked(path: str | Path) -> Iterator[Path]:
-    """The file itself or, while it is read, a decompressed copy of it in the cache."""
-    if _packing(path) is None:
-        yield Path(path).absolute()
-        return
-    with tempfile.NamedTemporaryFile(dir=cache_root(), prefix="unpacked-") as copy:
-        for piece in read_pieces(path):
-            copy.write(piece)
-        copy.flush()
-        yield Path(copy.name)
+def _damaged(path: str | Path, kind: str, error: Exception) -> ValueError:
+    return ValueError(f"{path}: damaged {kind} file: {' '.join(str(error).split())}")
 
 
 @contextlib.contextmanager
@@ -77,15 +65,20 @@ def by_datasets(path: str | Path, kind: str, **options: Any) -> Iterator[Any]:
     logger = logging.getLogger(f"datasets.packaged_modules.{kind}.{kind}")
     try:
         logger.disabled = True  # it would print what is raised
-        with unpacked(path) as plain, tempfile.TemporaryDirectory(dir=cache_root(), prefix="locks-") as locks:
+        with tempfile.TemporaryDirectory(dir=cache_root(), prefix="locks-") as folder:
+            plain = Path(path).absolute()
+            if _packing(path) is not None:
+                plain = Path(folder) / "unpacked"
+                with opened(path) as file, plain.open("wb") as copy:
+                    shutil.copyfileobj(file, copy)
             files = [glob.escape(str(plain))]
             yield datasets.load_dataset(
-                kind, data_files=files, split="train", streaming=True, cache_dir=locks, **options
+                kind, data_files=files, split="train", streaming=True, cache_dir=folder, **options
             )
     except (pa.ArrowInvalid, OSError) as error:
         if isinstance(error, FileNotFoundError):
             raise
-        raise ValueError(f"{path}: damaged {kind.title()} file: {' '.join(str(error).split())}") from error
+        raise _damaged(path, kind.title(), error) from error
     finally:
         logger.disabled = False
 
@@ -102,23 +95,20 @@ def found(paths: Iterable[str | Path]) -> list[Path]:
     """
     files: list[Path] = []
     for path in map(Path, paths):
-        if path.is_dir():
-            files += (inside := sorted(file for file in path.iterdir() if file.is_file() and file.name[0] not in "._"))
-        elif glob.has_magic(str(path)) and not path.exists():
-            files += (
-                inside := sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
-            )
-        else:
+        pattern = f"{glob.escape(str(path))}/[!_]*" if path.is_dir() else str(path)
+        if path.is_file() or not glob.has_magic(pattern):
             files.append(path)
-            continue
-        if not inside:
+        elif inside := sorted(file for file in map(Path, glob.glob(pattern, recursive=True)) if file.is_file()):
+            files += inside
+        else:
             raise FileNotFoundError(f"{path}: no files")
     return files
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """The whole content of a file, with the errors of `read_pieces`."""
-    return b"".join(read_pieces(path))
+    """The whole content of a file, with the errors of `opened`."""
+    with opened(path) as file:
+        return file.read()
 
 
 def fault(error: Exception) -> str:

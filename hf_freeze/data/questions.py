@@ -1,4 +1,4 @@
-"""Reads questions on a text whose answers are parts of it, as those of SQuAD."""
+"""Reads questions on a text: their answers are parts of it, as in SQuAD, or one of several to choose from, as in RACE."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -8,10 +8,14 @@ from typing import Any
 import datasets
 
 from hf_freeze.data.files import endings, fault, found, read_bytes
-from hf_freeze.data.tables import OPTIONAL, TEXT, columns_of, kind_of, place_of
+from hf_freeze.data.tables import CLASS, OPTIONAL, TEXT, TEXTS, columns_of, kind_of
 from hf_freeze.data.text import load_hub_labelled, read_table
 
-COLUMNS = ("id", "question", "context", "answers", "starts")
+LETTERS = "ABCDEFGH"
+_FEATURES = datasets.Features(
+    {name: datasets.Value("string") for name in ("id", "question", "context")}
+    | {"answers": datasets.List(datasets.Value("string")), "starts": datasets.List(datasets.Value("int64"))}
+)
 
 
 def read_squad(paths: Sequence[str | Path]) -> datasets.Dataset:
@@ -31,37 +35,32 @@ def read_squad(paths: Sequence[str | Path]) -> datasets.Dataset:
         try:
             for article in json.loads(read_bytes(path))["data"]:
                 for paragraph in article["paragraphs"]:
-                    for question in paragraph["qas"]:
-                        given = [] if question.get("is_impossible") else question["answers"]
-                        rows.append(
-                            {
-                                "id": question["id"],
-                                "question": question["question"].strip(),
-                                "context": paragraph["context"],
-                                "answers": [answer["text"] for answer in given],
-                                "starts": [answer["answer_start"] for answer in given],
-                            }
-                        )
+                    for asked in paragraph["qas"]:
+                        given = [] if asked.get("is_impossible") else asked["answers"]
+                        answers = [[answer[name] for answer in given] for name in ("text", "answer_start")]
+                        rows.append(_row(asked["id"], asked["question"], paragraph["context"], *answers))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a file of SQuAD's format: {fault(error)}") from error
     return _checked(rows, ", ".join(map(str, paths)))
 
 
+def _row(name: str, question: str, context: str, answers: Sequence[str], starts: Sequence[int]) -> dict[str, Any]:
+    return dict(zip(_FEATURES, (name, question.strip(), context, list(answers), list(starts)), strict=True))
+
+
 def _of_table(path: Path) -> Iterator[dict[str, Any]]:
-    columns = {"question": TEXT, "context": TEXT, "answer": OPTIONAL}
     ids = {"id": TEXT} if "id" in columns_of(path) else {}
-    rows: Any = read_table([path], columns | ids)
+    columns = {"question": TEXT, "context": TEXT, "answer": OPTIONAL} | ids
+    rows: Any = read_table([path], columns, check=_check_answer)
     for number, row in enumerate(rows, 1):
-        question, context, answer = (row[name] for name in columns)
-        if answer not in context:
-            where = place_of([path], columns, [question, context, answer])
-            raise ValueError(f"{where}: answer {answer!r} is not in the context")
-        given = {"answers": [answer], "starts": [context.index(answer)]} if answer else {"answers": [], "starts": []}
-        yield (
-            {"id": str(number), "question": question.strip(), "context": context}
-            | {name: row[name] for name in ids}
-            | given
-        )
+        answers = [row["answer"]] if row["answer"] else []
+        starts = [row["context"].index(answer) for answer in answers]
+        yield _row(row.get("id", str(number)), row["question"], row["context"], answers, starts)
+
+
+def _check_answer(row: dict[str, Any]) -> None:
+    if row["answer"] not in row["context"]:
+        raise ValueError(f"answer {row['answer']!r} is not in the context")
 
 
 def load_hub_questions(repo_id: str, split: str, name: str | None = None) -> datasets.Dataset:
@@ -69,13 +68,7 @@ def load_hub_questions(repo_id: str, split: str, name: str | None = None) -> dat
     `question`, `context` and `answers`. Raises ValueError for other columns, and as `read_squad`."""
     loaded: Any = load_hub_labelled(repo_id, split, ["id", "question", "context"], "answers", name)
     rows = [
-        {
-            "id": row["id"],
-            "question": row["question"].strip(),
-            "context": row["context"],
-            "answers": list(row["answers"]["text"]),
-            "starts": list(row["answers"]["answer_start"]),
-        }
+        _row(row["id"], row["question"], row["context"], row["answers"]["text"], row["answers"]["answer_start"])
         for row in loaded
     ]
     return _checked(rows, f"{repo_id} ({split})")
@@ -88,8 +81,47 @@ def _checked(rows: list[dict[str, Any]], where: str) -> datasets.Dataset:
         for answer, start in zip(row["answers"], row["starts"], strict=True):
             if row["context"][start : start + len(answer)] != answer:
                 raise ValueError(f"{where}: question {row['id']!r}: {answer!r} does not begin at character {start}")
-    features = datasets.Features(
-        dict.fromkeys(COLUMNS[:3], datasets.Value("string"))
-        | {"answers": datasets.Sequence(datasets.Value("string")), "starts": datasets.List(datasets.Value("int64"))}
-    )
-    return datasets.Dataset.from_list(rows, features)
+    return datasets.Dataset.from_list(rows, _FEATURES)
+
+
+def read_race(folders: Sequence[str | Path]) -> datasets.Dataset:
+    """Columns `article`, `question`, `options`, a list of text, and `answer`, a letter from A. From folders of files (*.txt),
+    each a JSON object with an article, its `questions`, and their `options` and `answers` (Lai et al., 2017); or from tables
+    (`read_table`) with these columns, where the options may be columns of their own, named A, B and so on.
+
+    Raises FileNotFoundError for a folder without such files; ValueError for a file of another format, and for an answer of a
+    table that is none of its options, with the row.
+    """
+    rows: list[dict[str, Any]] = []
+    for folder in map(Path, folders):
+        if kind_of(folder) != "lines":
+            for path in found([folder]):
+                rows += _choices(path)
+            continue
+        if not (paths := sorted(folder.glob("*.txt"))):
+            raise FileNotFoundError(f"{folder} holds no files *.txt of RACE")
+        for path in paths:
+            try:
+                text = json.loads(read_bytes(path))
+                asked = zip(text["questions"], text["options"], text["answers"], strict=True)
+                article = {"article": str(text["article"])}
+                rows += [article | dict(zip(("question", "options", "answer"), one, strict=True)) for one in asked]
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{path}: not a file of RACE's format: {fault(error)}") from error
+    return datasets.Dataset.from_list(rows)
+
+
+def _choices(path: Path) -> Iterator[dict[str, Any]]:
+    present = columns_of(path)
+    letters = [] if "options" in present else [name for name in LETTERS if name in present]
+    columns = dict.fromkeys(("article", "question", *letters), TEXT) | {"answer": CLASS}
+    columns |= {} if letters else {"options": TEXTS}
+
+    def check(row: dict[str, Any]) -> None:
+        choices = LETTERS[: len(letters or row["options"])]
+        if row["answer"] not in choices:
+            raise ValueError(f"answer {row['answer']!r}; choose from {choices!r}")
+
+    rows: Any = read_table([path], columns, check=check)
+    for row in rows:
+        yield {"options": [row.pop(name) for name in letters]} | row

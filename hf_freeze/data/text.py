@@ -4,7 +4,7 @@ What is read is copied once into an Arrow file of the cache and memory-mapped fr
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ from datasets.exceptions import DatasetGenerationError
 
 from hf_freeze.data.cache import cached_rows, stamp
 from hf_freeze.data.files import found
-from hf_freeze.data.lines import filled_lines, full_lines, iterate_documents
+from hf_freeze.data.lines import documents, filled_lines, full_lines
 from hf_freeze.data.tables import (
     CLASS,
     NUMBER,
+    OPTIONAL,
     TABLES,
     TEXT,
+    Check,
     Column,
     check_columns,
     columns_of,
@@ -27,12 +29,11 @@ from hf_freeze.data.tables import (
     kind_of,
 )
 
-UNITS: dict[str, Callable[[str | Path], Iterator[list[str]]]] = {
+UNITS: dict[str, Callable[[str | Path], Iterator[str]]] = {
     "lines": full_lines,
     "filled lines": filled_lines,
-    "documents": iterate_documents,
+    "documents": documents,
 }
-_ROWS = 10_000  # of parallel text, written at a time
 
 
 def read_text(paths: Sequence[str | Path], *, unit: str = "lines", column: str = "text") -> datasets.Dataset:
@@ -45,21 +46,17 @@ def read_text(paths: Sequence[str | Path], *, unit: str = "lines", column: str =
 
     Raises the errors of `read_lines` and of `read_table`.
     """
-    paths = found(paths)
 
-    def tables() -> Iterator[pa.Table]:
-        for path in paths:
-            if kind_of(path) == "lines":
-                yield from (pa.table({"text": texts}, _TEXT) for texts in UNITS[unit](path))
-            else:
-                for table in iterate_columns(path, {column: TEXT}, empty=True):
-                    yield pa.table({"text": _stripped(table[column].to_pylist())}, _TEXT)
+    schema = pa.schema([("text", pa.string())])
 
-    return _not_empty(cached_rows([_stamps(paths), unit, column], _TEXT, tables), paths)
+    def tables(path: Path) -> Iterator[pa.Table]:
+        if kind_of(path) == "lines":
+            yield from _tables(schema, ((text,) for text in UNITS[unit](path)))
+        else:
+            for table in iterate_columns(path, {column: OPTIONAL}):
+                yield pa.table({"text": _stripped(table[column].to_pylist())}, schema)
 
-
-_TEXT = pa.schema([("text", pa.string())])
-_PAIRS = pa.schema([("source", pa.string()), ("target", pa.string())])
+    return _cached(paths, schema, [unit, column], tables)
 
 
 def read_pairs(paths: Sequence[str | Path], *, source: str = "source", target: str = "target") -> datasets.Dataset:
@@ -75,13 +72,7 @@ def read_pairs(paths: Sequence[str | Path], *, source: str = "source", target: s
     if "lines" in kinds:
         named = ", ".join(map(str, paths))
         raise ValueError(f"parallel text is two files of lines, or files that end in {TABLES}, not {named}")
-
-    def tables() -> Iterator[pa.Table]:
-        for path in paths:
-            for table in iterate_columns(path, {source: TEXT, target: TEXT}):
-                yield table.rename_columns(_PAIRS.names)
-
-    return _not_empty(cached_rows([_stamps(paths), source, target], _PAIRS, tables), paths)
+    return read_table(paths, {source: TEXT, target: TEXT}).rename_columns({source: "source", target: "target"})
 
 
 def read_parallel(source: str | Path, target: str | Path) -> datasets.Dataset:
@@ -90,68 +81,38 @@ def read_parallel(source: str | Path, target: str | Path) -> datasets.Dataset:
     Raises the errors of `read_lines`, and ValueError with both counts if the files differ in length.
     """
 
-    def tables() -> Iterator[pa.Table]:
-        counts = [0, 0]
-        for sources, targets in zip_longest(_in_rows(source), _in_rows(target), fillvalue=[]):
-            counts = [counts[0] + len(sources), counts[1] + len(targets)]
-            if len(sources) == len(targets):
-                yield pa.table({"source": sources, "target": targets}, _PAIRS)
-        if counts[0] != counts[1]:
-            raise ValueError(
-                f"parallel files differ in length: {source} has {counts[0]} lines, {target} has {counts[1]}"
-            )
+    def pairs() -> Iterator[tuple[str, str]]:
+        for pair in zip_longest(full_lines(source), full_lines(target)):
+            if None in pair:
+                counts = [sum(1 for _ in full_lines(path)) for path in (source, target)]
+                raise ValueError(
+                    f"parallel files differ in length: {source} has {counts[0]} lines, {target} has {counts[1]}"
+                )
+            yield pair
 
-    return cached_rows([stamp(source), stamp(target)], _PAIRS, tables)
-
-
-def _in_rows(path: str | Path) -> Iterator[list[str]]:
-    """The lines of a file, as many at a time of every file."""
-    rest: list[str] = []
-    for lines in full_lines(path):
-        rest += lines
-        while len(rest) >= _ROWS:
-            yield rest[:_ROWS]
-            rest = rest[_ROWS:]
-    if rest:
-        yield rest
-
-
-def _stripped(texts: Iterable[str]) -> list[str]:
-    return [text for text in map(str.strip, texts) if text]
-
-
-def _not_empty(data: datasets.Dataset, paths: Iterable[str | Path]) -> datasets.Dataset:
-    if not len(data):
-        raise ValueError(f"{', '.join(map(str, paths))}: no text")
-    return data
-
-
-def _stamps(paths: Iterable[Path]) -> list[list[Any]]:
-    """With the kinds of file that were once read as lines, and may be in the cache as such."""
-    return [stamp(path) + [kind_of(path)] * (kind_of(path) in ("csv", "tsv", "arrow")) for path in paths]
+    schema = pa.schema([("source", pa.string()), ("target", pa.string())])
+    return cached_rows([stamp(source), stamp(target)], schema, lambda: _tables(schema, pairs()))
 
 
 def read_table(
-    paths: Sequence[str | Path], columns: Mapping[str, Column], header: Sequence[str] | None = None
+    paths: Sequence[str | Path],
+    columns: Mapping[str, Column],
+    header: Sequence[str] | None = None,
+    check: Check | None = None,
 ) -> datasets.Dataset:
     """Some columns of tables, memory-mapped. `header`: the names of the columns of CSV and TSV files without a row of names.
 
     Raises ValueError for a file that is no table; a missing column, with the choices; a value that its column does not take or,
-    in a CSV file, an empty text, with row or line; and files without rows.
+    in a CSV file, an empty text, with row or line, and so for what `check` refuses; and files without rows.
     """
     paths = found(paths)
     for path in paths:
         if kind_of(path) == "lines" and header is None:
             raise ValueError(f"{path}: a file with columns ends in {TABLES}")
     schema = pa.schema([(name, column.type) for name, column in columns.items()])
-    readers = [[name, column.read.__name__, column is TEXT] for name, column in columns.items()]
-    key = [_stamps(paths), "table", readers, header]
-
-    def tables() -> Iterator[pa.Table]:
-        for path in paths:
-            yield from iterate_columns(path, columns, header=header)
-
-    return _not_empty(cached_rows(key, schema, tables), paths)
+    readers = [[name, column.read.__name__, column.may_be_empty] for name, column in columns.items()]
+    key = [readers, header, getattr(check, "__qualname__", None)]
+    return _cached(paths, schema, key, lambda path: iterate_columns(path, columns, header=header, check=check))
 
 
 def read_labelled(
@@ -170,6 +131,31 @@ def read_labelled(
     return read_table(paths, {**dict.fromkeys(text, TEXT), label: NUMBER if numbers else CLASS}, header)
 
 
+def _cached(
+    paths: Iterable[str | Path], schema: pa.Schema, key: Any, tables: Callable[[Path], Iterator[pa.Table]]
+) -> datasets.Dataset:
+    """What `tables` makes of each file."""
+    paths = found(paths)
+    stamps = [[*stamp(path), kind_of(path)] for path in paths]  # a kind may once have been read as lines
+    data = cached_rows([stamps, key], schema, lambda: (table for path in paths for table in tables(path)))
+    return _not_empty(data, ", ".join(map(str, paths)))
+
+
+def _not_empty(data: datasets.Dataset, where: str) -> datasets.Dataset:
+    if not len(data):
+        raise ValueError(f"{where}: no text")
+    return data
+
+
+def _tables(schema: pa.Schema, rows: Iterator[tuple[str, ...]]) -> Iterator[pa.Table]:
+    while some := list(islice(rows, 10_000)):
+        yield pa.table([pa.array(values) for values in zip(*some, strict=True)], schema)
+
+
+def _stripped(texts: Iterable[str | None]) -> list[str]:
+    return [text for text in (text.strip() for text in texts if text) if text]
+
+
 def load_hub_text(repo_id: str, split: str, column: str = "text", name: str | None = None) -> datasets.Dataset:
     """Column `text` from a data set of the Hub (or a local directory or file that `datasets` supports), without empty texts,
     memory-mapped.
@@ -178,16 +164,13 @@ def load_hub_text(repo_id: str, split: str, column: str = "text", name: str | No
     """
     if files := _own_files(repo_id, split, name, [column]):
         return read_text(files, column=column)
-    data = _load(repo_id, split, name)
-    check_columns(f"{repo_id} ({split})", [column], data.column_names)
-    _check_text(data, [column], repo_id, split)
-    data = data.select_columns([column]).with_format("arrow")
+    data = _chosen(_load(repo_id, split, name), f"{repo_id} ({split})", [column])
+    data = data.map(_filled_texts, input_columns=column, batched=True, remove_columns=data.column_names)
+    return _not_empty(data, f"{repo_id} ({split})")
 
-    def tables() -> Iterator[pa.Table]:
-        for table in data.iter(_ROWS):
-            yield pa.table({"text": _stripped(text or "" for text in table[column].to_pylist())}, _TEXT)
 
-    return _not_empty(cached_rows(["hub", data._fingerprint], _TEXT, tables), [f"{repo_id} ({split})"])
+def _filled_texts(texts: list[str | None]) -> dict[str, list[str]]:
+    return {"text": _stripped(texts)}
 
 
 def load_hub_labelled(
@@ -198,9 +181,7 @@ def load_hub_labelled(
 
     Raises ValueError for an unknown column, with the choices.
     """
-    data = _load(repo_id, split, name)
-    check_columns(f"{repo_id} ({split})", (*text, label), data.column_names)
-    return data.select_columns([*text, label])
+    return _chosen(_load(repo_id, split, name), f"{repo_id} ({split})", [*text, label], are_texts=False)
 
 
 def load_hub_parallel(repo_id: str, split: str, source: str, target: str, name: str | None = None) -> datasets.Dataset:
@@ -216,9 +197,8 @@ def load_hub_parallel(repo_id: str, split: str, source: str, target: str, name: 
     if "translation" in data.column_names and source not in data.column_names:
         data = data.flatten()
         data = data.rename_columns({c: c.removeprefix("translation.") for c in data.column_names if "." in c})
-    check_columns(f"{repo_id} ({split})", (source, target), data.column_names)
-    _check_text(data, (source, target), repo_id, split)
-    return data.select_columns([source, target]).rename_columns({source: "source", target: "target"})
+    data = _chosen(data, f"{repo_id} ({split})", [source, target])
+    return data.rename_columns({source: "source", target: "target"})
 
 
 def _own_files(repo_id: str, split: str, name: str | None, columns: Sequence[str]) -> list[str]:
@@ -245,7 +225,9 @@ def _load(repo_id: str, split: str, name: str | None) -> Any:
         raise ValueError(f"{repo_id} ({split}) cannot be read: {type(cause).__name__}: {reason}") from error
 
 
-def _check_text(data: Any, columns: Iterable[str], repo_id: str, split: str) -> None:
-    for column in columns:
+def _chosen(data: Any, where: str, columns: list[str], *, are_texts: bool = True) -> Any:
+    check_columns(where, columns, data.column_names)
+    for column in columns if are_texts else ():
         if getattr(data.features[column], "dtype", None) not in ("string", "large_string"):
-            raise ValueError(f"{repo_id} ({split}): column {column!r} holds {data.features[column]}, not text")
+            raise ValueError(f"{where}: column {column!r} holds {data.features[column]}, not text")
+    return data.select_columns(columns)

@@ -14,22 +14,19 @@ KINDS = ("bpe", "unigram", "wordpiece")
 _TEMPLATES = {"after": ("$A </s>", "$A </s> $B </s>"), "before": ("</s> $A", "</s> $A </s> $B")}
 
 
-def check_ids(sentences: Iterable[Iterable[int]], vocab_size: int) -> None:
-    """Raise ValueError for a token id outside the vocabulary; -100, the label of ignored tokens, is allowed."""
+def check_ids(sentences: Iterable[Iterable[int]], vocab_size: int, first: int = 0) -> None:
+    """Raise ValueError for a token id outside the vocabulary; -100, the label of ignored tokens, is allowed. `first`: the number
+    of the first sentence."""
     sentences = list(sentences)
     flat = np.fromiter(chain.from_iterable(sentences), dtype=np.int64)
     if not ((flat >= vocab_size) | ((flat < 0) & (flat != -100))).any():
         return
-    for number, ids in enumerate(sentences):
+    for number, ids in enumerate(sentences, first):
         for i in ids:
             if not (0 <= i < vocab_size or i == -100):
-                raise id_outside(number, i, vocab_size)
-
-
-def id_outside(number: int, token_id: int, vocab_size: int) -> ValueError:
-    return ValueError(
-        f"sentence {number} holds token id {token_id}, outside the model's vocabulary 0..{vocab_size - 1}"
-    )
+                raise ValueError(
+                    f"sentence {number} holds token id {i}, outside the model's vocabulary 0..{vocab_size - 1}"
+                )
 
 
 def train_tokenizer(
@@ -65,7 +62,7 @@ def train_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation()])
     tokenizer.decoder = decoders.Metaspace()
     texts = _again(texts)
-    smallest = len(specials) + len(_characters(texts))
+    smallest = len(specials) + len(set(chain.from_iterable(texts)))
     if vocab_size < smallest:
         raise ValueError(f"vocab_size={vocab_size} is too small: {smallest} special tokens and characters must fit")
     tokenizer.train_from_iterator(iter(texts), trainer)
@@ -81,18 +78,11 @@ def _again(texts: Iterable[str]) -> Iterable[str]:
     return list(texts) if isinstance(texts, Iterator) else texts
 
 
-def _characters(texts: Iterable[str]) -> set[str]:
-    characters: set[str] = set()
-    for text in texts:
-        characters.update(text)
-    return characters
-
-
 def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     texts, specials = _again(texts), list(BERT_TOKENS.values())
     tokenizer = _bert_tokenizer({})
     normalize, split = tokenizer.normalizer.normalize_str, tokenizer.pre_tokenizer.pre_tokenize_str
-    characters = sorted(_characters(map(normalize, texts)))
+    characters = sorted(set(chain.from_iterable(map(normalize, texts))))
     # The trainer numbers these pieces in an order that differs between processes, and breaks ties by number. Passing them as
     # special tokens fixes the order; the returned tokenizer does not treat them as special.
     continuations = [f"##{c}" for c in characters if len(split(normalize(f"a{c}"))) == 1 and not c.isspace()]

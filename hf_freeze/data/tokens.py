@@ -9,6 +9,7 @@ import multiprocessing.connection
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -22,8 +23,8 @@ import torch.utils.data
 from datasets.utils import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from hf_freeze.data.cache import cached_folder, open_tables
-from hf_freeze.data.tokenization import check_ids, id_outside, train_tokenizer
+from hf_freeze.data.cache import cached_folder, open_tables, write_tables
+from hf_freeze.data.tokenization import check_ids, train_tokenizer
 
 Progress = Callable[[int, int], None]
 """A function that receives the number of rows that are done, and of all rows."""
@@ -35,7 +36,7 @@ _ROWS_PER_PROCESS = 10_000  # for fewer, starting a process takes longer
 
 
 class TokenDataset(torch.utils.data.Dataset):
-    """Examples in memory-mapped Arrow files. `lengths`: of each column of ids, int32 (N,), memory-mapped too, so that batches
+    """Examples in a memory-mapped Arrow file. `lengths`: of each column of ids, int32 (N,), memory-mapped too, so that batches
     are planned without reading the ids. `largest`: the largest id. `digest`: of all ids, wherever they come from."""
 
     def __init__(self, folder: Path) -> None:
@@ -44,15 +45,16 @@ class TokenDataset(torch.utils.data.Dataset):
         self.lengths = {column: np.load(folder / f"{column}.npy", mmap_mode="r") for column in facts["columns"]}
         self.largest: int = facts["largest"]
         self.digest: str = facts["digest"]
-        self._maps = [_mapped(path) for path in sorted(folder.glob("rows*.arrow"))]
-        table = pa.Table.from_batches([batch for mapped in self._maps for batch in _batches(mapped)])
+        with (folder / "rows.arrow").open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        table = pa.Table.from_batches(_batches(self._map))
         self._columns = {column: _Column(table.column(column)) for column in table.column_names}
-        self._releases = sum(map(len, self._maps)) > _RESIDENT and hasattr(mmap, "MADV_DONTNEED")
+        self._releases = len(self._map) > _RESIDENT and hasattr(mmap, "MADV_DONTNEED")
         self._taken = 0
 
     @functools.cached_property
     def rows(self) -> datasets.Dataset:
-        return open_tables(sorted(self.folder.glob("rows*.arrow")))
+        return open_tables(self.folder / "rows.arrow")
 
     def __reduce__(self) -> Any:  # for the workers of a DataLoader: they map the files themselves
         return TokenDataset, (self.folder,)
@@ -70,23 +72,15 @@ class TokenDataset(torch.utils.data.Dataset):
         self._taken += len(indices)
         if self._releases and self._taken >= _RESIDENT // _AROUND:
             self._taken = 0
-            for mapped in self._maps:
-                mapped.madvise(mmap.MADV_DONTNEED)
+            self._map.madvise(mmap.MADV_DONTNEED)
         return [dict(zip(columns, ids, strict=True)) for ids in zip(*columns.values(), strict=True)]
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise ValueError for a token id outside the vocabulary; ids are read only where there is one."""
         if self.largest >= vocab_size:
-            for column in self._columns.values():
-                for start, (offsets, values) in zip(column.starts, column.chunks, strict=False):
-                    if (outside := np.flatnonzero(values >= vocab_size)).size:
-                        row = start + np.searchsorted(offsets, outside[0], side="right") - 1
-                        raise id_outside(int(row), int(values[outside[0]]), vocab_size)
-
-
-def _mapped(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            for column in self.lengths:
+                for start in range(0, len(self), _ROWS):
+                    check_ids(self.rows[start : start + _ROWS][column], vocab_size, start)
 
 
 def _batches(mapped: mmap.mmap) -> Iterator[pa.RecordBatch]:
@@ -131,105 +125,113 @@ def tokenise(
     The cache names the data, the tokenizer and the settings; another start opens it at once. `processes`: the default is a
     process for each core.
     """
-    function = Rows(columns, Encoder(tokenizer, split, next(iter(columns.values())), truncation=True), len(tokenizer))
+    encode = Encoder(tokenizer, split, next(iter(columns.values())), truncation=True)
+    rows = Rows(split, columns, encode, len(tokenizer))
     if is_in_memory(split):
-        return (
-            split.with_format("arrow")
-            .map(function, batched=True, remove_columns=split.column_names, keep_in_memory=True)
-            .with_format(None)
-        )
+        return datasets.Dataset(pa.concat_tables(id_tables(rows, 1)))
+    key = [split._fingerprint, tokenizer_key(tokenizer), columns, "truncated"]
 
     def write(folder: Path) -> None:
-        map_rows(split, function, folder, processes, progress)
-        write_facts(folder)
+        write_ids(folder, rows.schema, id_tables(rows, processes, progress))
 
-    key = [split._fingerprint, tokenizer_key(tokenizer), columns, "truncated"]
     return TokenDataset(cached_folder("tokens", key, write))
 
 
 class Encoder:
-    """texts -> ids, the same as `tokenizer(texts, **options)["input_ids"]`.
+    """texts -> ids, the same as `tokenizer(texts, truncation=...)["input_ids"]` or, with `end`, those of the text alone with this
+    id behind them, if there are any.
 
     The Rust tokenizer below, asked for ids alone, takes half the time. It is used if it gives the same for the first texts.
     """
 
-    def __init__(self, tokenizer: Any, split: datasets.Dataset, column: str, **options: Any) -> None:
-        self.tokenizer, self.options = tokenizer, options
+    def __init__(
+        self, tokenizer: Any, split: datasets.Dataset, column: str, *, truncation: bool = False, end: int | None = None
+    ) -> None:
+        self.tokenizer, self.end = tokenizer, end
+        self.options = {"truncation": truncation, "add_special_tokens": end is None}
         self.is_fast = hasattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast")
         first = split[: min(len(split), 100)][column]
-        self.is_fast = self.is_fast and self._plain(first) == self(first)  # `_plain` sets the truncation of both
+        self.is_fast = self.is_fast and self._plain(first) == self._fast(first)  # `_plain` sets the truncation of both
 
     def _plain(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, **self.options)["input_ids"]
 
+    def _fast(self, texts: list[str]) -> list[list[int]]:
+        encode = self.tokenizer.backend_tokenizer.encode_batch_fast
+        return [encoding.ids for encoding in encode(texts, add_special_tokens=self.end is None)]
+
     def __call__(self, texts: list[str]) -> list[list[int]]:
-        if not self.is_fast:
-            return self._plain(texts)
-        special = self.options.get("add_special_tokens", True)
-        encodings = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=special)
-        return [encoding.ids for encoding in encodings]
+        found = (self._fast if self.is_fast else self._plain)(texts)
+        return found if self.end is None else [[*ids, self.end] if ids else [] for ids in found]
 
 
 class Rows:
-    """The function that `datasets` maps: from tables of text to tables of ids, of 16 bits if `vocabulary` fits in."""
+    """The ids of some rows of text, by the number of the first one, of 16 bits if `vocabulary` fits in."""
 
     def __init__(
-        self, columns: dict[str, str], encode: Callable[[list[str]], list[list[int]]], vocabulary: int
+        self,
+        split: datasets.Dataset,
+        columns: dict[str, str],
+        encode: Callable[[list[str]], list[list[int]]],
+        vocabulary: int,
     ) -> None:
-        self.columns, self.encode = columns, encode
-        self.type = pa.list_(pa.uint16()) if vocabulary <= 1 << 16 else IDS
-        self.counter: str | None = None  # a file that grows by one byte for each table
+        self.split, self.columns, self.encode = split.with_format("arrow"), columns, encode
+        kind = pa.list_(pa.uint16()) if vocabulary <= 1 << 16 else IDS
+        self.schema = pa.schema([(name, kind) for name in columns])
 
-    def __call__(self, table: pa.Table) -> pa.Table:
-        ids = {name: pa.array(self.encode(table[text].to_pylist()), self.type) for name, text in self.columns.items()}
-        if self.counter is not None:
-            with open(self.counter, "ab", buffering=0) as file:
-                file.write(b".")
-        return pa.table(ids)
+    def __call__(self, start: int) -> pa.Table:
+        texts: Any = self.split[start : start + _ROWS]
+        ids = {name: self.encode(texts[column].to_pylist()) for name, column in self.columns.items()}
+        return pa.table(ids, self.schema)
 
 
-def map_rows(
-    split: datasets.Dataset, function: Rows, folder: Path, processes: int | None, progress: Progress | None
-) -> None:
-    """Write `function` of all rows into files `rows*.arrow`.
+def id_tables(rows: Rows, processes: int | None = None, progress: Progress | None = None) -> Iterator[pa.Table]:
+    """All of `rows`, in order, computed in parallel.
 
     `datasets` could start the processes too, but one of them, which manages the others, would outlive a killed parent.
     """
+    total = len(rows.split)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes = min(processes or cores, -(-len(split) // _ROWS_PER_PROCESS))
+    processes = min(processes or cores, -(-total // _ROWS_PER_PROCESS))
     if multiprocessing.current_process().daemon:  # it may have no processes of its own
         processes = 1
-    with _reported(progress, len(split), has_bar=processes > 1) as function.counter:
-        if processes <= 1:
-            _map(split, function, folder / "rows.arrow")
-            return
-        fork = "fork" in multiprocessing.get_all_start_methods()  # others import everything anew
-        context = multiprocessing.get_context("fork" if fork else "spawn")
-        with ProcessPoolExecutor(processes, context, initializer=_begin) as pool:
-            shards = (split.shard(processes, i, contiguous=True) for i in range(processes))
-            files = (folder / f"rows-{i:05d}.arrow" for i in range(processes))
-            for _ in pool.map(_map, shards, [function] * processes, files):
-                pass
+    with tqdm(total=total, desc="Tokenising", delay=1) as bar, _mapping(rows, processes) as mapped:
+        starts, due = range(0, total, _ROWS), 0.0
+        for start, table in zip(starts, mapped(starts), strict=True):
+            if progress is not None and time.monotonic() > due:
+                progress(start, total)
+                due = time.monotonic() + 0.5
+            yield table
+            bar.update(len(table))
+    if progress is not None:
+        progress(total, total)
 
 
-def _map(split: datasets.Dataset, function: Rows, path: Path) -> None:
-    split.with_format("arrow").map(
-        function,
-        batched=True,
-        batch_size=_ROWS,
-        remove_columns=split.column_names,
-        cache_file_name=str(path),
-        load_from_cache_file=False,
-        new_fingerprint=path.parent.name,  # else `datasets` pickles the tokenizer to compute one
-        desc="Tokenising",
-    )
+@contextlib.contextmanager
+def _mapping(rows: Rows, processes: int) -> Iterator[Callable[[range], Iterator[pa.Table]]]:
+    """What maps `rows`, in processes of their own where there are several."""
+    if processes <= 1:
+        yield functools.partial(map, rows)
+        return
+    fork = "fork" in multiprocessing.get_all_start_methods()  # others import everything anew
+    context = multiprocessing.get_context("fork" if fork else "spawn")
+    pool = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(rows,))
+    try:
+        yield functools.partial(pool.map, _rows_from)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _begin() -> None:
+def _begin(rows: Rows) -> None:
     """In a process of its own, which ends with its parent."""
+    global _rows
+    _rows = rows
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    datasets.disable_progress_bars()
     threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _rows_from(start: int) -> pa.Table:
+    return _rows(start)
 
 
 def _end_with_parent() -> None:
@@ -239,47 +241,21 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-@contextlib.contextmanager
-def _reported(progress: Progress | None, rows: int, *, has_bar: bool) -> Iterator[str]:
-    """The file that processes count in, watched by a thread."""
-    with tempfile.NamedTemporaryFile() as counter, tqdm(total=rows, desc="Tokenising", disable=not has_bar) as bar:
-        ended = threading.Event()
-
-        def say(done: int) -> None:
-            bar.update(done - bar.n)
-            if progress is not None:
-                progress(done, rows)
-
-        def watch() -> None:
-            while not ended.wait(0.5):
-                say(min(rows, _ROWS * os.path.getsize(counter.name)))
-
-        say(0)
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-        try:
-            yield counter.name
-        finally:
-            ended.set()
-            thread.join()
-        say(rows)
-
-
-def write_facts(folder: Path) -> None:
-    """The lengths, the largest id and a digest of the rows in `folder`, which are not read again in another start."""
-    rows = open_tables(sorted(folder.glob("rows*.arrow")))
+def write_ids(folder: Path, schema: pa.Schema, tables: Iterator[pa.Table]) -> None:
+    """The rows of a TokenDataset and, so that they are not read again in another start, their lengths, the largest id and a
+    digest."""
+    write_tables(folder / "rows.arrow", schema, tables)
+    rows = open_tables(folder / "rows.arrow")
     largest, sha = 0, hashlib.sha256()
     for column in rows.column_names:
-        lengths = np.lib.format.open_memmap(folder / f"{column}.npy", "w+", np.int32, (len(rows),))
-        start = 0
-        for chunk in rows.data.column(column).chunks:
+        chunks = rows.data.column(column).chunks
+        lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
+        np.save(folder / f"{column}.npy", lengths)
+        for chunk in chunks:
             ids = chunk.flatten().to_numpy()
-            lengths[start : start + len(chunk)] = np.diff(chunk.offsets.to_numpy())
-            start += len(chunk)
             largest = max(largest, int(ids.max(initial=0)))
             sha.update(ids.tobytes())
-        lengths.flush()
-        sha.update(np.asarray(lengths).tobytes())
+        sha.update(lengths.tobytes())
     (folder / "facts.json").write_text(
         json.dumps({"columns": rows.column_names, "largest": largest, "digest": sha.hexdigest()})
     )

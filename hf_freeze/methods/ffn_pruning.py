@@ -147,8 +147,8 @@ class FFNPruning(Method):
             return {block: (blocks[block], _count(kept)) for block, kept in self.keep.items()}
         if self.share is not None:
             raise ValueError(
-                f"FFNPruning(share={self.share}): what each FFN keeps is chosen by a calibration: give make_variant calibration=, "
-                "or give width"
+                f"FFNPruning(share={self.share}): a calibration chooses what each FFN keeps: give make_variant "
+                "calibration=, or give width"
             )
         experts = architecture.experts(config)
         counts = {

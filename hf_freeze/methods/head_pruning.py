@@ -216,8 +216,7 @@ class HeadPruning(Method):
                 before = kept = plain[outputs[output]]
                 if moment is not None and self.heads is None:
                     groups, order = self._eliminated(old, attention, moment)
-                    count = len(before) // len(groups[0])
-                    kept = [head for number in order.kept(count) for head in groups[number]]
+                    kept = [head for number in order.kept(len(before) // len(groups[0])) for head in groups[number]]
                 self._take(old, new, attention, kept)
                 if moment is not None and kept:
                     inputs = [_inputs(old, attention, heads) for heads in (kept, before)]
@@ -239,8 +238,8 @@ class HeadPruning(Method):
         heads, unit = surgery.count_heads(old, attention, self.name), _removed_together(old, attention)
         groups = [list(range(first, first + unit)) for first in range(0, heads, unit)]
         linear = old.base_model.get_submodule(attention.o)
-        inputs = [_inputs(old, attention, group) for group in groups]
-        return groups, eliminate(surgery.effective_weight(linear), linear.bias, moments, inputs)
+        columns = [_inputs(old, attention, group) for group in groups]
+        return groups, eliminate(surgery.effective_weight(linear), linear.bias, moments, columns)
 
     def _kept_by(self, statistics: Statistics, old: Any, attentions: dict[str, Attention]) -> dict[str, list[int]]:
         """Attention -> the heads that stay by what the model sees; with `scope="global"` the heads of all attentions compete."""
@@ -268,8 +267,8 @@ class HeadPruning(Method):
     def _check_decided(self) -> None:
         if self.scope == "global" and not self.finalizable:
             raise ValueError(
-                f"HeadPruning(share={self.share}, scope='global'): heads of different attentions are compared by a calibration or "
-                "while the model is trained: give make_variant calibration=, or begin or end"
+                f"HeadPruning(share={self.share}, scope='global'): a calibration compares heads of different attentions, or "
+                "training does: give make_variant calibration=, or begin or end"
             )
 
     def _largest(self, model: Any, attention: Attention, heads: int) -> list[int]:
@@ -304,7 +303,7 @@ class HeadPruning(Method):
         return HeadPruning(heads=removed) if removed else self
 
     def must_decide(self, architecture: Architecture, config: Any) -> bool:
-        """Whether heads differ in more than their weights, or attentions keep different numbers, so that the config must name them."""
+        """Whether heads differ in more than their weights, or attentions keep different numbers: the config must name them."""
         return (self.scope == "global" and not self.finalizable) or any(
             attention.knows_heads for attention in architecture.attentions(config).values()
         )

@@ -184,8 +184,8 @@ class Selection(Part):
     `origins(model, architecture)`: parameter after `restructure` -> origin of its values, with names below the base model;
     unnamed parameters keep their values. Called before `restructure`, also on `meta`. A setting that chooses by value keeps the
     first positions here, because fresh weights all have the same distribution.
-    `decided(old, architecture, statistics)`: the same method with positions instead of a choice by value, so that the config defines the
-    slice of a seeded tensor; None if the method always names positions. `must_decide(architecture, config)`: whether it needs
+    `decided(old, architecture, statistics)`: the same method with positions instead of a choice by value, so that the config
+    defines the slice of a seeded tensor; None if the method always names positions. `must_decide(architecture, config)`: whether it needs
     that for every backbone of this architecture.
     """
 

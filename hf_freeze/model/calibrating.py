@@ -27,6 +27,7 @@ from hf_freeze.methods.base import Method
 from hf_freeze.methods.parts import KeptTokens
 from hf_freeze.model import paging
 from hf_freeze.model.curvature import curvatures
+from hf_freeze.model.fidelity import fidelity_on
 from hf_freeze.model.running import in_eval_mode, on_device, without_cache
 from hf_freeze.model.samples import samples_of
 from hf_freeze.model.weights import regenerate
@@ -448,3 +449,18 @@ class Calibrator:
         regenerate(new)  # the new model runs, and what a seed draws has no values yet
         with self.statistics(old, new) as statistics:
             method.convert(old, new, statistics)
+
+    def compares(self, method: Method) -> bool:
+        """Whether the method's plain form is made, too, to keep the better one: where there are texts for it, and memory."""
+        return method.calibrates and bool(self.samples.held_out) and paging.active() is None
+
+    def better(self, method: Method, original: Any, calibrated: Any, plain: Any) -> Any:
+        """That of two variants whose outputs are nearer those of the `original` on the texts that are held out."""
+        distances = [fidelity_on(original, one, self.samples.held_out).distance for one in (calibrated, plain)]
+        if distances[0] <= distances[1]:
+            return calibrated
+        self.report.notes.append(
+            f"{method.name}: on texts held out, the form with calibration is further from the original ({distances[0]:.3g}) than "
+            f"the one without ({distances[1]:.3g}), which was taken"
+        )
+        return plain

@@ -161,8 +161,8 @@ def _from_model(
     seed: int,
     calibration: tuple[Any, Any] = (None, None),
 ) -> Any:
-    """A variant with the weights of `model`, by way of one model for each method that changes the structure. `calibration`: and its
-    tokenizer."""
+    """A variant with the weights of `model`, by way of one model for each method that changes the structure.
+    `calibration`: and its tokenizer."""
     _check_class(type(model), model.config)
     if is_quantized(model) and (quantizer := model.quantization_method) != "bitsandbytes":
         name = getattr(quantizer, "value", quantizer)  # of an enum, in transformers 5
@@ -178,39 +178,51 @@ def _from_model(
     current: Any = model
     settings = deepcopy(getattr(model, "generation_config", None))
     redrawing = {number for number, method in enumerate(added, 1) if method.part(InitialValues)}
-    for number in sorted({*structural, *seeding, *redrawing, len(added)}):
-        if number and not on_meta:
-            added[number - 1] = _decided(added[number - 1], current, calibrator, has_alignment(settings))
+
+    def built(number: int, *, calibrated: bool, used_up: bool) -> Any:
+        """The model of the first `number` methods, with the weights of `current`."""
+        method = added[number - 1] if number in structural else None
         config = _variant_config(variant_class, model.config, added[:number], "backbone")
         with torch.device("meta") if on_meta else no_draws(model.dtype):
             new = variant_class(config)
+        if on_meta:
+            return new
+        from_scratch = method is not None and method.from_scratch
+        if is_quantized(current):
+            take_packed(current, new, method)
+        share_tensors(current, new, converted=not from_scratch)
+        new.tie_weights(recompute_mapping=False)
+        with seeded_draws(seed if from_scratch else None):
+            new.draw_fresh()  # what neither the model before nor `convert` fills
+        if method is not None:
+            with no_draws(), releasing(current, new, used_up=used_up):
+                if calibrated and calibrator is not None:
+                    calibrator.convert(method, current, new)
+                else:
+                    method.convert(current, new)
+            new.tie_weights(recompute_mapping=False)  # `convert` may have put new modules in
+        if number in structural | redrawing:
+            _prepare(added[number - 1], new)
+        new.apply_freeze()  # `convert` may have put modules in, which are trainable
+        new.config.digests = {}
+        regenerate(new)
+        if (paged := paging.active()) is not None:
+            paged.move(new)
+        copy_quantizer(current, new)
+        return new
+
+    for number in sorted({*structural, *seeding, *redrawing, len(added)}):
+        if number and not on_meta:
+            added[number - 1] = _decided(added[number - 1], current, calibrator, has_alignment(settings))
         if number in structural:
             if not on_meta:  # which heads go, the weights tell
                 without_heads(settings, added[number - 1], current)
             without_layers(settings, added[number - 1], current)
-        if not on_meta:
-            from_scratch = number in structural and added[number - 1].from_scratch
-            if is_quantized(current):
-                take_packed(current, new, added[number - 1] if number in structural else None)
-            share_tensors(current, new, converted=not from_scratch)
-            new.tie_weights(recompute_mapping=False)
-            with seeded_draws(seed if from_scratch else None):
-                new.draw_fresh()  # what neither the model before nor `convert` fills
-            if number in structural:
-                with no_draws(), releasing(current, new, used_up=current is not model or not copy):
-                    if calibrator is None:
-                        added[number - 1].convert(current, new)
-                    else:
-                        calibrator.convert(added[number - 1], current, new)
-                new.tie_weights(recompute_mapping=False)  # `convert` may have put new modules in
-            if number in structural | redrawing:
-                _prepare(added[number - 1], new)
-            new.apply_freeze()  # `convert` may have put modules in, which are trainable
-            new.config.digests = {}
-            regenerate(new)
-            if (paged := paging.active()) is not None:
-                paged.move(new)
-            copy_quantizer(current, new)
+        compared = calibrator is not None and number in structural and calibrator.compares(added[number - 1])
+        used_up = (current is not model or not copy) and not compared
+        new = built(number, calibrated=True, used_up=used_up)
+        if calibrator is not None and compared:
+            new = calibrator.better(added[number - 1], model, new, built(number, calibrated=False, used_up=False))
         current = new
     copy_runtime(model, current)
     if settings is not None:

@@ -17,8 +17,8 @@ _HELD_OUT = 8  # one of so many batches
 
 @dataclass(frozen=True)
 class Samples:
-    """`batches`: for a forward, without labels but where a decoder reads them. `held_out`: further ones, on which what was made of
-    the others is compared. `texts`, `tokens`: their number in `batches`."""
+    """`batches`: for a forward, without labels but where a decoder reads them. `held_out`: further ones, to compare what was made
+    with the others. `texts`, `tokens`: their number in `batches`."""
 
     batches: list[dict[str, Any]]
     held_out: list[dict[str, Any]] = field(default_factory=list)
@@ -45,8 +45,8 @@ def samples_of(model: Any, calibration: Any, tokenizer: Any = None) -> Samples:
 
     `calibration`: texts, for which `tokenizer` is needed; each may be a pair: of sentences, or for sequence-to-sequence models of
     source and target. Without a target the decoder reads the model's own greedy output. Or a chat, a list of messages as dicts,
-    for the tokenizer's template. Or an iterable of batches, dicts of tensors for the forward. Or "samples": what a causal language
-    model itself writes. Texts are cut at `MOST_TOKENS` tokens.
+    for the tokenizer's template. Or an iterable of batches, dicts of tensors for the forward. Or "samples": what a causal
+    language model itself writes. Texts are cut at `MOST_TOKENS` tokens.
 
     Raises ValueError for no texts, texts without a tokenizer, a tokenizer with more ids than the model, and other types.
     """

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from hf_freeze.experiments.tasks.items import bleu_items
-from hf_freeze.experiments.tasks.sequence_classification import columns_of
+from hf_freeze.experiments.tasks.labelled import columns_of
 from hf_freeze.io import whole_folder
 from hf_freeze.model.loading import load_tokenizer
 from hf_freeze.publish.export.convert import export_model

@@ -17,6 +17,7 @@ from hf_freeze.data import read_images
 from hf_freeze.experiments.tasks.base import Outcome, OwnTask, ProgressCallback, Trained
 from hf_freeze.experiments.tasks.data_forms import SPLITS
 from hf_freeze.experiments.tasks.perceptron import Perceptron, make_perceptron
+from hf_freeze.experiments.tasks.splits import held_out
 from hf_freeze.io import write_whole
 from hf_freeze.methods.registry import method_from_dict
 
@@ -53,13 +54,8 @@ def load_data(settings: dict[str, Any], sizes: list[int], device: torch.device) 
         if (highest := int(classes.max())) >= sizes[-1]:
             raise ValueError(f"{files[1]}: class {highest}, but backbone.sizes={sizes} ends with {sizes[-1]} classes")
         splits[name] = Images(torch.tensor(pixels.reshape(-1, inputs)), torch.tensor(classes, dtype=torch.int64))
-    if holdout := settings.get("holdout"):
-        size = len(splits["train"].classes)
-        if size <= holdout:
-            raise ValueError(f"data.holdout={holdout} leaves nothing to train on: the training split has {size} items")
-        order = np.random.default_rng(0).permutation(size)
-        splits["dev"] = splits["train"].select(np.sort(order[:holdout]))
-        splits["train"] = splits["train"].select(np.sort(order[holdout:]))
+    train = splits["train"]
+    splits |= {name: train.select(which) for name, which in held_out(len(train.classes), settings).items()}
     limit = settings.get("limit")
     return {name: Images(*(tensor[:limit].to(device) for tensor in split)) for name, split in splits.items()}
 

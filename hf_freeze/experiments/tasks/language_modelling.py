@@ -1,5 +1,6 @@
 """Language modelling: running text in blocks, scored by perplexity."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +10,21 @@ from hf_freeze import data as hf_data
 from hf_freeze.data import Progress
 from hf_freeze.experiments.tasks.base import Outcome, Task, scored
 from hf_freeze.experiments.tasks.data_forms import data_form
-from hf_freeze.experiments.tasks.splits import read_splits, take
+from hf_freeze.experiments.tasks.splits import read_splits, reader, take
 
 
 def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
     """Splits train, dev and test with the column `text`, as the recipe's `data` section says. The built-in text is the target
     side of the built-in translations."""
-    form = data_form(settings)
-    if form == "builtin":
+    if data_form(settings) == "builtin":
         corpus = hf_data.builtin_corpus(**settings["builtin"])
-        return take({str(name): _texts(split["target"]) for name, split in corpus.items()}, settings)
-    if form == "hub":
-        column = {"column": settings.get("column", "text"), "name": settings.get("name")}
-        return read_splits(settings, lambda split: hf_data.load_hub_text(settings["hub"], split, **column))
-    root = Path(settings.get("root", "."))
-    options = {"unit": settings.get("unit", "lines"), "column": settings.get("column", "text")}
-    return read_splits(settings, lambda files: hf_data.read_text([root / file for file in files], **options))
-
-
-def _texts(texts: Any) -> datasets.Dataset:
-    return datasets.Dataset.from_dict({"text": list(texts)})
+        return take(
+            {name: split.select_columns("target").rename_column("target", "text") for name, split in corpus.items()},
+            settings,
+        )
+    column = settings.get("column", "text")
+    files = partial(hf_data.read_text, unit=settings.get("unit", "lines"), column=column)
+    return read_splits(settings, reader(settings, files, partial(hf_data.load_hub_text, column=column)))
 
 
 def _encode(split: datasets.Dataset, tokenizer: Any, run: dict[str, Any], progress: Progress | None = None) -> Any:

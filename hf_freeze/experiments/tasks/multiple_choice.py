@@ -1,6 +1,7 @@
 """Questions with several answers to choose from, on a text; scored by accuracy (RACE)."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,9 @@ from transformers import DataCollatorForMultipleChoice
 
 from hf_freeze import data as hf_data
 from hf_freeze.data import Progress
-from hf_freeze.data.race import LETTERS
+from hf_freeze.data.questions import LETTERS
 from hf_freeze.experiments.tasks.base import Outcome, Task, scored
-from hf_freeze.experiments.tasks.data_forms import data_form
-from hf_freeze.experiments.tasks.splits import read_splits
+from hf_freeze.experiments.tasks.splits import read_splits, reader
 from hf_freeze.training import ClassificationTrainer
 
 _COLUMNS = ["article", "question", "options"]
@@ -33,14 +33,8 @@ def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
 
     Raises ValueError for an answer that is none of the options, and for questions with different numbers of them.
     """
-    root, hub = Path(settings.get("root", ".")), settings.get("hub", "")
-
-    def read(named: Any) -> datasets.Dataset:
-        if data_form(settings) == "hub":
-            return hf_data.load_hub_labelled(hub, named, _COLUMNS, "answer", settings.get("name"))
-        return hf_data.read_race([root / folder for folder in named])
-
-    splits = read_splits(settings, read)
+    hub = partial(hf_data.load_hub_labelled, text=_COLUMNS, label="answer")
+    splits = read_splits(settings, reader(settings, hf_data.read_race, hub))
     count = len(splits["train"][0]["options"])
     return {name: _checked(name, split, count) for name, split in splits.items()}
 

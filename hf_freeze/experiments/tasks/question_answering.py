@@ -15,8 +15,7 @@ import torch
 from hf_freeze import data as hf_data
 from hf_freeze.data import Progress
 from hf_freeze.experiments.tasks.base import Outcome, Task
-from hf_freeze.experiments.tasks.data_forms import data_form
-from hf_freeze.experiments.tasks.splits import read_splits
+from hf_freeze.experiments.tasks.splits import read_splits, reader
 from hf_freeze.io import write_whole
 from hf_freeze.training.loss import span_loss
 from hf_freeze.training.question_answering import SpanTrainer
@@ -26,11 +25,7 @@ WINDOW = 384  # tokens of question and text together, unless training.block_size
 
 def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
     """Splits train, dev and test with the columns of `read_squad`."""
-    if data_form(settings) == "hub":
-        hub, name = settings["hub"], settings.get("name")
-        return read_splits(settings, lambda split: hf_data.load_hub_questions(hub, split, name))
-    root = Path(settings.get("root", "."))
-    return read_splits(settings, lambda files: hf_data.read_squad([root / file for file in files]))
+    return read_splits(settings, reader(settings, hf_data.read_squad, hf_data.load_hub_questions))
 
 
 def encode(

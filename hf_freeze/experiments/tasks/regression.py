@@ -6,11 +6,9 @@ from typing import Any
 import datasets
 import numpy as np
 from scipy.stats import spearmanr
-from transformers import DataCollatorWithPadding
 
-from hf_freeze import data as hf_data
-from hf_freeze.experiments.tasks.base import Outcome, Task, scored
-from hf_freeze.experiments.tasks.labelled import columns_of, encode, labelled_reader
+from hf_freeze.experiments.tasks.base import Outcome, scored
+from hf_freeze.experiments.tasks.labelled import labelled_reader, task_of_labelled
 from hf_freeze.experiments.tasks.splits import read_splits
 from hf_freeze.training import RegressionTrainer
 from hf_freeze.training.loss import squared_loss
@@ -47,15 +45,10 @@ def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split
     return Outcome(metrics=metrics, items=items[:, 1:])
 
 
-TASK = Task(
-    head="sequence-classification",
-    tokenizer="wordpiece",
+TASK = task_of_labelled(
     load=load_data,
-    texts=lambda split: hf_data.Texts(split, columns_of(split)),
-    encode=encode,
     test=_test,
     trainer=RegressionTrainer,
-    collator=lambda tokenizer, model: DataCollatorWithPadding(tokenizer),
     config=lambda split: {"num_labels": 1, "problem_type": "regression"},
     loss=lambda training, model: squared_loss,
 )

@@ -133,6 +133,24 @@ def _in_percent(
     )
 
 
+def _perplexity(name: str, more: Columns, **units: float) -> TaskScoring:
+    """`more`: columns between the perplexities on the test and on the dev split."""
+    return TaskScoring(
+        name,
+        {
+            "test_perplexity": ("test ppl", ("metrics", "test_perplexity"), ".2f"),
+            **more,
+            "perplexity": ("dev ppl", ("metrics", "dev_perplexity"), ".2f"),
+        },
+        higher=False,
+        score=log_perplexity,
+        item="blocks of text",
+        scale=math.log,
+        margin=math.log(1.02),
+        units=_UNITS | units,
+    )
+
+
 SCORING = {
     "translation": TaskScoring(
         "BLEU",
@@ -146,31 +164,11 @@ SCORING = {
         item="sentences",
         scale=float,
     ),
-    "language-modelling": TaskScoring(
-        "test perplexity",
-        {
-            "test_perplexity": ("test ppl", ("metrics", "test_perplexity"), ".2f"),
-            "perplexity": ("dev ppl", ("metrics", "dev_perplexity"), ".2f"),
-        },
-        higher=False,
-        score=log_perplexity,
-        item="blocks of text",
-        scale=math.log,
-        margin=math.log(1.02),
-    ),
-    "masked-lm": TaskScoring(
+    "language-modelling": _perplexity("test perplexity", {}),
+    "masked-lm": _perplexity(
         "test perplexity of masked tokens",
-        {
-            "test_perplexity": ("test ppl", ("metrics", "test_perplexity"), ".2f"),
-            "accuracy": ("masked acc %", ("metrics", "test_accuracy"), ".1f"),
-            "perplexity": ("dev ppl", ("metrics", "dev_perplexity"), ".2f"),
-        },
-        higher=False,
-        score=log_perplexity,
-        item="blocks of text",
-        scale=math.log,
-        margin=math.log(1.02),
-        units=_UNITS | {"accuracy": 100},
+        {"accuracy": ("masked acc %", ("metrics", "test_accuracy"), ".1f")},
+        accuracy=100,
     ),
     "sequence-classification": TaskScoring(
         "accuracy",

@@ -7,12 +7,11 @@ from typing import Any
 
 import datasets
 import numpy as np
-from transformers import DataCollatorWithPadding
 
 from hf_freeze import data as hf_data
-from hf_freeze.experiments.tasks.base import Outcome, Task, scored
+from hf_freeze.experiments.tasks.base import Outcome, scored
 from hf_freeze.experiments.tasks.data_forms import SPLITS, data_form
-from hf_freeze.experiments.tasks.labelled import columns_of, encode, labelled_reader, place_of_label
+from hf_freeze.experiments.tasks.labelled import encode, labelled_reader, refuse_label, task_of_labelled
 from hf_freeze.experiments.tasks.splits import take
 from hf_freeze.training import ClassificationTrainer
 
@@ -56,8 +55,8 @@ def _classes(files: dict[str, datasets.Dataset], settings: dict[str, Any]) -> di
     names = sorted(labels, key=int if all(map(_WHOLE.fullmatch, labels)) else None)
     for name, found in used.items():
         if unknown := sorted(label for label in found if spelled(label) not in labels):
-            where = place_of_label(settings, name, unknown[0])
-            raise ValueError(f"{where}the {name} split has label {unknown[0]!r}; the training split has {names}")
+            message = f"the {name} split has label {unknown[0]!r}; the training split has {names}"
+            refuse_label(settings, name, unknown[0], message)
     number = {name: i for i, name in enumerate(names)}
     numbered = {}
     for name, split in files.items():
@@ -96,14 +95,4 @@ def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split
     return Outcome(metrics=metrics, items=np.column_stack([added, encoded["labels"]]).astype(np.int64))
 
 
-TASK = Task(
-    head="sequence-classification",
-    tokenizer="wordpiece",
-    load=load_data,
-    texts=lambda split: hf_data.Texts(split, columns_of(split)),
-    encode=encode,
-    test=_test,
-    trainer=ClassificationTrainer,
-    collator=lambda tokenizer, model: DataCollatorWithPadding(tokenizer),
-    config=_labels,
-)
+TASK = task_of_labelled(load=load_data, test=_test, trainer=ClassificationTrainer, config=_labels)

@@ -1,5 +1,6 @@
 """Named entities: a tag for each word, scored by F1 of whole entities."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ from hf_freeze import data as hf_data
 from hf_freeze.data import Progress
 from hf_freeze.data.conll import check_tags
 from hf_freeze.experiments.tasks.base import Outcome, Task
-from hf_freeze.experiments.tasks.data_forms import data_form
-from hf_freeze.experiments.tasks.splits import read_splits
+from hf_freeze.experiments.tasks.splits import read_splits, reader
 from hf_freeze.training.token_classification import EntityTrainer
 
 
@@ -22,19 +22,16 @@ def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
 
     Raises ValueError for tags that name no entities.
     """
-    root, hub = Path(settings.get("root", ".")), settings.get("hub", "")
     tokens, tags = settings.get("column", "tokens"), settings.get("label", "ner_tags")
 
-    def read(named: Any) -> datasets.Dataset:
-        if data_form(settings) == "files":
-            return hf_data.read_conll([root / file for file in named], tokens, tags)
-        split = hf_data.load_hub_labelled(hub, named, [tokens], tags, settings.get("name"))
+    def of_hub(hub: str, named: str, name: str | None) -> datasets.Dataset:
+        split = hf_data.load_hub_labelled(hub, named, [tokens], tags, name)
         kind: Any = getattr(split.features[tags], "feature", None)
         rows = [list(map(kind.int2str, row)) if hasattr(kind, "names") else list(map(str, row)) for row in split[tags]]
-        check_tags((tag for row in rows for tag in row), f"{hub} ({named}), column {tags!r}")
+        check_tags((tag for row in rows for tag in row), f"{hub} ({named}), column {tags!r}: ")
         return datasets.Dataset.from_dict({"tokens": split[tokens], "tags": rows})
 
-    splits = read_splits(settings, read)
+    splits = read_splits(settings, reader(settings, partial(hf_data.read_conll, tokens=tokens, tags=tags), of_hub))
     names = sorted({tag for split in splits.values() for row in split["tags"] for tag in row})
     number = {name: i for i, name in enumerate(names)}
     features = datasets.Features(

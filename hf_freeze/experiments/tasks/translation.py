@@ -1,5 +1,6 @@
 """Translation: parallel text, scored by BLEU and chrF."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hf_freeze.data import Progress
 from hf_freeze.experiments.tasks.base import Outcome, Task
 from hf_freeze.experiments.tasks.data_forms import data_form
 from hf_freeze.experiments.tasks.items import bleu_items
-from hf_freeze.experiments.tasks.splits import read_splits, take
+from hf_freeze.experiments.tasks.splits import read_splits, reader, take
 from hf_freeze.io import write_whole
 from hf_freeze.metrics import load as load_metric
 from hf_freeze.training.decoding import teacher_translations, translate
@@ -19,16 +20,11 @@ from hf_freeze.training.precision import AUTO, uses_bf16
 
 def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
     """Splits train, dev and test with columns `source` and `target`, as the recipe's `data` section says."""
-    form = data_form(settings)
-    if form == "builtin":
-        corpus = hf_data.builtin_corpus(**settings["builtin"])
-        return take({str(name): split for name, split in corpus.items()}, settings)
-    if form == "hub":
-        columns = {"source": settings["source"], "target": settings["target"], "name": settings.get("name")}
-        return read_splits(settings, lambda split: hf_data.load_hub_parallel(settings["hub"], split, **columns))
-    root = Path(settings.get("root", "."))
-    columns = {side: settings[side] for side in ("source", "target") if side in settings}
-    return read_splits(settings, lambda files: hf_data.read_pairs([root / file for file in files], **columns))
+    if data_form(settings) == "builtin":
+        return take(hf_data.builtin_corpus(**settings["builtin"]), settings)
+    sides = {side: settings[side] for side in ("source", "target") if side in settings}
+    read = reader(settings, partial(hf_data.read_pairs, **sides), partial(hf_data.load_hub_parallel, **sides))
+    return read_splits(settings, read)
 
 
 def encode(
