@@ -78,6 +78,10 @@ class MagnitudePruning(SparseMethod):
         gradual = self.finalizable and (self.begin, self.end) != (None, None)
         return (_RisingSparsity(self),) if gradual else ()
 
+    @property
+    def needs_calibration(self) -> bool:
+        return self.criterion != "magnitude"
+
     def training_module(self, linear: Any) -> nn.Module:
         return Masked.from_linear(linear)
 
@@ -140,18 +144,11 @@ class MagnitudePruning(SparseMethod):
 
     def prepare(self, model: Model, architecture: Architecture) -> None:
         super().prepare(model, architecture)
-        if self.parts:
-            return
-        if self.criterion == "magnitude":
+        if not self.parts and not self.needs_calibration:
             self.prune(model, architecture, self.sparsity)
-        elif not any(module.zeros() for _, module in self.modules(model, architecture)):
-            raise ValueError(
-                f"MagnitudePruning(criterion={self.criterion!r}): a calibration chooses the weights: give make_variant trained "
-                "weights and calibration=, or leave criterion out"
-            )
 
     def finalize(self, model: Model, architecture: Architecture) -> "MagnitudePruning":
-        if self.criterion == "magnitude":
+        if not self.needs_calibration:
             self.prune(model, architecture, self.sparsity)
         return super().finalize(model, architecture)
 

@@ -155,9 +155,8 @@ class CalibrationPass:
         curvature: bool = False,
     ) -> Iterator[dict[str, Moments | None]]:
         self._at = None
-        if (
-            curvature and paging.active() is None and not set(names) <= self._curvatures.keys()
-        ):  # which goes back through all layers
+        known = set(names) <= self._curvatures.keys()
+        if curvature and not known and paging.active() is None:  # which goes back through all layers
             modules = {name: self._old.base_model.get_submodule(name) for name in names}
             self._curvatures = curvatures(self._old, self._batches, modules)
         self._whole = any(self._architecture.layer_of(f"{name}.") is None for name in names)
@@ -452,7 +451,8 @@ class Calibrator:
 
     def compares(self, method: Method) -> bool:
         """Whether the method's plain form is made, too, to keep the better one: where there are texts for it, and memory."""
-        return method.calibrates and bool(self.samples.held_out) and paging.active() is None
+        has_both = method.calibrates and not method.needs_calibration
+        return has_both and bool(self.samples.held_out) and paging.active() is None
 
     def better(self, method: Method, original: Any, calibrated: Any, plain: Any) -> Any:
         """That of two variants whose outputs are nearer those of the `original` on the texts that are held out."""

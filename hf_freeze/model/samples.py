@@ -26,18 +26,14 @@ class Samples:
     tokens: int = 0
 
     def renumbered(self, kept: Sequence[int]) -> "Samples":
-        """For a model that has kept these tokens and renumbered them: the rows that have no others.
-
-        Raises ValueError if no row is left."""
+        """For a model that has kept these tokens and renumbered them: the rows that have no others; none are held out, because
+        the original model has other numbers. Raises ValueError if no row is left."""
         numbers = torch.full((max(kept) + 2,), -1)
         numbers[list(kept)] = torch.arange(len(kept))
-        used, held_out = (
-            [each for batch in batches if (each := _renumbered(batch, numbers))]
-            for batches in (self.batches, self.held_out)
-        )
-        if not used:
+        batches = [each for batch in self.batches if (each := _renumbered(batch, numbers))]
+        if not batches:
             raise ValueError(f"each text of calibration has a token that is not among the {len(kept)} kept ones")
-        return Samples(used, held_out, sum(map(_rows_of, used)), sum(map(count_tokens, used)))
+        return Samples(batches, [], sum(map(_rows_of, batches)), sum(map(count_tokens, batches)))
 
 
 def samples_of(model: Any, calibration: Any, tokenizer: Any = None) -> Samples:
