@@ -35,8 +35,8 @@ class FactorizedEmbedding(Method):
     matrix; training never computes the product. An untied output matrix (Llama without tied embeddings) gets factors of its
     own. If the backbone scales embeddings, as Marian does by sqrt(H), it scales the projected ones. If source and target share
     one table, they share its projection. Otherwise each has its own table and projection; `share` gives them one table with two
-    projections. From trained weights: the nearest matrix of this rank, by singular value decomposition. Fresh: the variance of
-    the dense table.
+    projections. From trained weights: the nearest matrix of this rank, by singular value decomposition; with a calibration,
+    nearest for the tokens of the texts, and for the logits that a tied output computes. Fresh: the variance of the dense table.
 
     BERT: ALBERT's structure. The tables of tokens, positions and types and the norm of their sum have size E, and a linear with
     a bias follows from E to H. A masked-language-model head goes back to E before its activation, norm and (tied) output matrix.

@@ -1,16 +1,19 @@
 """Remove whole layers (Sajjad et al., 2020, https://arxiv.org/abs/2004.03844)."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, changes_of_layers, check_layers_type, with_layers
+from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.methods._checks import check_one_given, check_share
 from hf_freeze.methods._spacing import evenly_spaced
 from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
+from hf_freeze.solvers.moments import best_dense
 
 
 @register_method("layer_selection", example={"share": 0.5}, shrinks=True)
@@ -29,6 +32,7 @@ class LayerSelection(Method):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"layers"})
+    calibrates: ClassVar[bool] = True
     renumbers: ClassVar[str | None] = "layers"
     keep: dict[str, list[int]] | None = None
     share: float | None = None
@@ -50,7 +54,7 @@ class LayerSelection(Method):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (Selection(self.origins),)
+        return (Selection(self.origins, self.decided, by_statistics=True),)
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.keep, config)
@@ -104,3 +108,50 @@ class LayerSelection(Method):
                 source = old.base_model.get_submodule(description.layers.format(old_number))
                 moved = {name: first[name] for name in description.unread} if number == 0 else {}
                 surgery.take_values(source, new.base_model.get_submodule(description.layers.format(number)), moved)
+            if statistics is not None:
+                self._bridge_gaps(old, new, stack, numbers, statistics)
+
+    def _bridge_gaps(self, old: Any, new: Any, stack: str, numbers: list[int], statistics: Statistics) -> None:
+        """Refit the last linear before each gap so that its layer ends where the last of the removed layers did (ReplaceMe,
+        Shopkhoev et al., 2025, https://arxiv.org/abs/2505.02819)."""
+        layers, ffns = new.architecture.stacks[stack].layers, architecture_for(old).ffns(old.config)
+        depth = architecture_for(old).depths(old.config)[stack]
+        for number, (first, following) in enumerate(zip(numbers, [*numbers[1:], depth], strict=True)):
+            blocks = [linears for block, linears in ffns.items() if block.startswith(f"{stack}.{first}.")]
+            if (
+                following == first + 1
+                or not blocks
+                or not surgery.is_dense(old.base_model.get_submodule(blocks[-1][-1]))
+            ):
+                continue
+            names = [layers.format(layer) for layer in (first, following - 1, number)]
+            found = statistics.across(blocks[-1][-1], *names[:2])
+            if found is None:
+                continue
+            moments, norms = found
+            linear = new.base_model.get_submodule(blocks[-1][-1].replace(names[0], names[2], 1))
+            weight, bias = surgery.effective_weight(linear), linear.bias
+            fitted, fitted_bias = best_dense(weight, bias, moments)
+            surgery.set_linear(linear, fitted, fitted_bias)
+            if norms is not None:
+                own = new.base_model.get_submodule(norms[0].replace(names[0], names[2], 1))
+                own.load_state_dict(old.base_model.get_submodule(norms[1]).state_dict())
+
+    def decided(self, old: Any, architecture: Architecture, statistics: Statistics | None) -> "LayerSelection":
+        """With statistics, `share` removes the layer whose loss changes the predictions least, one after another."""
+        if self.keep is not None or statistics is None:
+            return self
+        kept = {stack: list(range(depth)) for stack, depth in architecture.depths(old.config).items()}
+        counts = {stack: len(numbers) for stack, numbers in self.layers_kept(architecture, old.config).items()}
+        while shorter := [stack for stack, numbers in kept.items() if len(numbers) > counts[stack]]:
+            found = {}
+            for stack in shorter:
+                for layer in kept[stack]:
+                    fewer = kept | {stack: [other for other in kept[stack] if other != layer]}
+                    with contextlib.suppress(ValueError):  # a layer that must stay
+                        found[stack, layer] = statistics.distance(LayerSelection(keep=fewer))
+            if not found:
+                return self
+            stack, layer = min(found, key=lambda place: found[place])
+            kept[stack].remove(layer)
+        return LayerSelection(keep=kept)

@@ -1,4 +1,6 @@
-"""Set the smallest weights to zero, at once or little by little (Zhu & Gupta, 2017, https://arxiv.org/abs/1710.01878)."""
+"""Set the smallest weights to zero, at once or little by little (Zhu & Gupta, 2017, https://arxiv.org/abs/1710.01878), or those
+that the outputs need least (Frantar & Alistarh, 2023, "SparseGPT", https://arxiv.org/abs/2301.00774).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +52,14 @@ class MagnitudePruning(SparseMethod):
     rise needs `VariantCallback` or `model.advance`. `finalize()` prunes to the full sparsity and stores the remaining weights
     in a sparse format.
 
-    Raises ValueError for a sparsity outside [0, 1), an unknown scope, component or layer, a begin or end outside 0..1 or in the
+    With a calibration, the weights that stay and the bias are refitted to the outputs of each linear on what it sees, and
+    `criterion` says how they are chosen. `"magnitude"`: as without. `"wanda"`: in each row, those with the largest |w| √(mean x²)
+    of their input x (Sun et al., 2023, https://arxiv.org/abs/2306.11695). `"obs"`: in rounds, those go that change the
+    predictions least, and the others are refitted (`hf_freeze.solvers.sparse.gradual`); `scope="global"` also chooses the share of
+    each linear, `"layer"` gives the same share to all.
+
+    Raises ValueError for a sparsity outside [0, 1), an unknown scope or criterion, a criterion other than `"magnitude"` without a
+    calibration or in training, an unknown component or layer, a begin or end outside 0..1 or in the
     wrong order, or a linear that another method has changed.
     """
 

@@ -60,6 +60,16 @@ class Statistics(Protocol):
         """The moments of the hidden states that the old model's output matrix multiplies; None if it has no such matrix."""
         ...
 
+    def across(self, linear: str, first: str, last: str) -> tuple[Moments, tuple[str, str] | None] | None:
+        """For the last linear of layer `first` (names below the base model): the moments of its inputs, paired with the outputs
+        that it would need so that what leaves its layer is what leaves the later layer `last`. Where both layers end in a norm,
+        that is before it, and the names of both norms come with them. None where no token reaches the linear."""
+        ...
+
+    def distance(self, method: Any) -> float:
+        """How far the predictions are from the old model's if `method` changes it, without a calibration."""
+        ...
+
     def record(self, name: str, plain: float, calibrated: float) -> None:
         """Report the relative error of a linear's outputs: as the method cuts without statistics, and with them."""
         ...
@@ -186,11 +196,12 @@ class Selection(Part):
     first positions here, because fresh weights all have the same distribution.
     `decided(old, architecture, statistics)`: the same method with positions instead of a choice by value, so that the config
     defines the slice of a seeded tensor; None if the method always names positions. `must_decide(architecture, config)`: whether it needs
-    that for every backbone of this architecture.
+    that for every backbone of this architecture; `by_statistics`: whenever there is a calibration.
     """
 
     origins: Callable[[Model, Architecture], dict[str, Origin]]
     decided: Callable[[Any, Architecture, Statistics | None], Any] | None = None
+    by_statistics: bool = False
     must_decide: Callable[[Architecture, Any], bool] = lambda architecture, config: False
 
 

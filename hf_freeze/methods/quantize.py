@@ -55,6 +55,10 @@ class Quantize(LinearMethod):
     `VariantCallback` or `model.advance`, as `begin` does. Integer products need no more than either kind: a step of a token can
     be taken out of the sums of its row, while steps of inputs, or a zero point, could not.
 
+    A calibration chooses the integers and steps of the linears of `weights` by GPTQ (Frantar et al., 2022,
+    https://arxiv.org/abs/2210.17323), so that their outputs change least on what they see, and corrects their biases; `scheme`,
+    tables and what is trained stay as without.
+
     `components`: the linears of `"attention"` and `"ffn"`, in `layers`, and `"embeddings"`: the token tables and the output
     matrix, tied or not. Position tables, norms, biases and the heads of other tasks stay unchanged. Fresh weights of a config are
     drawn as usual and then quantised. All other parameters train unless Freeze names them.

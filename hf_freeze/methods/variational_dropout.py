@@ -33,6 +33,8 @@ _MOST_THRESHOLD = 1e9  # exceeds any log α: at this threshold all weights remai
 class VariationalDropout(SparseMethod):
     """Train every weight as θ + σ ε and drop weights with log α = log σ²/θ² of at least `threshold` (3: the noise has a
     variance of 20 times the squared weight). θ starts at the weight, σ at exp(`log_sigma`).
+    With a calibration, this is the geometric mean of all σ, and all weights start with noise that changes the predictions alike:
+    those that matter more with less.
 
     Training adds β · λ · Σ KL to the mean loss per label. λ is `kl_weight` / `training_size`, where `training_size` is the
     number of labels of one epoch (target tokens, or examples of a classifier) and a `kl_weight` of 1 is the bound of the paper;

@@ -34,6 +34,7 @@ from hf_freeze.model.weights import regenerate
 from hf_freeze.progress import track
 from hf_freeze.solvers.moments import Moments, working_dtype
 
+_FEW = 8  # batches that compare many candidates
 _SAME = 1e-3  # relative difference of states up to which a stream is what the model itself computes
 
 Batch = Mapping[str, Any]
@@ -112,8 +113,11 @@ class _Sums:
 class CalibrationPass:
     """The statistics of one method's conversion of `old` to `new` on `batches` (`hf_freeze.methods.parts.Statistics`)."""
 
-    def __init__(self, old: Any, new: Any, batches: Sequence[Batch], report: Report) -> None:
+    def __init__(
+        self, old: Any, new: Any, batches: Sequence[Batch], report: Report, make: Callable[[Any, Method], Any]
+    ) -> None:
         self.report = report
+        self._make = make
         self._old, self._new = old, new
         self._batches = [on_device(old, batch) for batch in batches]
         self._architecture = architecture_for(old)
@@ -224,6 +228,27 @@ class CalibrationPass:
             x = _seen({"": output}, False, lambda batch=batch: self._old(**batch))[""]
             sums.add(_selected(x, self._rows("", None, batch, x)), None)
         return sums.moments()
+
+    def across(self, linear: str, first: str, last: str) -> tuple[Moments, tuple[str, str] | None] | None:
+        sums, norms = _Sums(), None
+        layers = [self._old.base_model.get_submodule(name) for name in (first, last)]
+        for batch in self._batches:
+            with _ends_of(layers) as ends:
+                seen = _seen_both(self._old.base_model.get_submodule(linear), lambda: self._old(**batch))  # noqa: B023
+            if seen is None:
+                continue
+            x, y = seen
+            both = all(end.norm is not None for end in ends)
+            if both:
+                norms = (f"{first}.{ends[0].norm}", f"{last}.{ends[1].norm}")
+            (own, wanted) = (end.before if both else end.output for end in ends)
+            rows = self._rows(linear, self._architecture.layer_of(f"{linear}."), batch, x)
+            sums.add(_selected(x, rows), _selected(y + wanted - own, rows))
+        moments = sums.moments()
+        return None if moments is None else (moments, norms)
+
+    def distance(self, method: Method) -> float:
+        return fidelity_on(self._old, self._make(self._old, method), self._batches[:_FEW]).distance
 
     def record(self, name: str, plain: float, calibrated: float) -> None:
         self.report.errors[name] = (plain, calibrated)
@@ -397,6 +422,54 @@ def _seen(modules: Mapping[str, nn.Module], outputs: bool, run: Callable[[], Any
     return seen
 
 
+@dataclass
+class _End:
+    """How a layer ends: its `output` (B, T, H); if that is what a norm in it gives, the name of the norm and what comes `before`."""
+
+    output: Any = None
+    norm: str | None = None
+    before: Any = None
+
+
+@contextmanager
+def _ends_of(layers: Sequence[nn.Module]) -> Iterator[list[_End]]:
+    """The ends of these layers, filled in by a forward inside."""
+    ends = [_End() for _ in layers]
+    last: dict[int, tuple[str, Tensor, Any]] = {}
+
+    def after_part(number: int, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if args and torch.is_tensor(args[0]):
+            last[number] = (name, args[0], output)
+
+    def after_layer(number: int, module: nn.Module, args: Any, output: Any) -> None:
+        ends[number].output = output if torch.is_tensor(output) else output[0]
+        if number in last and last[number][2] is ends[number].output:
+            ends[number].norm, ends[number].before, _ = last[number]
+
+    handles = []
+    for number, layer in enumerate(layers):
+        for name, part in layer.named_modules():
+            if name and {parameter.dim() for parameter in part.parameters()} == {1}:  # a norm
+                handles.append(part.register_forward_hook(functools.partial(after_part, number, name)))
+        handles.append(layer.register_forward_hook(functools.partial(after_layer, number)))
+    try:
+        yield ends
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _seen_both(linear: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, Tensor] | None:
+    """(input, output) of the linear in a run, which goes on to its end; None if it does not run."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    handle = linear.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+    try:
+        run()
+    finally:
+        handle.remove()
+    return seen[0] if seen else None
+
+
 def _calls(model: Any, batch: Batch, layers: Sequence[nn.Module]) -> list[list[tuple[Tensor, _Call]]]:
     """For each of the layers, (states, call) of its calls in a forward of the model, which ends after the last of them."""
     caught: list[list[tuple[Tensor, _Call]]] = [[] for _ in layers]
@@ -428,13 +501,15 @@ def _calls(model: Any, batch: Batch, layers: Sequence[nn.Module]) -> list[list[t
 class Calibrator:
     """Gives the methods of one `make_variant` their statistics, each of the model as it is by then."""
 
-    def __init__(self, model: Any, calibration: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, calibration: Any, tokenizer: Any, make: Callable[[Any, Method], Any]) -> None:
+        """`make(model, method)`: the variant without a calibration."""
+        self._make = make
         self.samples = samples_of(model, calibration, tokenizer)
         self.report = Report(self.samples.texts, self.samples.tokens)
 
     @contextmanager
     def statistics(self, old: Any, new: Any) -> Iterator[CalibrationPass]:
-        with CalibrationPass(old, new, self.samples.batches, self.report).running() as statistics:
+        with CalibrationPass(old, new, self.samples.batches, self.report, self._make).running() as statistics:
             yield statistics
 
     def convert(self, method: Method, old: Any, new: Any) -> None:

@@ -173,7 +173,7 @@ def _from_model(
     variant_class = _variant_class(type(model))
     added = list(added)
     on_meta = model.device.type == "meta"
-    calibrator = None if calibration[0] is None or on_meta else Calibrator(model, *calibration)
+    calibrator = None if calibration[0] is None or on_meta else Calibrator(model, *calibration, make=_plain)
     structural = {number for number, method in enumerate(added, 1) if method.structural}
     # Later methods may select by seeded values, so these are drawn when their method has its turn.
     seeding = {number for number, method in enumerate(added, 1) if method.part(SeededValues)}
@@ -240,6 +240,10 @@ def _from_model(
     return current
 
 
+def _plain(model: Any, method: Method) -> Any:
+    return _from_model(model, [method], copy=True, seed=0)
+
+
 def _native_class(config: Any, task: Any) -> type[PreTrainedModel]:
     architecture = architecture_of(
         config
@@ -283,7 +287,7 @@ def _decided(method: Method, old: Any, calibrator: Calibrator | None, aligned: b
         return method
     architecture = architecture_for(old)
     calibrated = calibrator is not None and method.calibrates
-    if selection.must_decide(architecture, old.config) or (calibrated and aligned):
+    if selection.must_decide(architecture, old.config) or (calibrated and (aligned or selection.by_statistics)):
         if calibrator is None or not calibrated:
             return selection.decided(old, architecture, None)
         with calibrator.statistics(old, old) as statistics:
