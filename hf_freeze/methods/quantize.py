@@ -246,6 +246,20 @@ class Quantize(LinearMethod):
     @torch.no_grad()
     def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         architecture = new.architecture
+        # The tables first: with statistics, the new model runs.
+        factors = (QuantizedLowRankEmbedding, QuantizedLowRankOutput, LowRankEmbedding, LowRankOutput)
+        for name, module in self._tables(new, architecture).items():
+            weight = old.get_submodule(name).weight
+            if isinstance(module, factors):
+                weight, ratios = equal_columns(weight)
+                surgery.set_values(module.projection, old.get_submodule(name).projection * ratios[:, None])
+            if not self.train:
+                if f"{name}.packed" not in new.all_tied_weights_keys:
+                    cast(Any, module).fill(weight)
+                continue
+            if isinstance(module, factors):
+                surgery.set_values(module.weight, weight)
+            cast(Any, module).start()
         modules = dict(self.modules(new, architecture))
         if statistics is not None and (self.train or self.scheme is not None):
             setting = "train=True" if self.train else f"scheme={self.scheme!r}"
@@ -261,19 +275,6 @@ class Quantize(LinearMethod):
                     self._fill(module, linear)
                     self._round(module, linear, moment, name, statistics)
                 surgery.release(old, [name])
-        factors = (QuantizedLowRankEmbedding, QuantizedLowRankOutput, LowRankEmbedding, LowRankOutput)
-        for name, module in self._tables(new, architecture).items():
-            weight = old.get_submodule(name).weight
-            if isinstance(module, factors):
-                weight, ratios = equal_columns(weight)
-                surgery.set_values(module.projection, old.get_submodule(name).projection * ratios[:, None])
-            if not self.train:
-                if f"{name}.packed" not in new.all_tied_weights_keys:
-                    cast(Any, module).fill(weight)
-                continue
-            if isinstance(module, factors):
-                surgery.set_values(module.weight, weight)
-            cast(Any, module).start()
 
     def _fill(self, module: Any, linear: Any) -> None:
         """Give the layer that replaces `linear` its values, each rounded to the nearest."""

@@ -41,6 +41,7 @@ METHODS = {
     "int4": Quantize(**INT4),
     "int4 in groups": Quantize(**INT4, granularity="group-64"),
     "int8": Quantize(weights="int8"),
+    "int4 and tables": Quantize(weights="int4", components=["ffn", "attention", "embeddings"]),
     "table": FactorizedEmbedding(rank=10),
 }
 MODELS = {"gpt2": AutoModelForCausalLM, "marian": AutoModelForSeq2SeqLM, "llama": AutoModelForCausalLM}
@@ -218,7 +219,7 @@ def noisy(model):
 
 def test_lookups_count_real_tokens(model):
     batch = batches(model)[0]
-    statistics = CalibrationPass(model, model, [batch], Report())
+    statistics = CalibrationPass(model, model, [batch], Report(), lambda *_: None)
     with statistics.running():
         counts = statistics.lookups(list(token_tables(model, architecture_for(model))))
         output = statistics.output_moments()
