@@ -124,11 +124,11 @@ class MagnitudePruning(SparseMethod):
             new_weight, new_bias = gradual(weight, bias, moments, share)
             mask = new_weight != 0
         else:
-            largest = module.kept_entries().T if isinstance(module, Conv1D) else module.kept_entries()
-            mask = largest if self.criterion == "magnitude" else wanda(weight, moments, share)
+            mask = _of_weight(module, module.kept_entries())
+            mask = mask if self.criterion == "magnitude" else wanda(weight, moments, share)
             new_weight, new_bias = refit_mask(weight, bias, moments, mask, steps=_STEPS)
         surgery.set_linear(module, new_weight, new_bias)
-        module.keep(mask.T if isinstance(module, Conv1D) else mask)
+        module.keep(_of_weight(module, mask))
         statistics.record(name, before, loss(weight, new_weight, moments, bias, new_bias))
 
     def _allocated(self, old: Any, modules: dict[str, Any], statistics: Statistics) -> dict[str, float]:
@@ -164,6 +164,11 @@ class MagnitudePruning(SparseMethod):
     def prune(self, model: Model, architecture: Architecture, sparsity: float) -> None:
         """Mask the weights with the smallest magnitudes, so that the share `sparsity` of all is zero."""
         prune_smallest([module for _, module in self.modules(model, architecture)], sparsity, self.scope)
+
+
+def _of_weight(module: Any, entries: torch.Tensor) -> torch.Tensor:
+    """Between the layout of W (O, I) and that of the weight of a Masked, which may be Conv1D's, in both directions."""
+    return entries.T if isinstance(module, Conv1D) else entries
 
 
 def _interpolated(errors: Sequence[float], shares: Sequence[float], step: float) -> list[float]:

@@ -1,22 +1,19 @@
 """Sparse variational dropout (Molchanov et al., 2017, https://arxiv.org/abs/1701.05369)."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
-from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.variational import Variational
 from hf_freeze.methods._checks import check_number, check_positive, check_share
 from hf_freeze.methods._ramps import ramp
 from hf_freeze.methods._sparse import SparseMethod
-from hf_freeze.methods.base import Model, Statistics
+from hf_freeze.methods.base import Model
 from hf_freeze.methods.parts import Objective, Part, Schedule, Step
 from hf_freeze.methods.registry import register_method
-from hf_freeze.solvers.moments import RIDGE, Moments
 
 _MOST_LOG_SIGMA = 40  # keeps σ² finite and above 0 in float32, and so in bfloat16
 _MOST_KL = 1e9
@@ -33,8 +30,6 @@ _MOST_THRESHOLD = 1e9  # exceeds any log α: at this threshold all weights remai
 class VariationalDropout(SparseMethod):
     """Train every weight as θ + σ ε and drop weights with log α = log σ²/θ² of at least `threshold` (3: the noise has a
     variance of 20 times the squared weight). θ starts at the weight, σ at exp(`log_sigma`).
-    With a calibration, this is the geometric mean of all σ, and all weights start with noise that changes the predictions alike:
-    those that matter more with less.
 
     Training adds β · λ · Σ KL to the mean loss per label. λ is `kl_weight` / `training_size`, where `training_size` is the
     number of labels of one epoch (target tokens, or examples of a classifier) and a `kl_weight` of 1 is the bound of the paper;
@@ -48,7 +43,6 @@ class VariationalDropout(SparseMethod):
     log_sigma outside ±40, an unknown component or layer, or a linear that another method has changed.
     """
 
-    calibrates: ClassVar[bool] = True
     training_size: int | None = None
     threshold: float = 3.0
     log_sigma: float = -5.0
@@ -78,34 +72,8 @@ class VariationalDropout(SparseMethod):
             return ()
         return (_Divergence(self), _WarmUp(self)) if self.warmup > 0 else (_Divergence(self),)
 
-    @torch.no_grad()
-    def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
-        if statistics is None or not self.finalizable:
-            return
-        modules, harms = dict(self.modules(new, new.architecture)), {}
-        for moments in statistics.walk(list(modules), curvature=True):
-            harms |= {
-                name: _log_harm(moment, modules[name].weight.numel() // len(moment.mean))
-                for name, moment in moments.items()
-                if moment is not None
-            }
-        if harms:
-            middle = torch.cat([harm.flatten() for harm in harms.values()]).mean()
-        for name, harm in harms.items():
-            module = modules[name]
-            log_sigma = self.log_sigma - (harm - middle) / 2
-            surgery.set_values(module.log_sigma, log_sigma.T if isinstance(module, Conv1D) else log_sigma)
-
     def training_module(self, linear: Any) -> nn.Module:
         return Variational.from_linear(linear, threshold=self.threshold, log_sigma=self.log_sigma)
-
-
-def _log_harm(moments: Moments, outputs: int) -> torch.Tensor:
-    """log (A_oo G_ii), (O, I): how much worse the predictions become, for a variance of 1 of the noise on each weight."""
-    gram = moments.gram.diagonal()
-    curvature = gram.new_ones(outputs) if moments.curvature is None else moments.curvature.diagonal().to(gram)
-    logs = [part.clamp_min(RIDGE * float(part.mean()) + 1e-30).log() for part in (curvature, gram)]
-    return logs[0][:, None] + logs[1]
 
 
 class _Divergence(Objective):

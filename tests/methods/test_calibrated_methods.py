@@ -15,7 +15,6 @@ from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.layers.integer_weights import IntegerLinear
 from hf_freeze.layers.masked import Masked
 from hf_freeze.layers.sparse import SparseLinear
-from hf_freeze.layers.variational import Variational
 from hf_freeze.methods import (
     FactorizedEmbedding,
     LowRank,
@@ -23,7 +22,6 @@ from hf_freeze.methods import (
     Quantize,
     TensorTrain,
     Tucker,
-    VariationalDropout,
     VocabularyTrimming,
 )
 from hf_freeze.model.calibrating import CalibrationPass, Report
@@ -191,30 +189,7 @@ def assert_same(one, other):
         assert torch.equal(value, second[name]), name
 
 
-# -- noise, tables, tokens ---------------------------------------------------------------------------------------------------
-
-
-def test_noise_starts_where_it_harms_least(model):
-    """The predictions of a noisy model are nearer, for noise of the same geometric mean."""
-    texts, method = batches(model), VariationalDropout(training_size=1, log_sigma=-3.0)
-    plain, calibrated = variant(model, method), variant(model, method, texts=texts)
-    sigmas = [m.log_sigma.flatten() for m in calibrated.modules() if isinstance(m, Variational)]
-    assert float(torch.cat(sigmas).mean()) == pytest.approx(-3.0, abs=1e-4)
-    distances = []
-    for each in (plain, calibrated):
-        torch.manual_seed(2)
-        distances.append(sum(fidelity_on(model, noisy(each), texts).distance for _ in range(5)))
-    assert distances[1] < distances[0]
-
-
-def noisy(model):
-    """A draw of all weights."""
-    drawn = copy.deepcopy(model)
-    for module in drawn.modules():
-        if isinstance(module, Variational):
-            module.weight.data += module.log_sigma.exp() * torch.randn_like(module.weight)
-            module.threshold = 1e9
-    return drawn
+# -- tables and tokens -------------------------------------------------------------------------------------------------------
 
 
 def test_lookups_count_real_tokens(model):
