@@ -55,8 +55,8 @@ class MagnitudePruning(SparseMethod):
     With a calibration, the weights that stay and the bias are refitted to the outputs of each linear on what it sees, and
     `criterion` says how they are chosen. `"magnitude"`: as without. `"wanda"`: in each row, those with the largest |w| √(mean x²)
     of their input x (Sun et al., 2023, https://arxiv.org/abs/2306.11695). `"obs"`: in rounds, those go that change the
-    predictions least, and the others are refitted (`hf_freeze.solvers.sparse.gradual`); `scope="global"` also chooses the share of
-    each linear, `"layer"` gives the same share to all.
+    predictions least, and the others are refitted (`hf_freeze.solvers.sparse.gradual`); `scope="global"` also chooses the share
+    of each linear, `"layer"` gives the same share to all.
 
     Raises ValueError for a sparsity outside [0, 1), an unknown scope or criterion, a criterion other than `"magnitude"` without a
     calibration or in training, an unknown component or layer, a begin or end outside 0..1 or in the

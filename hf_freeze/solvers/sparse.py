@@ -74,7 +74,7 @@ def gradual(
     _checked(share)
     solved = problem(weight, bias, moments, ridge)
     shares = [share + (1 - share) * (left / rounds) ** 2 for left in reversed(range(rounds))]  # the later, the fewer go
-    *_, last = _rounds(solved, shares)
+    *_, last = _rounds(solved, shares, 4)
     return solved.result(last)
 
 
@@ -85,15 +85,15 @@ def losses(
     `gradual`; A is the curvature of the moments, or 1. Raises ValueError for a share outside 0..1."""
     solved = problem(weight, bias, moments, ridge)
     errors = []
-    for new in _rounds(solved, [_checked(share) for share in shares]):
+    for new in _rounds(solved, [_checked(share) for share in shares], 16):
         difference = solved.target - new.to(solved.target)
         inner = difference if solved.curvature is None else solved.curvature @ difference
         errors.append(float((inner @ solved.gram * difference).sum()))
     return errors
 
 
-def _rounds(solved: Problem, shares: Sequence[float]) -> Iterator[Tensor]:
-    """W' (O, I), fp32, after each of the rounds that leave these shares."""
+def _rounds(solved: Problem, shares: Sequence[float], steps: int) -> Iterator[Tensor]:
+    """W' (O, I), fp32, after each of the rounds that leave these shares; `steps`: of conjugate gradients, in all but the last."""
     costs = inverse(solved.gram).diagonal().reciprocal()
     if solved.curvature is not None:
         costs = solved.curvature.diagonal()[:, None] * costs
@@ -104,7 +104,7 @@ def _rounds(solved: Problem, shares: Sequence[float]) -> Iterator[Tensor]:
         scores = torch.where(mask, new.square() * costs, -1).flatten()
         kept = scores.topk(round(share * new.numel()), sorted=False).indices
         mask = torch.zeros_like(mask).flatten().index_fill_(0, kept, True).view_as(mask)
-        new = _least_squares(gram, cross, mask, new, 4 if number < len(shares) else 32, 1e-4)
+        new = _least_squares(gram, cross, mask, new, steps if number < len(shares) else 32, 1e-4)
         yield new
 
 
