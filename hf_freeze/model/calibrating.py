@@ -187,7 +187,17 @@ class CalibrationPass:
         if place is not None:
             self._enter(*place)
         sums = {name: _Sums() for name in names}
-        for number, batch in enumerate(self._batches):
+        stream = self._joins(place, names[0]) if len(names) == 1 and place is not None and self._streams else None
+        for number, batch in enumerate(self._batches) if stream is not None else ():
+            name = names[0]
+            own = self._joined("old", place, number, name, stream)
+            with _swapped(self._old, self._new, before):
+                new = self._joined("new", place, number, name, stream)
+            if own and new:
+                x, y = new[0], own[2] - new[2] + new[1]
+                rows = self._rows(name, place, batch, x)
+                sums[name].add(_selected(x, rows), _selected(y, rows))
+        for number, batch in enumerate(self._batches) if stream is None else ():
             outputs = self._watch("old", place, number, names, (), outputs=True)
             for name, x in self._watch("new", place, number, names, before, outputs=False).items():
                 y, rows = outputs.get(name), self._rows(name, place, batch, x)
@@ -249,6 +259,63 @@ class CalibrationPass:
 
     def distance(self, method: Method) -> float:
         return fidelity_on(self._old, self._make(self._old, method), self._batches[:_FEW]).distance
+
+    def _joins(self, place: Place, name: str) -> str | None:
+        """Where the outputs of a linear are added to the stream of states of its layer: the module that reads the sum, "" for the
+        end of the layer; None if they are not just added. Found by adding noise to them."""
+        layer, prefix = self._layer(self._old, *place), self._architecture.stacks[place[0]].layers.format(place[1]) + "."
+        linear = layer.get_submodule(name.removeprefix(prefix))
+        runs, noise = [], None
+        for noisy in (False, True):
+            inputs: dict[str, Tensor] = {}
+            handles = [
+                part.register_forward_pre_hook(functools.partial(_first_input, inputs, part_name), with_kwargs=True)
+                for part_name, part in layer.named_modules()
+                if part_name and {parameter.dim() for parameter in part.parameters()} == {1}  # a norm
+            ]
+            seen: list[Tensor] = []
+
+            def add(module: nn.Module, args: Any, output: Tensor, noisy: bool = noisy, seen: Any = seen) -> Tensor:
+                inputs_before.update(inputs)
+                seen.append(output)
+                return output + noise if noisy else output
+
+            inputs_before: dict[str, Tensor] = {}
+            handles.append(linear.register_forward_hook(add))
+            try:
+                end = self._calls["old"][0][place[1]].run(layer, self._states["old"][0])
+            finally:
+                for handle in handles:
+                    handle.remove()
+            if len(seen) != 1 or end.shape != seen[0].shape:
+                return None
+            noise = seen[0].std() * torch.sin(torch.arange(seen[0].numel(), device=end.device)).view_as(seen[0]).to(end)
+            after = {key: value for key, value in inputs.items() if key not in inputs_before}
+            runs.append({**after, "": end})
+        for key in runs[0]:
+            if key in runs[1] and runs[0][key].shape == end.shape and _same(runs[1][key] - runs[0][key], noise):
+                return key
+        return None
+
+    def _joined(self, stream: str, place: Any, number: int, name: str, at: str) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(input, output, sum) of a linear whose outputs are added to the states of its layer `at` a module of it."""
+        model = self._old if stream == "old" else self._new
+        layer, prefix = self._layer(model, *place), self._architecture.stacks[place[0]].layers.format(place[1]) + "."
+        inputs: dict[str, Tensor] = {}
+        handle = None
+        if at:
+            hook = functools.partial(_first_input, inputs, at)
+            handle = layer.get_submodule(at).register_forward_pre_hook(hook, with_kwargs=True)
+
+        def run() -> None:
+            inputs.setdefault("", self._calls[stream][number][place[1]].run(layer, self._states[stream][number]))
+
+        try:
+            seen = _seen_both(layer.get_submodule(name.removeprefix(prefix)), run)
+        finally:
+            if handle is not None:
+                handle.remove()
+        return None if seen is None else (*seen, inputs[at])
 
     def record(self, name: str, plain: float, calibrated: float) -> None:
         self.report.errors[name] = (plain, calibrated)
@@ -420,6 +487,10 @@ def _seen(modules: Mapping[str, nn.Module], outputs: bool, run: Callable[[], Any
         for handle in handles:
             handle.remove()
     return seen
+
+
+def _first_input(inputs: dict[str, Tensor], name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    inputs.setdefault(name, (*args, *kwargs.values())[0])
 
 
 @dataclass
