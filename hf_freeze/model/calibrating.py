@@ -11,7 +11,7 @@ arguments than the old one, which is looked at before each layer, the whole mode
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -191,7 +191,7 @@ class CalibrationPass:
         for number, batch in enumerate(self._batches) if stream is not None else ():
             name = names[0]
             own = self._joined("old", place, number, name, stream)
-            with _swapped(self._old, self._new, before):
+            with _swapped(self._old, self._new, dict.fromkeys((*before, name))):  # it may have no values yet
                 new = self._joined("new", place, number, name, stream)
             if own and new:
                 x, y = new[0], own[2] - new[2] + new[1]
@@ -453,7 +453,7 @@ def _same(one: Tensor, other: Tensor | None) -> bool:
 
 
 @contextmanager
-def _swapped(old: Any, new: Any, names: Sequence[str]) -> Iterator[None]:
+def _swapped(old: Any, new: Any, names: Iterable[str]) -> Iterator[None]:
     """Inside, the new model has modules of the old one."""
     own = {name: new.base_model.get_submodule(name) for name in names}
     for name in names:

@@ -217,3 +217,18 @@ def test_texts_follow_new_token_numbers(model):
     assert cut.calibration_report.notes[0].startswith("vocabulary_trimming: is the same")
     with pytest.raises(ValueError, match="has a token that is not among the 3 kept ones"):
         samples_of(model, texts).renumbered([40, 41, 42])
+
+
+def test_modules_without_values_do_not_run(model, monkeypatch):
+    """Memory that nothing has been written to may hold anything."""
+    convert = LowRank.convert
+
+    def filled(self, old, new, statistics=None):
+        for _, module in self.modules(new, new.architecture):
+            for factor in (module.up, module.down):
+                factor.data.fill_(torch.nan)
+        convert(self, old, new, statistics)
+
+    expected = variant(model, LowRank(rank=4), texts=batches(model))
+    monkeypatch.setattr(LowRank, "convert", filled)
+    assert_same(variant(model, LowRank(rank=4), texts=batches(model)), expected)
