@@ -68,14 +68,14 @@ def config(run: dict[str, Any], vocabulary: int) -> Any:
     )
 
 
-def seconds(work: Callable[[], object], calls: int = 1) -> float:
+def seconds(work: Callable[[], object], calls: int = 1, clock: Callable[[], float] = time.perf_counter) -> float:
     """Mean seconds of a call, over `calls` calls."""
     synchronize()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(calls):
         work()
     synchronize()
-    return (time.perf_counter() - start) / calls
+    return (clock() - start) / calls
 
 
 def synchronize() -> None:
@@ -107,16 +107,24 @@ def quartiles(values: list[float], digits: int = 3) -> str:
     return f"{low:.{digits}f} to {high:.{digits}f}"
 
 
-def in_turns(one: Callable[[], object], other: Callable[[], object], rounds: int, *, at_least: float = 0.0) -> Pair:
+def in_turns(
+    one: Callable[[], object],
+    other: Callable[[], object],
+    rounds: int,
+    *,
+    at_least: float = 0.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Pair:
     """Time two functions in rounds of four turns (one, other, other, one), so that drift and warm caches favour neither.
 
     Each function is first called once without timing. In a turn, it is repeated for at least `at_least` seconds.
+    `clock`: such as `time.process_time` for work on one thread while other processes run.
     """
     one(), other()
     calls = {work: _calls(work, at_least) for work in (one, other)}
     pair = Pair()
     for _ in range(rounds):
-        first, second, third, fourth = (seconds(work, calls[work]) for work in (one, other, other, one))
+        first, second, third, fourth = (seconds(work, calls[work], clock) for work in (one, other, other, one))
         pair.one.append((first + fourth) / 2)
         pair.other.append((second + third) / 2)
     return pair

@@ -84,6 +84,7 @@ class Architecture:
     normed_embeddings: NormedEmbeddings | None = None
     output: str | None = None
     constants: tuple[str, ...] = ()
+    hidden: str = ""  # the config field that holds the number of hidden channels, if that is proved
     output_bias: str | None = None  # full name of a bias on the logits, (..., vocabulary), outside the output linear
     refusals: dict[str, str] = field(default_factory=dict)  # capability that could not be proved -> why
 
@@ -91,6 +92,11 @@ class Architecture:
     def tiny_configs(self) -> dict[str, dict[str, Any]]:
         """Name -> config fields of a model for tests; the first is `tiny` itself, as `"base"`."""
         return {"base": self.tiny} | {name: self.tiny | changes for name, changes in self.tiny_variants.items()}
+
+    @property
+    def hidden_field(self) -> str:
+        """The config field that holds the number of hidden channels."""
+        return self.hidden or self.sizes.get("hidden size", ("",))[0]
 
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], str]]:

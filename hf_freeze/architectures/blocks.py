@@ -44,7 +44,9 @@ class Attention:
     resizes: tuple[str, ...] = ()  # further attributes of the module that hold the size of all heads together
     switch: str | None = None
     layout: str = "blocks"
-    thins: bool = True  # whether each group of heads that share keys and values may lose the same number of heads
+    # Whether each group of heads that share keys and values may lose the same number of heads. Descriptions in earlier
+    # checkpoints do not say so: there, heads went in whole groups.
+    thins: bool = False
 
     @property
     def linears(self) -> dict[str, int]:

@@ -14,11 +14,13 @@ import torch
 from transformers import AutoModel
 
 from hf_freeze.architectures.base import Architecture, read
+from hf_freeze.architectures.channels import NotFound
 from hf_freeze.architectures.contradictions import check_contradictions
 from hf_freeze.architectures.describe import NotDerived, describe, first_line
 from hf_freeze.architectures.examples import example_batch
 from hf_freeze.architectures.exceptions import known_refusals
 from hf_freeze.architectures.fields import per_layer_fields, with_fields
+from hf_freeze.architectures.hidden import prove
 from hf_freeze.architectures.probe import Probe
 from hf_freeze.architectures.roles import stacks_of
 from hf_freeze.architectures.shrink import shrink, sizes_in
@@ -78,6 +80,10 @@ def _derived_small(config: Any) -> tuple[Architecture, list[str]]:
             architecture,
             tiny_inputs=functools.partial(example_batch, small, pixels="pixel_values" in probe.inputs),
         )
+        try:
+            architecture = replace(architecture, hidden=prove(probe, small))
+        except NotFound as error:
+            architecture = replace(architecture, refusals=architecture.refusals | {"hidden": str(error)})
         if not all(stack.depth for stack in architecture.stacks.values()):
             raise NotDerived(f"{config.model_type}: {architecture.refusals['layers']}")
         _SMALL[key] = verify_layers(architecture, probe), unused
@@ -190,6 +196,7 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
         tasks=small.tasks,
         stacks=stacks,
         # In the full model, tables of two vocabularies differ in their rows.
+        hidden=small.hidden,
         token_tables={t: field for t, field in small.token_tables.items() if f"{t}.*" in full.embeddings},
         sizes=sizes_in(config),
         tiny=shrink(config).to_dict(),

@@ -19,6 +19,7 @@ CAPABILITIES = {
     "heads": "heads can be exchanged, and one that is zero removed",
     "neurons": "neurons of the FFN can be exchanged, and those that are zero removed",
     "layers": "a layer that does nothing can be removed",
+    "hidden": "channels of the hidden states can be exchanged, and one of two equal ones removed",
     "vocabulary": "tokens can be renumbered",
 }
 _TEXT_MAPPINGS = (

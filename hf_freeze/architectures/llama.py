@@ -25,6 +25,7 @@ LLAMA = register_architecture(
                         o="self_attn.o_proj",
                         heads="num_attention_heads",
                         groups="num_key_value_heads",
+                        thins=True,
                     )
                 },
                 ffn=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),

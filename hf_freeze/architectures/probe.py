@@ -11,23 +11,29 @@ from transformers import AutoModel, initialization
 
 from hf_freeze.architectures.examples import probe_inputs
 from hf_freeze.architectures.roles import is_norm
+from hf_freeze.architectures.tasks import AUTO_CLASSES
 
 _STD = 0.15  # of matrices: large enough that every layer matters, small enough that nothing overflows
 
 
 class Probe:
-    """A base model made from a small `config`, in eval mode, and inputs for it."""
+    """A model of `task` made from a small `config`, in eval mode, and inputs for it. Its ties are tied if it has a task."""
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
+    def __init__(self, config: Any, task: str | None = None) -> None:
+        self.config, self.task = config, task
+        auto = AutoModel if task is None else AUTO_CLASSES[task]
         with torch.random.fork_rng(devices=[]), initialization.no_init_weights():
             torch.manual_seed(0)
-            self.model: Any = AutoModel.from_config(
+            self.model: Any = auto.from_config(
                 copy.deepcopy(config),  # some classes change it
                 attn_implementation="eager",
             ).eval()
+        if task is not None:
+            tie(self.model)
         fill_with_noise(self.model)
         whole = probe_inputs(config, self.model)
+        if task == "multiple-choice":  # (examples, choices, tokens)
+            whole = {name: value[:, None] for name, value in whole.items()}
         text = {name: value for name, value in whole.items() if name != "pixel_values"}
         try:
             self.inputs = text if "input_ids" in whole else whole
@@ -59,6 +65,13 @@ class Probe:
             self.model.load_state_dict(saved)
 
 
+def tie(model: Any) -> None:
+    """Tie weights as the native class says. Its own function does nothing while `from_pretrained` builds another model."""
+    for target, source in model.all_tied_weights_keys.items():
+        owner, _, name = target.rpartition(".")
+        setattr(model.get_submodule(owner), name, model.get_parameter(source))
+
+
 def difference(outputs: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, relative to the size of `expected`; infinite for another shape."""
     if outputs.shape != expected.shape:
@@ -78,11 +91,12 @@ def fill_with_noise(model: nn.Module) -> None:
             elif parameter.is_floating_point():
                 std = _STD if parameter.ndim > 1 else 0.1
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-        if norm and "weight" in module._parameters and _adds_one(module):  # Falcon Mamba has norms with a fixed scale
+        if norm and "weight" in module._parameters and adds_one(module):  # Falcon Mamba has norms with a fixed scale
             module.get_parameter("weight").zero_()
 
 
-def _adds_one(norm: Any) -> bool:
+@torch.no_grad()
+def adds_one(norm: Any) -> bool:
     """Whether a norm keeps its scale less 1, as Gemma's do: then it is not zero for a weight of zero."""
     weight = getattr(norm, "weight", None)
     if weight is None or weight.ndim != 1:

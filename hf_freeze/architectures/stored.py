@@ -13,7 +13,7 @@ from hf_freeze.architectures.blocks import LAYOUTS
 from hf_freeze.architectures.examples import example_batch
 from hf_freeze.architectures.shrink import sizes_in
 
-_PLAIN = ("tasks", "embeddings", "norms", "constants", "token_tables", "refusals")
+_PLAIN = ("tasks", "embeddings", "norms", "constants", "token_tables", "refusals", "hidden")
 _OR_NONE = ("width", "activation")  # None if they are not stored
 _LONGEST, _MOST = 300, 20_000  # characters of a name, items in a list
 _LARGEST_HEADS, _LARGEST_WIDTH = 1 << 12, 1 << 18
@@ -46,6 +46,7 @@ def from_data(data: Any, config: Any) -> Architecture:
             constants=tuple(body["constants"]),
             token_tables=dict(body["token_tables"]),
             refusals=dict(body["refusals"]),
+            hidden=body.get("hidden", ""),  # older descriptions lack it
             sizes=sizes_in(config),
             tiny={},
             tiny_inputs=partial(example_batch, config),
@@ -153,6 +154,7 @@ def _check_fields(architecture: Architecture, config: Any) -> None:
     """Raise ValueError for a name of a config field that the config does not have."""
     stacks = architecture.stacks.values()
     counts = [*(stack.depth for stack in stacks), *architecture.token_tables.values()]
+    counts += [architecture.hidden] if architecture.hidden else []
     others = [name for stack in stacks for name in (stack.width, stack.expert_width, *stack.per_layer, *stack.scaled)]
     others += [attention.switch for stack in stacks for attention in stack.attentions.values()]
     for name in filter(None, (*counts, *others)):

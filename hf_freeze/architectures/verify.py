@@ -106,10 +106,12 @@ def _heads(probe: Probe, stack: Stack, kind: str, attention: Attention) -> tuple
             reason = _removing(probe, layers, candidate, whole, heads)
             if reason is not None:
                 reasons.insert(0, reason)
-            elif group == 1 or _removing(probe, layers, candidate, thinner, heads) is None:
+            elif group == 1:
                 return candidate, None
+            elif _removing(probe, layers, candidate, thinner, heads) is None:
+                return replace(candidate, thins=True), None
             else:
-                proved.append(replace(candidate, thins=False))
+                proved.append(candidate)
         if proved:
             return proved[0], None
     return attention, reasons[0]

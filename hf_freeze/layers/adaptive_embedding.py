@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hf_freeze.layers.derived import is_traced
+from hf_freeze.layers.derived import is_compiled, is_traced
 from hf_freeze.layers.factorized_embedding import Factors, LowRankEmbedding, LowRankOutput
 
 
@@ -77,7 +77,8 @@ class AdaptiveInputEmbedding(_Banded, LowRankEmbedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(...) token ids -> (..., H)"""
         ids = input.flatten()
-        embeddings = self._gathered(ids) if ids.device.type == "cpu" and not is_traced() else self._summed(ids)
+        gathers = ids.device.type == "cpu" and not is_traced() and not is_compiled()
+        embeddings = self._gathered(ids) if gathers else self._summed(ids)
         return embeddings.view(*input.shape, embeddings.shape[-1])
 
     def _gathered(self, ids: torch.Tensor) -> torch.Tensor:
@@ -97,7 +98,8 @@ class AdaptiveInputEmbedding(_Banded, LowRankEmbedding):
         return embeddings
 
     def _summed(self, ids: torch.Tensor) -> torch.Tensor:
-        """The same result with shapes that do not depend on the ids, so that a GPU need not synchronise with the CPU."""
+        """The same result with shapes that do not depend on the ids, so that a GPU need not synchronise with the CPU, and one
+        graph serves all ids."""
         embeddings = self.weight.new_zeros(ids.shape[0], self.projection.shape[1])
         for number, (start, band) in enumerate(zip((0, *self.cutoffs), self.bands, strict=True)):
             inside = self._inside(ids, number)

@@ -91,6 +91,11 @@ def is_compiled() -> bool:
     return torch.compiler.is_compiling() and not is_traced()
 
 
+def traceable(function: Any) -> Any:
+    """A function of `functools.lru_cache`, without its cache in a graph of torch.compile, which would warn of it."""
+    return function.__wrapped__ if is_compiled() else function
+
+
 class SelfInitialized(nn.Module):
     """Initialises its own parameters, which the native initialisation does not know."""
 

@@ -1,5 +1,6 @@
 """An output projection of attention with a gate g_n for each head n: y = Σ_n g_n W_n c_n + b, c_n the context of head n."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,9 +47,14 @@ class Gated(DerivedWeight):
         return True
 
     def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
-        """A copy with only the inputs `kept`, those of whole heads."""
+        """A copy with only the outputs `kept`, or the inputs, those of whole heads."""
         if outputs:
-            raise NotImplementedError("the outputs of an attention are those of the layer")
+            new = copy.deepcopy(self)
+            new.weight = nn.Parameter(taken(self.weight, 1 if isinstance(self, Conv1D) else 0, kept))
+            if self.bias is not None:
+                new.bias = nn.Parameter(taken(self.bias, 0, kept))
+            setattr(new, "nf" if isinstance(self, Conv1D) else "out_features", len(kept))
+            return new
         size = features(self)[0] // self.gates.numel()
         new = linear_like(self, inputs=len(kept), classes=(GatedLinear, GatedConv1D))
         new.weight = nn.Parameter(taken(self.weight, 0 if isinstance(self, Conv1D) else 1, kept))

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from hf_freeze.layers.derived import autocast_dtype, is_traced, taken
+from hf_freeze.layers.derived import autocast_dtype, is_compiled, is_traced, taken
 from hf_freeze.layers.grids import (
+    GROUP,
     LEVELS,
     Grid,
     integer_product,
@@ -139,7 +140,9 @@ class IntegerWeight(Quantized):
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.grid.activations is None or x.is_meta:
-            return product(x, bias, self)
+            in_pairs = self.packed.dtype == torch.uint8 and self.packed.ndim == 2
+            apart = in_pairs and is_compiled() and not torch.is_grad_enabled()
+            return self._product_of_halves(x, bias) if apart else product(x, bias, self)
         if is_traced():
             return self._traced_product(x, bias)
         y = _IntegerProduct.apply(x, None if bias is None else bias.float(), self)
@@ -155,6 +158,17 @@ class IntegerWeight(Quantized):
     def held_integers(self) -> torch.Tensor:
         """As `integers`, unpacked once."""
         return self.packed if self.scheme == "int8" else self.cached("integers", self.integers, [self.packed])
+
+    def _product_of_halves(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """As `product`, where a compiled loop would take longer to put the two numbers of each byte side by side than to multiply
+        by them: the first of each pair is multiplied, then the second."""
+        dtype = autocast_dtype(x.device.type) or x.dtype
+        x, steps = x.to(dtype), self.steps()
+        if steps.shape[1] > 1:
+            steps = steps.repeat_interleave(GROUP // 2, 1)[:, : self.packed.shape[1]]
+        first, second = (((half.float() - 8) * steps).to(dtype) for half in (self.packed >> 4, self.packed & 15))
+        y = functional.linear(x[..., ::2], first, None if bias is None else bias.to(dtype))
+        return y + functional.linear(x[..., 1::2], second[:, : self.shape[1] // 2])
 
     def _traced_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """In operations that engines have."""
@@ -264,15 +278,17 @@ class IntegerSparseLinear(IntegerWeight, SparseLinear):
         self.scales.copy_(steps.float().contiguous().flatten().view(torch.uint8))
 
     def integers(self) -> torch.Tensor:
+        return self.cached("integers", self._scattered_integers)
+
+    def _scattered_integers(self) -> torch.Tensor:
         kept = unpack(self.packed[None], self.nonzeros)[0]
-        if is_traced():
+        if is_traced() or is_compiled():
             return self.scattered(kept.float()).to(torch.int8)
         return (
             kept.new_zeros(self.in_features * self.out_features).index_put((self.positions(),), kept).view(self.shape)
         )
 
-    def held_integers(self) -> torch.Tensor:
-        return self.cached("integers", self.integers)
+    held_integers = integers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""

@@ -42,6 +42,12 @@ def _functions() -> Any:
     return importlib.import_module("bitsandbytes.functional")
 
 
+@torch.compiler.assume_constant_result
+def _register_operators() -> None:
+    """Import bitsandbytes, which registers `torch.ops.bitsandbytes`; torch.compile runs this instead of tracing it."""
+    _functions()
+
+
 class Quantized(NeverDrawn, Computed):
     """A weight (O, I) quantised by `scheme`, in two buffers.
 
@@ -147,16 +153,14 @@ class Quantized(NeverDrawn, Computed):
     def _read(self, packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if is_traced():
             return self._traced_read(packed, scales).to(dtype)
+        _register_operators()
+        operators = (
+            torch.ops.bitsandbytes
+        )  # unlike the functions that call them, they are in one graph with other operations
         if self.scheme == "int8":
-            return _functions().int8_vectorwise_dequant(packed, scales).to(dtype)
-        state = _functions().QuantState(
-            absmax=scales,
-            shape=torch.Size((1, 2 * packed.numel())),
-            dtype=dtype,
-            blocksize=BLOCK,
-            quant_type=self.scheme,
-        )
-        return _functions().dequantize_4bit(packed.view(-1, 1), state)
+            return operators.int8_vectorwise_dequant(packed, scales).to(dtype)
+        shape = (1, 2 * packed.numel())
+        return operators.dequantize_4bit(packed.view(-1, 1), scales, BLOCK, self.scheme, shape, dtype)
 
     def _traced_read(self, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """What bitsandbytes computes, by operations that engines have. The first of two weights is in the higher four bits."""

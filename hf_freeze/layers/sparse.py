@@ -12,7 +12,14 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.compat.transformers import NeverDrawn
 from hf_freeze.layers.bits import pack, packed_size, unpack
-from hf_freeze.layers.derived import DerivedLinear, DerivedWeight, dense_class, first_float_tensor, is_traced
+from hf_freeze.layers.derived import (
+    DerivedLinear,
+    DerivedWeight,
+    dense_class,
+    first_float_tensor,
+    is_compiled,
+    is_traced,
+)
 
 
 # NeverDrawn: to draw its weight, native models would read the property `weight` before the mask is set.
@@ -79,7 +86,7 @@ class SparseLinear(NeverDrawn, DerivedLinear):
     def dense_weight(self) -> torch.Tensor:
         if self.values.is_meta:  # the positions are unknown without the values of the buffers
             return self.values.new_empty(self.out_features, self.in_features).requires_grad_(self.values.requires_grad)
-        if is_traced():
+        if is_traced() or is_compiled():
             return self.scattered(self.values)
         flat = self.values.new_zeros(self.out_features * self.in_features)
         return flat.index_put((self.positions(),), self.values).view(self.out_features, self.in_features)
@@ -95,7 +102,9 @@ class SparseLinear(NeverDrawn, DerivedLinear):
             counts = self.get_buffer("counts").long()
             starts = counts.cumsum(0) - counts
             rows = starts.new_zeros(self.nonzeros + 1).index_add(0, starts, torch.ones_like(starts))[:-1].cumsum(0) - 1
-            positions = rows * self.in_features + self.get_buffer("columns")
+            columns = self.get_buffer("columns")
+            columns = columns if columns.dtype == self._column else columns.view(self._column)
+            positions = rows * self.in_features + columns
             flat = values.new_zeros(size).scatter(0, positions, values)
         return flat.view(self.out_features, self.in_features)
 

@@ -22,6 +22,7 @@ from torch.nn import functional
 from transformers import initialization
 
 from hf_freeze.layers.cost import Costs, costs_of, product
+from hf_freeze.layers.derived import traceable
 from hf_freeze.layers.factorized import TensorLinear, left_vectors
 
 _FEW_CORES = 8  # up to this number d of cores, all plans are compared, about 2^d
@@ -83,7 +84,7 @@ class TensorTrainLinear(TensorLinear):
         return merge_cost(costs_of(device_type), self.in_modes, self.out_modes, self.ranks)
 
     def _plan(self, tokens: int, device_type: str, training: bool) -> "ContractionPlan":
-        return best_plan(self.in_modes, self.out_modes, self.ranks, tokens, device_type, training)
+        return traceable(best_plan)(self.in_modes, self.out_modes, self.ranks, tokens, device_type, training)
 
     def prepared_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
         plan = self._plan(tokens, device_type, self.needs_gradient())

@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers import initialization
 
 from hf_freeze.layers.cost import Costs, costs_of, product
+from hf_freeze.layers.derived import traceable
 from hf_freeze.layers.factorized import TensorLinear
 from hf_freeze.layers.tensor_train import ContractionPlan, best_plan, merge_cost
 
@@ -77,7 +78,7 @@ class TuckerLinear(TensorLinear):
         return self._plan(tokens, device_type, training).cost
 
     def _plan(self, tokens: int, device_type: str, training: bool) -> "TuckerPlan":
-        return best_tucker_plan(self.in_modes, self.out_modes, self.ranks, tokens, device_type, training)
+        return traceable(best_tucker_plan)(self.in_modes, self.out_modes, self.ranks, tokens, device_type, training)
 
     def _two_factors_cost(self, device_type: str) -> float:
         costs, rank = costs_of(device_type), min(self.inner, self.outer)
@@ -170,7 +171,7 @@ def _side_plan(
         one_group.cost += _kronecker_cost(costs, sizes, results)
     if len(sizes) == 1:
         return one_group
-    return _cheapest([one_group, best_plan(sizes, results, ranks, tokens, device_type, training)])
+    return _cheapest([one_group, traceable(best_plan)(sizes, results, ranks, tokens, device_type, training)])
 
 
 def _cheapest(plans: list[Any]) -> Any:

@@ -10,6 +10,7 @@ from hf_freeze.methods.fixed_attention import FixedAttention as FixedAttention
 from hf_freeze.methods.freeze import Freeze as Freeze
 from hf_freeze.methods.head_mask import HeadMask as HeadMask
 from hf_freeze.methods.head_pruning import HeadPruning as HeadPruning
+from hf_freeze.methods.hidden_pruning import HiddenPruning as HiddenPruning
 from hf_freeze.methods.layer_drop import LayerDrop as LayerDrop
 from hf_freeze.methods.layer_selection import LayerSelection as LayerSelection
 from hf_freeze.methods.layer_sharing import LayerSharing as LayerSharing

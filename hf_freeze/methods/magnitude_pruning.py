@@ -108,9 +108,7 @@ class MagnitudePruning(SparseMethod):
             for name, moment in moments.items():
                 module, linear = modules[name], old.base_model.get_submodule(name)
                 if not surgery.restored(old, name):
-                    if self.criterion == "magnitude":
-                        shares[name] = 1 - module.zeros() / module.weight.numel()
-                    else:
+                    if self.criterion != "magnitude":
                         prune_smallest([module], 1 - shares[name], "layer")
                     if moment is not None:
                         self._fit(module, linear, moment, shares[name], name, statistics)
@@ -144,9 +142,8 @@ class MagnitudePruning(SparseMethod):
                     curves[name] = _interpolated([0.0, *errors], [1.0, *_SHARES], unit / sizes[name])
         most = [len(curve) - 1 for curve in curves.values()]
         removals = round(self.sparsity * sum(sizes.values()) / unit)
-        if removals > sum(most) or not all(
-            map(any, curves.values())
-        ):  # nothing to choose, or to compare some linears by
+        comparable = all(map(any, curves.values()))
+        if removals > sum(most) or not comparable:
             return dict.fromkeys(modules, 1 - self.sparsity)
         removed = allocate(list(curves.values()), removals, most=most)
         return {name: 1 - gone * unit / sizes[name] for name, gone in zip(curves, removed, strict=True)}

@@ -26,6 +26,7 @@ from hf_freeze.compat.transformers import (
     native_base_model,
     set_keys_to_ignore,
 )
+from hf_freeze.layers.constants import whole
 from hf_freeze.layers.derived import SelfInitialized
 from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.layers.quantized import STORED
@@ -252,7 +253,8 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
     def draw_module(self, module: nn.Module, native_draw: Any) -> None:
         """Draw fresh values of one module: natively, or as the module itself does."""
         if not isinstance(module, LowRankOutput):  # as an nn.Linear, it would be drawn natively too
-            native_draw(module)
+            with whole(module):
+                native_draw(module)
         if isinstance(module, SelfInitialized):
             module.initialize_parameters()
 
@@ -274,7 +276,16 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
     def draw_fresh(self) -> None:
         """Draw the weights that are neither loaded nor drawn, seeded ones included."""
         fresh = [parameter for parameter in self.parameters() if not is_initialized(parameter)]
-        super().initialize_weights()
+        # Native draws may read the hidden size from the config, such as rotary frequencies that of a head.
+        field, fields = self.architecture.hidden_field, self.config.original_fields
+        native = {field: fields[field]} if field in fields else {}
+        width = read(self.config, field) if native else 0
+        self._set_on_all_configs(native)
+        with contextlib.ExitStack() as stack:
+            for module in self.modules():
+                stack.enter_context(whole(module))
+            super().initialize_weights()
+        self._set_on_all_configs(dict.fromkeys(native, width))
         if fresh:
             if self.config.init == "marian":
                 draw_like_marian(self, fresh)

@@ -162,6 +162,11 @@ class VariantConfigMixin(_Config):
         set_fields(before, fields or {})
         return before
 
+    @property
+    def native_before_methods(self) -> Any:
+        """The native config that the backbone is built with."""
+        return native_config(self.before_methods())
+
     def _follow(self, changed: dict[str, Any]) -> None:
         """Apply the fields that the methods change; if they were applied before, check them."""
         if self.original_fields is None:

@@ -11,6 +11,14 @@ from hf_freeze.surgery.attention import match_scales as match_scales
 from hf_freeze.surgery.attention import pad_heads as pad_heads
 from hf_freeze.surgery.attention import resize_attention as resize_attention
 from hf_freeze.surgery.attention import take_heads as take_heads
+from hf_freeze.surgery.channels import Channels as Channels
+from hf_freeze.surgery.channels import channel_magnitudes as channel_magnitudes
+from hf_freeze.surgery.channels import channel_origins as channel_origins
+from hf_freeze.surgery.channels import channels_in as channels_in
+from hf_freeze.surgery.channels import hidden_channels as hidden_channels
+from hf_freeze.surgery.channels import keep_channels as keep_channels
+from hf_freeze.surgery.channels import take_channels as take_channels
+from hf_freeze.surgery.channels import widen_natively as widen_natively
 from hf_freeze.surgery.layers import add_predecessors as add_predecessors
 from hf_freeze.surgery.layers import copy_layer as copy_layer
 from hf_freeze.surgery.layers import drop_predecessors as drop_predecessors

@@ -190,7 +190,7 @@ def dense_module(
     if not is_dense(module) and type(module) not in others:
         raise ValueError(
             f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made; "
-            f"{advice or 'leave it out by components= or layers='}, or merge() first{_or_finalize(module)}"
+            f"{advice or 'leave it out by components= or layers='}, or merge() first{or_finalize(module)}"
         )
     return module
 
@@ -202,12 +202,12 @@ def selectable_module(model: Any, name: str, method: str) -> Any:
     if not is_dense(module) and not getattr(module, "selectable", False):
         raise ValueError(
             f"method {method!r}: {name!r} is a {type(module).__name__} already, which another method made, and which cannot lose "
-            f"inputs or outputs; put {method!r} before that method, or merge() first{_or_finalize(module)}"
+            f"inputs or outputs; put {method!r} before that method, or merge() first{or_finalize(module)}"
         )
     return module
 
 
-def _or_finalize(module: nn.Module) -> str:
+def or_finalize(module: nn.Module) -> str:
     """Further advice about a linear that a method has replaced until training ends."""
     return ", or finalize() before" if getattr(module, "until_finalize", False) else ""
 

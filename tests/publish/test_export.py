@@ -18,6 +18,8 @@ from transformers import (
     BertModel,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     MarianConfig,
     MarianMTModel,
     Qwen3ForCausalLM,
@@ -110,6 +112,19 @@ def test_every_method_generates_the_same_or_is_refused_by_name(case: Case, tmp_p
         tokens = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, len(prompt) :]
         tokens = tokens[: (tokens == 1).nonzero()[0]] if (tokens == 1).any() else tokens
         assert results[0].sequences[0] == tokenizer.convert_ids_to_tokens(tokens.tolist())
+
+
+@pytest.mark.parametrize(("groups", "removed"), [(1, [0, 3, 5]), (2, [1, 6])], ids=["one group of heads", "two groups"])
+def test_thinned_groups_and_heads_of_another_size_than_hidden_by_heads(groups, removed, tmp_path):
+    """The export compares the probabilities."""
+    sizes = ARCHITECTURES["llama"].tiny | {"num_attention_heads": 8, "num_key_value_heads": groups, "head_dim": 6}
+    assert sizes["hidden_size"] != 8 * 6
+    torch.manual_seed(0)
+    backbone = LlamaForCausalLM(LlamaConfig(**sizes))
+    for parameter in backbone.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    model = make_variant(backbone, [methods.HeadPruning(heads={"decoder.0.self": removed})])
+    assert (export_model(save(tmp_path / "model", model), "ctranslate2") / "model.bin").stat().st_size
 
 
 @pytest.mark.parametrize("make_tokenizer", [fast_tokenizer, marian_tokenizer])

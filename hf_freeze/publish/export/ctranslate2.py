@@ -72,6 +72,11 @@ def _save(model: Any, tokenizer: Any, folder: Path, quantization: str | None, ro
         target = _numbered(source, config.vocab_size)
         spec.register_vocabulary(target)
         spec.config.layer_norm_epsilon = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
+        if (size := getattr(config, "head_dim", None)) is not None:  # the converter takes hidden size / heads
+            for layer in spec.decoder.layer:
+                vars(layer.self_attention)["head_dim"] = np.int32(
+                    size
+                )  # setattr takes no optional field after construction
     # CTranslate2 requires all three tokens. If the tokenizer lacks one, no text contains it, so any token can stand in.
     eos = target[token_ids(settings.eos_token_id)[0]] if settings.eos_token_id is not None else target[0]
     spec.config.eos_token = eos

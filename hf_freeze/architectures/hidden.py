@@ -1,0 +1,283 @@
+"""The hidden channels of a family: found on a small model (`channels.py`), and proved to be removable there."""
+
+import copy
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel
+
+from hf_freeze.architectures.base import full_name, set_fields
+from hf_freeze.architectures.channels import Channels, Finder, NotFound, pattern_of, reads, tensors_in, thin
+from hf_freeze.architectures.describe import first_line
+from hf_freeze.architectures.fields import change
+from hf_freeze.architectures.probe import Probe, adds_one, difference, tie
+from hf_freeze.architectures.roles import stacks_of
+from hf_freeze.architectures.shrink import HEAD_SIZE, integer_fields, shrink
+from hf_freeze.architectures.tasks import native_classes
+from hf_freeze.compat.transformers import quiet
+
+_SAME = 2e-4
+_MOST_UNKNOWN = 4  # parameters that are tried both as readers and as writers
+_FOUND: dict[Any, Any] = {}
+_NARROW: dict[Any, Any] = {}
+
+
+def channels_of(model: Any) -> Channels:
+    """The channels of a native model or a variant, as its native class makes them. Raises NotFound."""
+    native_class = getattr(type(model), "native_class", type(model))
+    return _found(native_class, shrink(_native_config(model.config)))[1]
+
+
+def _native_config(config: Any) -> Any:
+    return getattr(config, "native_before_methods", config)
+
+
+def _key(native_class: Any, small: Any) -> tuple[str, str]:
+    left_out = ("architectures", "transformers_version", "_name_or_path")
+    return native_class.__name__, str({name: value for name, value in small.to_dict().items() if name not in left_out})
+
+
+def _found(native_class: Any, small: Any) -> tuple[Probe, Channels]:
+    """The small model of a class, and its channels; found once in a process."""
+    key = _key(native_class, small)
+    if key not in _FOUND:
+        task = next((task for task, cls in native_classes(type(small)).items() if cls is native_class), None)
+        with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            try:
+                probe = Probe(small, task or "feature-extraction")
+                finder = Finder(probe.model, probe.inputs, stacks_of(probe.model))
+                flipped = finder.find()
+                finder.check(flipped)
+                _FOUND[key] = probe, finder.channels(flipped)
+            except Exception as error:  # whatever the native forward raises
+                _FOUND[key] = NotFound(first_line(error))
+    if isinstance(_FOUND[key], NotFound):
+        raise _FOUND[key]
+    return _FOUND[key]
+
+
+def prove(probe: Probe, config: Any) -> str:
+    """The config field that holds the number of hidden channels of the base model of `probe`, whose channels can be removed: a
+    model whose channels come in equal pairs computes the same with one of each. Raises NotFound with the reason otherwise."""
+    probe, channels = _found(type(probe.model), config)
+    field = _field(config, channels)
+    size = _size(probe.model, channels)
+    half = list(range(size // 2))
+    unknown = _unknown(probe.model, channels)
+    if len(unknown) > _MOST_UNKNOWN:
+        raise NotFound(f"{len(unknown)} of its parameters may read or write the states")
+    reason = "a model with channels in pairs computes something else than with one of each"
+    for choice in product((True, False), repeat=len(unknown)):
+        reads = channels.reads | {place for place, is_read in zip(unknown, choice, strict=True) if is_read}
+        paired = copy.deepcopy(probe.model)
+        _pair(paired, replace(channels, reads=reads), size)
+        expected = _outputs(paired, probe.inputs)
+        narrow = thinned(paired, channels, half)
+        try:
+            same = _alike(_outputs(narrow, probe.inputs), expected)
+        except Exception as error:  # whatever the native forward raises for other shapes
+            raise NotFound(f"its forward does not run with fewer channels ({first_line(error, 90)})") from error
+        if same:
+            break
+    else:
+        raise NotFound(reason)
+    _set_everywhere(narrow, field, len(half))
+    try:
+        same = _alike(_outputs(narrow, probe.inputs), expected)
+    except Exception:
+        same = False
+    if not same:
+        raise NotFound(f"its forward reads {field} from the config")
+    return field
+
+
+def thinned(model: Any, channels: Channels, index: Sequence[int]) -> Any:
+    """A copy of a native `model` with the channels `index`."""
+    narrow = copy.deepcopy(model)
+    for module, axes in places_in(narrow, channels):
+        thin(module, axes, index)
+    tie(narrow)
+    return narrow
+
+
+def places_in(model: nn.Module, channels: Channels) -> Iterator[tuple[nn.Module, dict[str, tuple[int, ...]]]]:
+    """(module, its parameters and buffers with their axes along the channels) of each module of a native model that has some."""
+    for name, module in model.named_modules():
+        prefix = pattern_of(model, name)
+        own = {
+            n: channels.axes.get(f"{prefix}.{n}" if prefix else n, ()) for n in (*module._parameters, *module._buffers)
+        }
+        if any(own.values()):
+            yield module, {n: axes for n, axes in own.items() if axes}
+
+
+def _size(model: nn.Module, channels: Channels) -> int:
+    module, axes = next(iter(places_in(model, channels)))
+    name, (axis, *_) = next(iter(axes.items()))
+    return getattr(module, name).shape[axis]
+
+
+def _outputs(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        return [t.clone() for t in tensors_in(dict(model(**copy.deepcopy(inputs)))) if t.is_floating_point()]
+
+
+def _alike(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Whether outputs are the same, of the channels that are left."""
+    return len(actual) == len(expected) and all(
+        difference(x, y[..., : x.shape[-1]]) < _SAME for x, y in zip(actual, expected, strict=True)
+    )
+
+
+def _unknown(model: nn.Module, channels: Channels) -> list[tuple[str, int]]:
+    """The places of which a class does not tell whether they read or write."""
+    found = {}
+    for name, module in model.named_modules():
+        for n in (*module._parameters, *module._buffers):
+            pattern = pattern_of(model, f"{name}.{n}" if name else n)
+            for axis in channels.axes.get(pattern, ()):
+                if reads(module, n, axis) is None:
+                    found[pattern, axis] = None
+    return list(found)
+
+
+@torch.no_grad()
+def _pair(model: nn.Module, channels: Channels, size: int) -> None:
+    """Make the channels of the second half equal to those of the first, and have nothing read them."""
+    first = torch.arange(size // 2)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        pattern = pattern_of(model, name)
+        for axis in channels.axes.get(pattern, ()):
+            half = tensor.index_select(axis, first)
+            tensor.copy_(torch.cat([half, half * 0 if (pattern, axis) in channels.reads else half], axis))
+
+
+def _set_everywhere(model: nn.Module, field: str, value: int) -> None:
+    for module in model.modules():
+        if hasattr(module, "config"):
+            set_fields(module.config, {field: value})
+
+
+def _field(config: Any, channels: Channels) -> str:
+    """The field of a small config that all channels of its base model move with. Raises NotFound."""
+    sizes = _sizes_on_meta(config, channels)
+    (size,) = set(sizes)
+    for name, value in integer_fields(config.to_dict()):
+        if value == size and not name.endswith("token_id"):
+            with suppress(Exception):  # a config class may refuse the value
+                if set(_sizes_on_meta(change(config, **{name: 2 * size}), channels)) == {2 * size}:
+                    return name
+    raise NotFound("no field of the config holds the number of its hidden channels")
+
+
+def _sizes_on_meta(config: Any, channels: Channels) -> list[int]:
+    with torch.device("meta"):
+        model = AutoModel.from_config(copy.deepcopy(config))
+    return [
+        getattr(module, name).shape[axis]
+        for module, places in places_in(model, channels)
+        for name, axes in places.items()
+        for axis in axes
+        if name in module._parameters
+    ]
+
+
+# -- natively ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """How a native model of fewer channels, with the same other sizes, comes to compute the same.
+
+    `fields`: config fields that are set to their own values, since they would follow the hidden size: "head_dim". With s the
+    square root of (old width / new width), token tables are multiplied by s to the power `tables`, and the norm before the
+    output matrix by s to the power `norm`: native classes may scale either by the hidden size. `adds_one`: whether that norm
+    keeps its scale less 1.
+    """
+
+    fields: dict[str, Any]
+    tables: int
+    norm: int
+    adds_one: bool
+
+
+def narrow(model: Any, field: str, tables: Iterable[str]) -> Narrow:
+    """How models like `model` are merged, proved on a small one. `field`: holds the hidden size; `tables`: token tables, below
+    the base model. Raises NotFound with the reason where no native model computes the same."""
+    native_class = getattr(type(model), "native_class", type(model))
+    small = shrink(_native_config(model.config))
+    key = *_key(native_class, small), field
+    if key not in _NARROW:
+        probe, channels = _found(native_class, small)
+        with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            _NARROW[key] = _narrow(probe, channels, small, field, tables)
+    if isinstance(_NARROW[key], NotFound):
+        raise _NARROW[key]
+    return _NARROW[key]
+
+
+def _narrow(probe: Probe, channels: Channels, small: Any, field: str, tables: Iterable[str]) -> Narrow | NotFound:
+    size = _size(probe.model, channels)
+    smaller = thinned(probe.model, channels, range(size // 2))
+    expected, state = _outputs(smaller, probe.inputs), smaller.state_dict()
+    native, fields = None, {}
+    reason = Exception()
+    for fields in ({}, {"head_dim": HEAD_SIZE}):
+        try:
+            native = Probe(change(small, **{field: size // 2}, **fields), probe.task).model
+            native.load_state_dict(state)
+            break
+        except Exception as error:  # whatever the native class raises for this config, or other shapes
+            native, reason = None, error
+    if native is None:
+        if isinstance(reason, RuntimeError):
+            name = re.search(r"size mismatch for (\S+):", str(reason))
+            what = f" of {name[1]!r}" if name else ""
+            return NotFound(f"the native class derives other sizes{what} from {field} too, such as the size of a head")
+        return NotFound(f"the native class refuses a smaller {field} ({first_line(reason, 90)})")
+    names = [full_name(native, table) for table in tables]
+    norm = channels.norms.get(pattern_of(native, name)) if (name := _output(native)) else None
+    norms = [n for n, _ in native.named_modules() if norm is not None and pattern_of(native, n) == norm]
+    one = bool(norms) and adds_one(native.get_submodule(norms[0]))
+    for power, norm_power in sorted(product((0, 1, -1, 2, -2), repeat=2), key=lambda pair: sum(map(abs, pair))):
+        if norm_power and not norms:
+            continue
+        native.load_state_dict(state)
+        found = Narrow(fields, power, norm_power, one)
+        rescale(native, found, names, norms, 2)
+        if _alike(_outputs(native, probe.inputs), expected):
+            return found
+    return NotFound(f"the native class derives more from {field} than sizes, such as a scale")
+
+
+def _output(model: Any) -> str | None:
+    """The name of the output matrix."""
+    output = model.get_output_embeddings()
+    return (
+        next((name for name, module in model.named_modules() if module is output), None) if output is not None else None
+    )
+
+
+@torch.no_grad()
+def rescale(model: Any, how: Narrow, tables: Iterable[str], norms: Iterable[str], ratio: float) -> None:
+    """Multiply the tables and norms of these names as `how` says, `ratio` being that of the widths, in new memory."""
+    done: dict[int, nn.Parameter] = {}
+    for names, power, shift in ((tables, how.tables, 0), (norms, how.norm, int(how.adds_one))):
+        factor = ratio ** (power / 2)
+        for module in map(model.get_submodule, names if power else ()):
+            for name in ("projection", "weight"):  # of factors, the second one
+                if (old := module._parameters.get(name)) is not None:
+                    if id(old) not in done:
+                        done[id(old)] = nn.Parameter((old + shift) * factor - shift, old.requires_grad)
+                    module._parameters[name] = done[id(old)]
+                    break
+    for module in model.modules():  # those that are tied
+        for name, parameter in module._parameters.items():
+            if id(parameter) in done:
+                module._parameters[name] = done[id(parameter)]
