@@ -11,7 +11,7 @@ arguments than the old one, which is looked at before each layer, the whole mode
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from hf_freeze import surgery
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compat.transformers import mask_of_frames
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.parts import KeptTokens
 from hf_freeze.model import paging
 from hf_freeze.model.curvature import curvatures
 from hf_freeze.model.fidelity import fidelity_on
@@ -157,7 +158,9 @@ class CalibrationPass:
         *,
         curvature: bool = False,
     ) -> Iterator[dict[str, Moments | None]]:
-        if curvature and paging.active() is None:  # which goes back through all layers
+        self._at = None
+        known = set(names) <= self._curvatures.keys()
+        if curvature and not known and paging.active() is None:  # which goes back through all layers
             modules = {name: self._old.base_model.get_submodule(name) for name in names}
             self._curvatures = curvatures(self._old, self._batches, modules)
         self._whole = any(self._architecture.layer_of(f"{name}.") is None for name in names)
@@ -188,7 +191,7 @@ class CalibrationPass:
         for number, batch in enumerate(self._batches) if stream is not None else ():
             name = names[0]
             own = self._joined("old", place, number, name, stream)
-            with _swapped(self._old, self._new, before):
+            with _swapped(self._old, self._new, dict.fromkeys((*before, name))):  # it may have no values yet
                 new = self._joined("new", place, number, name, stream)
             if own and new:
                 x, y = new[0], own[2] - new[2] + new[1]
@@ -207,6 +210,34 @@ class CalibrationPass:
             name: replace(each, curvature=self._curvatures.get(name)) if each is not None else None
             for name, each in moments.items()
         }
+
+    def lookups(self, tables: Sequence[str]) -> Tensor:
+        modules = {self._old.get_submodule(name) for name in tables}
+        counts = torch.zeros(max(module.num_embeddings for module in modules), dtype=torch.int64)
+        batch: Batch = {}
+
+        def count(module: nn.Module, args: Any, kwargs: Any) -> None:
+            ids = (*args, *kwargs.values())[0]
+            if (mask := self._mask_of(batch, ids)) is not None:
+                ids = ids[mask]
+            counts.add_(torch.bincount(ids.flatten(), minlength=len(counts)).cpu())
+
+        with ExitStack() as handles:
+            for module in modules:
+                handles.callback(module.register_forward_pre_hook(count, with_kwargs=True).remove)
+            for batch in self._batches:
+                self._old(**batch)
+        return counts
+
+    def output_moments(self) -> Moments | None:
+        output = self._old.get_output_embeddings()
+        if output is None:
+            return None
+        sums = _Sums()
+        for batch in self._batches:
+            x = _seen({"": output}, False, lambda batch=batch: self._old(**batch))[""]
+            sums.add(_selected(x, self._rows("", None, batch, x)), None)
+        return sums.moments()
 
     def across(self, linear: str, first: str, last: str) -> tuple[Moments, tuple[str, str] | None] | None:
         sums, norms = _Sums(), None
@@ -376,6 +407,15 @@ class CalibrationPass:
             layer = self._layer(model, *place)
             return _seen(modules, outputs, lambda: call.run(layer, states))
 
+    def _mask_of(self, batch: Batch, ids: Tensor) -> Tensor | None:
+        """bool, as `ids`: the real tokens; None where all are."""
+        read = batch.get("input_ids")
+        of_source = read is not None and read.shape == ids.shape and torch.equal(read, ids)
+        mask = batch.get("attention_mask" if of_source else "decoder_attention_mask")
+        if mask is None and not of_source and batch.get("labels") is not None:
+            mask = batch["labels"] != -100
+        return mask.bool() if mask is not None and mask.shape == ids.shape else None
+
     def _rows(self, name: str, place: Place | None, batch: Batch, x: Tensor) -> Tensor | None:
         """bool, in the shape of `x` without its last axis: the real tokens; None where the rows are not those of the batch, or
         it has no mask."""
@@ -413,7 +453,7 @@ def _same(one: Tensor, other: Tensor | None) -> bool:
 
 
 @contextmanager
-def _swapped(old: Any, new: Any, names: Sequence[str]) -> Iterator[None]:
+def _swapped(old: Any, new: Any, names: Iterable[str]) -> Iterator[None]:
     """Inside, the new model has modules of the old one."""
     own = {name: new.base_model.get_submodule(name) for name in names}
     for name in names:
@@ -548,6 +588,8 @@ class Calibrator:
         if not method.calibrates:
             self.report.notes.append(f"{method.name}: is the same with a calibration as without")
             method.convert(old, new)
+            if (tokens := method.part(KeptTokens)) is not None:
+                self.samples = self.samples.renumbered(tokens.kept)
             return
         regenerate(new)  # the new model runs, and what a seed draws has no values yet
         with self.statistics(old, new) as statistics:
@@ -555,7 +597,8 @@ class Calibrator:
 
     def compares(self, method: Method) -> bool:
         """Whether the method's plain form is made, too, to keep the better one: where there are texts for it, and memory."""
-        return method.calibrates and bool(self.samples.held_out) and paging.active() is None
+        has_both = method.calibrates and not method.needs_calibration
+        return has_both and bool(self.samples.held_out) and paging.active() is None
 
     def better(self, method: Method, original: Any, calibrated: Any, plain: Any) -> Any:
         """That of two variants whose outputs are nearer those of the `original` on the texts that are held out."""
