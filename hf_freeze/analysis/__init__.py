@@ -2,6 +2,12 @@
 
 from hf_freeze.analysis.ablation import head_ablation as head_ablation
 from hf_freeze.analysis.ablation import head_ablation_tests as head_ablation_tests
+from hf_freeze.analysis.calibration import CUTS as CUTS
+from hf_freeze.analysis.calibration import Calibration as Calibration
+from hf_freeze.analysis.calibration import CutLosses as CutLosses
+from hf_freeze.analysis.calibration import calibrate as calibrate
+from hf_freeze.analysis.calibration import cut_losses as cut_losses
+from hf_freeze.analysis.calibration import fidelity as fidelity
 from hf_freeze.analysis.cutoffs import choose_cutoffs as choose_cutoffs
 from hf_freeze.analysis.depth import extract_depth as extract_depth
 from hf_freeze.analysis.head_importance import head_gates as head_gates

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_freeze.cli import facts, terminal
+from hf_freeze.cli import options as shared
 
 KNOWN = Path(__file__).with_name("known_types.json")  # written by `make families`
 FAILURES = (
@@ -24,20 +25,31 @@ def describe(
         bool, typer.Option("--all", help="Derive and prove every family, and write families.md and families.json.")
     ] = False,
     out: Annotated[Path, typer.Option(help="The folder that --all writes to.")] = Path("docs"),
+    texts: shared.CalibrationTexts = None,
+    column: shared.Column = "text",
+    samples: shared.Samples = 512,
 ) -> None:
     """Show the parts of a model: its stacks, heads and FFNs, what was proved of them, and which methods work on it.
 
+    With texts and a model with weights, also how much of its output each part would lose by each cut.
+
     Example: hf-freeze describe roberta
+
+    Example: hf-freeze describe MODEL --texts passages.txt
 
     Example: hf-freeze describe --all --out /tmp
     """
     with terminal.one_line_errors():
         if (model is None) != every:
             raise ValueError("give a model type or a model, or --all")
+        if texts and (every or (not Path(str(model)).exists() and "/" not in str(model))):
+            raise ValueError("--texts needs a folder or Hub id of a model with weights")
         if model is None:
             _describe_all(out)
         else:
             _describe_one(model)
+            if texts:
+                _describe_cuts(model, shared.sampled_texts(texts, column, samples))
 
 
 def _describe_one(name: str) -> None:
@@ -58,6 +70,19 @@ def _describe_one(name: str) -> None:
         terminal.say(f"Methods of this variant: {', '.join(parts['methods']) or 'none'}")
     if parts["names"]:
         terminal.say(f"Names in settings, for example: {parts['names']}")
+
+
+def _describe_cuts(name: str, texts: list[str]) -> None:
+    from hf_freeze.analysis import calibrate, cut_losses
+    from hf_freeze.model.loading import load_model
+
+    model = load_model(name)
+    losses = cut_losses(model, calibrate(model, texts, shared.tokenizer_for_texts(name)))
+    headings, rows = losses.table()
+    title = (
+        f"What each part would lose of its output, untrained: on {losses.texts:,} texts with {losses.tokens:,} tokens"
+    )
+    terminal.show_table(headings, rows, title=title, numbers=headings[1:])
 
 
 def _known(name: str) -> dict[str, Any] | None:

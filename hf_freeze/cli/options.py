@@ -1,5 +1,5 @@
 """Options that several commands share: of `card` and `push`, the folder and what the metadata of a card says; of `run` and
-`search`, how a recipe is read; of `export`, `latency` and `trim`, which column of a file holds the texts."""
+`search`, how a recipe is read; of commands that read texts, which of a file they take."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +22,16 @@ RemoteCode = Annotated[
 
 Column = Annotated[str, typer.Option(help="Column of the texts in CSV, TSV, JSON, Parquet and Arrow files.")]
 
+CalibrationTexts = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="File with unlabelled texts: a text per line, or a table, such as CSV; plain or compressed; repeatable."
+    ),
+]
+Samples = Annotated[
+    int, typer.Option(min=1, help="How many of the texts to take: drawn at random, the same ones each time.")
+]
+
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")
 ]
@@ -38,6 +48,22 @@ ResumeAnyway = Annotated[
         "--resume-anyway", help="Resume checkpoints of another version, device, precision or number of threads."
     ),
 ]
+
+
+def sampled_texts(files: list[Path], column: str, samples: int) -> list[str]:
+    """The texts for a calibration or a comparison."""
+    from hf_freeze.data import read_text, sample
+
+    return sample(read_text(files, unit="filled lines", column=column)["text"], samples)
+
+
+def tokenizer_for_texts(model: Any) -> Any:
+    """The tokenizer beside a model. Raises ValueError if it has none."""
+    from hf_freeze.model.loading import load_tokenizer
+
+    if (tokenizer := load_tokenizer(model)) is None:
+        raise ValueError(f"{model} has no tokenizer, which --texts needs: save the model's own there")
+    return tokenizer
 
 
 def title_of(recipe: dict[str, Any]) -> str:

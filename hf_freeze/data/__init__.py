@@ -16,6 +16,7 @@ from hf_freeze.data.masking import Masking as Masking
 from hf_freeze.data.questions import load_hub_questions as load_hub_questions
 from hf_freeze.data.questions import read_race as read_race
 from hf_freeze.data.questions import read_squad as read_squad
+from hf_freeze.data.sampling import sample as sample
 from hf_freeze.data.text import load_hub_labelled as load_hub_labelled
 from hf_freeze.data.text import load_hub_parallel as load_hub_parallel
 from hf_freeze.data.text import load_hub_text as load_hub_text

@@ -201,8 +201,8 @@ class Selection(Part):
 
     origins: Callable[[Model, Architecture], dict[str, Origin]]
     decided: Callable[[Any, Architecture, Statistics | None], Any] | None = None
-    by_statistics: bool = False
     must_decide: Callable[[Architecture, Any], bool] = lambda architecture, config: False
+    by_statistics: bool = False
 
 
 class ResizedTables(Part):

@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -23,13 +23,15 @@ from torch import Tensor, nn
 from hf_freeze import surgery
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compat.transformers import mask_of_frames
+from hf_freeze.layers.derived import features
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.parts import KeptTokens
 from hf_freeze.model import paging
+from hf_freeze.model.calibration import Calibration, Report, StoredMoments, calibrated_linears, warned_once
 from hf_freeze.model.curvature import curvatures
 from hf_freeze.model.fidelity import fidelity_on
 from hf_freeze.model.running import in_eval_mode, on_device, without_cache
-from hf_freeze.model.samples import samples_of
+from hf_freeze.model.samples import Samples, samples_of
 from hf_freeze.model.weights import regenerate
 from hf_freeze.progress import track
 from hf_freeze.solvers.moments import Moments, working_dtype
@@ -39,17 +41,6 @@ _SAME = 1e-3  # relative difference of states up to which a stream is what the m
 
 Batch = Mapping[str, Any]
 Place = tuple[str, int]  # stack, layer
-
-
-@dataclass
-class Report:
-    """What a calibration has used and changed: `texts`, `tokens`, for each linear the relative error of its outputs, (as the
-    method cuts without calibration, with it), and in words what else was decided."""
-
-    texts: int = 0
-    tokens: int = 0
-    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
 
 class _Reached(Exception):
@@ -103,11 +94,15 @@ class _Sums:
             self.cross = self.cross + y.T @ x
             self.outputs = self.outputs + y.sum(0)
 
-    def moments(self) -> Moments | None:
+    def moments(self, name: str) -> Moments | None:
+        """Those of the linear `name`. Raises ValueError if they are not finite."""
         if not self.count:
             return None
         pairs = (self.cross / self.count, self.outputs / self.count) if self.paired else (None, None)
-        return Moments(self.gram / self.count, self.mean / self.count, self.count, *pairs)
+        try:
+            return Moments(self.gram / self.count, self.mean / self.count, self.count, *pairs)
+        except ValueError as error:
+            raise ValueError(f"calibration: the inputs or outputs of {name!r} cannot be used: {error}") from None
 
 
 class CalibrationPass:
@@ -164,6 +159,7 @@ class CalibrationPass:
             modules = {name: self._old.base_model.get_submodule(name) for name in names}
             self._curvatures = curvatures(self._old, self._batches, modules)
         self._whole = any(self._architecture.layer_of(f"{name}.") is None for name in names)
+        self._widest = max((features(linear)[0] for _, linear in surgery.modules(self._old, names)), default=0)
         groups = self._in_order(names)
         for group in track(groups, "Calibrating", len(groups)):
             yield self._moments(group, [module for name in group for module in before.get(name, ())])
@@ -178,7 +174,7 @@ class CalibrationPass:
         ranked = sorted(names, key=lambda name: order.get(name, last.get(places[name], len(order))))
 
         def group(name: str) -> Any:
-            return places[name], id(reads[name]) if name in reads else name
+            return places[name], id(reads[name][0]) if name in reads else name
 
         return [list(together) for _, together in itertools.groupby(ranked, group)]
 
@@ -199,13 +195,17 @@ class CalibrationPass:
                 sums[name].add(_selected(x, rows), _selected(y, rows))
         for number, batch in enumerate(self._batches) if stream is None else ():
             outputs = self._watch("old", place, number, names, (), outputs=True)
-            for name, x in self._watch("new", place, number, names, before, outputs=False).items():
-                y, rows = outputs.get(name), self._rows(name, place, batch, x)
-                routed = x.dim() == 2 and rows is None  # other tokens in both models
-                if y is not None and (routed or y.shape[:-1] != x.shape[:-1]):
-                    y = None
-                sums[name].add(_selected(x, rows), None if y is None else _selected(y, rows))
-        moments = {name: each.moments() for name, each in sums.items()}
+            for name, calls in self._watch("new", place, number, names, before, outputs=False).items():
+                for x, y in itertools.zip_longest(calls, outputs.get(name, ())[: len(calls)]):
+                    rows = self._rows(name, place, batch, x)
+                    routed = x.dim() == 2 and rows is None  # other tokens in both models
+                    if y is not None and (routed or y.shape[:-1] != x.shape[:-1]):
+                        y = None
+                    sums[name].add(_selected(x, rows), None if y is None else _selected(y, rows))
+        moments = {name: each.moments(name) for name, each in sums.items()}
+        for name, each in moments.items():
+            if each is not None:
+                self.report.check_tokens(name, each.count, len(each.mean), self._widest)
         return {
             name: replace(each, curvature=self._curvatures.get(name)) if each is not None else None
             for name, each in moments.items()
@@ -254,7 +254,7 @@ class CalibrationPass:
             (own, wanted) = (end.before if both else end.output for end in ends)
             rows = self._rows(linear, self._architecture.layer_of(f"{linear}."), batch, x)
             sums.add(_selected(x, rows), _selected(y + wanted - own, rows))
-        moments = sums.moments()
+        moments = sums.moments(linear)
         return None if moments is None else (moments, norms)
 
     def distance(self, method: Method) -> float:
@@ -263,7 +263,10 @@ class CalibrationPass:
     def _joins(self, place: Place, name: str) -> str | None:
         """Where the outputs of a linear are added to the stream of states of its layer: the module that reads the sum, "" for the
         end of the layer; None if they are not just added. Found by adding noise to them."""
-        layer, prefix = self._layer(self._old, *place), self._architecture.stacks[place[0]].layers.format(place[1]) + "."
+        layer, prefix = (
+            self._layer(self._old, *place),
+            self._architecture.stacks[place[0]].layers.format(place[1]) + ".",
+        )
         linear = layer.get_submodule(name.removeprefix(prefix))
         runs, noise = [], None
         for noisy in (False, True):
@@ -321,8 +324,38 @@ class CalibrationPass:
         self.report.errors[name] = (plain, calibrated)
 
     def note(self, text: str) -> None:
-        if text not in self.report.notes:
-            self.report.notes.append(text)
+        self.report.note(text)
+
+    def at_once(self, names: Sequence[str]) -> dict[str, Moments | None]:
+        """The moments of linears of the old model as it is, in one forward of each batch, in the order in which they run. Those
+        that read the same states share one object. A module of several layers has seen the inputs of all of them."""
+        sums: dict[str, _Sums] = {}
+        leaders: dict[str, str] = {}  # linear -> the first of those that read the same states
+        latest: tuple[Any, str] = (None, "")
+        batch: Batch = {}
+
+        def look(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+            nonlocal latest
+            x = (*args, *kwargs.values())[0]
+            leader = leaders.setdefault(name, latest[1] if x is latest[0] else name)
+            latest = x, leader
+            if leader == name:
+                rows = self._rows(name, self._architecture.layer_of(f"{name}."), batch, x)
+                sums.setdefault(name, _Sums()).add(_selected(x, rows), None)
+
+        hooks = [
+            module.register_forward_pre_hook(functools.partial(look, name), with_kwargs=True)
+            for name, module in surgery.modules(self._old, names)
+        ]
+        try:
+            for batch in track(self._batches, "Calibrating", len(self._batches)):
+                self._old(**batch)
+                latest = None, ""
+        finally:
+            for hook in hooks:
+                hook.remove()
+        moments = {name: each.moments(name) for name, each in sums.items()}
+        return {name: moments[leader] for name, leader in leaders.items()}
 
     # -- the way through the layers ----------------------------------------------------------------------------------------
 
@@ -353,7 +386,7 @@ class CalibrationPass:
         """Catch how the old model calls its layers, and what comes into each stack."""
         layers = [self._layer(self._old, *place) for place in self._places]
         for batch in self._batches:
-            caught = dict(zip(self._places, _calls(self._old, batch, layers), strict=True))
+            caught = dict(zip(self._places, _calls(self._old, batch, layers, to_end=True), strict=True))
             self._caught.append(caught)
             if len(self._caught) > 1:  # of the other batches, no states but the first ones
                 for (stack, layer), calls in caught.items():
@@ -395,14 +428,15 @@ class CalibrationPass:
         before: Sequence[str],
         *,
         outputs: bool,
-    ) -> dict[str, Tensor]:
-        """Name -> input, or output, of the linear in the model of a `stream`, for batch `number`; linears that do not run are
-        missing. `before`: modules that are those of the old model."""
+    ) -> dict[str, list[Tensor]]:
+        """Name -> inputs, or outputs, of the linear in the model of a `stream`, for batch `number`, of each time that it runs;
+        linears that do not run are missing. `before`: modules that are those of the old model."""
         model = self._old if stream == "old" else self._new
         with _swapped(self._old, model, before):
             modules = {name: model.base_model.get_submodule(name) for name in names}
             if place is None or not self._streams:
-                return _seen(modules, outputs, lambda: model(**self._batches[number]))
+                again = place is not None and any(len(caught[place]) > 1 for caught in self._caught)
+                return _seen(modules, outputs, lambda: model(**self._batches[number]), again=again)
             call, states = self._calls[stream][number][place[1]], self._states[stream][number]
             layer = self._layer(model, *place)
             return _seen(modules, outputs, lambda: call.run(layer, states))
@@ -465,14 +499,17 @@ def _swapped(old: Any, new: Any, names: Iterable[str]) -> Iterator[None]:
             new.base_model.set_submodule(name, module)
 
 
-def _seen(modules: Mapping[str, nn.Module], outputs: bool, run: Callable[[], Any]) -> dict[str, Tensor]:
-    """Name -> first input, or output, of each of the modules in a run, in their order; what comes after the last of them is not
-    computed."""
-    seen: dict[str, Tensor] = {}
+def _seen(
+    modules: Mapping[str, nn.Module], outputs: bool, run: Callable[[], Any], *, again: bool = False
+) -> dict[str, list[Tensor]]:
+    """Name -> first inputs, or outputs, of each of the modules in a run, in their order: of their first call, and the run ends
+    with that of the last of them; or where they may run `again`, of all calls."""
+    seen: dict[str, list[Tensor]] = {}
 
     def look(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
-        seen.setdefault(name, output if outputs else (*args, *kwargs.values())[0])
-        if len(seen) == len(modules):
+        if again or name not in seen:
+            seen.setdefault(name, []).append(output if outputs else (*args, *kwargs.values())[0])
+        if len(seen) == len(modules) and not again:
             raise _Reached
 
     handles = []
@@ -495,7 +532,7 @@ def _first_input(inputs: dict[str, Tensor], name: str, module: nn.Module, args: 
 
 @dataclass
 class _End:
-    """How a layer ends: its `output` (B, T, H); if that is what a norm in it gives, the name of the norm and what comes `before`."""
+    """How a layer ends: its `output` (B, T, H); if that is what a norm in it gives, the norm's name and what comes `before`."""
 
     output: Any = None
     norm: str | None = None
@@ -532,7 +569,7 @@ def _ends_of(layers: Sequence[nn.Module]) -> Iterator[list[_End]]:
 
 def _seen_both(linear: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, Tensor] | None:
     """(input, output) of the linear in a run, which goes on to its end; None if it does not run."""
-    seen: list[tuple[Tensor, Tensor]] = []
+    seen: list[Any] = []
     handle = linear.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
     try:
         run()
@@ -541,8 +578,10 @@ def _seen_both(linear: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, Tenso
     return seen[0] if seen else None
 
 
-def _calls(model: Any, batch: Batch, layers: Sequence[nn.Module]) -> list[list[tuple[Tensor, _Call]]]:
-    """For each of the layers, (states, call) of its calls in a forward of the model, which ends after the last of them."""
+def _calls(
+    model: Any, batch: Batch, layers: Sequence[nn.Module], *, to_end: bool = False
+) -> list[list[tuple[Tensor, _Call]]]:
+    """For each of the layers, (states, call) of its calls in a forward of the model, until each has run, or `to_end`."""
     caught: list[list[tuple[Tensor, _Call]]] = [[] for _ in layers]
 
     def catch(number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -552,7 +591,7 @@ def _calls(model: Any, batch: Batch, layers: Sequence[nn.Module]) -> list[list[t
             name = next((name for name in ("hidden_states", *kwargs) if torch.is_tensor(kwargs.get(name))), "")
             rest = {key: value for key, value in kwargs.items() if key != name}
             caught[number].append((kwargs.get(name, torch.empty(0)), _Call((), rest, name)))
-        if all(caught):
+        if all(caught) and not to_end:
             raise _Reached
 
     handles = [
@@ -569,43 +608,75 @@ def _calls(model: Any, batch: Batch, layers: Sequence[nn.Module]) -> list[list[t
     return caught
 
 
+def collect(model: Any, calibration: Any, tokenizer: Any = None) -> Calibration:
+    """The moments of all linears of attention and FFN of `model` as it is, on all of `calibration` (`samples_of`, whose errors it
+    raises)."""
+    samples = samples_of(model, calibration, tokenizer).whole()
+    with CalibrationPass(model, model, samples.batches, Report(), lambda *_: model).running() as statistics:
+        moments = statistics.at_once(calibrated_linears(model))
+    return Calibration.of(model, moments, samples.texts, samples.tokens)
+
+
 class Calibrator:
-    """Gives the methods of one `make_variant` their statistics, each of the model as it is by then."""
+    """Gives the methods of one `make_variant` their statistics, each of the model as it is by then, or those that were saved.
+
+    `calibration`: what `samples_of` takes, or a `Calibration`. Raises the ValueError of `Calibration.check`.
+    """
 
     def __init__(self, model: Any, calibration: Any, tokenizer: Any, make: Callable[[Any, Method], Any]) -> None:
         """`make(model, method)`: the variant without a calibration."""
         self._make = make
-        self.samples = samples_of(model, calibration, tokenizer)
-        self.report = Report(self.samples.texts, self.samples.tokens)
+        self._stored: Mapping[str, Moments] | None = None
+        self.samples: Samples | None = None
+        if isinstance(calibration, Calibration):
+            calibration.check(model)
+            self._stored = calibration.moments
+            self.report = Report(calibration.texts, calibration.tokens)
+        else:
+            self.samples = samples_of(model, calibration, tokenizer)
+            self.report = Report(self.samples.texts, self.samples.tokens)
+
+    @property
+    def runs(self) -> bool:
+        """Whether there are texts to run models on."""
+        return self._stored is None
 
     @contextmanager
-    def statistics(self, old: Any, new: Any) -> Iterator[CalibrationPass]:
-        with CalibrationPass(old, new, self.samples.batches, self.report, self._make).running() as statistics:
-            yield statistics
+    def statistics(self, old: Any, new: Any) -> Iterator[CalibrationPass | StoredMoments]:
+        with warned_once():
+            if self.samples is None:
+                with torch.no_grad(), surgery.holding(old):
+                    yield StoredMoments(self._stored or {}, old, self.report)
+                return
+            with CalibrationPass(old, new, self.samples.batches, self.report, self._make).running() as statistics:
+                yield statistics
 
     def convert(self, method: Method, old: Any, new: Any) -> None:
         """`method.convert` with statistics, if it uses them."""
         if not method.calibrates:
-            self.report.notes.append(f"{method.name}: is the same with a calibration as without")
+            self.report.note(f"{method.name}: is the same with a calibration as without")
             method.convert(old, new)
-            if (tokens := method.part(KeptTokens)) is not None:
+            if (tokens := method.part(KeptTokens)) is not None and self.samples is not None:
                 self.samples = self.samples.renumbered(tokens.kept)
-            return
-        regenerate(new)  # the new model runs, and what a seed draws has no values yet
-        with self.statistics(old, new) as statistics:
-            method.convert(old, new, statistics)
+        else:
+            regenerate(new)  # the new model runs, and what a seed draws has no values yet
+            with self.statistics(old, new) as statistics:
+                method.convert(old, new, statistics)
+        if self._stored is not None and (method.shares_layers or method.renumbers == "layers"):
+            self._stored = {}  # names are those of other layers from now on
 
     def compares(self, method: Method) -> bool:
         """Whether the method's plain form is made, too, to keep the better one: where there are texts for it, and memory."""
         has_both = method.calibrates and not method.needs_calibration
-        return has_both and bool(self.samples.held_out) and paging.active() is None
+        return has_both and self.samples is not None and bool(self.samples.held_out) and paging.active() is None
 
     def better(self, method: Method, original: Any, calibrated: Any, plain: Any) -> Any:
         """That of two variants whose outputs are nearer those of the `original` on the texts that are held out."""
-        distances = [fidelity_on(original, one, self.samples.held_out).distance for one in (calibrated, plain)]
+        held_out = self.samples.held_out if self.samples is not None else []
+        distances = [fidelity_on(original, one, held_out).distance for one in (calibrated, plain)]
         if distances[0] <= distances[1]:
             return calibrated
-        self.report.notes.append(
+        self.report.note(
             f"{method.name}: on texts held out, the form with calibration is further from the original ({distances[0]:.3g}) than "
             f"the one without ({distances[1]:.3g}), which was taken"
         )

@@ -61,6 +61,7 @@ def _make_family(native_config: type[PreTrainedConfig]) -> None:
             "digests": dataclasses.field(default_factory=dict),
             "original_fields": dataclasses.field(default_factory=dict),
             "description": None,
+            "calibration": None,
             "__doc__": f"{native_config.__name__} with a list of methods.",
             "model_type": VARIANT_PREFIX + native_config.model_type,
             "native_class": native_config,

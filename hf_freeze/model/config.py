@@ -34,7 +34,7 @@ else:
 
 _LONGEST = 1000  # characters of an error message
 INITS = ("backbone", "marian")
-VARIANT_FIELDS = ("methods", "init", "hf_freeze_version", "digests", "original_fields", "description")
+VARIANT_FIELDS = ("methods", "init", "hf_freeze_version", "digests", "original_fields", "description", "calibration")
 
 
 class VariantConfigMixin(_Config):
@@ -44,7 +44,8 @@ class VariantConfigMixin(_Config):
     `"marian"` (`make_variant`). `digests`: name below `base_model_prefix` -> digest of the fp32 values of a tensor that is
     not stored. `original_fields`: native fields that methods have changed, such as the depth, with the values that the
     backbone is built with; None makes the methods change them at construction. `description`: what was derived of a family that
-    no file of hf_freeze describes (`architectures/stored.py`); None has it derived at construction.
+    no file of hf_freeze describes (`architectures/stored.py`); None has it derived at construction. `calibration`: how many
+    `texts` and `tokens` the methods were calibrated with; None without.
     """
 
     _layers_left: dict[str, list[int]]
@@ -55,6 +56,7 @@ class VariantConfigMixin(_Config):
     digests: dict
     original_fields: dict | None
     description: dict | None
+    calibration: dict | None
 
     def __post_init__(self, **kwargs: Any) -> None:
         try:
@@ -78,6 +80,7 @@ class VariantConfigMixin(_Config):
             raise ValueError(f"unknown init {self.init!r}; choose from {list(INITS)}")
         if not isinstance(self.digests, dict) or not all(map(_is_digest, self.digests.values())):
             raise ValueError(f"digests must map tensor names to hexadecimal digits, not {self.digests!r}")
+        _check_calibration(self.calibration)
         before, changed = self.before_methods(), {}
         kept = self._layers_left = {}
         architecture = self._native_architecture = self._describe(before)
@@ -215,8 +218,9 @@ class VariantConfigMixin(_Config):
         data = super().to_dict()
         for name in ("_parsed", "_native_architecture", "_layers_left", "code_files"):
             data.pop(name, None)
-        if data.get("description") is None:
-            data.pop("description", None)
+        for name in ("description", "calibration"):
+            if data.get(name) is None:
+                data.pop(name, None)
         return data
 
 
@@ -260,6 +264,14 @@ def _check_labels(count: Any, model_type: str) -> None:
     if isinstance(count, int) and count > LARGEST_LABELS:
         native = model_type.removeprefix(VARIANT_PREFIX)
         raise ValueError(f"{native} config: num_labels={count} is outside 1..{LARGEST_LABELS}")
+
+
+def _check_calibration(calibration: Any) -> None:
+    if calibration is None:
+        return
+    is_dict = isinstance(calibration, dict) and calibration.keys() == {"texts", "tokens"}
+    if not is_dict or any(type(count) is not int or count < 0 for count in calibration.values()):
+        raise ValueError(f"calibration must be {{'texts': a number, 'tokens': a number}}, not {calibration!r}")
 
 
 def _check_version(version: Any) -> None:

@@ -6,17 +6,20 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_freeze._version import __version__
+from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.io import sync, write_whole
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.parts import Selection
 from hf_freeze.methods.registry import method_to_dict
 from hf_freeze.model.build import VariantMixin
+from hf_freeze.model.calibration import digest_of
 from hf_freeze.model.loading import empty_model, load_model
 from hf_freeze.model.make import make_variant
 from hf_freeze.model.paging import paging
@@ -36,27 +39,42 @@ def convert(
     methods: Sequence[Method],
     *,
     max_shard_size: str = "1GB",
+    calibration: Any = None,
+    tokenizer: Any = None,
     say: Callable[[str], Any] = lambda text: None,
 ) -> Path:
-    """Write the variant that `make_variant(source, methods)` makes to the folder `out`, with the other files of `source`, such as
-    its tokenizer; returns the folder.
+    """Write the variant that `make_variant(source, methods, calibration=, tokenizer=)` makes to the folder `out`, with the other
+    files of `source`, such as its tokenizer; returns the folder.
 
     `source`: a folder with a native model or a variant in safetensors, in one file or in shards. No more than about
     `max_shard_size` of its tensors is in memory at a time, and of what is made, besides what a method needs to convert one layer
     (on Linux; elsewhere the system decides). The rest lies in a folder beside `out`, `.OUT.part`, which takes as much room
     as `out`. Tensors that transformers itself makes of those in the files, such as one of all experts, are loaded as a whole.
-    After a kill or an error, the same call goes on: linears that a factorisation has finished are read from there.
+    After a kill or an error, the same call goes on: linears that a factorisation has finished are read from there. A calibration
+    needs the states of its texts in memory too, and has no curvature here: heads and neurons of different layers compete by the
+    errors of their outputs alone.
     `say` is called with a message before each step.
 
     Raises FileNotFoundError for a source or a shard that is missing; ValueError for a shard that is truncated or holds other
     tensors than the index or the config says, for an `out` that exists, for a folder beside `out` that another job has
     left, and for what `make_variant` refuses; OSError for a disk without room.
     """
-    job = {"command": "convert", "methods": [method_to_dict(method) for method in methods]}
+    job: dict[str, Any] = {"command": "convert", "methods": [method_to_dict(method) for method in methods]}
+    if calibration is not None:
+        if isinstance(calibration, Iterable) and not isinstance(calibration, str | Mapping):
+            calibration = list(calibration)  # it is read more than once
+        job["calibration"] = digest_of(calibration, tokenizer)
     what = f"converting {source}: {', '.join(method.name for method in methods) or 'no methods'}"
 
     def make(model: Any) -> Any:
-        return make_variant(model, list(methods), copy=False)
+        if model.device.type == "meta" and calibration is not None and _are_open(methods, model):
+            return model  # how much stays of which layer, the texts tell
+        variant = make_variant(model, list(methods), copy=False, calibration=calibration, tokenizer=tokenizer)
+        if (report := getattr(variant, "calibration_report", None)) is not None:
+            say(f"calibrated with {report.texts:,} texts, {report.tokens:,} tokens")
+            for note in report.notes:
+                say(note)
+        return variant
 
     return _write(Path(source), Path(out), make, job, max_shard_size, say, what)
 
@@ -180,6 +198,12 @@ def check_shapes(structure: Any, files: dict[str, tuple[str, list[int]]], source
             raise ValueError(
                 f"{source}: {name!r} has the shape {shape}, but the config says {expected}: another model's shard"
             )
+
+
+def _are_open(methods: Sequence[Method], model: Any) -> bool:
+    """Whether the sizes of what `methods` make of `model` depend on a calibration."""
+    selections = [method.part(Selection) for method in methods if method.calibrates]
+    return any(part.must_decide(architecture_for(model), model.config) for part in selections if part is not None)
 
 
 def _header(file: Path) -> dict[str, tuple[str, list[int]]]:

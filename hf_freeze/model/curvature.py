@@ -19,7 +19,7 @@ def curvatures(model: Any, batches: Sequence[Mapping[str, Any]], linears: Mappin
     A is the mean of g gᵀ over tokens, with g the gradient of the log-likelihood of predictions that are drawn from the model
     itself: the Fisher information (Martens, 2020, https://arxiv.org/abs/1412.1193, section 8.2). For models that give states
     in place of logits, of the squared error of these, with g the gradient of their sum with random signs. Linears that do not run
-    are missing. Both models of a pair get the same draws.
+    are missing. Both models of a pair get the same draws. Raises ValueError for outputs that are not finite.
     """
     sums: dict[str, Tensor] = {}
     tokens = rows = 0
@@ -29,6 +29,7 @@ def curvatures(model: Any, batches: Sequence[Mapping[str, Any]], linears: Mappin
             outputs: dict[str, Tensor] = {}
 
             def keep(name: str, module: nn.Module, args: Any, output: Tensor, outputs: Any = outputs) -> Tensor:
+                _check_finite(output, repr(name))
                 outputs[name] = output if output.requires_grad else output.detach().requires_grad_()
                 return outputs[name]
 
@@ -39,6 +40,7 @@ def curvatures(model: Any, batches: Sequence[Mapping[str, Any]], linears: Mappin
                 for handle in handles:
                     handle.remove()
             output, kind = compared_output(result)
+            _check_finite(output, "the model")
             real = real_tokens(batch, output)
             gradients = torch.autograd.grad(
                 _drawn_loss(output[real.to(output.device)], kind), list(outputs.values()), materialize_grads=True
@@ -50,6 +52,11 @@ def curvatures(model: Any, batches: Sequence[Mapping[str, Any]], linears: Mappin
             if rows >= _ROWS:
                 break
     return {name: total / max(tokens, 1) for name, total in sums.items()}
+
+
+def _check_finite(output: Tensor, whose: str) -> None:
+    if not output.isfinite().all():
+        raise ValueError(f"calibration: the outputs of {whose} are not finite")
 
 
 def _drawn_loss(output: Tensor, kind: str) -> Tensor:

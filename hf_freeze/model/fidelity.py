@@ -54,6 +54,11 @@ def fidelity_on(original: Any, variant: Any, batches: Iterable[Mapping[str, Any]
         for batch in batches:
             first, second = (model(**on_device(model, batch)) for model in (original, variant))
             (a, kind), (b, _) = compared_output(first), compared_output(second)
+            if a.shape != b.shape:
+                raise ValueError(
+                    f"the models give different outputs, of the shapes {tuple(a.shape)} and {tuple(b.shape)}: compare models of "
+                    "the same task and vocabulary"
+                )
             rows = real_tokens(batch, a).to(a.device)
             b = b.to(a.device)
             x, y = a[rows].double(), b[rows].double()

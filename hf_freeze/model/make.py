@@ -65,12 +65,12 @@ def make_variant(
     `copy`: True leaves a model as it is. With False the variant takes its tensors over, without a second copy in memory, and the
     model cannot be used any more. `components`, such as `{"embeddings": "folder"}`: components of the backbone that take the
     weights of another model, Hub id or directory of the same architecture and sizes there; its depth or other widths may differ.
-    `calibration`: some hundred unlabelled texts for `tokenizer`, or batches, or "samples" of a causal language model itself: then
-    methods choose what goes by what the model sees there, and refit what stays (docs/calibration.md);
-    `variant.calibration_report` says what that changed.
+    `calibration`: some hundred unlabelled texts for `tokenizer`, or batches, or "samples" of a causal language model itself, or
+    what `analysis.calibrate` has found: then methods choose what goes by what the model sees there, and refit what stays
+    (docs/calibration.md); `variant.calibration_report` says what that changed.
 
-    Raises ValueError for an unsupported backbone, task, init or method setting, and a calibration of no texts or for a backbone
-    without weights; FileNotFoundError for a missing directory.
+    Raises ValueError for an unsupported backbone, task, init or method setting, and a calibration of no texts, of another model
+    or for a backbone without weights; FileNotFoundError for a missing directory.
     """
     _check_arguments(backbone, methods, task, init)
     if calibration is None and (needing := next((method for method in methods if method.needs_calibration), None)):
@@ -231,6 +231,7 @@ def _from_model(
         current.generation_config = settings
     if calibrator is not None:
         current.calibration_report = calibrator.report
+        current.config.calibration = {"texts": calibrator.report.texts, "tokens": calibrator.report.tokens}
     if copy:
         copy_shared(model, current)
     elif current is not model:
@@ -287,7 +288,8 @@ def _decided(method: Method, old: Any, calibrator: Calibrator | None, aligned: b
         return method
     architecture = architecture_for(old)
     calibrated = calibrator is not None and method.calibrates
-    if selection.must_decide(architecture, old.config) or (calibrated and (aligned or selection.by_statistics)):
+    by_texts = selection.by_statistics and calibrator is not None and calibrator.runs
+    if selection.must_decide(architecture, old.config) or (calibrated and (aligned or by_texts)):
         if calibrator is None or not calibrated:
             return selection.decided(old, architecture, None)
         with calibrator.statistics(old, old) as statistics:

@@ -46,12 +46,13 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def without_cache(model: Any) -> Iterator[None]:
     """Forwards that keep no keys and values for a next token, and restore the setting afterwards: an encoder-decoder copies its
-    config for each such cache, with all token ids of a trimmed vocabulary."""
-    before = getattr(model.config, "use_cache", None)
-    if before is not None:
-        model.config.use_cache = False
+    config for each such cache, with all token ids of a trimmed vocabulary. Some decoders, as T5's, have a config of their own."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    using = list({id(config): config for config in configs if getattr(config, "use_cache", False)}.values())
+    for config in using:
+        config.use_cache = False
     try:
         yield
     finally:
-        if before is not None:
-            model.config.use_cache = before
+        for config in using:
+            config.use_cache = True

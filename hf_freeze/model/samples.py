@@ -35,6 +35,12 @@ class Samples:
             raise ValueError(f"each text of calibration has a token that is not among the {len(kept)} kept ones")
         return Samples(batches, [], sum(map(_rows_of, batches)), sum(map(count_tokens, batches)))
 
+    def whole(self) -> "Samples":
+        """The same with nothing held out."""
+        texts = self.texts + sum(_rows_of(batch) for batch in self.held_out)
+        batches = [*self.batches, *self.held_out]
+        return Samples(batches, texts=texts, tokens=sum(map(count_tokens, batches)))
+
 
 def samples_of(model: Any, calibration: Any, tokenizer: Any = None) -> Samples:
     """Batches of `calibration` for `model`.
@@ -122,7 +128,10 @@ def _tokenized(model: Any, items: Sequence[Any], tokenizer: Any) -> list[dict[st
     limit = _longest(model, tokenizer)
     encoded = [_encoded(item, tokenizer, limit, to_targets) for item in items]
     for name in ("input_ids", "labels"):
-        check_ids([one[name] for one in encoded if name in one], model.get_input_embeddings().weight.shape[0])
+        try:
+            check_ids([one[name] for one in encoded if name in one], model.get_input_embeddings().weight.shape[0])
+        except ValueError as error:
+            raise ValueError(f"the tokenizer is not that of the model: {error}") from None
     encoded = [one for one in encoded if one["input_ids"]]
     if not encoded:
         raise ValueError("no text of calibration has a token")
@@ -165,7 +174,8 @@ def _longest(model: Any, tokenizer: Any) -> int:
 @torch.no_grad()
 def _own_targets(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """What the decoder reads where it writes the greedy output of the model."""
-    length = min(2 * batch["input_ids"].shape[1] + 10, MOST_TOKENS)
+    positions = getattr(model.config, "max_position_embeddings", None) or MOST_TOKENS
+    length = min(2 * batch["input_ids"].shape[1] + 10, MOST_TOKENS, positions - 1)
     with in_eval_mode(model):
         written = model.generate(**on_device(model, batch), num_beams=1, do_sample=False, max_new_tokens=length)
     ends = model.generation_config.eos_token_id

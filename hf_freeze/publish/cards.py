@@ -185,6 +185,7 @@ def model_card(
         summary=_summary(source, native, is_variant),
         example=_example(name, task, needs_hf_freeze, remote_code),
         methods=[_describe(settings) for settings in getattr(model.config, "methods", ())],
+        calibration=getattr(model.config, "calibration", None),
         vocabulary=vocabulary_section(source.trimming) if source.trimming else None,
         compression=compression_section(source.compression) if source.compression else None,
         sizes=sizes,

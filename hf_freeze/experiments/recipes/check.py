@@ -11,6 +11,7 @@ from hf_freeze.experiments.recipes.merge import merge
 from hf_freeze.experiments.recipes.rows import (
     OF_A_ROW,
     ROW_FIELDS,
+    check_calibration,
     check_from_scratch,
     check_heads,
     check_layers,
@@ -110,7 +111,9 @@ def _check_row(name: Any, row: Any, recipe: dict[str, Any], path: Any) -> None:
     check_pictures(row, task, where)
     backbone = merged.get("backbone", {})
     check_pretrained(backbone, where, has_tokenizer="tokenizer" in merged)
-    check_from_scratch(row, "start" in recipe or "start" in row or "pretrained" in backbone, where)
+    trained = "start" in recipe or "start" in row or "pretrained" in backbone
+    check_calibration(row, task, trained, where)
+    check_from_scratch(row, trained, where)
 
 
 def _check_other_grid(recipe: dict[str, Any], path: Any) -> None:

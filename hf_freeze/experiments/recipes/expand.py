@@ -14,6 +14,7 @@ _OF_A_START = (
     "methods",
     "heads",
     "layers",
+    "calibration",
     "start",
     "teacher",
     "targets",
@@ -44,7 +45,7 @@ def expand(recipe: dict[str, Any]) -> list[dict[str, Any]]:
             run = merge(run, {key: row[key] for key in OF_A_ROW if key in row})
             run |= {
                 key: copy.deepcopy(row[key])
-                for key in ("targets", "heads", "head_scores", "layers", "pictures")
+                for key in ("targets", "heads", "head_scores", "layers", "calibration", "pictures")
                 if key in row
             }
             if "start" in recipe:

@@ -18,6 +18,7 @@ ROW_FIELDS = (
     "heads",
     "head_scores",
     "layers",
+    "calibration",
     "pictures",
 )  # the first two are needed
 
@@ -90,6 +91,31 @@ def check_layers(row: dict[str, Any], task: str, elsewhere: bool, path: Any) -> 
         raise ValueError(f"{path} has 'layers' but no 'start': they are chosen from the model that it starts from")
     if "heads" in row:
         raise ValueError(f"{path} has both 'layers' and 'heads', which name layers by their old numbers; use two rows")
+
+
+def check_calibration(row: dict[str, Any], task: str, trained: bool, path: Any) -> None:
+    """`calibration: {texts: texts.txt, samples: 512}`: without texts, the training data. `trained`: whether the row has weights
+    to begin with."""
+    if "calibration" not in row:
+        return
+    settings = row["calibration"]
+    if task == "image-classification":
+        raise ValueError(f"{path}: calibration is for transformers, not for task {task!r}")
+    if not isinstance(settings, dict) or not settings.keys() <= {"texts", "samples"}:
+        raise ValueError(
+            f"{path}: calibration={settings!r} may have 'texts' and 'samples'; {{}} takes the training data"
+        )
+    texts = settings.get("texts", "texts.txt")
+    named = [texts] if isinstance(texts, str) else texts
+    if not isinstance(named, list) or not named or not all(isinstance(name, str) for name in named):
+        raise ValueError(f"{path}: calibration.texts={texts!r} must be a file or a list of files")
+    samples = settings.get("samples", 1)
+    if type(samples) is not int or samples < 1:
+        raise ValueError(f"{path}: calibration.samples={samples!r} must be an integer of at least 1")
+    if not trained:
+        raise ValueError(
+            f"{path} has 'calibration' but neither 'start' nor 'backbone.pretrained': fresh weights have none"
+        )
 
 
 def check_pretrained(backbone: Any, path: Any, *, has_tokenizer: bool) -> None:

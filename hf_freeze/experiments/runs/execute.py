@@ -108,6 +108,8 @@ def execute(
         "test_set": digest_of_test_set(trained.outcome.items),
     }
     record |= {key: run[key] for key in ("metric", "scored_on") if key in run}
+    if "calibration" in run:
+        record["calibration"] = trained.model.config.calibration
     if "start" in run and "grid" not in run["start"]:
         record["start"] = run["start"]["row"]
     if is_first_process():

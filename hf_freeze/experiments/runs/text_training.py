@@ -17,6 +17,7 @@ from hf_freeze import make_variant
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.experiments.recipes.rows import method_of
 from hf_freeze.experiments.runs import chosen_layers, measured_heads, measured_maps
+from hf_freeze.experiments.runs.calibrated import calibration
 from hf_freeze.experiments.runs.resume import check_data
 from hf_freeze.experiments.tasks import translation
 from hf_freeze.experiments.tasks.base import Outcome, ProgressCallback, Task, Trained
@@ -85,7 +86,12 @@ def execute_text(
             report({"stage": "choosing layers"})
             batches = _batches(task, run, folder, model, tokenizer, encode("dev"))
             methods.insert(0, chosen_layers.selection(run["layers"], model, batches))
-        model = make_variant(model, methods, seed=run["seed"])
+        if "calibration" in run:
+            report({"stage": "calibrating"})
+        seen = calibration(
+            run, lambda: encode("train"), lambda rows: _batches(task, run, folder, model, tokenizer, rows)
+        )
+        model = make_variant(model, methods, seed=run["seed"], calibration=seen, tokenizer=tokenizer)
     else:
         tokenizer = new_tokenizer(task, run, splits["train"])
         config = backbone_config(run["backbone"], tokenizer, **fields)
