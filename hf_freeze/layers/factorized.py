@@ -170,6 +170,14 @@ class TensorLinear(FactorizedLinear):
         """Register the uninitialised factors. Raises ValueError for ranks that do not fit the modes."""
         raise NotImplementedError
 
+    def parts(self) -> list[nn.Parameter]:
+        """All factors."""
+        raise NotImplementedError
+
+    def product(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """(O, I): the dense weight of these factors, linear in each of them."""
+        raise NotImplementedError
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.in_modes} x {self.out_modes}, ranks={self.ranks}, execution={self.execution!r}"
 

@@ -31,6 +31,11 @@ class Masked(Sparsifiable):
             "entries", lambda: unpack(self.mask, self.weight.numel()).view(self.weight.shape), (self.mask,)
         )
 
+    @torch.no_grad()
+    def keep(self, entries: torch.Tensor) -> None:
+        """Mask all entries but these: bool, in the shape of `weight`."""
+        self.mask.copy_(pack(entries))
+
     def zeros(self) -> int:
         """The number of masked weights."""
         return self.cached("zeros", lambda: int((~self.kept_entries()).sum()), (self.mask,))
@@ -68,5 +73,5 @@ def prune_smallest(modules: Sequence[Masked], sparsity: float, scope: str) -> No
             count = int(entries.sum())
             new_mask = entries.clone()
             new_mask[entries] = survives[start : start + count]
-            module.mask.copy_(pack(new_mask))
+            module.keep(new_mask)
             start += count

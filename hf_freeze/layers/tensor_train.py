@@ -54,8 +54,14 @@ class TensorTrainLinear(TensorLinear):
         if self.bias is not None:
             initialization.zeros_(self.bias)
 
+    def parts(self) -> list[nn.Parameter]:
+        return self.cores
+
+    def product(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return merge(parts)[0, :, :, 0].T
+
     def dense_weight(self) -> torch.Tensor:
-        return merge(self.used_cores())[0, :, :, 0].T
+        return self.product(self.used_cores())
 
     def used_cores(self) -> list[torch.Tensor]:
         """The cores that products are computed with."""

@@ -54,21 +54,17 @@ class TuckerLinear(TensorLinear):
         if self.bias is not None:
             initialization.zeros_(self.bias)
 
-    def _outer_factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The Kronecker products of the input factors (I, ΠR) and of the output factors (O, ΠS)."""
-        factors = self.factors
-        return kronecker(factors[: len(self.in_modes)]), kronecker(factors[len(self.in_modes) :])
+    def parts(self) -> list[nn.Parameter]:
+        return [self.core, *self.factors]
 
-    def _two_factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """down (R, I) and up (O, R) with W = up · down and R = min(ΠR, ΠS)."""
-        inputs, outputs = self._outer_factors()
-        if self.inner <= self.outer:
-            return inputs.T, outputs @ self.core.T
-        return (inputs @ self.core).T, outputs
+    def product(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        core, *factors = parts
+        inputs, outputs = kronecker(factors[: len(self.in_modes)]), kronecker(factors[len(self.in_modes) :])
+        # Two matrices with min(ΠR, ΠS) columns.
+        return (outputs @ core.T) @ inputs.T if self.inner <= self.outer else outputs @ (inputs @ core).T
 
     def dense_weight(self) -> torch.Tensor:
-        down, up = self._two_factors()
-        return up @ down
+        return self.product(self.parts())
 
     def fill(self, weight: torch.Tensor) -> None:
         """Set core and factors from a dense weight (O, I), by HOSVD and sweeps of HOOI at these ranks."""

@@ -20,6 +20,7 @@ from hf_freeze.methods._checks import (
 )
 from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.solvers.moments import Moments, loss
+from hf_freeze.solvers.tensors import alternate
 
 _MOST_MODES = 32  # no dimension has more prime factors
 
@@ -161,6 +162,7 @@ class ShapedMethod(FactorizedMethod):
     decomposition has one `rank`, or a list of `ranks`."""
 
     by_layer: ClassVar[tuple[str, ...]] = ("ranks",)
+    calibrates: ClassVar[bool] = True
     rank: int | None = None
     ranks: list[int] | dict[str, list[int]] | None = None
     shape: list[list[int]] | None = None
@@ -193,6 +195,14 @@ class ShapedMethod(FactorizedMethod):
 
     def named_linears(self) -> Iterable[str] | None:
         return self.ranks if isinstance(self.ranks, dict) else None
+
+    @torch.no_grad()
+    def fit(self, module: Any, weight: torch.Tensor, bias: torch.Tensor | None, moments: Moments) -> None:
+        parts, new_bias = alternate(weight, bias, moments, module.parts(), module.product)
+        for part, values in zip(module.parts(), parts, strict=True):
+            part.copy_(values)
+        if new_bias is not None:
+            surgery.set_values(module.bias, new_bias)
 
     def ranks_of(self, name: str, full_ranks: Sequence[int]) -> list[int]:
         """The ranks of the linear `name`: `ranks`, or `rank` limited to each full rank. Raises ValueError if `rank` exceeds

@@ -79,6 +79,11 @@ class Method:
         return False
 
     @property
+    def needs_calibration(self) -> bool:
+        """Whether it has no form without statistics, when it is applied to a model."""
+        return False
+
+    @property
     def finalizable(self) -> bool:
         """Whether training ends with `finalize`, which has not been called yet."""
         return False

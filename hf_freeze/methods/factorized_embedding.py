@@ -2,6 +2,7 @@
 Language Representations", https://arxiv.org/abs/1909.11942).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from hf_freeze.methods._checks import check_bool, check_positive
 from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import Part, ResizedTables
 from hf_freeze.methods.registry import register_method
+from hf_freeze.solvers.tables import weighted_table
 
 
 @register_method("factorized_embedding", example={"rank": 4}, shrinks=True)
@@ -33,8 +35,8 @@ class FactorizedEmbedding(Method):
     matrix; training never computes the product. An untied output matrix (Llama without tied embeddings) gets factors of its
     own. If the backbone scales embeddings, as Marian does by sqrt(H), it scales the projected ones. If source and target share
     one table, they share its projection. Otherwise each has its own table and projection; `share` gives them one table with two
-    projections. From trained weights: the nearest matrix of this rank, by singular value decomposition. Fresh: the variance of
-    the dense table.
+    projections. From trained weights: the nearest matrix of this rank, by singular value decomposition; with a calibration,
+    nearest for the tokens of the texts, and for the logits that a tied output computes. Fresh: the variance of the dense table.
 
     BERT: ALBERT's structure. The tables of tokens, positions and types and the norm of their sum have size E, and a linear with
     a bias follows from E to H. A masked-language-model head goes back to E before its activation, norm and (tied) output matrix.
@@ -47,6 +49,7 @@ class FactorizedEmbedding(Method):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"vocabulary"})
+    calibrates: ClassVar[bool] = True
     rank: int
     share: bool = False
 
@@ -153,6 +156,8 @@ class FactorizedEmbedding(Method):
         architecture = new.architecture
         if architecture.normed_embeddings is not None:
             self._convert_normed(old, new, architecture.normed_embeddings)
+            if statistics is not None:
+                statistics.note(f"{self.name}: tables below a norm are the same with a calibration as without")
             return
         modules = _untied(surgery.vocabulary_modules(new, architecture), new.all_tied_weights_keys)
         groups: dict[str, list[str]] = {}  # one decomposition of tables that are one: by `share`
@@ -160,10 +165,35 @@ class FactorizedEmbedding(Method):
             groups.setdefault(new.all_tied_weights_keys.get(f"{name}.weight", f"{name}.weight"), []).append(name)
         for names in groups.values():
             weights = [_dense(old.get_submodule(name)) for name in names]
-            table, projections = nearest_factors(weights, self.rank)
+            if statistics is None:
+                table, projections = nearest_factors(weights, self.rank)
+            else:
+                table, projections = self._fitted(names, weights, new, statistics)
             for name, projection in zip(names, projections, strict=True):
                 surgery.set_values(modules[name].weight, table)
                 surgery.set_values(modules[name].projection, projection)
+
+    def _fitted(
+        self, names: Sequence[str], weights: Sequence[torch.Tensor], new: Model, statistics: Statistics
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """As `nearest_factors`, for the tokens that the texts have, and for the logits where the output is one of the tables."""
+        users = {name: [name] for name in names}  # with those that are tied to it
+        for name in surgery.vocabulary_modules(new, new.architecture):
+            source = new.all_tied_weights_keys.get(f"{name}.projection", "").removesuffix(".projection")
+            users.get(source, []).append(name)
+        every = [name for tied in users.values() for name in tied]
+        output = surgery.output_name(new, new.architecture)
+        tables = list(surgery.token_tables(new, new.architecture))
+        counts = statistics.lookups([name for name in tables if name in every] or tables)
+        gram = None
+        if output in every and (moments := statistics.output_moments()) is not None:
+            sizes = [weight.shape[1] for weight in weights]
+            blocks = [torch.zeros(size, size, dtype=moments.gram.dtype) for size in sizes]
+            blocks[next(at for at, tied in enumerate(users.values()) if output in tied)] = moments.gram.cpu()
+            gram = torch.block_diag(*blocks)
+        fitted = weighted_table(torch.cat(list(weights), 1), counts, output_gram=gram)
+        table, projection = fitted.factors(self.rank)
+        return table, list(projection.split([weight.shape[1] for weight in weights], 1))
 
     def _convert_normed(self, old: Any, new: Any, normed: NormedEmbeddings) -> None:
         """Project all tables to the principal axes of their rows, each without its mean, which a norm removes. `scale` keeps the

@@ -25,7 +25,8 @@ class LowRank(FactorizedMethod):
     """Replace each weight W by a product up · down with an inner size of `rank`. It is smaller than W if
     rank < I O / (I + O), for I inputs and O outputs.
 
-    From trained weights: the nearest matrix of this rank, as U √S and √S Vᵀ. Fresh: the variance of the dense initialisation.
+    From trained weights: the nearest matrix of this rank, as U √S and √S Vᵀ; with a calibration, that whose
+    outputs are nearest on what the linear sees, and its bias. Fresh: the variance of the dense initialisation.
     `rank` may be a dict from the name of a linear to its rank (`analysis.choose_ranks`); linears outside the dict stay dense.
     `components`, `layers`: which linears. `execution`: how inference computes (`hf_freeze.layers.factorized`). `solver`: "exact",
     in fp64, or "randomized", in fp32, which is many times faster for wide layers and small ranks, and whose error is that of the

@@ -41,7 +41,7 @@ class Statistics(Protocol):
     """What the linears of a model see on texts, while a method converts it. See `model/calibrating.py`."""
 
     def walk(
-        self, names: Sequence[str], before: Mapping[str, Sequence[str]] = ...
+        self, names: Sequence[str], before: Mapping[str, Sequence[str]] = ..., *, curvature: bool = ...
     ) -> Iterator[dict[str, Moments | None]]:
         """The moments of the linears `names` (below the base model), in the order in which the model runs them; those that read
         the same states come together. None for a linear that no token has reached.
@@ -50,6 +50,14 @@ class Statistics(Protocol):
         asked for. `before`: linear -> the modules that are still the old model's when it is asked for, such as those of an FFN
         that is to lose neurons, which its last linear reads. The outputs, for pairs, are the old model's.
         """
+        ...
+
+    def lookups(self, tables: Sequence[str]) -> torch.Tensor:
+        """int64 (V,), on the CPU: how often the old model looks up each row of these tables, full names, for real tokens."""
+        ...
+
+    def output_moments(self) -> Moments | None:
+        """The moments of the hidden states that the old model's output matrix multiplies; None if it has no such matrix."""
         ...
 
     def across(self, linear: str, first: str, last: str) -> tuple[Moments, tuple[str, str] | None] | None:

@@ -14,7 +14,7 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, full_name
 from hf_freeze.layers import fake_quantized, integer_weights
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
-from hf_freeze.layers.grids import ACTIVATION_RANGES, GRANULARITIES, WEIGHT_RANGES, WIDTHS, Grid
+from hf_freeze.layers.grids import ACTIVATION_RANGES, GRANULARITIES, GROUP, WEIGHT_RANGES, WIDTHS, Grid
 from hf_freeze.layers.low_rank import LowRankLinear
 from hf_freeze.layers.quantized import SCHEMES, STORED, QuantizedEmbedding, QuantizedLinear, check_installed
 from hf_freeze.layers.quantized_cores import FakeQuantizedTensorTrainLinear, IntegerTensorTrainLinear
@@ -31,6 +31,8 @@ from hf_freeze.methods._linear import LinearMethod
 from hf_freeze.methods.base import Model, Statistics
 from hf_freeze.methods.parts import Part, Schedule
 from hf_freeze.methods.registry import register_method
+from hf_freeze.solvers.moments import Moments, loss, projected, without_outputs
+from hf_freeze.solvers.rounding import Symmetric, gptq
 
 
 @register_method("quantize", example={"scheme": "nf4", "components": ["ffn", "embeddings"]}, shrinks=True)
@@ -52,6 +54,10 @@ class Quantize(LinearMethod):
     training tracks, as the largest ever (`"max"`) or a moving average (`"moving"`), or learns (`"learnt"`). Those need
     `VariantCallback` or `model.advance`, as `begin` does. Integer products need no more than either kind: a step of a token can
     be taken out of the sums of its row, while steps of inputs, or a zero point, could not.
+
+    A calibration chooses the integers and steps of the linears of `weights` by GPTQ (Frantar et al., 2022,
+    https://arxiv.org/abs/2210.17323), so that their outputs change least on what they see, and corrects their biases; `scheme`,
+    tables and what is trained stay as without.
 
     `components`: the linears of `"attention"` and `"ffn"`, in `layers`, and `"embeddings"`: the token tables and the output
     matrix, tied or not. Position tables, norms, biases and the heads of other tasks stay unchanged. Fresh weights of a config are
@@ -75,6 +81,7 @@ class Quantize(LinearMethod):
     seen, and a missing bitsandbytes.
     """
 
+    calibrates: ClassVar[bool] = True
     converts_fresh: ClassVar[bool] = True
     replaces: ClassVar[tuple[type[nn.Module], ...]] = (LowRankLinear, SparseLinear, TensorTrainLinear)
     choices: ClassVar[tuple[str, ...]] = (*LINEAR_COMPONENTS, "embeddings")
@@ -239,21 +246,7 @@ class Quantize(LinearMethod):
     @torch.no_grad()
     def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         architecture = new.architecture
-        for name, module in self.modules(new, architecture):
-            linear = old.base_model.get_submodule(name)
-            if isinstance(module, QuantizedLowRankLinear):
-                module.fill(linear.down, linear.up)
-            elif isinstance(module, IntegerTensorTrainLinear | FakeQuantizedTensorTrainLinear):
-                module.set_cores(linear.cores)
-            elif isinstance(module, fake_quantized.FakeQuantizedLowRankLinear):
-                up, ratios = equal_columns(linear.up)
-                surgery.set_values(module.up, up)
-                surgery.set_values(module.down, linear.down * ratios[:, None])
-            elif not self.train:
-                module.fill(surgery.effective_weight(linear))
-            if self.train:
-                cast(Any, module).start()
-            surgery.release(old, [name])
+        # The tables first: with statistics, the new model runs.
         factors = (QuantizedLowRankEmbedding, QuantizedLowRankOutput, LowRankEmbedding, LowRankOutput)
         for name, module in self._tables(new, architecture).items():
             weight = old.get_submodule(name).weight
@@ -267,6 +260,61 @@ class Quantize(LinearMethod):
             if isinstance(module, factors):
                 surgery.set_values(module.weight, weight)
             cast(Any, module).start()
+        modules = dict(self.modules(new, architecture))
+        if statistics is not None and (self.train or self.scheme is not None):
+            setting = "train=True" if self.train else f"scheme={self.scheme!r}"
+            statistics.note(f"{self.name}: {setting} is the same with a calibration as without")
+            statistics = None
+        walk = [dict.fromkeys(modules)] if statistics is None or not modules else statistics.walk(list(modules))
+        for moments in walk:
+            for name, moment in moments.items():
+                module, linear = modules[name], old.base_model.get_submodule(name)
+                if moment is None or statistics is None:
+                    self._fill(module, linear)
+                elif not surgery.restored(old, name):
+                    self._fill(module, linear)
+                    self._round(module, linear, moment, name, statistics)
+                surgery.release(old, [name])
+
+    def _fill(self, module: Any, linear: Any) -> None:
+        """Give the layer that replaces `linear` its values, each rounded to the nearest."""
+        if isinstance(module, QuantizedLowRankLinear):
+            module.fill(linear.down, linear.up)
+        elif isinstance(module, IntegerTensorTrainLinear | FakeQuantizedTensorTrainLinear):
+            module.set_cores(linear.cores)
+        elif isinstance(module, fake_quantized.FakeQuantizedLowRankLinear):
+            up, ratios = equal_columns(linear.up)
+            surgery.set_values(module.up, up)
+            surgery.set_values(module.down, linear.down * ratios[:, None])
+        elif not self.train:
+            module.fill(surgery.effective_weight(linear))
+        if self.train:
+            cast(Any, module).start()
+
+    def _round(self, module: Any, linear: Any, moments: Moments, name: str, statistics: Statistics) -> None:
+        """Round `linear` again, so that what comes out of the layer changes least; its bias follows."""
+        weight, bias = surgery.effective_weight(linear), linear.bias
+        before = loss(weight, module.dense_weight(), moments, bias, bias)
+        if isinstance(module, integer_weights.IntegerLowRankLinear):
+            up, ratios = equal_columns(linear.up)
+            self._set_rounded(module.down, linear.down * ratios[:, None], None, without_outputs(moments))
+            inner = projected(moments, module.down.dense_weight(), weight, bias)
+            new_bias = self._set_rounded(module.up, up, bias, inner)
+        elif isinstance(module, integer_weights.IntegerLinear):
+            new_bias = self._set_rounded(module, weight, bias, moments)
+        else:
+            statistics.note(f"{self.name}: a {type(linear).__name__} is rounded as without a calibration")
+            return
+        if new_bias is not None:
+            surgery.set_values(module.bias, new_bias)
+        statistics.record(name, before, loss(weight, module.dense_weight(), moments, bias, module.bias))
+
+    def _set_rounded(self, module: Any, weight: Any, bias: Any, moments: Moments) -> torch.Tensor | None:
+        """Round W (O, I) to the grid, and return its bias (O,) or None."""
+        group = None if self.granularity == "channel" else GROUP
+        rounded = gptq(weight, bias, moments, Symmetric(self.grid.levels), group=group)
+        module.set_grid(rounded.numbers, rounded.steps)
+        return rounded.bias
 
     def prepare(self, model: Model, architecture: Architecture) -> None:
         if not self.train and self.scheme is None and (self.grid.is_static or self.weight_ranges == "learnt"):

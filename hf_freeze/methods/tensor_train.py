@@ -23,7 +23,8 @@ class TensorTrain(ShapedMethod):
     `shape`: two lists with the same number of factors, such as `((2, 4, 8, 4, 2), (4, 4, 8, 4, 4))` for 512 and 2048. Each
     dimension takes the list whose product it is, so that one setting serves both matrices of an FFN. None: balanced factors, of
     about 4 for the smaller dimension.
-    From trained weights: TT-SVD. Fresh: cores of equal variance, so that the weight has Glorot's variance,
+    From trained weights: TT-SVD; a calibration then fits the cores, by alternating least squares, and the bias to the outputs of
+    the linear on what it sees. Fresh: cores of equal variance, so that the weight has Glorot's variance,
     2 / (inputs + outputs).
     `components`, `layers`: which linears. `execution`: how inference computes (`hf_freeze.layers.factorized`).
 

@@ -22,7 +22,8 @@ class Tucker(ShapedMethod):
     each factor of the outputs; or a dict from the name of a linear to such a list; linears outside the dict stay dense.
     `shape`: two lists of factors, such as `((2, 4, 8, 4, 2), (4, 4, 8, 4, 4))` for 512 and 2048. Each dimension takes the list
     whose product it is. None: balanced factors, of about 4 for the smaller dimension.
-    From trained weights: HOSVD and three sweeps of HOOI. Fresh: core and factors of equal variance, so that the weight has
+    From trained weights: HOSVD and three sweeps of HOOI; a calibration then fits core and factors, by alternating least squares,
+    and the bias to the outputs of the linear on what it sees. Fresh: core and factors of equal variance, so that the weight has
     Glorot's variance, 2 / (inputs + outputs). `components`, `layers`: which linears. `execution`: how inference computes
     (`hf_freeze.layers.factorized`).
 

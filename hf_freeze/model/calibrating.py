@@ -11,7 +11,7 @@ arguments than the old one, which is looked at before each layer, the whole mode
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -25,12 +25,13 @@ from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compat.transformers import mask_of_frames
 from hf_freeze.layers.derived import features
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.parts import KeptTokens
 from hf_freeze.model import paging
 from hf_freeze.model.calibration import Calibration, Report, StoredMoments, calibrated_linears, warned_once
 from hf_freeze.model.curvature import curvatures
 from hf_freeze.model.fidelity import fidelity_on
 from hf_freeze.model.running import in_eval_mode, on_device, without_cache
-from hf_freeze.model.samples import samples_of
+from hf_freeze.model.samples import Samples, samples_of
 from hf_freeze.model.weights import regenerate
 from hf_freeze.progress import track
 from hf_freeze.solvers.moments import Moments, working_dtype
@@ -152,7 +153,9 @@ class CalibrationPass:
         *,
         curvature: bool = False,
     ) -> Iterator[dict[str, Moments | None]]:
-        if curvature and paging.active() is None:  # which goes back through all layers
+        self._at = None
+        known = set(names) <= self._curvatures.keys()
+        if curvature and not known and paging.active() is None:  # which goes back through all layers
             modules = {name: self._old.base_model.get_submodule(name) for name in names}
             self._curvatures = curvatures(self._old, self._batches, modules)
         self._whole = any(self._architecture.layer_of(f"{name}.") is None for name in names)
@@ -184,7 +187,7 @@ class CalibrationPass:
         for number, batch in enumerate(self._batches) if stream is not None else ():
             name = names[0]
             own = self._joined("old", place, number, name, stream)
-            with _swapped(self._old, self._new, before):
+            with _swapped(self._old, self._new, dict.fromkeys((*before, name))):  # it may have no values yet
                 new = self._joined("new", place, number, name, stream)
             if own and new:
                 x, y = new[0], own[2] - new[2] + new[1]
@@ -207,6 +210,34 @@ class CalibrationPass:
             name: replace(each, curvature=self._curvatures.get(name)) if each is not None else None
             for name, each in moments.items()
         }
+
+    def lookups(self, tables: Sequence[str]) -> Tensor:
+        modules = {self._old.get_submodule(name) for name in tables}
+        counts = torch.zeros(max(module.num_embeddings for module in modules), dtype=torch.int64)
+        batch: Batch = {}
+
+        def count(module: nn.Module, args: Any, kwargs: Any) -> None:
+            ids = (*args, *kwargs.values())[0]
+            if (mask := self._mask_of(batch, ids)) is not None:
+                ids = ids[mask]
+            counts.add_(torch.bincount(ids.flatten(), minlength=len(counts)).cpu())
+
+        with ExitStack() as handles:
+            for module in modules:
+                handles.callback(module.register_forward_pre_hook(count, with_kwargs=True).remove)
+            for batch in self._batches:
+                self._old(**batch)
+        return counts
+
+    def output_moments(self) -> Moments | None:
+        output = self._old.get_output_embeddings()
+        if output is None:
+            return None
+        sums = _Sums()
+        for batch in self._batches:
+            x = _seen({"": output}, False, lambda batch=batch: self._old(**batch))[""]
+            sums.add(_selected(x, self._rows("", None, batch, x)), None)
+        return sums.moments()
 
     def across(self, linear: str, first: str, last: str) -> tuple[Moments, tuple[str, str] | None] | None:
         sums, norms = _Sums(), None
@@ -232,7 +263,10 @@ class CalibrationPass:
     def _joins(self, place: Place, name: str) -> str | None:
         """Where the outputs of a linear are added to the stream of states of its layer: the module that reads the sum, "" for the
         end of the layer; None if they are not just added. Found by adding noise to them."""
-        layer, prefix = self._layer(self._old, *place), self._architecture.stacks[place[0]].layers.format(place[1]) + "."
+        layer, prefix = (
+            self._layer(self._old, *place),
+            self._architecture.stacks[place[0]].layers.format(place[1]) + ".",
+        )
         linear = layer.get_submodule(name.removeprefix(prefix))
         runs, noise = [], None
         for noisy in (False, True):
@@ -407,6 +441,15 @@ class CalibrationPass:
             layer = self._layer(model, *place)
             return _seen(modules, outputs, lambda: call.run(layer, states))
 
+    def _mask_of(self, batch: Batch, ids: Tensor) -> Tensor | None:
+        """bool, as `ids`: the real tokens; None where all are."""
+        read = batch.get("input_ids")
+        of_source = read is not None and read.shape == ids.shape and torch.equal(read, ids)
+        mask = batch.get("attention_mask" if of_source else "decoder_attention_mask")
+        if mask is None and not of_source and batch.get("labels") is not None:
+            mask = batch["labels"] != -100
+        return mask.bool() if mask is not None and mask.shape == ids.shape else None
+
     def _rows(self, name: str, place: Place | None, batch: Batch, x: Tensor) -> Tensor | None:
         """bool, in the shape of `x` without its last axis: the real tokens; None where the rows are not those of the batch, or
         it has no mask."""
@@ -444,7 +487,7 @@ def _same(one: Tensor, other: Tensor | None) -> bool:
 
 
 @contextmanager
-def _swapped(old: Any, new: Any, names: Sequence[str]) -> Iterator[None]:
+def _swapped(old: Any, new: Any, names: Iterable[str]) -> Iterator[None]:
     """Inside, the new model has modules of the old one."""
     own = {name: new.base_model.get_submodule(name) for name in names}
     for name in names:
@@ -583,15 +626,15 @@ class Calibrator:
     def __init__(self, model: Any, calibration: Any, tokenizer: Any, make: Callable[[Any, Method], Any]) -> None:
         """`make(model, method)`: the variant without a calibration."""
         self._make = make
-        self._stored, self.held_out = None, []
+        self._stored: Mapping[str, Moments] | None = None
+        self.samples: Samples | None = None
         if isinstance(calibration, Calibration):
             calibration.check(model)
             self._stored = calibration.moments
             self.report = Report(calibration.texts, calibration.tokens)
         else:
-            samples = samples_of(model, calibration, tokenizer)
-            self._batches, self.held_out = samples.batches, samples.held_out
-            self.report = Report(samples.texts, samples.tokens)
+            self.samples = samples_of(model, calibration, tokenizer)
+            self.report = Report(self.samples.texts, self.samples.tokens)
 
     @property
     def runs(self) -> bool:
@@ -601,11 +644,11 @@ class Calibrator:
     @contextmanager
     def statistics(self, old: Any, new: Any) -> Iterator[CalibrationPass | StoredMoments]:
         with warned_once():
-            if self._stored is not None:
+            if self.samples is None:
                 with torch.no_grad(), surgery.holding(old):
-                    yield StoredMoments(self._stored, old, self.report)
+                    yield StoredMoments(self._stored or {}, old, self.report)
                 return
-            with CalibrationPass(old, new, self._batches, self.report, self._make).running() as statistics:
+            with CalibrationPass(old, new, self.samples.batches, self.report, self._make).running() as statistics:
                 yield statistics
 
     def convert(self, method: Method, old: Any, new: Any) -> None:
@@ -613,6 +656,8 @@ class Calibrator:
         if not method.calibrates:
             self.report.note(f"{method.name}: is the same with a calibration as without")
             method.convert(old, new)
+            if (tokens := method.part(KeptTokens)) is not None and self.samples is not None:
+                self.samples = self.samples.renumbered(tokens.kept)
         else:
             regenerate(new)  # the new model runs, and what a seed draws has no values yet
             with self.statistics(old, new) as statistics:
@@ -622,11 +667,13 @@ class Calibrator:
 
     def compares(self, method: Method) -> bool:
         """Whether the method's plain form is made, too, to keep the better one: where there are texts for it, and memory."""
-        return method.calibrates and bool(self.held_out) and paging.active() is None
+        has_both = method.calibrates and not method.needs_calibration
+        return has_both and self.samples is not None and bool(self.samples.held_out) and paging.active() is None
 
     def better(self, method: Method, original: Any, calibrated: Any, plain: Any) -> Any:
         """That of two variants whose outputs are nearer those of the `original` on the texts that are held out."""
-        distances = [fidelity_on(original, one, self.held_out).distance for one in (calibrated, plain)]
+        held_out = self.samples.held_out if self.samples is not None else []
+        distances = [fidelity_on(original, one, held_out).distance for one in (calibrated, plain)]
         if distances[0] <= distances[1]:
             return calibrated
         self.report.note(

@@ -73,6 +73,8 @@ def make_variant(
     or for a backbone without weights; FileNotFoundError for a missing directory.
     """
     _check_arguments(backbone, methods, task, init)
+    if calibration is None and (needing := next((method for method in methods if method.needs_calibration), None)):
+        raise ValueError(f"{needing} needs a calibration: give make_variant trained weights and calibration=")
     if calibration is not None and isinstance(backbone, PreTrainedConfig):
         raise ValueError(
             "calibration= is for trained weights, but the backbone is a config: leave it out, or pass a model"

@@ -25,6 +25,16 @@ class Samples:
     texts: int = 0
     tokens: int = 0
 
+    def renumbered(self, kept: Sequence[int]) -> "Samples":
+        """For a model that has kept these tokens and renumbered them: the rows that have no others; none are held out, because
+        the original model has other numbers. Raises ValueError if no row is left."""
+        numbers = torch.full((max(kept) + 2,), -1)
+        numbers[list(kept)] = torch.arange(len(kept))
+        batches = [each for batch in self.batches if (each := _renumbered(batch, numbers))]
+        if not batches:
+            raise ValueError(f"each text of calibration has a token that is not among the {len(kept)} kept ones")
+        return Samples(batches, [], sum(map(_rows_of, batches)), sum(map(count_tokens, batches)))
+
     def whole(self) -> "Samples":
         """The same with nothing held out."""
         texts = self.texts + sum(_rows_of(batch) for batch in self.held_out)
@@ -66,6 +76,25 @@ def _split(batches: list[dict[str, Any]], texts: int) -> Samples:
     used = [batch for batch in batches if not any(batch is other for other in held_out)]
     kept_out = sum(_rows_of(batch) for batch in held_out)
     return Samples(used, held_out, texts - kept_out, sum(map(count_tokens, used)))
+
+
+def _renumbered(batch: dict[str, Any], numbers: torch.Tensor) -> dict[str, Any]:
+    """The rows of a batch whose tokens all have a number, with these; {} if there are none. `numbers`: old id -> new or -1, the
+    last one is that of all further ids."""
+    new: dict[str, Any] = {}
+    for name in {"input_ids", "decoder_input_ids", "labels"} & batch.keys():
+        ids = batch[name]
+        known = numbers.to(ids.device)[ids.clamp(0, len(numbers) - 1)]
+        new[name] = torch.where(ids < 0, ids, known)  # -100 is no token
+    if not new:
+        return batch
+    rows = torch.stack([(ids != -1).all(-1) for ids in new.values()]).all(0)
+    if not rows.any():
+        return {}
+    return {
+        name: value[rows] if torch.is_tensor(value) and value.dim() and len(value) == len(rows) else value
+        for name, value in (batch | new).items()
+    }
 
 
 def _without_labels(model: Any, batch: Any) -> dict[str, Any]:

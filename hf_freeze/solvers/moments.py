@@ -7,7 +7,7 @@ Shapes: O outputs, I inputs.
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -128,6 +128,24 @@ def problem(weight: Tensor, bias: Tensor | None, moments: Moments, ridge: float 
         curvature = (curvature + curvature.T) / 2
         add_ridge(curvature, ridge)
     return Problem(target, gram, cross, curvature, mean, output_mean, weight.dtype)
+
+
+def without_outputs(moments: Moments) -> Moments:
+    """What a linear sees, without what the original model has behind it."""
+    return replace(moments, cross=None, output_mean=None, curvature=None)
+
+
+def projected(moments: Moments, down: Tensor, weight: Tensor, bias: Tensor | None) -> Moments:
+    """What a linear sees behind a matrix D (R, I) whose inputs x are those of y = W x + b, W (O, I) and b (O,) or None, which it
+    is to give: the outputs are y, without pairs too."""
+    dtype = working_dtype(weight)
+    d, w, gram, mean = (value.to(weight.device, dtype) for value in (down, weight, moments.gram, moments.mean))
+    cross, output_mean = moments.cross, moments.output_mean
+    if cross is None:
+        cross, output_mean = w @ gram, w @ mean
+        if bias is not None:
+            cross, output_mean = cross + bias.to(w).outer(mean), output_mean + bias.to(w)
+    return Moments(d @ gram @ d.T, d @ mean, moments.count, cross.to(w) @ d.T, output_mean, moments.curvature)
 
 
 def working_dtype(weight: Tensor) -> torch.dtype:

@@ -3,10 +3,12 @@
 Shapes: O outputs, I inputs.
 """
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
-from hf_freeze.solvers.moments import FEW_TOKENS_RIDGE, RIDGE, Moments, cholesky, inverse, problem
+from hf_freeze.solvers.moments import FEW_TOKENS_RIDGE, RIDGE, Moments, Problem, cholesky, inverse, problem
 
 _BLOCK = 128  # columns between two updates of all later ones
 
@@ -63,24 +65,47 @@ def gradual(
     rounds: int = 8,
     ridge: float = RIDGE,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `sparsegpt`, in `rounds`: the entries with the least w² / (H⁻¹)_jj go, which is what removing one costs, all others are
-    refitted, and so on (gradual pruning, Boža, 2024, https://arxiv.org/abs/2401.02938, with conjugate gradients for its ADMM).
+    """As `sparsegpt`, in `rounds`: the entries with the least A_oo w² / (H⁻¹)_jj go, which is what removing one costs, with A the
+    curvature or 1; all others are refitted, and so on (gradual pruning, Boža, 2024, https://arxiv.org/abs/2401.02938, with
+    conjugate gradients for its ADMM).
 
     On the linears of a small Llama, its error is 27 % below that of `sparsegpt`, for about 60 products (O, I) (I, I) in fp32.
     """
     _checked(share)
     solved = problem(weight, bias, moments, ridge)
-    costs = inverse(solved.gram).diagonal().reciprocal().float()
+    shares = [share + (1 - share) * (left / rounds) ** 2 for left in reversed(range(rounds))]  # the later, the fewer go
+    *_, last = _rounds(solved, shares, 4)
+    return solved.result(last)
+
+
+def losses(
+    weight: Tensor, bias: Tensor | None, moments: Moments, shares: Sequence[float], *, ridge: float = RIDGE
+) -> list[float]:
+    """The error tr(A (T - W') H (T - W')ᵀ) for each of the falling `shares` of W (O, I) that are not zero, by one run as that of
+    `gradual`; A is the curvature of the moments, or 1. Raises ValueError for a share outside 0..1."""
+    solved = problem(weight, bias, moments, ridge)
+    errors = []
+    for new in _rounds(solved, [_checked(share) for share in shares], 16):
+        difference = solved.target - new.to(solved.target)
+        inner = difference if solved.curvature is None else solved.curvature @ difference
+        errors.append(float((inner @ solved.gram * difference).sum()))
+    return errors
+
+
+def _rounds(solved: Problem, shares: Sequence[float], steps: int) -> Iterator[Tensor]:
+    """W' (O, I), fp32, after each of the rounds that leave these shares; `steps`: of conjugate gradients, in all but the last."""
+    costs = inverse(solved.gram).diagonal().reciprocal()
+    if solved.curvature is not None:
+        costs = solved.curvature.diagonal()[:, None] * costs
+    costs = costs.float()
     new, gram, cross = (value.float() for value in (solved.target, solved.gram, solved.cross))
     mask = torch.ones_like(new, dtype=torch.bool)
-    for left in reversed(range(rounds)):
-        kept = round((share + (1 - share) * (left / rounds) ** 2) * new.numel())  # the later, the fewer go in a round
+    for number, share in enumerate(shares, 1):
         scores = torch.where(mask, new.square() * costs, -1).flatten()
-        mask = (
-            torch.zeros_like(mask).flatten().index_fill_(0, scores.topk(kept, sorted=False).indices, True).view_as(mask)
-        )
-        new = _least_squares(gram, cross, mask, new, 4 if left else 32, 1e-4)
-    return solved.result(new)
+        kept = scores.topk(round(share * new.numel()), sorted=False).indices
+        mask = torch.zeros_like(mask).flatten().index_fill_(0, kept, True).view_as(mask)
+        new = _least_squares(gram, cross, mask, new, steps if number < len(shares) else 32, 1e-4)
+        yield new
 
 
 def refit_mask(

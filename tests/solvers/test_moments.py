@@ -7,7 +7,16 @@ import pytest
 import torch
 from support.moments import seen
 
-from hf_freeze.solvers.moments import Moments, add_ridge, best_dense, cholesky, loss, problem
+from hf_freeze.solvers.moments import (
+    Moments,
+    add_ridge,
+    best_dense,
+    cholesky,
+    loss,
+    problem,
+    projected,
+    without_outputs,
+)
 
 both_biases = pytest.mark.parametrize("bias", [False, True])
 EXACT = {"rtol": 1e-8, "atol": 1e-8}
@@ -20,6 +29,19 @@ def test_the_best_dense_weight_is_least_squares_on_raw_activations(bias):
     expected, expected_bias = case.lstsq()
     torch.testing.assert_close(weight, expected, **EXACT)
     torch.testing.assert_close(new_bias, expected_bias, **EXACT)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_behind_a_matrix_are_the_moments_of_its_outputs(bias):
+    case, down = seen(bias=bias, pairs=True), torch.randn(3, 8, dtype=torch.float64)
+    z, moments = case.x @ down.T, projected(case.moments, down, case.weight, case.bias)
+    torch.testing.assert_close(moments.gram, z.T @ z / len(z))
+    torch.testing.assert_close(moments.mean, z.mean(0))
+    torch.testing.assert_close(moments.cross, case.y.T @ z / len(z))
+    alone = projected(without_outputs(case.moments), down, case.weight, case.bias)
+    y = case.x @ case.weight.T + (0 if case.bias is None else case.bias)
+    torch.testing.assert_close(alone.cross, y.T @ z / len(z))
+    torch.testing.assert_close(alone.output_mean, y.mean(0))
 
 
 def test_a_strong_ridge_draws_to_the_weight_as_it_was():

@@ -8,7 +8,7 @@ import torch
 from support.moments import Seen, seen
 
 from hf_freeze.solvers.moments import problem
-from hf_freeze.solvers.sparse import gradual, refit_mask, sparsegpt, wanda
+from hf_freeze.solvers.sparse import gradual, losses, refit_mask, sparsegpt, wanda
 
 EXACT = {"rtol": 1e-7, "atol": 1e-7}
 SOLVERS = pytest.mark.parametrize("solver", [sparsegpt, gradual])
@@ -102,6 +102,27 @@ def test_errors_fall_from_magnitude_over_sparsegpt_to_gradual():
         sums += torch.tensor([error(case, weight) for weight in (magnitude, *others)])
     assert sums[0] > 1.2 * sums[1]
     assert sums[1] > 1.3 * sums[2]
+
+
+def test_losses_are_about_those_of_gradual_pruning():
+    case, shares = seen(16, 24, bias=True, pairs=True, curvature=True), [0.8, 0.65, 0.5, 0.4, 0.3, 0.2]
+    solved = problem(case.weight, case.bias, case.moments)
+    found, exact = losses(case.weight, case.bias, case.moments, shares), []
+    for share in shares:
+        difference = solved.target - gradual(case.weight, case.bias, case.moments, share)[0]
+        exact.append(float((solved.curvature @ difference @ solved.gram * difference).sum()))
+    assert found == sorted(found)
+    assert all(0.8 * one < other < 3 * one for one, other in zip(exact, found, strict=True))
+    assert found[-1] == pytest.approx(exact[-1], rel=0.25)
+
+
+def test_rows_lose_more_where_outputs_matter_less():
+    case = seen(4, 12)
+    matter = torch.diag(torch.tensor([100.0, 1, 1, 0.01], dtype=torch.float64))
+    weight, _ = gradual(case.weight, None, replace(case.moments, curvature=matter), 0.5)
+    left = (weight != 0).sum(1)
+    assert int(left.sum()) == 24
+    assert left[0] > left[1:3].max() >= left[1:3].min() > left[3]
 
 
 @SOLVERS
