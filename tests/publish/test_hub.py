@@ -19,7 +19,7 @@ from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file, save_file
 from support.cases import native_config, once, plain
 from support.hub import Hub
-from support.models import build
+from support.models import build, native
 from support.processes import printed_by
 from support.recipes import write_recipe
 from support.small import small_config
@@ -453,3 +453,12 @@ def test_a_model_of_the_hub_is_trimmed(loopback, tmp_path):
     push(tmp_path / "alone", "me/alone")
     with pytest.raises(ValueError, match="me/alone holds no tokenizer"):
         trim_model("me/alone", ["der hund"], out=tmp_path / "other")
+
+
+def test_the_card_of_a_calibrated_variant_says_with_how_much(tmp_path):
+    model = native(plain(ARCHITECTURES["llama"]))
+    batches = [{"input_ids": torch.arange(3, 33).view(6, 5)}]
+    make_variant(model, [methods.FFNPruning(width=8)], calibration=batches).save_pretrained(tmp_path)
+    assert "Calibrated with 6 texts, 30 tokens, without labels." in str(model_card(read_trained_model(tmp_path)))
+    make_variant(model, [methods.FFNPruning(width=8)]).save_pretrained(tmp_path)
+    assert "Calibrated" not in str(model_card(read_trained_model(tmp_path)))
