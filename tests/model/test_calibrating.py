@@ -361,14 +361,15 @@ def test_linears_of_another_width_are_converted_as_without(bert, kept):
     assert "encoder.layer.1.intermediate.dense" in made.calibration_report.errors
 
 
-def test_frequencies_of_tokens_are_not_kept(bert, kept):
-    made = make_variant(bert, [FactorizedEmbedding(rank=8)], calibration=kept)
+def test_frequencies_of_tokens_are_not_kept():
+    model = model_of("llama")
+    texts, tokenizer = texts_of(model.config.vocab_size), words(model.config.vocab_size)
+    made = make_variant(model, [FactorizedEmbedding(rank=8)], calibration=collect(model, texts, tokenizer))
     assert made.calibration_report.notes == [
         "the saved calibration does not say how frequent tokens are: tables are converted as if all were alike"
     ]
-    texts, tokenizer = texts_of(bert.config.vocab_size, seed=1), words(bert.config.vocab_size)
-    without = make_variant(bert, [FactorizedEmbedding(rank=8)])
-    errors = [analysis.fidelity(bert, each, texts, tokenizer).error for each in (made, without)]
+    without = make_variant(model, [FactorizedEmbedding(rank=8)])
+    errors = [analysis.fidelity(model, each, texts, tokenizer).error for each in (made, without)]
     assert errors[0] == pytest.approx(errors[1], rel=0.05)
 
 
