@@ -248,8 +248,8 @@ class CalibrationPass:
         return None
 
     def _read_after(self, place: Place, name: str, noise: Tensor | None) -> tuple[dict[str, Tensor], Tensor | None]:
-        """What the norms of a layer of the old model read after a linear has run, and the end of the layer as ""; and the output of
-        the linear, to which `noise` is added; None if it does not run once."""
+        """What the norms of a layer of the old model read after a linear has run, and the end of the layer as ""; and the output
+        of the linear, to which `noise` is added; None if it does not run once."""
         layer, prefix = self._layer(self._old, *place), self._prefix(place)
         inputs: dict[str, Tensor] = {}
         outputs: list[Tensor] = []
