@@ -36,7 +36,8 @@ class HiddenPruning(Method):
     proved on a small model of the family when the method is used. Of fresh weights, `width` keeps the first channels; of trained
     weights, the config names them.
 
-    With a calibration, those channels stay that add most to the outputs of what reads them, and all linears in layers are refitted.
+    With a calibration, those channels stay that add most to the outputs of what reads them, and all linears in layers are
+    refitted.
 
     `merge()` gives a native model of that hidden size where its class can have heads of the same size as before, and raises an
     error elsewhere: BERT's head size is the hidden size divided by the number of heads.
@@ -146,8 +147,8 @@ class HiddenPruning(Method):
         return HiddenPruning(keep=self._largest(old) if statistics is None else self._most_read(old, statistics))
 
     def _most_read(self, old: Any, statistics: Statistics) -> list[int]:
-        """The channels that add most to the outputs of what reads them: Σ over linears of ‖W_j‖² E[x_j²], each as a share of all its
-        channels."""
+        """The channels that add most to the outputs of what reads them: Σ over linears of ‖W_j‖² E[x_j²], as a share of all
+        its channels."""
         readers = [name for name, channels in _linears(old, self.name).items() if channels.reads]
         scores: Any = 0
         for moments in statistics.walk(readers):
