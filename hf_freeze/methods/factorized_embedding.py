@@ -185,6 +185,8 @@ class FactorizedEmbedding(Method):
         output = surgery.output_name(new, new.architecture)
         tables = list(surgery.token_tables(new, new.architecture))
         counts = statistics.lookups([name for name in tables if name in every] or tables)
+        if counts is None:
+            counts = torch.ones(len(weights[0]))
         gram = None
         if output in every and (moments := statistics.output_moments()) is not None:
             sizes = [weight.shape[1] for weight in weights]

@@ -3,6 +3,7 @@ Molchanov et al., 2017, https://arxiv.org/abs/1611.06440).
 """
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +23,6 @@ from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
 from hf_freeze.solvers.allocation import allocate
 from hf_freeze.solvers.columns import eliminate
-from hf_freeze.solvers.moments import Moments
 
 _WIDE = 64  # neurons from which FFNs keep multiples of 8, where each has its own number
 _MULTIPLE = (
@@ -181,25 +181,23 @@ class FFNPruning(Method):
 
     def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         blocks = self._blocks(new.architecture, new.config)
-        outputs = {} if statistics is None else _outputs(old, blocks)
+        calibrated = {} if statistics is None else _by_output(old, {block: each for block, (each, _) in blocks.items()})
         for block, (neurons, count) in blocks.items():
-            if block not in outputs.values():
+            if block not in [name for name, _ in calibrated.values()]:
                 neurons.take(new, old, neurons.largest(old, count) if self.keep is None else self.keep[block])
-        for moments in (
-            statistics.walk(list(outputs), {name: blocks[block][0].linears for name, block in outputs.items()})
-            if statistics
-            else ()
-        ):
-            for name, moment in moments.items():
-                neurons, count = blocks[outputs[name]]
-                plain = neurons.largest(old, count) if self.keep is None else self.keep[outputs[name]]
-                if moment is None:
-                    neurons.take(new, old, plain)
-                    continue
-                linear = old.base_model.get_submodule(name)
-                kept = plain if self.keep else _kept(linear, moment, count)
-                neurons.take(new, old, kept)
-                surgery.refit_inputs(old, new, name, moment, kept, plain, statistics.record)
+        if statistics is None:
+            return
+        before = {output: neurons.linears for output, (_, neurons) in calibrated.items()}
+        for output, moment in (item for moments in statistics.walk(list(before), before) for item in moments.items()):
+            block, neurons = calibrated[output]
+            plain: Any = neurons.largest(old, blocks[block][1]) if self.keep is None else self.keep[block]
+            kept = plain
+            if moment is not None and self.keep is None:
+                linear = old.base_model.get_submodule(output)
+                kept = eliminate(surgery.effective_weight(linear), linear.bias, moment).kept(len(plain))
+            neurons.take(new, old, kept)
+            if moment is not None:
+                surgery.refit_inputs(old, new, output, moment, kept, plain, statistics.record)
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
         origins: dict[str, Origin] = {}
@@ -222,7 +220,7 @@ class FFNPruning(Method):
     def _allocated(self, old: Any, architecture: Architecture, statistics: Statistics) -> "FFNPruning":
         """The neurons of all FFNs compete: those stay whose removal would change the predictions most."""
         blocks = in_layers(surgery.neurons_of(architecture, old.config), self.layers)
-        outputs = _outputs(old, {block: (neurons, 0) for block, neurons in blocks.items()})
+        outputs = {output: block for output, (block, _) in _by_output(old, blocks).items()}
         orders = {}
         for moments in statistics.walk(list(outputs), curvature=True):
             for name, moment in moments.items():
@@ -249,18 +247,13 @@ class FFNPruning(Method):
         set_fields(model.config, {field: max(sizes) for field, sizes in widths.items()})
 
 
-def _outputs(model: Any, blocks: dict[str, Any]) -> dict[str, str]:
-    """Output linear -> FFN, for those FFNs whose neurons can be chosen by what their output linear reads."""
+def _by_output(model: Any, blocks: Mapping[str, surgery.Neurons]) -> dict[str, tuple[str, surgery.LinearNeurons]]:
+    """Output linear -> (FFN, its neurons), for those FFNs whose neurons can be chosen by what their output linear reads."""
     return {
-        neurons.linears[-1]: block
-        for block, (neurons, _) in blocks.items()
+        neurons.linears[-1]: (block, neurons)
+        for block, neurons in blocks.items()
         if isinstance(neurons, surgery.LinearNeurons) and not surgery.is_removed(model, neurons.linears[-1])
     }
-
-
-def _kept(linear: Any, moments: Moments, count: int) -> list[int]:
-    """The neurons that stay, by backward elimination."""
-    return eliminate(surgery.effective_weight(linear), linear.bias, moments).kept(count)
 
 
 def _of_experts(kept: Any) -> bool:

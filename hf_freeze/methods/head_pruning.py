@@ -219,8 +219,8 @@ class HeadPruning(Method):
                     kept = [head for number in order.kept(len(before) // len(groups[0])) for head in groups[number]]
                 self._take(old, new, attention, kept)
                 if moment is not None and kept:
-                    inputs = [_inputs(old, attention, heads) for heads in (kept, before)]
-                    surgery.refit_inputs(old, new, output, moment, *inputs, statistics.record)
+                    now, then = (_inputs(old, attention, heads) for heads in (kept, before))
+                    surgery.refit_inputs(old, new, output, moment, now, then, statistics.record)
 
     def _chosen(self, name: str, attention: Attention, old: Any) -> list[int]:
         """The heads that stay without statistics."""

@@ -52,8 +52,9 @@ class Statistics(Protocol):
         """
         ...
 
-    def lookups(self, tables: Sequence[str]) -> torch.Tensor:
-        """int64 (V,), on the CPU: how often the old model looks up each row of these tables, full names, for real tokens."""
+    def lookups(self, tables: Sequence[str]) -> torch.Tensor | None:
+        """int64 (V,), on the CPU: how often the old model looks up each row of these tables, full names, for real tokens; None
+        where that is not known."""
         ...
 
     def output_moments(self) -> Moments | None:
@@ -195,8 +196,8 @@ class Selection(Part):
     unnamed parameters keep their values. Called before `restructure`, also on `meta`. A setting that chooses by value keeps the
     first positions here, because fresh weights all have the same distribution.
     `decided(old, architecture, statistics)`: the same method with positions instead of a choice by value, so that the config
-    defines the slice of a seeded tensor; None if the method always names positions. `must_decide(architecture, config)`: whether it needs
-    that for every backbone of this architecture; `by_statistics`: whenever there is a calibration.
+    defines the slice of a seeded tensor; None if the method always names positions. `must_decide(architecture, config)`: whether
+    it needs that for every backbone of this architecture; `by_statistics`: whenever there is a calibration.
     """
 
     origins: Callable[[Model, Architecture], dict[str, Origin]]

@@ -11,7 +11,7 @@ arguments than the old one, which is looked at before each layer, the whole mode
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -32,6 +32,7 @@ from hf_freeze.model.curvature import curvatures
 from hf_freeze.model.fidelity import fidelity_on
 from hf_freeze.model.running import in_eval_mode, on_device, without_cache
 from hf_freeze.model.samples import Samples, samples_of
+from hf_freeze.model.watching import Call, calls_of, ends_of, first_input, norms_of, seen_both, seen_in, swapped
 from hf_freeze.model.weights import regenerate
 from hf_freeze.progress import track
 from hf_freeze.solvers.moments import Moments, working_dtype
@@ -41,34 +42,6 @@ _SAME = 1e-3  # relative difference of states up to which a stream is what the m
 
 Batch = Mapping[str, Any]
 Place = tuple[str, int]  # stack, layer
-
-
-class _Reached(Exception):
-    """Ends a forward whose rest is not needed."""
-
-
-@dataclass
-class _Call:
-    """How a model calls a layer: the arguments besides the states, which are the first positional one or have a name."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    states: str | None
-
-    def run(self, layer: Any, states: Tensor) -> Tensor:
-        output = (
-            layer(states, *self.args, **self.kwargs)
-            if self.states is None
-            else layer(*self.args, **self.kwargs, **{self.states: states})
-        )
-        return output if torch.is_tensor(output) else output[0]
-
-    def with_arguments_of(self, first: "_Call", new: "_Call") -> "_Call":
-        """The same call, but what it shares with the call `first` of another model's first layer is as in `new`."""
-        pairs = [*zip(first.args, new.args, strict=False), *((v, new.kwargs.get(k)) for k, v in first.kwargs.items())]
-        other = {id(old): value for old, value in pairs if torch.is_tensor(old)}
-        args = tuple(other.get(id(value), value) for value in self.args)
-        return _Call(args, {key: other.get(id(value), value) for key, value in self.kwargs.items()}, self.states)
 
 
 @dataclass
@@ -126,9 +99,9 @@ class CalibrationPass:
         self._curvatures: dict[str, Tensor] = {}
         self._streams = False  # whether states are passed from layer to layer
         self._whole = False  # whether the whole old model is needed until the end
-        self._caught: list[dict[Place, list[tuple[Tensor, _Call]]]] = []  # of each batch
+        self._caught: list[dict[Place, list[tuple[Tensor, Call]]]] = []  # of each batch
         self._calls: dict[
-            str, list[list[_Call]]
+            str, list[list[Call]]
         ] = {}  # "old" and "new" -> of each batch, those of all layers of the stack
         self._states: dict[
             str, list[Tensor]
@@ -167,7 +140,7 @@ class CalibrationPass:
     def _in_order(self, names: Sequence[str]) -> list[list[str]]:
         """The linears in the order in which the old model runs them; those that read the same states are together."""
         modules = {name: self._old.base_model.get_submodule(name) for name in names}
-        reads = _seen(modules, False, lambda: self._old(**self._batches[0]))
+        reads = seen_in(modules, False, lambda: self._old(**self._batches[0]))
         places = {name: self._architecture.layer_of(f"{name}.") for name in names}
         order = {name: number for number, name in enumerate(reads)}
         last = {places[name]: number + 0.5 for name, number in order.items()}  # experts may not have run
@@ -183,13 +156,15 @@ class CalibrationPass:
         if place is not None:
             self._enter(*place)
         sums = {name: _Sums() for name in names}
-        stream = self._joins(place, names[0]) if len(names) == 1 and place is not None and self._streams else None
+        stream = None
+        if len(names) == 1 and place is not None and self._streams and self._is_as_wide(names[0], before):
+            stream = self._joins(place, names[0])
         for number, batch in enumerate(self._batches) if stream is not None else ():
             name = names[0]
-            own = self._joined("old", place, number, name, stream)
-            with _swapped(self._old, self._new, dict.fromkeys((*before, name))):  # it may have no values yet
-                new = self._joined("new", place, number, name, stream)
-            if own and new:
+            own = self._joined("old", place, number, name, str(stream))
+            with swapped(self._old, self._new, dict.fromkeys((*before, name))):  # it may have no values yet
+                new = self._joined("new", place, number, name, str(stream))
+            if own and new and own[2].shape == new[2].shape:
                 x, y = new[0], own[2] - new[2] + new[1]
                 rows = self._rows(name, place, batch, x)
                 sums[name].add(_selected(x, rows), _selected(y, rows))
@@ -235,16 +210,16 @@ class CalibrationPass:
             return None
         sums = _Sums()
         for batch in self._batches:
-            x = _seen({"": output}, False, lambda batch=batch: self._old(**batch))[""]
+            x = seen_in({"": output}, False, lambda batch=batch: self._old(**batch))[""][0]
             sums.add(_selected(x, self._rows("", None, batch, x)), None)
-        return sums.moments()
+        return sums.moments("the output matrix")
 
     def across(self, linear: str, first: str, last: str) -> tuple[Moments, tuple[str, str] | None] | None:
         sums, norms = _Sums(), None
         layers = [self._old.base_model.get_submodule(name) for name in (first, last)]
         for batch in self._batches:
-            with _ends_of(layers) as ends:
-                seen = _seen_both(self._old.base_model.get_submodule(linear), lambda: self._old(**batch))  # noqa: B023
+            with ends_of(layers) as ends:
+                seen = seen_both(self._old.base_model.get_submodule(linear), lambda: self._old(**batch))  # noqa: B023
             if seen is None:
                 continue
             x, y = seen
@@ -263,58 +238,63 @@ class CalibrationPass:
     def _joins(self, place: Place, name: str) -> str | None:
         """Where the outputs of a linear are added to the stream of states of its layer: the module that reads the sum, "" for the
         end of the layer; None if they are not just added. Found by adding noise to them."""
-        layer, prefix = (
-            self._layer(self._old, *place),
-            self._architecture.stacks[place[0]].layers.format(place[1]) + ".",
-        )
-        linear = layer.get_submodule(name.removeprefix(prefix))
-        runs, noise = [], None
-        for noisy in (False, True):
-            inputs: dict[str, Tensor] = {}
-            handles = [
-                part.register_forward_pre_hook(functools.partial(_first_input, inputs, part_name), with_kwargs=True)
-                for part_name, part in layer.named_modules()
-                if part_name and {parameter.dim() for parameter in part.parameters()} == {1}  # a norm
-            ]
-            seen: list[Tensor] = []
-
-            def add(module: nn.Module, args: Any, output: Tensor, noisy: bool = noisy, seen: Any = seen) -> Tensor:
-                inputs_before.update(inputs)
-                seen.append(output)
-                return output + noise if noisy else output
-
-            inputs_before: dict[str, Tensor] = {}
-            handles.append(linear.register_forward_hook(add))
-            try:
-                end = self._calls["old"][0][place[1]].run(layer, self._states["old"][0])
-            finally:
-                for handle in handles:
-                    handle.remove()
-            if len(seen) != 1 or end.shape != seen[0].shape:
-                return None
-            noise = seen[0].std() * torch.sin(torch.arange(seen[0].numel(), device=end.device)).view_as(seen[0]).to(end)
-            after = {key: value for key, value in inputs.items() if key not in inputs_before}
-            runs.append({**after, "": end})
-        for key in runs[0]:
-            if key in runs[1] and runs[0][key].shape == end.shape and _same(runs[1][key] - runs[0][key], noise):
-                return key
+        plain, output = self._read_after(place, name, None)
+        if output is None:
+            return None
+        waves = torch.sin(torch.arange(output.numel(), device=output.device, dtype=torch.float32)).view_as(output)
+        noise = (waves * output.float().std()).to(output)
+        noisy, _ = self._read_after(place, name, noise)
+        for module, states in plain.items():
+            if states.shape == noise.shape == noisy[module].shape and _same(noisy[module] - states, noise):
+                return module
         return None
+
+    def _read_after(self, place: Place, name: str, noise: Tensor | None) -> tuple[dict[str, Tensor], Tensor | None]:
+        """What the norms of a layer of the old model read after a linear has run, and the end of the layer as ""; and the output
+        of the linear, to which `noise` is added; None if it does not run once."""
+        layer, prefix = self._layer(self._old, *place), self._prefix(place)
+        inputs: dict[str, Tensor] = {}
+        outputs: list[Tensor] = []
+
+        def add(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            inputs.clear()
+            outputs.append(output)
+            return output if noise is None else output + noise
+
+        with ExitStack() as handles:
+            for part_name, part in norms_of(layer):
+                hook = functools.partial(first_input, inputs, part_name)
+                handles.callback(part.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            linear = layer.get_submodule(name.removeprefix(prefix))
+            handles.callback(linear.register_forward_hook(add).remove)
+            end = self._calls["old"][0][place[1]].run(layer, self._states["old"][0])
+        return {**inputs, "": end}, outputs[0] if len(outputs) == 1 else None
+
+    def _is_as_wide(self, name: str, before: Sequence[str]) -> bool:
+        """Whether the stream that a linear writes to has as many channels in both models."""
+        old, new = (model.base_model.get_submodule(name) for model in (self._old, self._new))
+        return (
+            name in before or any(name.startswith(f"{module}.") for module in before) or features(old) == features(new)
+        )
+
+    def _prefix(self, place: Place) -> str:
+        return self._architecture.stacks[place[0]].layers.format(place[1]) + "."
 
     def _joined(self, stream: str, place: Any, number: int, name: str, at: str) -> tuple[Tensor, Tensor, Tensor] | None:
         """(input, output, sum) of a linear whose outputs are added to the states of its layer `at` a module of it."""
         model = self._old if stream == "old" else self._new
-        layer, prefix = self._layer(model, *place), self._architecture.stacks[place[0]].layers.format(place[1]) + "."
+        layer, prefix = self._layer(model, *place), self._prefix(place)
         inputs: dict[str, Tensor] = {}
         handle = None
         if at:
-            hook = functools.partial(_first_input, inputs, at)
+            hook = functools.partial(first_input, inputs, at)
             handle = layer.get_submodule(at).register_forward_pre_hook(hook, with_kwargs=True)
 
         def run() -> None:
             inputs.setdefault("", self._calls[stream][number][place[1]].run(layer, self._states[stream][number]))
 
         try:
-            seen = _seen_both(layer.get_submodule(name.removeprefix(prefix)), run)
+            seen = seen_both(layer.get_submodule(name.removeprefix(prefix)), run)
         finally:
             if handle is not None:
                 handle.remove()
@@ -386,7 +366,7 @@ class CalibrationPass:
         """Catch how the old model calls its layers, and what comes into each stack."""
         layers = [self._layer(self._old, *place) for place in self._places]
         for batch in self._batches:
-            caught = dict(zip(self._places, _calls(self._old, batch, layers, to_end=True), strict=True))
+            caught = dict(zip(self._places, calls_of(self._old, batch, layers, to_end=True), strict=True))
             self._caught.append(caught)
             if len(self._caught) > 1:  # of the other batches, no states but the first ones
                 for (stack, layer), calls in caught.items():
@@ -399,7 +379,7 @@ class CalibrationPass:
         places = [place for place in self._places if place[0] == stack]
         self._calls, self._states = {"old": [], "new": []}, {"old": [], "new": []}
         for batch, caught in zip(self._batches, self._caught, strict=True):
-            first = _calls(self._new, batch, [self._layer(self._new, stack, 0)])[0]
+            first = calls_of(self._new, batch, [self._layer(self._new, stack, 0)])[0]
             if len(first) != 1 or any(len(caught[place]) != 1 for place in places):
                 return False
             calls = [caught[place][0][1] for place in places]
@@ -414,7 +394,7 @@ class CalibrationPass:
         if not self._streams or self._at is None:
             return
         stack, layer = self._at
-        caught = _calls(self._new, self._batches[0], [self._layer(self._new, stack, layer)])[0]
+        caught = calls_of(self._new, self._batches[0], [self._layer(self._new, stack, layer)])[0]
         new = caught[0][0] if caught else None
         if not (_same(self._states["old"][0], self._caught[0][self._at][0][0]) and _same(self._states["new"][0], new)):
             self._streams, self._states, self._calls = False, {}, {}
@@ -432,14 +412,14 @@ class CalibrationPass:
         """Name -> inputs, or outputs, of the linear in the model of a `stream`, for batch `number`, of each time that it runs;
         linears that do not run are missing. `before`: modules that are those of the old model."""
         model = self._old if stream == "old" else self._new
-        with _swapped(self._old, model, before):
+        with swapped(self._old, model, before):
             modules = {name: model.base_model.get_submodule(name) for name in names}
             if place is None or not self._streams:
                 again = place is not None and any(len(caught[place]) > 1 for caught in self._caught)
-                return _seen(modules, outputs, lambda: model(**self._batches[number]), again=again)
+                return seen_in(modules, outputs, lambda: model(**self._batches[number]), again=again)
             call, states = self._calls[stream][number][place[1]], self._states[stream][number]
             layer = self._layer(model, *place)
-            return _seen(modules, outputs, lambda: call.run(layer, states))
+            return seen_in(modules, outputs, lambda: call.run(layer, states))
 
     def _mask_of(self, batch: Batch, ids: Tensor) -> Tensor | None:
         """bool, as `ids`: the real tokens; None where all are."""
@@ -484,128 +464,6 @@ def _same(one: Tensor, other: Tensor | None) -> bool:
         return False
     one, other = one.float(), other.float()
     return bool((one - other).norm() <= _SAME * other.norm())
-
-
-@contextmanager
-def _swapped(old: Any, new: Any, names: Iterable[str]) -> Iterator[None]:
-    """Inside, the new model has modules of the old one."""
-    own = {name: new.base_model.get_submodule(name) for name in names}
-    for name in names:
-        new.base_model.set_submodule(name, old.base_model.get_submodule(name))
-    try:
-        yield
-    finally:
-        for name, module in own.items():
-            new.base_model.set_submodule(name, module)
-
-
-def _seen(
-    modules: Mapping[str, nn.Module], outputs: bool, run: Callable[[], Any], *, again: bool = False
-) -> dict[str, list[Tensor]]:
-    """Name -> first inputs, or outputs, of each of the modules in a run, in their order: of their first call, and the run ends
-    with that of the last of them; or where they may run `again`, of all calls."""
-    seen: dict[str, list[Tensor]] = {}
-
-    def look(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
-        if again or name not in seen:
-            seen.setdefault(name, []).append(output if outputs else (*args, *kwargs.values())[0])
-        if len(seen) == len(modules) and not again:
-            raise _Reached
-
-    handles = []
-    for name, module in modules.items():
-        register = module.register_forward_hook if outputs else module.register_forward_pre_hook
-        handles.append(register(functools.partial(look, name), with_kwargs=True))
-    try:
-        run()
-    except _Reached:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
-
-
-def _first_input(inputs: dict[str, Tensor], name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-    inputs.setdefault(name, (*args, *kwargs.values())[0])
-
-
-@dataclass
-class _End:
-    """How a layer ends: its `output` (B, T, H); if that is what a norm in it gives, the norm's name and what comes `before`."""
-
-    output: Any = None
-    norm: str | None = None
-    before: Any = None
-
-
-@contextmanager
-def _ends_of(layers: Sequence[nn.Module]) -> Iterator[list[_End]]:
-    """The ends of these layers, filled in by a forward inside."""
-    ends = [_End() for _ in layers]
-    last: dict[int, tuple[str, Tensor, Any]] = {}
-
-    def after_part(number: int, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if args and torch.is_tensor(args[0]):
-            last[number] = (name, args[0], output)
-
-    def after_layer(number: int, module: nn.Module, args: Any, output: Any) -> None:
-        ends[number].output = output if torch.is_tensor(output) else output[0]
-        if number in last and last[number][2] is ends[number].output:
-            ends[number].norm, ends[number].before, _ = last[number]
-
-    handles = []
-    for number, layer in enumerate(layers):
-        for name, part in layer.named_modules():
-            if name and {parameter.dim() for parameter in part.parameters()} == {1}:  # a norm
-                handles.append(part.register_forward_hook(functools.partial(after_part, number, name)))
-        handles.append(layer.register_forward_hook(functools.partial(after_layer, number)))
-    try:
-        yield ends
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _seen_both(linear: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, Tensor] | None:
-    """(input, output) of the linear in a run, which goes on to its end; None if it does not run."""
-    seen: list[Any] = []
-    handle = linear.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
-    try:
-        run()
-    finally:
-        handle.remove()
-    return seen[0] if seen else None
-
-
-def _calls(
-    model: Any, batch: Batch, layers: Sequence[nn.Module], *, to_end: bool = False
-) -> list[list[tuple[Tensor, _Call]]]:
-    """For each of the layers, (states, call) of its calls in a forward of the model, until each has run, or `to_end`."""
-    caught: list[list[tuple[Tensor, _Call]]] = [[] for _ in layers]
-
-    def catch(number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if args:
-            caught[number].append((args[0], _Call(args[1:], kwargs, None)))
-        else:
-            name = next((name for name in ("hidden_states", *kwargs) if torch.is_tensor(kwargs.get(name))), "")
-            rest = {key: value for key, value in kwargs.items() if key != name}
-            caught[number].append((kwargs.get(name, torch.empty(0)), _Call((), rest, name)))
-        if all(caught) and not to_end:
-            raise _Reached
-
-    handles = [
-        layer.register_forward_pre_hook(functools.partial(catch, number), with_kwargs=True)
-        for number, layer in enumerate(layers)
-    ]
-    try:
-        model(**batch)
-    except _Reached:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
-    return caught
 
 
 def collect(model: Any, calibration: Any, tokenizer: Any = None) -> Calibration:

@@ -250,6 +250,12 @@ class StoredMoments:
             yield found
             surgery.let_go(self._old)
 
+    def lookups(self, tables: Any) -> Tensor | None:
+        """None: nothing is known of tokens."""
+
+    def output_moments(self) -> Moments | None:
+        """None: nothing is known of the output matrix."""
+
     def across(self, linear: str, first: str, last: str) -> None:
         """None: nothing is known of layers together."""
 

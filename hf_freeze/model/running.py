@@ -50,9 +50,9 @@ def without_cache(model: Any) -> Iterator[None]:
     configs = [getattr(module, "config", None) for module in model.modules()]
     using = list({id(config): config for config in configs if getattr(config, "use_cache", False)}.values())
     for config in using:
-        config.use_cache = False
+        config.use_cache = False  # type: ignore[union-attr]
     try:
         yield
     finally:
         for config in using:
-            config.use_cache = True
+            config.use_cache = True  # type: ignore[union-attr]

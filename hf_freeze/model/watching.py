@@ -1,0 +1,166 @@
+"""Watch the forwards of a model: how it calls its layers, what comes into and out of a linear, and how a layer ends."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Reached(Exception):
+    """Ends a forward whose rest is not needed."""
+
+
+@dataclass
+class Call:
+    """How a model calls a layer: the arguments besides the states, which are the first positional one or have a name."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    states: str | None
+
+    def run(self, layer: Any, states: Tensor) -> Tensor:
+        output = (
+            layer(states, *self.args, **self.kwargs)
+            if self.states is None
+            else layer(*self.args, **self.kwargs, **{self.states: states})
+        )
+        return output if torch.is_tensor(output) else output[0]
+
+    def with_arguments_of(self, first: "Call", new: "Call") -> "Call":
+        """The same call, but what it shares with the call `first` of another model's first layer is as in `new`."""
+        pairs = [*zip(first.args, new.args, strict=False), *((v, new.kwargs.get(k)) for k, v in first.kwargs.items())]
+        other = {id(old): value for old, value in pairs if torch.is_tensor(old)}
+        args = tuple(other.get(id(value), value) for value in self.args)
+        return Call(args, {key: other.get(id(value), value) for key, value in self.kwargs.items()}, self.states)
+
+
+@contextmanager
+def swapped(old: Any, new: Any, names: Iterable[str]) -> Iterator[None]:
+    """Inside, the new model has modules of the old one."""
+    own = {name: new.base_model.get_submodule(name) for name in names}
+    for name in names:
+        new.base_model.set_submodule(name, old.base_model.get_submodule(name))
+    try:
+        yield
+    finally:
+        for name, module in own.items():
+            new.base_model.set_submodule(name, module)
+
+
+def seen_in(
+    modules: Mapping[str, nn.Module], outputs: bool, run: Callable[[], Any], *, again: bool = False
+) -> dict[str, list[Tensor]]:
+    """Name -> first inputs, or outputs, of each of the modules in a run, in their order: of their first call, and the run ends
+    with that of the last of them; or where they may run `again`, of all calls."""
+    seen: dict[str, list[Tensor]] = {}
+
+    def look(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
+        if again or name not in seen:
+            seen.setdefault(name, []).append(output if outputs else (*args, *kwargs.values())[0])
+        if len(seen) == len(modules) and not again:
+            raise Reached
+
+    handles = []
+    for name, module in modules.items():
+        register = module.register_forward_hook if outputs else module.register_forward_pre_hook
+        handles.append(register(functools.partial(look, name), with_kwargs=True))
+    try:
+        run()
+    except Reached:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def first_input(inputs: dict[str, Tensor], name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    inputs.setdefault(name, (*args, *kwargs.values())[0])
+
+
+def norms_of(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of the parts of a layer that have no parameters but vectors."""
+    for name, part in layer.named_modules():
+        if name and {parameter.dim() for parameter in part.parameters()} == {1}:
+            yield name, part
+
+
+@dataclass
+class End:
+    """How a layer ends: its `output` (B, T, H); if that is what a norm in it gives, the norm's name and what comes `before`."""
+
+    output: Any = None
+    norm: str | None = None
+    before: Any = None
+
+
+@contextmanager
+def ends_of(layers: Sequence[nn.Module]) -> Iterator[list[End]]:
+    """The ends of these layers, filled in by a forward inside."""
+    ends = [End() for _ in layers]
+    last: dict[int, tuple[str, Tensor, Any]] = {}
+
+    def after_part(number: int, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if args and torch.is_tensor(args[0]):
+            last[number] = (name, args[0], output)
+
+    def after_layer(number: int, module: nn.Module, args: Any, output: Any) -> None:
+        ends[number].output = output if torch.is_tensor(output) else output[0]
+        if number in last and last[number][2] is ends[number].output:
+            ends[number].norm, ends[number].before, _ = last[number]
+
+    handles = []
+    for number, layer in enumerate(layers):
+        for name, part in norms_of(layer):
+            handles.append(part.register_forward_hook(functools.partial(after_part, number, name)))
+        handles.append(layer.register_forward_hook(functools.partial(after_layer, number)))
+    try:
+        yield ends
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def seen_both(linear: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, Tensor] | None:
+    """(input, output) of the linear in a run, which goes on to its end; None if it does not run."""
+    seen: list[Any] = []
+    handle = linear.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+    try:
+        run()
+    finally:
+        handle.remove()
+    return seen[0] if seen else None
+
+
+def calls_of(
+    model: Any, batch: Mapping[str, Any], layers: Sequence[nn.Module], *, to_end: bool = False
+) -> list[list[tuple[Tensor, Call]]]:
+    """For each of the layers, (states, call) of its calls in a forward of the model, until each has run, or `to_end`."""
+    caught: list[list[tuple[Tensor, Call]]] = [[] for _ in layers]
+
+    def catch(number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if args:
+            caught[number].append((args[0], Call(args[1:], kwargs, None)))
+        else:
+            name = next((name for name in ("hidden_states", *kwargs) if torch.is_tensor(kwargs.get(name))), "")
+            rest = {key: value for key, value in kwargs.items() if key != name}
+            caught[number].append((kwargs.get(name, torch.empty(0)), Call((), rest, name)))
+        if all(caught) and not to_end:
+            raise Reached
+
+    handles = [
+        layer.register_forward_pre_hook(functools.partial(catch, number), with_kwargs=True)
+        for number, layer in enumerate(layers)
+    ]
+    try:
+        model(**batch)
+    except Reached:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return caught
