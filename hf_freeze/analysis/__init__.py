@@ -2,7 +2,6 @@
 
 from hf_freeze.analysis.ablation import head_ablation as head_ablation
 from hf_freeze.analysis.ablation import head_ablation_tests as head_ablation_tests
-from hf_freeze.analysis.calibration import CUTS as CUTS
 from hf_freeze.analysis.calibration import Calibration as Calibration
 from hf_freeze.analysis.calibration import CutLosses as CutLosses
 from hf_freeze.analysis.calibration import calibrate as calibrate

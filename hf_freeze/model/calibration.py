@@ -264,16 +264,6 @@ class StoredMoments:
             f"method {method.name!r} compares models on texts, and a saved calibration has none: give texts"
         )
 
-    def lookups(self, tables: Sequence[str]) -> Tensor:
-        """As if all tokens were equally frequent."""
-        self.report.note(
-            "the saved calibration does not say how frequent tokens are: tables are converted as if all were alike"
-        )
-        return torch.ones(self._old.get_input_embeddings().weight.shape[0], dtype=torch.int64)
-
-    def output_moments(self) -> None:
-        """None: those of the output matrix are not kept."""
-
     def record(self, name: str, plain: float, calibrated: float) -> None:
         self.report.errors[name] = (plain, calibrated)
 

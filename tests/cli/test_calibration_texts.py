@@ -10,6 +10,7 @@ from support.recipes import cli, one_line_error
 from support.text import words
 
 from hf_freeze import analysis, make_variant
+from hf_freeze.analysis.calibration import CUTS
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.data import sample
 from hf_freeze.methods import LowRank
@@ -41,7 +42,7 @@ def test_describe_shows_what_each_cut_would_lose(folder):
     losses = analysis.cut_losses(model, analysis.calibrate(model, texts, words(40)))
     assert f"on 30 texts with {losses.tokens} tokens" in shown
     line = next(line for line in shown.splitlines() if "encoder 0: FFN" in line)
-    numbers = [f"{losses.losses['encoder.0.ffn'][cut]:.2%}" for cut in analysis.CUTS]
+    numbers = [f"{losses.losses['encoder.0.ffn'][cut]:.2%}" for cut in CUTS]
     assert re.findall(r"\d+\.\d+%", line) == numbers
     table = cli("describe", folder / "model", "--texts", folder / "texts.csv", "--column", "Review", "--samples", "30")
     assert table.output == shown

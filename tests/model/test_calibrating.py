@@ -365,9 +365,6 @@ def test_frequencies_of_tokens_are_not_kept():
     model = model_of("llama")
     texts, tokenizer = texts_of(model.config.vocab_size), words(model.config.vocab_size)
     made = make_variant(model, [FactorizedEmbedding(rank=8)], calibration=collect(model, texts, tokenizer))
-    assert made.calibration_report.notes == [
-        "the saved calibration does not say how frequent tokens are: tables are converted as if all were alike"
-    ]
     without = make_variant(model, [FactorizedEmbedding(rank=8)])
     errors = [analysis.fidelity(model, each, texts, tokenizer).error for each in (made, without)]
     assert errors[0] == pytest.approx(errors[1], rel=0.05)
