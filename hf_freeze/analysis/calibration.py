@@ -100,7 +100,9 @@ class CutLosses:
                 color = "white" if value > 0.05 else "black"
                 axes.text(column, line, text, ha="center", va="center", fontsize=8, color=color)
         axes.set_yticks(range(len(values)), [block_in_words(block) for block in self.losses], fontsize=8)
-        names = [cut.replace(" kept", " of neurons\nor heads kept").replace(", ", ",\n") for cut in CUTS]
+        names = [
+            cut.replace(" kept", " of\nneurons or\nheads kept").replace("weights, ", "\nweights,\n") for cut in CUTS
+        ]
         axes.set_xticks(range(len(CUTS)), names, fontsize=8)
         axes.xaxis.tick_top()
         axes.tick_params(length=0)

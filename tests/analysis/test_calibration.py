@@ -88,7 +88,7 @@ def test_the_table_and_the_picture(losses, tmp_path):
     figure.savefig(tmp_path / "cuts.png")
     axes = figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()][:2] == ["encoder 0: self-attention", "encoder 0: FFN"]
-    assert axes.get_xticklabels()[0].get_text() == "75 % of neurons\nor heads kept"
+    assert axes.get_xticklabels()[0].get_text() == "75 % of\nneurons or\nheads kept"
 
 
 def test_models_that_cannot_be_calibrated(bert):
