@@ -7,13 +7,17 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
+
 from hf_freeze import surgery
-from hf_freeze.architectures.base import Architecture, hidden_size, set_fields
+from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, hidden_size, set_fields
+from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.methods._checks import check_one_given, check_positive, is_ascending
 from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import Part, SeededValues, Selection, parts_of
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
+from hf_freeze.solvers.moments import best_dense, loss
 
 
 @register_method("hidden_pruning", example={"width": 8}, shrinks=True)
@@ -32,6 +36,9 @@ class HiddenPruning(Method):
     proved on a small model of the family when the method is used. Of fresh weights, `width` keeps the first channels; of trained
     weights, the config names them.
 
+    With a calibration, those channels stay that add most to the outputs of what reads them, and all linears in layers are
+    refitted.
+
     `merge()` gives a native model of that hidden size where its class can have heads of the same size as before, and raises an
     error elsewhere: BERT's head size is the hidden size divided by the number of heads.
 
@@ -42,6 +49,7 @@ class HiddenPruning(Method):
 
     needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
     repeatable: ClassVar[bool] = False
+    calibrates: ClassVar[bool] = True
     width: int | None = None
     keep: list[int] | None = None
 
@@ -104,7 +112,23 @@ class HiddenPruning(Method):
         surgery.keep_channels(model, architecture, self.kept, self.name)
 
     def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
-        surgery.take_channels(new, old, self._largest(old) if self.keep is None else self.keep, self.name)
+        kept = self._largest(old) if self.keep is None else self.keep
+        surgery.take_channels(new, old, kept, self.name)
+        if statistics is None:
+            return
+        linears = _linears(old, self.name)
+        for moments in statistics.walk(list(linears)):
+            for name, moment in moments.items():
+                linear = new.base_model.get_submodule(name)
+                if moment is None or not surgery.is_dense(linear):
+                    continue
+                if linears[name].writes and moment.cross is not None and moment.output_mean is not None:
+                    at = torch.tensor(kept, device=moment.cross.device)
+                    moment = replace(moment, cross=moment.cross[at], output_mean=moment.output_mean[at])
+                weight, bias = surgery.effective_weight(linear), linear.bias
+                fitted, fitted_bias = best_dense(weight, bias, moment)
+                statistics.record(name, loss(fitted, weight, moment, fitted_bias, bias), 0.0)
+                surgery.set_linear(linear, fitted, fitted_bias)
 
     def _largest(self, model: Any) -> list[int]:
         scores = surgery.channel_magnitudes(model, self.name)
@@ -118,7 +142,36 @@ class HiddenPruning(Method):
         fits = self.refusal(architecture) is None and (self.width or 0) <= hidden_size(
             old.config
         )  # else it is refused later
-        return HiddenPruning(keep=self._largest(old)) if self.keep is None and fits else self
+        if self.keep is not None or not fits:
+            return self
+        return HiddenPruning(keep=self._largest(old) if statistics is None else self._most_read(old, statistics))
+
+    def _most_read(self, old: Any, statistics: Statistics) -> list[int]:
+        """The channels that add most to the outputs of what reads them: Σ over linears of ‖W_j‖² E[x_j²], as a share of all
+        its channels."""
+        readers = [name for name, channels in _linears(old, self.name).items() if channels.reads]
+        scores: Any = 0
+        for moments in statistics.walk(readers):
+            for name, moment in moments.items():
+                if moment is not None:
+                    weight = surgery.effective_weight(old.base_model.get_submodule(name)).to(moment.gram)
+                    energy = weight.square().sum(0) * moment.gram.diagonal()
+                    scores = scores + energy / energy.sum().clamp_min(1e-30)
+        return scores.argsort(descending=True, stable=True)[: self.width].sort().values.tolist()
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         surgery.widen_natively(model, architecture, self.name)
+
+
+def _linears(model: Any, method: str) -> dict[str, surgery.Channels]:
+    """Name, below the base model -> hidden channels, of the linears in layers that read or write them."""
+    prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
+    found = {
+        one.name.removeprefix(prefix): one for one in surgery.channels_in(model, method) if one.name.startswith(prefix)
+    }
+    names = [
+        name
+        for component in LINEAR_COMPONENTS
+        for _, _, name in architecture_for(model).linears(model.config, component)
+    ]
+    return {name: found[name] for name in names if name in found}

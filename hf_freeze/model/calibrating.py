@@ -162,7 +162,9 @@ class CalibrationPass:
         if place is not None:
             self._enter(*place)
         sums = {name: _Sums() for name in names}
-        stream = self._joins(place, names[0]) if len(names) == 1 and place is not None and self._streams else None
+        stream = None
+        if len(names) == 1 and place is not None and self._streams and self._is_as_wide(names[0], before):
+            stream = self._joins(place, names[0])
         for number, batch in enumerate(self._batches) if stream is not None else ():
             name = names[0]
             own = self._joined("old", place, number, name, str(stream))
@@ -254,8 +256,8 @@ class CalibrationPass:
         return None
 
     def _read_after(self, place: Place, name: str, noise: Tensor | None) -> tuple[dict[str, Tensor], Tensor | None]:
-        """What the norms of a layer of the old model read after a linear has run, and the end of the layer as ""; and the output of
-        the linear, to which `noise` is added; None if it does not run once."""
+        """What the norms of a layer of the old model read after a linear has run, and the end of the layer as ""; and the output
+        of the linear, to which `noise` is added; None if it does not run once."""
         layer, prefix = self._layer(self._old, *place), self._prefix(place)
         inputs: dict[str, Tensor] = {}
         outputs: list[Tensor] = []
@@ -273,6 +275,13 @@ class CalibrationPass:
             handles.callback(linear.register_forward_hook(add).remove)
             end = self._calls["old"][0][place[1]].run(layer, self._states["old"][0])
         return {**inputs, "": end}, outputs[0] if len(outputs) == 1 else None
+
+    def _is_as_wide(self, name: str, before: Sequence[str]) -> bool:
+        """Whether the stream that a linear writes to has as many channels in both models."""
+        old, new = (model.base_model.get_submodule(name) for model in (self._old, self._new))
+        return (
+            name in before or any(name.startswith(f"{module}.") for module in before) or features(old) == features(new)
+        )
 
     def _prefix(self, place: Place) -> str:
         return self._architecture.stacks[place[0]].layers.format(place[1]) + "."

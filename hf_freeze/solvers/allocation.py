@@ -1,14 +1,15 @@
 """How much goes where: the least sum of costs over parts for a total number of removals."""
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 
 def allocate(costs: Sequence[Sequence[float]], removals: int, *, most: Sequence[int], step: int = 1) -> list[int]:
     """The number of units to remove of each part, so that their sum is `removals`, rounded down to a multiple of `step`.
 
-    `costs`: of each part, the error after 0, 1, 2 … removals, not falling, as `solvers.columns.eliminate` gives it. `most`: of each
-    part, how many may go. Each time, the `step` units go whose removal costs least for one unit, on the lower convex hull of the
+    `costs`: of each part, the error after 0, 1, 2 … removals, not falling, as `columns.eliminate` gives it. `most`: of each part,
+    how many may go. Each time, the `step` units go whose removal costs least for one unit, on the lower convex hull of the
     costs; for convex costs this is the least sum (Fox, 1966, https://doi.org/10.1287/mnsc.13.3.210).
 
     Raises ValueError if the parts cannot lose so many.
@@ -40,6 +41,6 @@ def _hull(costs: list[float]) -> list[float]:
             corners.pop()
         corners.append(place)
     slopes: list[float] = []
-    for start, end in zip(corners, corners[1:], strict=False):
+    for start, end in itertools.pairwise(corners):
         slopes += [(costs[end] - costs[start]) / (end - start)] * (end - start)
     return slopes
