@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hf_freeze import surgery
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compat.transformers import mask_of_frames
-from hf_freeze.layers.derived import features
+from hf_freeze.layers.derived import Derived, features
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.parts import KeptTokens
 from hf_freeze.model import paging
@@ -142,6 +142,13 @@ class CalibrationPass:
         groups = self._in_order(names)
         for group in track(groups, "Calibrating", len(groups)):
             yield self._moments(group, [module for name in group for module in before.get(name, ())])
+            # Linears of a group run to reach the next one, and may have kept a weight from before they had values.
+            for name in group:
+                for part in (
+                    () if surgery.is_removed(self._new, name) else self._new.base_model.get_submodule(name).modules()
+                ):
+                    if isinstance(part, Derived):
+                        part.forget()
 
     def _in_order(self, names: Sequence[str]) -> list[list[str]]:
         """The linears in the order in which the old model runs them; those that read the same states are together."""

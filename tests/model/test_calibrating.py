@@ -20,8 +20,8 @@ from hf_freeze import analysis, make_variant
 from hf_freeze.architectures.registry import ARCHITECTURES, architecture_for
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.methods import FFNPruning, HeadPruning, LayerSelection, LayerSharing, LowRank
-from hf_freeze.model.calibrating import CalibrationPass, Calibrator, collect
 from hf_freeze.model import calibrating
+from hf_freeze.model.calibrating import CalibrationPass, Calibrator, collect
 from hf_freeze.model.calibration import Calibration, Report, calibrated_linears
 from hf_freeze.solvers.columns import refit
 from hf_freeze.solvers.moments import best_dense
