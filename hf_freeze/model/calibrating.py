@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hf_freeze import surgery
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compat.transformers import mask_of_frames
-from hf_freeze.layers.derived import features
+from hf_freeze.layers.derived import Derived, features
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.parts import KeptTokens
 from hf_freeze.model import paging
@@ -39,6 +39,7 @@ from hf_freeze.solvers.moments import Moments, working_dtype
 
 _FEW = 8  # batches that compare many candidates
 _SAME = 1e-3  # relative difference of states up to which a stream is what the model itself computes
+_LEAST = 1e-12  # mean square of the states of a token that counts most
 
 Batch = Mapping[str, Any]
 Place = tuple[str, int]  # stack, layer
@@ -49,31 +50,36 @@ class _Sums:
     """Sums over tokens, of which `Moments` are the means."""
 
     count: int = 0
+    total: float = 0  # of the weights of tokens
     gram: Any = 0
     mean: Any = 0
     cross: Any = 0
     outputs: Any = 0
     paired: bool = True
 
-    def add(self, x: Tensor, y: Tensor | None) -> None:
-        """x: (T, I) inputs; y: (T, O) outputs of the model before, if they are of the same tokens."""
+    def add(self, x: Tensor, y: Tensor | None, joined: Tensor | None = None) -> None:
+        """x: (T, I) inputs; y: (T, O) outputs of the model before, if they are of the same tokens; joined: (T, O) the states that
+        these are a part of (`_weights`)."""
         x = x.to(working_dtype(x))
+        weights = x.new_ones(len(x), 1) if joined is None else _weights(joined.to(x))
+        weighted = weights * x
         self.count += len(x)
-        self.gram = self.gram + x.T @ x
-        self.mean = self.mean + x.sum(0)
+        self.total += float(weights.sum())
+        self.gram = self.gram + x.T @ weighted
+        self.mean = self.mean + weighted.sum(0)
         self.paired = self.paired and y is not None
         if y is not None and self.paired:
             y = y.to(x)
-            self.cross = self.cross + y.T @ x
-            self.outputs = self.outputs + y.sum(0)
+            self.cross = self.cross + y.T @ weighted
+            self.outputs = self.outputs + (weights * y).sum(0)
 
     def moments(self, name: str) -> Moments | None:
         """Those of the linear `name`. Raises ValueError if they are not finite."""
         if not self.count:
             return None
-        pairs = (self.cross / self.count, self.outputs / self.count) if self.paired else (None, None)
+        pairs = (self.cross / self.total, self.outputs / self.total) if self.paired else (None, None)
         try:
-            return Moments(self.gram / self.count, self.mean / self.count, self.count, *pairs)
+            return Moments(self.gram / self.total, self.mean / self.total, self.count, *pairs)
         except ValueError as error:
             raise ValueError(f"calibration: the inputs or outputs of {name!r} cannot be used: {error}") from None
 
@@ -136,6 +142,13 @@ class CalibrationPass:
         groups = self._in_order(names)
         for group in track(groups, "Calibrating", len(groups)):
             yield self._moments(group, [module for name in group for module in before.get(name, ())])
+            # Linears of a group run to reach the next one, and may have kept a weight from before they had values.
+            for name in group:
+                for part in (
+                    () if surgery.is_removed(self._new, name) else self._new.base_model.get_submodule(name).modules()
+                ):
+                    if isinstance(part, Derived):
+                        part.forget()
 
     def _in_order(self, names: Sequence[str]) -> list[list[str]]:
         """The linears in the order in which the old model runs them; those that read the same states are together."""
@@ -167,7 +180,7 @@ class CalibrationPass:
             if own and new and own[2].shape == new[2].shape:
                 x, y = new[0], own[2] - new[2] + new[1]
                 rows = self._rows(name, place, batch, x)
-                sums[name].add(_selected(x, rows), _selected(y, rows))
+                sums[name].add(_selected(x, rows), _selected(y, rows), _selected(own[2], rows))
         for number, batch in enumerate(self._batches) if stream is None else ():
             outputs = self._watch("old", place, number, names, (), outputs=True)
             for name, calls in self._watch("new", place, number, names, before, outputs=False).items():
@@ -454,6 +467,12 @@ class CalibrationPass:
         return None
 
 
+def _weights(joined: Tensor) -> Tensor:
+    """(T, O) states -> (T, 1): how much an error in them counts: as for the norm that follows, by 1 / their mean square. In some
+    models a few tokens have states a thousand times those of others, and would be all that counts."""
+    return 1 / joined.square().mean(-1, keepdim=True).clamp_min(_LEAST)
+
+
 def _selected(x: Tensor, rows: Tensor | None) -> Tensor:
     """(T, F): the rows that count."""
     return x.reshape(-1, x.shape[-1]) if rows is None else x[rows]
@@ -514,7 +533,8 @@ class Calibrator:
         if not method.calibrates:
             self.report.note(f"{method.name}: is the same with a calibration as without")
             method.convert(old, new)
-            if (tokens := method.part(KeptTokens)) is not None and self.samples is not None:
+            if method.renumbers == "tokens" and self.samples is not None:
+                tokens: Any = method.part(KeptTokens)
                 self.samples = self.samples.renumbered(tokens.kept)
         else:
             regenerate(new)  # the new model runs, and what a seed draws has no values yet
