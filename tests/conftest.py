@@ -31,6 +31,8 @@ RUNS_TESTS = "PYTEST_XDIST_WORKER" in os.environ or _OPTIONS.get("-n", _OPTIONS.
 HAS_FORK = hasattr(os, "fork")
 
 if RUNS_TESTS:
+    gc.disable()  # until all is imported and collected, which makes millions of objects and little garbage
+
     import accelerate.utils.memory
     import accelerate.utils.modeling
     import torch
@@ -99,6 +101,7 @@ def pytest_collection_finish() -> None:
         return
     gc.collect()
     gc.freeze()
+    gc.enable()
     # Six times a test, pytest hands its handlers to each logger that passes nothing on, of which torch has 80.
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch.") and isinstance(logger, logging.Logger):

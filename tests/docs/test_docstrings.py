@@ -132,14 +132,20 @@ def test_the_reference_names_every_public_name():
 # -- examples ----------------------------------------------------------------------------------------------------------------
 
 
+def definitions(node):
+    """A module, and the classes and functions in it and in these."""
+    yield node
+    for child in node.body:
+        if isinstance(child, ast.ClassDef | ast.FunctionDef):
+            yield from definitions(child)
+
+
 def examples():
     """(place, code) of each indented block of a docstring that is Python with a call."""
     for path in sorted((ROOT / "hf_freeze").rglob("*.py")):
         if path.parent.name == "publish" and path.stem == "latency":
             continue  # it starts processes, which takes 15 s; tests/publish/test_latency.py does the same
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                continue
+        for node in definitions(ast.parse(path.read_text(encoding="utf-8"))):
             for block in re.findall(r"(?<=\n\n)(?: {4}.*\n)+", (ast.get_docstring(node) or "") + "\n"):
                 code = textwrap.dedent(block)
                 try:

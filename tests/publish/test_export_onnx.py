@@ -75,6 +75,15 @@ def one_layer(case: Case):
 
 def layers_of_ours(case: Case) -> Counter[str]:
     """How many layers of each class of hf_freeze it has; none where the methods do not go together."""
+    if case.id not in _LAYERS:
+        _LAYERS[case.id] = _layers_of_ours(case)
+    return _LAYERS[case.id]
+
+
+_LAYERS: dict[str, Counter[str]] = {}
+
+
+def _layers_of_ours(case: Case) -> Counter[str]:
     try:
         classes = [type(module) for module in one_layer(case).modules()]
     except ValueError:
