@@ -75,13 +75,13 @@ def test_a_pair_works_or_is_refused(case: Case, tmp_path):
         if ALL or after:
             reloaded = check_opened(model, case, tmp_path / "finalized", batch)
     if case.generates:
-        assert generation_problems(reloaded.eval(), batch, widths=(1,), tokens=3) == []
+        assert generation_problems(reloaded.eval(), batch, widths=(1,), tokens=3, apart=False) == []
 
 
 @over(GENERATING[names_of(pair)] for pair in DRAWN if not pair.generates and names_of(pair) in GENERATING)
 def test_a_pair_generates(case: Case):
     with contextlib.suppress(ValueError):  # refused there too
-        assert generation_problems(build_anew(case), case.batch(), widths=(1,), tokens=3) == []
+        assert generation_problems(build_anew(case), case.batch(), widths=(1,), tokens=3, apart=False) == []
 
 
 def in_turn_too(pair: Case) -> bool:
