@@ -159,7 +159,8 @@ def _counted(model: Any, length: int, count: Callable[[Any], _Counted]) -> _Coun
 def _count_forward(twin: Any, length: int) -> float:
     inputs, count = example_inputs(twin, length)
     inputs = {name: value.to(twin.device) for name, value in inputs.items()}
-    twin(**inputs)  # fills the caches of frozen layers
+    if any(isinstance(module, Derived) for module in twin.modules()):
+        twin(**inputs)  # fills the caches of frozen layers
     with FlopCounterMode(display=False) as counter:
         twin(**inputs)
     return 1 / 2 / count * counter.get_total_flops()
