@@ -239,21 +239,24 @@ def _refusal(model_type: str, config: str, methods: str) -> str | None:
 
 def _candidates(architecture: Architecture, methods: tuple[Method, ...]) -> list[Case]:
     """Every config, task and source of these methods on an architecture."""
-    product = itertools.product(architecture.tiny_configs, architecture.tasks, sources(methods))
+    configs = [name for name in architecture.tiny_configs if plain(architecture, *methods, config=name).accepted]
+    product = itertools.product(configs, architecture.tasks, sources(methods))
     cases = [Case(architecture, task, source, methods, config=config) for config, task, source in product]
-    return [case for case in cases if case.refusal is None and case.takes_its_batch]
+    return [case for case in cases if case.takes_its_batch]
 
 
 @functools.cache
 def _choices() -> list[list[Case]]:
     """The candidates of each method, and of none, on each architecture."""
-    applied = [(), *((method.example,) for method in METHODS.values())]
-    return [
-        _candidates(architecture, methods)
-        for methods in applied
-        for architecture in ARCHITECTURES.values()
-        if all(supports(type(method), architecture) for method in methods)
-    ]
+    return [_candidates(architecture, methods) for architecture, methods in _applied()]
+
+
+def _applied() -> Iterator[tuple[Architecture, tuple[Method, ...]]]:
+    """No method, and each one, on each architecture."""
+    for methods in [(), *((method.example,) for method in METHODS.values())]:
+        for architecture in ARCHITECTURES.values():
+            if all(supports(type(method), architecture) for method in methods):
+                yield architecture, methods
 
 
 def _usable(where: Predicate, finalized: bool) -> list[list[Case]]:
@@ -352,7 +355,7 @@ def pairs(where: Predicate = lambda case: True) -> Iterator[Case]:
 
     Architectures and configs rotate, among those that accept either method alone.
     """
-    places = _interleaved([plain(a, config=config) for config in a.tiny_configs] for a in ARCHITECTURES.values())
+    fitting = {method: _fitting(method) for method in METHODS.values()}
     for number, (first, second) in enumerate(itertools.product(METHODS.values(), repeat=2)):
         example = second.example
         if first is second and "seed" in {field.name for field in fields(second)}:
@@ -360,14 +363,23 @@ def pairs(where: Predicate = lambda case: True) -> Iterator[Case]:
         methods = (first.example, example)
         usable = [
             replace(place, methods=methods, source=sources(methods)[0])
-            for place in places
-            if first.supports(place.architecture)
-            and second.supports(place.architecture)
-            and all(replace(place, methods=(method,)).refusal is None for method in methods)
-            and where(place)
+            for place in _places()
+            if {place.id} <= fitting[first] & fitting[second] and where(place)
         ]
         if usable:
             yield from usable if ALL else [usable[7 * number % len(usable)]]
+
+
+@functools.cache
+def _places() -> list[Case]:
+    """Without methods, every config of every architecture in turn."""
+    return _interleaved([plain(a, config=config) for config in a.tiny_configs] for a in ARCHITECTURES.values())
+
+
+def _fitting(method: type[Method]) -> set[str]:
+    """The ids of the places that accept the method alone."""
+    places = [place for place in _places() if method.supports(place.architecture)]
+    return {place.id for place in places if replace(place, methods=(method.example,)).accepted}
 
 
 # Settings that make a method another one than its example, in the training and after it.
@@ -378,12 +390,11 @@ FURTHER: list[Method] = [
 
 def further_pairs() -> Iterator[Case]:
     """As `pairs`, for the settings in FURTHER with each method, in both orders; in one of the two unless all are wanted."""
-    places = _interleaved([plain(a, config=config) for config in a.tiny_configs] for a in ARCHITECTURES.values())
     for further, (number, other) in itertools.product(FURTHER, enumerate(METHODS.values())):
         for first, second in [(further, other.example), (other.example, further)]:
             usable = [
                 replace(place, methods=(first, second), source=sources((first, second))[0])
-                for place in places
+                for place in _places()
                 if other.supports(place.architecture)
                 and all(replace(place, methods=(method,)).refusal is None for method in (first, second))
             ]
@@ -397,8 +408,8 @@ BASELINES = [
 
 
 def _plain_cases() -> Iterator[Case]:
-    for candidates in _choices():
-        case = plain(candidates[0].architecture, *candidates[0].methods)
+    for architecture, methods in _applied():
+        case = plain(architecture, *methods)
         yield from [case, replace(case, finalized=True)] if case.finalizable else [case]
 
 
