@@ -159,11 +159,17 @@ def _counted(model: Any, length: int, count: Callable[[Any], _Counted]) -> _Coun
 def _count_forward(twin: Any, length: int) -> float:
     inputs, count = example_inputs(twin, length)
     inputs = {name: value.to(twin.device) for name, value in inputs.items()}
-    if any(isinstance(module, Derived) for module in twin.modules()):
-        twin(**inputs)  # fills the caches of frozen layers
+    _fill_caches(twin, inputs)
     with FlopCounterMode(display=False) as counter:
         twin(**inputs)
     return 1 / 2 / count * counter.get_total_flops()
+
+
+def _fill_caches(twin: Any, inputs: dict[str, torch.Tensor]) -> None:
+    """A first forward, for weights that are computed once if they are frozen."""
+    if any(isinstance(module, Derived) for module in twin.modules()):
+        twin(**inputs)
+        _detach_states(twin)
 
 
 def _count(twin: Any, architecture: Architecture, length: int) -> MultiplyAdds:
@@ -178,14 +184,13 @@ def _count(twin: Any, architecture: Architecture, length: int) -> MultiplyAdds:
     def record_inputs(module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
         calls[module].append(([alone(a) for a in arguments], {name: alone(a) for name, a in named.items()}))
 
+    _fill_caches(twin, inputs)
     linears = [module for module in twin.modules() if _is_linear(module)]
     hooks = [module.register_forward_pre_hook(record_inputs, with_kwargs=True) for module in linears]
-    twin(**inputs)  # this first forward also fills the caches of frozen layers
-    for hook in hooks:
-        hook.remove()
-    _detach_states(twin)
     with FlopCounterMode(display=False) as counter:
         outputs = twin(**inputs)
+    for hook in hooks:
+        hook.remove()
     forward_flops = counter.get_total_flops()
     forward = _forward_by_component(twin, architecture, counter)
     with FlopCounterMode(display=False) as counter:
