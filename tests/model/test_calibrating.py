@@ -122,13 +122,16 @@ def joining(model):
     return outputs | {linears[-1] for linears in architecture.ffns(model.config).values()}
 
 
-def assert_moments(moments, x, y=None, tolerance=1e-4):
+def assert_moments(moments, x, y=None, *, weights=None, tolerance=1e-4):
+    """`weights`: (T,) how much each token counts."""
     assert moments.count == len(x)
-    torch.testing.assert_close(moments.gram, x.T @ x / len(x), rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(moments.mean, x.mean(0), rtol=tolerance, atol=tolerance)
+    weights = x.new_ones(len(x)) if weights is None else weights
+    shares = (weights / weights.sum())[:, None]
+    torch.testing.assert_close(moments.gram, x.T @ (shares * x), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(moments.mean, (shares * x).sum(0), rtol=tolerance, atol=tolerance)
     if y is not None:
-        torch.testing.assert_close(moments.cross, y.T @ x / len(x), rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(moments.output_mean, y.mean(0), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(moments.cross, y.T @ (shares * x), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(moments.output_mean, (shares * y).sum(0), rtol=tolerance, atol=tolerance)
 
 
 def walked(old, new, batches, *, streams=True):
@@ -201,12 +204,14 @@ def test_layer_by_layer(model_type, tokens_alike):
     ],
 )
 def test_outputs_that_join_the_stream(model_type, norms):
-    """They get what the stream lacks: with them, the norm that follows reads what it reads in the old model."""
+    """They get what the stream lacks: with them, the norm that follows reads what it reads in the old model. Each token counts
+    as in that norm."""
     old, new = model_of(model_type), other_weights(model_of(model_type))
     moments, _ = walked(old, new, [padded(rows_of(old))])
     for prefix, (linear, norm) in norms.items():
         x, y = wanted(old, new, rows_of(old), prefix + linear, prefix + norm)
-        assert_moments(moments[prefix + linear], x, y)
+        states = raw(old, rows_of(old), [prefix + norm])[prefix + norm][0]
+        assert_moments(moments[prefix + linear], x, y, weights=1 / states.square().mean(-1))
 
 
 def other_weights(model):
