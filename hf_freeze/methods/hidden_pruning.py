@@ -122,12 +122,17 @@ class HiddenPruning(Method):
                 linear = new.base_model.get_submodule(name)
                 if moment is None or not surgery.is_dense(linear):
                     continue
-                if linears[name].writes and moment.cross is not None and moment.output_mean is not None:
+                if linears[name].writes and moment.cross is not None:
                     at = torch.tensor(kept, device=moment.cross.device)
-                    moment = replace(moment, cross=moment.cross[at], output_mean=moment.output_mean[at])
+                    found = {each: getattr(moment, each) for each in ("cross", "output_mean", "output_square")}
+                    moment = replace(moment, **{each: value[at] for each, value in found.items() if value is not None})
                 weight, bias = surgery.effective_weight(linear), linear.bias
                 fitted, fitted_bias = best_dense(weight, bias, moment)
-                statistics.record(name, loss(fitted, weight, moment, fitted_bias, bias), 0.0)
+                before, after = (
+                    loss(weight, weight, moment, bias, bias),
+                    loss(weight, fitted, moment, bias, fitted_bias),
+                )
+                statistics.record(name, before, after)
                 surgery.set_linear(linear, fitted, fitted_bias)
 
     def _largest(self, model: Any) -> list[int]:

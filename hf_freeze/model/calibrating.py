@@ -55,6 +55,7 @@ class _Sums:
     mean: Any = 0
     cross: Any = 0
     outputs: Any = 0
+    squares: Any = 0
     paired: bool = True
 
     def add(self, x: Tensor, y: Tensor | None, joined: Tensor | None = None) -> None:
@@ -72,14 +73,16 @@ class _Sums:
             y = y.to(x)
             self.cross = self.cross + y.T @ weighted
             self.outputs = self.outputs + (weights * y).sum(0)
+            self.squares = self.squares + (weights * y.square()).sum(0)
 
     def moments(self, name: str) -> Moments | None:
         """Those of the linear `name`. Raises ValueError if they are not finite."""
         if not self.count:
             return None
-        pairs = (self.cross / self.total, self.outputs / self.total) if self.paired else (None, None)
+        pairs = {"cross": self.cross, "output_mean": self.outputs, "output_square": self.squares} if self.paired else {}
+        means = {name: value / self.total for name, value in pairs.items()}
         try:
-            return Moments(self.gram / self.total, self.mean / self.total, self.count, *pairs)
+            return Moments(self.gram / self.total, self.mean / self.total, self.count, **means)
         except ValueError as error:
             raise ValueError(f"calibration: the inputs or outputs of {name!r} cannot be used: {error}") from None
 

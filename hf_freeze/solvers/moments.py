@@ -33,12 +33,14 @@ class Moments:
     )
     output_mean: Tensor | None = None  # (O,) mean of y
     curvature: Tensor | None = None  # (O, O) E[g gᵀ] of gradients to y
+    output_square: Tensor | None = None  # (O,) mean of y²
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ValueError(f"count={self.count}: moments need at least one token")
         inputs = len(self.mean)
-        known = [value for value in (self.output_mean, self.curvature, self.cross) if value is not None]
+        of_outputs = (self.output_mean, self.curvature, self.cross, self.output_square)
+        known = [value for value in of_outputs if value is not None]
         outputs = len(known[0]) if known else 0
         shapes = {
             "gram": (inputs, inputs),
@@ -46,6 +48,7 @@ class Moments:
             "cross": (outputs, inputs),
             "output_mean": (outputs,),
             "curvature": (outputs, outputs),
+            "output_square": (outputs,),
         }
         for name, shape in shapes.items():
             value = getattr(self, name)
@@ -132,7 +135,7 @@ def problem(weight: Tensor, bias: Tensor | None, moments: Moments, ridge: float 
 
 def without_outputs(moments: Moments) -> Moments:
     """What a linear sees, without what the original model has behind it."""
-    return replace(moments, cross=None, output_mean=None, curvature=None)
+    return replace(moments, cross=None, output_mean=None, curvature=None, output_square=None)
 
 
 def projected(moments: Moments, down: Tensor, weight: Tensor, bias: Tensor | None) -> Moments:
@@ -216,7 +219,15 @@ def best_dense(
 def loss(
     weight: Tensor, new: Tensor, moments: Moments, bias: Tensor | None = None, new_bias: Tensor | None = None
 ) -> float:
-    """E‖(W - W') x + b - b'‖² / E‖W x + b‖², exact; without biases tr((W - W') G (W - W')ᵀ) / tr(W G Wᵀ). Both weights (O, I)."""
+    """E‖(W - W') x + b - b'‖² / E‖W x + b‖², exact; without biases tr((W - W') G (W - W')ᵀ) / tr(W G Wᵀ). Both weights (O, I).
+    With pairs E‖y - W' x - b'‖² / E‖y‖²."""
+    if moments.cross is not None and moments.output_square is not None:
+        total, w = float(moments.output_square.sum()), new.to(working_dtype(new))
+        common = (w * moments.cross.to(w)).sum()
+        if new_bias is not None and moments.output_mean is not None:
+            common = common + new_bias.to(w) @ moments.output_mean.to(w)
+        error = max(total - 2 * float(common) + _energy(new, new_bias, moments), 0.0)
+        return error / total if total > 0 else float(error > 0)
     total = _energy(weight, bias, moments)
     dtype = working_dtype(weight)
     difference = None

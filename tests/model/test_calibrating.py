@@ -132,6 +132,7 @@ def assert_moments(moments, x, y=None, *, weights=None, tolerance=1e-4):
     if y is not None:
         torch.testing.assert_close(moments.cross, y.T @ (shares * x), rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(moments.output_mean, (shares * y).sum(0), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(moments.output_square, (shares * y * y).sum(0), rtol=tolerance, atol=tolerance)
 
 
 def walked(old, new, batches, *, streams=True):

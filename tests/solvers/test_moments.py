@@ -62,15 +62,16 @@ def test_without_pairs_the_best_dense_weight_is_the_weight(bias):
 
 
 @both_biases
-def test_loss_is_the_mean_square_of_raw_outputs(bias):
-    case, new = seen(bias=bias), seen(bias=bias, seed=1)
+@pytest.mark.parametrize("pairs", [False, True])
+def test_loss_is_the_mean_square_of_raw_outputs(bias, pairs):
+    case, new = seen(bias=bias, pairs=pairs), seen(bias=bias, seed=1)
     y = case.x @ new.weight.T + (new.bias if bias else 0)
     expected = (case.y - y).square().sum() / case.y.square().sum()
     actual = loss(case.weight, new.weight, case.moments, case.bias, new.bias)
     assert actual == pytest.approx(float(expected), rel=1e-10)
 
 
-@pytest.mark.parametrize("name", ["gram", "mean", "cross", "output_mean", "curvature"])
+@pytest.mark.parametrize("name", ["gram", "mean", "cross", "output_mean", "curvature", "output_square"])
 def test_statistics_that_are_not_finite_are_named(name):
     moments = seen(pairs=True, curvature=True).moments
     wrong = getattr(moments, name).clone()

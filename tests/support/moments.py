@@ -61,5 +61,6 @@ def seen(
         cross=y.T @ x / tokens if pairs else None,
         output_mean=y.mean(0) if pairs else None,
         curvature=gradients.T @ gradients / tokens if curvature else None,
+        output_square=y.square().mean(0) if pairs else None,
     )
     return Seen(weight, b, x, y, moments)
