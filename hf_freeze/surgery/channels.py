@@ -85,7 +85,9 @@ def channels_in(model: Any, method: str) -> list[Channels]:
 
 
 def _can_lose(module: Any) -> bool:
-    return isinstance(module, Factors) or (getattr(module, "selectable", False) and not is_dense(module))
+    if isinstance(module, Factors):
+        return not hasattr(module, "tails")  # bands have a projection each
+    return getattr(module, "selectable", False) and not is_dense(module)
 
 
 def _is_native(module: nn.Module) -> bool:
@@ -120,7 +122,7 @@ def hidden_channels(model: Any) -> int:
     sizes: dict[int, str] = {}
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        if _can_lose(module):  # their tensors have other shapes
+        if isinstance(module, Factors) or _can_lose(module):  # their tensors have other shapes
             inside = (*inside, f"{name}.")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not name.startswith(inside or "\n"):

@@ -19,7 +19,7 @@ from transformers import (
 
 from hf_freeze import make_variant, surgery
 from hf_freeze.architectures.registry import architecture_of
-from hf_freeze.methods import Freeze, HiddenPruning, LowRank, TensorTrain
+from hf_freeze.methods import AdaptiveEmbedding, Freeze, HiddenPruning, LowRank, TensorTrain
 
 every_backbone = pytest.mark.parametrize("case", BASELINES, ids=[case.architecture.model_type for case in BASELINES])
 BERT, LLAMA = (next(c for c in BASELINES if c.architecture.model_type == name) for name in ("bert", "llama"))
@@ -248,6 +248,10 @@ def test_bad_settings():
         ValueError, match=r"'hidden_pruning': 'model.layers.0.mlp.gate_proj' is a TensorTrainLinear already"
     ):
         make_variant(model, [TensorTrain(rank=4), HiddenPruning(width=12)])
+    for output in ("dense", "adaptive"):
+        bands = AdaptiveEmbedding(cutoffs=[12], factor=2, width=8, output=output)
+        with pytest.raises(ValueError, match=r"'model.embed_tokens' is a AdaptiveInputEmbedding already"):
+            make_variant(model, [bands, HiddenPruning(width=12)])
     with pytest.raises(ValueError, match="it can be applied only once"):
         make_variant(model, [HiddenPruning(width=12), HiddenPruning(width=8)])
 
