@@ -14,7 +14,7 @@ def least(costs, removals, most, step):
     return min(
         sum(part[count] for part, count in zip(costs, counts, strict=True))
         for counts in ways
-        if sum(counts) == removals // step * step
+        if sum(counts) == -(-removals // step) * step
     )
 
 
@@ -30,7 +30,7 @@ def test_the_sum_of_convex_costs_is_the_least(seed, step):
     costs = [convex(draw, units + 1) for units in most]  # one more than may go
     for removals in range(sum(most) + 1):
         removed = allocate(costs, removals, most=most, step=step)
-        assert sum(removed) == removals // step * step
+        assert sum(removed) == -(-removals // step) * step
         assert all(count % step == 0 and count <= limit for count, limit in zip(removed, most, strict=True))
         found = sum(part[count] for part, count in zip(costs, removed, strict=True))
         assert found == pytest.approx(least(costs, removals, most, step))
