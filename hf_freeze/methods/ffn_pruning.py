@@ -23,6 +23,7 @@ from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
 from hf_freeze.solvers.allocation import allocate
 from hf_freeze.solvers.columns import eliminate
+from hf_freeze.surgery.neurons import LinearNeurons
 
 _WIDE = 64  # neurons from which FFNs keep multiples of 8, where each has its own number
 _MULTIPLE = (
@@ -247,12 +248,12 @@ class FFNPruning(Method):
         set_fields(model.config, {field: max(sizes) for field, sizes in widths.items()})
 
 
-def _by_output(model: Any, blocks: Mapping[str, surgery.Neurons]) -> dict[str, tuple[str, surgery.LinearNeurons]]:
+def _by_output(model: Any, blocks: Mapping[str, surgery.Neurons]) -> dict[str, tuple[str, LinearNeurons]]:
     """Output linear -> (FFN, its neurons), for those FFNs whose neurons can be chosen by what their output linear reads."""
     return {
         neurons.linears[-1]: (block, neurons)
         for block, neurons in blocks.items()
-        if isinstance(neurons, surgery.LinearNeurons) and not surgery.is_removed(model, neurons.linears[-1])
+        if isinstance(neurons, LinearNeurons) and not surgery.is_removed(model, neurons.linears[-1])
     }
 
 
