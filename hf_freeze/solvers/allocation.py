@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def allocate(costs: Sequence[Sequence[float]], removals: int, *, most: Sequence[int], step: int = 1) -> list[int]:
-    """The number of units to remove of each part, so that their sum is `removals`, rounded down to a multiple of `step`.
+    """The number of units to remove of each part, so that their sum is `removals`, rounded up to a multiple of `step`.
 
     `costs`: of each part, the error after 0, 1, 2 … removals, not falling, as `columns.eliminate` gives it. `most`: of each part,
     how many may go. Each time, the `step` units go whose removal costs least for one unit, on the lower convex hull of the
@@ -20,7 +20,7 @@ def allocate(costs: Sequence[Sequence[float]], removals: int, *, most: Sequence[
     removed = [0] * len(slopes)
     ready = [(part[0], number) for number, part in enumerate(slopes) if part]
     heapq.heapify(ready)
-    for _ in range(removals // step):
+    for _ in range(-(-removals // step)):
         if not ready:
             break
         _, number = heapq.heappop(ready)
