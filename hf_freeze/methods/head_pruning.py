@@ -47,6 +47,9 @@ class HeadPruning(Method):
     from every group that stays; `share` takes whole groups if there are several. Later methods use the new numbers. `merge()`
     gives a native model whose removed heads are zero.
 
+    With a calibration, `share` keeps the heads that the outputs need most, and refits what stays; with `scope="global"`, it is
+    the share of all heads, and each attention keeps at least one.
+
     With `begin` or `end`, heads are removed while the model is trained: the share of heads falls from 1 to `share` between these
     shares of training (None: 0 and 1), as `ramp` says: "linear", "cosine" or "cubic" (fast at first, as for magnitude pruning).
     The heads of the lowest importance go first, by equation 2 of the paper, from the gradients of about the last hundred steps of
