@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from hf_freeze.data.tokenization import check_ids
 from hf_freeze.model.running import in_eval_mode, on_device
 
 MOST_TOKENS = 512  # of a text; what is longer is cut
@@ -124,6 +123,8 @@ def _tokenized(model: Any, items: Sequence[Any], tokenizer: Any) -> list[dict[st
         raise ValueError(f"a text of calibration is a str, a pair or a chat, not a {type(wrong).__name__}")
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked
+    from hf_freeze.data.tokenization import check_ids  # with which datasets comes
+
     to_targets = bool(model.config.is_encoder_decoder and model.can_generate())
     limit = _longest(model, tokenizer)
     encoded = [_encoded(item, tokenizer, limit, to_targets) for item in items]

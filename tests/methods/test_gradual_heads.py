@@ -282,7 +282,7 @@ def test_processes_do_not_send_what_each_has_measured():
         ),
         (
             lambda: [HeadPruning(share=0.5, scope="global")],
-            r"scope='global'\): is for heads that are removed during training",
+            r"scope='global'\): a calibration compares heads of different attentions, or training does: give",
         ),
         (
             lambda: [HeadPruning(heads={"encoder.0.self": [0]}, end=0.5)],
