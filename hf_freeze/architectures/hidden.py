@@ -167,6 +167,8 @@ def _set_everywhere(model: nn.Module, field: str, value: int) -> None:
 def _field(config: Any, channels: Channels) -> str:
     """The field of a small config that all channels of its base model move with. Raises NotFound."""
     sizes = _sizes_on_meta(config, channels)
+    if len(set(sizes)) != 1:
+        raise NotFound("its hidden channels do not have one size")
     (size,) = set(sizes)
     for name, value in integer_fields(config.to_dict()):
         if value == size and not name.endswith("token_id"):
