@@ -30,7 +30,7 @@ from hf_freeze.model import paging
 from hf_freeze.model.calibration import Calibration, Report, StoredMoments, calibrated_linears, warned_once
 from hf_freeze.model.curvature import curvatures
 from hf_freeze.model.fidelity import fidelity_on
-from hf_freeze.model.running import in_eval_mode, on_device, without_cache
+from hf_freeze.model.running import decoder_mask, in_eval_mode, on_device, without_cache
 from hf_freeze.model.samples import Samples, samples_of
 from hf_freeze.model.watching import Call, calls_of, ends_of, first_input, norms_of, seen_both, seen_in, swapped
 from hf_freeze.model.weights import regenerate
@@ -441,9 +441,7 @@ class CalibrationPass:
         """bool, as `ids`: the real tokens; None where all are."""
         read = batch.get("input_ids")
         of_source = read is not None and read.shape == ids.shape and torch.equal(read, ids)
-        mask = batch.get("attention_mask" if of_source else "decoder_attention_mask")
-        if mask is None and not of_source and batch.get("labels") is not None:
-            mask = batch["labels"] != -100
+        mask = batch.get("attention_mask") if of_source else decoder_mask(batch)
         return mask.bool() if mask is not None and mask.shape == ids.shape else None
 
     def _rows(self, name: str, place: Place | None, batch: Batch, x: Tensor) -> Tensor | None:
@@ -451,11 +449,8 @@ class CalibrationPass:
         it has no mask."""
         masks = [batch.get("attention_mask")]
         if self._old.config.is_encoder_decoder:
-            decoder = batch.get("decoder_attention_mask")
-            if decoder is None and batch.get("labels") is not None:
-                decoder = batch["labels"] != -100
             of_encoder = name in self._reads_encoder or (place is not None and place[0] != "decoder")
-            masks.insert(int(of_encoder), decoder)
+            masks.insert(int(of_encoder), decoder_mask(batch))
         shape = x.shape[:-1]
         for mask in masks:
             if mask is None or mask.dim() != 2:

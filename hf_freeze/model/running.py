@@ -15,13 +15,17 @@ def on_device(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in batch.items()}
 
 
+def decoder_mask(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """(B, T): the real tokens of the decoder, by its mask or by the labels; None if the batch has neither."""
+    mask, labels = batch.get("decoder_attention_mask"), batch.get("labels")
+    return labels != -100 if mask is None and labels is not None else mask
+
+
 def token_mask(architecture: Architecture, model: Any, batch: Any, block: str, x: torch.Tensor) -> torch.Tensor:
     """bool (B, T): True for the tokens of the block's stack that are not padding. `x`: the block's input, (B, T, F)."""
     mask = batch.get("attention_mask")
     if model.config.is_encoder_decoder and block.split(".")[0] == "decoder":
-        mask = batch.get("decoder_attention_mask")
-        if mask is None and batch.get("labels") is not None:
-            mask = batch["labels"] != -100
+        mask = decoder_mask(batch)
     if mask is None:
         return torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
     if mask.shape != x.shape[:-1]:

@@ -192,19 +192,8 @@ def _own_samples(model: Any, tokenizer: Any) -> list[dict[str, Any]]:
         raise ValueError(
             f"calibration='samples' needs a causal language model, not a {type(model).__name__}: give texts"
         )
-    start = next(
-        (
-            token
-            for token in (
-                model.config.bos_token_id,
-                getattr(tokenizer, "bos_token_id", None),
-                model.config.eos_token_id,
-                0,
-            )
-            if isinstance(token, int)
-        ),
-        0,
-    )
+    choices = (model.config.bos_token_id, getattr(tokenizer, "bos_token_id", None), model.config.eos_token_id, 0)
+    start = next(token for token in choices if isinstance(token, int))
     length = min(MOST_TOKENS, (getattr(model.config, "max_position_embeddings", None) or 256) - 1, 256)
     batches = []
     with in_eval_mode(model), torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
