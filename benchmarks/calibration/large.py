@@ -1,6 +1,6 @@
 """Time and GPU memory of calibrated cuts of a Llama of 1.24 billion fresh weights, in bf16. Quality means nothing here.
 
-    python benchmarks/calibration/large.py
+python benchmarks/calibration/large.py
 """
 
 import time
@@ -44,7 +44,9 @@ def main() -> None:
         variant = make_variant(model, [method], calibration=batches)
         torch.cuda.synchronize()
         report, peak = variant.calibration_report, torch.cuda.max_memory_allocated() / 2**30
-        print(f"{method}: {time.perf_counter() - start:.1f} s, at most {peak:.1f} GiB, {report.tokens:,} tokens, {report.notes}")
+        print(
+            f"{method}: {time.perf_counter() - start:.1f} s, at most {peak:.1f} GiB, {report.tokens:,} tokens, {report.notes}"
+        )
 
 
 if __name__ == "__main__":
