@@ -18,8 +18,8 @@ from transformers import (
 from hf_freeze import make_variant
 from hf_freeze.compress import heal as healing
 from hf_freeze.compress import targets
-from hf_freeze.compress.heal import heal, parse_limit
-from hf_freeze.compress.targets import Objective, texts_of
+from hf_freeze.compression.heal import heal, parse_limit
+from hf_freeze.compression.targets import Objective, texts_of
 from hf_freeze.methods.ffn_pruning import FFNPruning
 from hf_freeze.methods.vocabulary_trimming import VocabularyTrimming
 from hf_freeze.model.samples import samples_of
