@@ -1,8 +1,10 @@
 """The attentions and FFNs of a model, and what each loses with fewer heads or neurons, from one pass over the texts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from hf_freeze import methods, surgery
 from hf_freeze.architectures.registry import architecture_for
@@ -27,6 +29,19 @@ class Block:
     per_unit: float
     order: Elimination
     heads: tuple[tuple[int, ...], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        order, losses = self.order.order.tolist(), self.order.losses.tolist()
+        return {"name": self.name, "weights": self.weights, "per_unit": self.per_unit, "heads": self.heads} | {
+            "order": order,
+            "losses": losses,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Block":
+        order = Elimination(torch.tensor(values["order"]), torch.tensor(values["losses"], dtype=torch.float64))
+        heads = tuple(tuple(unit) for unit in values["heads"])
+        return cls(values["name"], values["weights"], values["per_unit"], order, heads)
 
     @property
     def units(self) -> int:

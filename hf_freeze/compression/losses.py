@@ -4,33 +4,46 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+from torch.nn import functional
+
 from hf_freeze import methods
+from hf_freeze.analysis.answers import Answers, compare_answers
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compression.blocks import Block
 from hf_freeze.compression.shape import Shape, methods_of, quantized, whole
 from hf_freeze.methods.base import Method
 from hf_freeze.model.fidelity import fidelity_on
 from hf_freeze.model.make import make_variant
-from hf_freeze.model.samples import Samples
+from hf_freeze.model.running import in_eval_mode, without_cache
+from hf_freeze.model.samples import Samples, samples_of
+from hf_freeze.publish.export.served import Served, answers
 from hf_freeze.solvers.allocation import allocate
 
 _GREEDY = 8  # layers of a stack up to which each removal is chosen anew
 _DEPTHS = 6  # of a stack, whose loss is measured
 _FEW = 4  # batches by which removals of a layer are compared
-_SHARES = (0.5, 0.25)  # of heads or neurons that stay when closed forms are checked
+SHARES = (0.5, 0.25)  # of heads or neurons that stay when closed forms are checked
 
 
 @dataclass(frozen=True)
 class Subject:
     """A model with what it is calibrated and compared on. Its variants are compared with it on `held_out`, batches for it."""
 
-    model: Any
-    tokenizer: Any
+    served: Served
     samples: Samples
     held_out: list[dict[str, Any]]
 
+    @property
+    def model(self) -> Any:
+        return self.served.model
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.served.tokenizer
+
     def cut(self, found: Sequence[Method]) -> Any:
-        """The variant that these methods make with the calibration."""
+        """The variant that these methods make with the calibration; the model itself for none."""
         return make_variant(self.model, list(found), calibration=self.samples) if found else self.model
 
     def distance(self, variant: Any, batches: int | None = None) -> float:
@@ -127,9 +140,33 @@ def bit_losses(subject: Subject, blocks: Mapping[str, Block]) -> dict[str, float
     return {"tables": tables} | {name: linears * block.weights / weights for name, block in blocks.items()}
 
 
-def mean_factor(found: Sequence[float]) -> float:
-    """Of the same kind at several shares: the larger counts, or cuts beyond what was measured would look cheap."""
-    return max(found, default=1.0)
+def token_loss(original: Served, trimmed: Served, items: Sequence[Any], expected: Answers) -> float:
+    """What fewer tokens cost on `items`, to which the original answers `expected`.
+
+    Of models that predict tokens: by how much more nats the trimmed one says the same texts, for each token of the original, since
+    a text is in other tokens there. Of others: the distance of the answers.
+    """
+    if original.task not in ("causal-lm", "seq2seq-lm"):
+        return compare_answers(expected, answers(trimmed, items, like=expected)).distance
+    if original.task == "seq2seq-lm":
+        written = [(item, answer["text"]) for item, answer in zip(items, expected.items, strict=True)]
+        items = [(item if isinstance(item, str) else item[0], text) for item, text in written if text]
+    (before, count), (after, _) = (_nats(served, items) for served in (original, trimmed))
+    return (after - before) / max(count, 1)
 
 
-SHARES = _SHARES
+@torch.no_grad()
+def _nats(served: Served, items: Sequence[Any]) -> tuple[float, int]:
+    """(negative log-likelihood of all texts, predicted tokens)"""
+    nats, count = 0.0, 0
+    with in_eval_mode(served.model), without_cache(served.model):
+        for batch in samples_of(served.model, items, served.tokenizer).whole().batches:
+            targets = batch.get("labels")
+            if targets is None:
+                targets = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+            logits = served.model(**{name: value for name, value in batch.items()}).logits.float()
+            if batch.get("labels") is None:
+                logits, targets = logits[:, :-1], targets[:, 1:]
+            nats += float(functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
+            count += int((targets != -100).sum())
+    return nats, count

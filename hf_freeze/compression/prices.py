@@ -35,11 +35,12 @@ class Prices:
         sizes: Sizes,
         probes: Sequence[tuple[Shape, float]] = (),
     ) -> None:
-        self._blocks, self._depths, self._sizes = blocks, depths, sizes
+        self._blocks, self._depths, self._sizes, self.knows_time = blocks, depths, sizes, bool(probes)
+        self.fixed_ms, self._of_number = 0.0, 0.0
+        self._of_layer, self._of_weight = dict.fromkeys(depths, 0.0), dict.fromkeys(depths, 0.0)
         counted = sum(self.of_block(block, block.units, sizes.bits)[0] for block in blocks.values())
         counted += self.of_tables(sizes.tokens, sizes.bits)[0]
         self.fixed_bytes = sizes.bytes - counted
-        self.fixed_ms, self._of_layer, self._of_weight, self._of_number = 0.0, dict.fromkeys(depths, 0.0), {}, 0.0
         if probes:
             self._fit(probes)
 
@@ -47,16 +48,14 @@ class Prices:
         """(bytes, ms)"""
         weights = units * block.per_unit
         stack, _ = block.place
-        price = getattr(self, "_of_weight", {}).get(stack, 0.0)
-        return weights * _BYTES[bits], weights * price
+        return weights * _BYTES[bits], weights * self._of_weight[stack]
 
     def of_layers(self, stack: str, depth: int) -> tuple[float, float]:
         return 0.0, depth * self._of_layer[stack]
 
     def of_tables(self, tokens: int, bits: int) -> tuple[float, float]:
         numbers = tokens * self._sizes.of_token
-        ms = numbers * getattr(self, "_of_number", 0.0)
-        return numbers * _BYTES[bits] + tokens * self._sizes.token_bytes, ms
+        return numbers * _BYTES[bits] + tokens * self._sizes.token_bytes, numbers * self._of_number
 
     def cost(self, shape: Shape) -> tuple[float, float]:
         """(bytes, ms) of a shape, estimated."""

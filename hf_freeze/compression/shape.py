@@ -1,5 +1,7 @@
 """The shapes that a model may be cut to, and the methods that cut it."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,6 +25,11 @@ class Shape:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def digest(self) -> str:
+        """A short name for folders."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Shape":
