@@ -212,7 +212,7 @@ class HeadPruning(Method):
             return
         outputs = {attention.o: name for name, attention in attentions.items()}
         for moments in statistics.walk(
-            list(outputs), {one.o: (one.module, one.o) for one in attentions.values()}, curvature=True
+            list(outputs), {one.o: (one.module, one.o) for one in attentions.values()}, curvature=True, fit=True
         ):
             for output, moment in moments.items():
                 attention = attentions[outputs[output]]

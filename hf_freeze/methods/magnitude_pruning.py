@@ -104,7 +104,7 @@ class MagnitudePruning(SparseMethod):
             self.prune(new, new.architecture, self.sparsity)
         elif self.criterion == "obs" and self.scope == "global":
             shares = self._allocated(old, modules, statistics)
-        for moments in statistics.walk(list(modules), curvature=self.criterion == "obs"):
+        for moments in statistics.walk(list(modules), curvature=self.criterion == "obs", fit=True):
             for name, moment in moments.items():
                 module, linear = modules[name], old.base_model.get_submodule(name)
                 if not surgery.restored(old, name):

@@ -41,7 +41,7 @@ class Statistics(Protocol):
     """What the linears of a model see on texts, while a method converts it. See `model/calibrating.py`."""
 
     def walk(
-        self, names: Sequence[str], before: Mapping[str, Sequence[str]] = ..., *, curvature: bool = ...
+        self, names: Sequence[str], before: Mapping[str, Sequence[str]] = ..., *, curvature: bool = ..., fit: bool = ...
     ) -> Iterator[dict[str, Moments | None]]:
         """The moments of the linears `names` (below the base model), in the order in which the model runs them; those that read
         the same states come together. None for a linear that no token has reached.

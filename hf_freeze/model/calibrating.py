@@ -11,6 +11,7 @@ arguments than the old one, which is looked at before each layer, the whole mode
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -32,9 +33,10 @@ from hf_freeze.model.curvature import curvatures
 from hf_freeze.model.fidelity import fidelity_on
 from hf_freeze.model.running import decoder_mask, in_eval_mode, on_device, without_cache
 from hf_freeze.model.samples import Samples, samples_of
-from hf_freeze.model.watching import Call, calls_of, ends_of, first_input, norms_of, seen_both, seen_in, swapped
+from hf_freeze.model.watching import Call, calls_of, ends_of, first_input, norms_of, remembering, seen_both, seen_in, swapped
 from hf_freeze.model.weights import regenerate
 from hf_freeze.progress import track
+from hf_freeze.solvers.descent import descend
 from hf_freeze.solvers.moments import Moments, working_dtype
 
 _FEW = 8  # batches that compare many candidates
@@ -115,6 +117,7 @@ class CalibrationPass:
         self._states: dict[
             str, list[Tensor]
         ] = {}  # "old" and "new" -> of each batch, what comes into the present layer
+        self._fitted: list[str] = []  # modules that are fitted together, layer by layer
 
     @contextmanager
     def running(self) -> Iterator["CalibrationPass"]:
@@ -134,8 +137,10 @@ class CalibrationPass:
         before: Mapping[str, Sequence[str]] = MappingProxyType({}),
         *,
         curvature: bool = False,
+        fit: bool = False,
     ) -> Iterator[dict[str, Moments | None]]:
         self._at = None
+        self._fitted = [*names, *itertools.chain(*before.values())] if fit and paging.active() is None else []
         known = set(names) <= self._curvatures.keys()
         if curvature and not known and paging.active() is None:  # which goes back through all layers
             modules = {name: self._old.base_model.get_submodule(name) for name in names}
@@ -152,6 +157,7 @@ class CalibrationPass:
                 ):
                     if isinstance(part, Derived):
                         part.forget()
+        self._fit()
 
     def _in_order(self, names: Sequence[str]) -> list[list[str]]:
         """The linears in the order in which the old model runs them; those that read the same states are together."""
@@ -361,10 +367,12 @@ class CalibrationPass:
     def _enter(self, stack: str, layer: int) -> None:
         """Bring both streams up to this layer."""
         if self._at is None or self._at[0] != stack:
+            self._fit()
             self._at, self._streams = (stack, 0), self._start(stack)
             self._check_streams()
             self._let_go()
         while (at := self._at[1]) < layer:
+            self._fit()
             for name, model in (("old", self._old), ("new", self._new)) if self._streams else ():
                 module = self._layer(model, stack, at)
                 for number, states in enumerate(self._states[name]):
@@ -372,6 +380,50 @@ class CalibrationPass:
             self._let_go()
             self._at = (stack, at + 1)
             self._check_streams()
+
+    def _fit(self) -> None:
+        """Fit what was converted in the present layer, all of it together, to what leaves the layer of the old model."""
+        if self._at is None or not self._streams:
+            return
+        layers = {name: self._layer(model, *self._at) for name, model in (("old", self._old), ("new", self._new))}
+        parameters = self._fitted_parameters()
+        if not parameters:
+            return
+
+        def run(name: str, number: int) -> Tensor:
+            return self._calls[name][number][self._at[1]].run(layers[name], self._states[name][number])  # type: ignore[index]
+
+        targets, weights = [], []
+        for number, batch in enumerate(self._batches):
+            target = run("old", number)
+            rows = self._rows(self._prefix(self._at), self._at, batch, target)
+            targets.append(target)
+            weights.append(_weights(target.float()) if rows is None else _weights(target.float()) * rows[..., None])
+        if run("new", 0).shape != targets[0].shape:
+            return
+        size = sum(float((w * t.square()).sum()) for w, t in zip(weights, targets, strict=True))
+
+        def errors() -> Iterator[Tensor]:
+            for number, (weight, target) in enumerate(zip(weights, targets, strict=True)):
+                begin(number)
+                yield (weight * (run("new", number) - target).square()).sum() / size
+
+        with remembering(layers["new"], parameters) as begin:
+            descend(parameters, errors, *([int(__import__("os").environ["STEPS"])] if "STEPS" in __import__("os").environ else []))
+
+    def _fitted_parameters(self) -> list[nn.Parameter]:
+        """Those of the present layer that may be fitted: in fp32 or fp64, not seeded, and of no other layer."""
+        prefix, seeded = self._prefix(self._at), getattr(self._new, "seeded_tensors", {})
+        of_layers = [self._layer(self._new, *place) for place in self._places if place[0] == self._at[0]]  # type: ignore[index]
+        uses = Counter(id(p) for layer in of_layers for p in {*layer.parameters()})
+        fixed = {id(p) for name, p in self._new.named_parameters() if name in seeded}
+        found: dict[int, nn.Parameter] = {}
+        for name in self._fitted:
+            if name.startswith(prefix) and not surgery.is_removed(self._new, name):
+                for p in self._new.base_model.get_submodule(name).parameters():
+                    if p.dtype in (torch.float32, torch.float64) and uses[id(p)] == 1 and id(p) not in fixed:
+                        found[id(p)] = p
+        return list(found.values())
 
     def _let_go(self) -> None:
         """Free those tensors of the old model that no stream comes to any more."""

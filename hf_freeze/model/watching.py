@@ -164,3 +164,41 @@ def calls_of(
         for handle in handles:
             handle.remove()
     return caught
+
+
+@contextmanager
+def remembering(layer: nn.Module, parameters: Iterable[nn.Parameter]) -> Iterator[Callable[[Any], None]]:
+    """Inside, gradients are only for these `parameters` of a layer, and what comes before them is computed once: `begin(key)`
+    is called before each run, and in later runs with the same key, which have the same inputs, the parts of the layer that do not
+    depend on `parameters` give what they gave then."""
+    chosen = {id(parameter) for parameter in parameters}
+    flags = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
+    parts = [part for part in layer.children() if not {*map(id, part.parameters())} & chosen and [*part.parameters()]]
+    own = [vars(part).get("forward") for part in parts]
+    known: dict[Any, Any] = {}
+    run: list[Any] = [None, 0]
+
+    def remembered(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        run[1] += 1
+        if any(torch.is_tensor(value) and value.requires_grad for value in (*args, *kwargs.values())):
+            return forward(*args, **kwargs)
+        if tuple(run) not in known:
+            known[tuple(run)] = forward(*args, **kwargs)
+        return known[tuple(run)]
+
+    def begin(key: Any) -> None:
+        run[:] = key, 0
+
+    for parameter, _ in flags:
+        parameter.requires_grad_(id(parameter) in chosen)
+    for part in parts:
+        part.forward = functools.partial(remembered, part.forward)
+    try:
+        yield begin
+    finally:
+        for part, forward in zip(parts, own, strict=True):
+            del part.forward
+            if forward is not None:
+                part.forward = forward
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
