@@ -116,7 +116,9 @@ class FactorizedMethod(LinearMethod):
 
     def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         modules = dict(self.modules(new, new.architecture))
-        plain = [dict.fromkeys(modules)] if statistics is None else statistics.walk(list(modules), curvature=True, fit=True)
+        plain = (
+            [dict.fromkeys(modules)] if statistics is None else statistics.walk(list(modules), curvature=True, fit=True)
+        )
         for moments in plain:
             for name, moment in moments.items():
                 if not surgery.restored(old, name):

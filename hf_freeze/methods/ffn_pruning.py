@@ -189,7 +189,9 @@ class FFNPruning(Method):
         if statistics is None:
             return
         before = {output: neurons.linears for output, (_, neurons) in calibrated.items()}
-        for output, moment in (item for moments in statistics.walk(list(before), before, fit=True) for item in moments.items()):
+        for output, moment in (
+            item for moments in statistics.walk(list(before), before, fit=True) for item in moments.items()
+        ):
             block, neurons = calibrated[output]
             plain: Any = neurons.largest(old, blocks[block][1]) if self.keep is None else self.keep[block]
             kept = plain

@@ -1,6 +1,7 @@
 """Remove whole layers (Sajjad et al., 2020, https://arxiv.org/abs/2004.03844)."""
 
 import contextlib
+import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -101,19 +102,23 @@ class LayerSelection(Method):
         return origins
 
     def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
-        for stack, numbers in self.layers_kept(new.architecture, old.config).items():
+        kept = self.layers_kept(new.architecture, old.config)
+        for stack, numbers in kept.items():
             description = new.architecture.stacks[stack]
             first = old.base_model.get_submodule(description.layers.format(0)).state_dict()
             for number, old_number in enumerate(numbers):
                 source = old.base_model.get_submodule(description.layers.format(old_number))
                 moved = {name: first[name] for name in description.unread} if number == 0 else {}
                 surgery.take_values(source, new.base_model.get_submodule(description.layers.format(number)), moved)
-            if statistics is not None:
-                self._bridge_gaps(old, new, stack, numbers, statistics)
+        for stack in (
+            new.architecture.stacks if statistics is not None else ()
+        ):  # a decoder reads what the encoder gives
+            if stack in kept:
+                self._bridge_gaps(old, new, stack, kept[stack], statistics)
 
     def _bridge_gaps(self, old: Any, new: Any, stack: str, numbers: list[int], statistics: Statistics) -> None:
         """Refit the last linear before each gap so that its layer ends where the last of the removed layers did (ReplaceMe,
-        Shopkhoev et al., 2025, https://arxiv.org/abs/2505.02819)."""
+        Shopkhoev et al., 2025, https://arxiv.org/abs/2505.02819). Then fit the FFNs from there on."""
         layers, ffns = new.architecture.stacks[stack].layers, architecture_for(old).ffns(old.config)
         depth = architecture_for(old).depths(old.config)[stack]
         for number, (first, following) in enumerate(zip(numbers, [*numbers[1:], depth], strict=True)):
@@ -136,6 +141,14 @@ class LayerSelection(Method):
             if norms is not None:
                 own = new.base_model.get_submodule(norms[0].replace(names[0], names[2], 1))
                 own.load_state_dict(old.base_model.get_submodule(norms[1]).state_dict())
+        # What leaves the layer before a gap is not quite what later ones have read: they are fitted, too.
+        spans = [(first, following - 1) for first, following in itertools.pairwise([0, *numbers[1:], depth])]
+        gap = next((number for number, (first, last) in enumerate(spans) if first != last), len(spans))
+        later = tuple(f"{stack}.{number}." for number in range(gap, len(spans)))
+        found = new.architecture.ffns(new.config)
+        statistics.fit(
+            stack, spans, [name for block, names in found.items() if block.startswith(later) for name in names]
+        )
 
     def decided(self, old: Any, architecture: Architecture, statistics: Statistics | None) -> "LayerSelection":
         """With statistics, `share` removes the layer whose loss changes the predictions least, one after another."""

@@ -49,7 +49,15 @@ class Statistics(Protocol):
         The inputs are those of the new model as far as it has been converted, so convert each linear before the next ones are
         asked for. `before`: linear -> the modules that are still the old model's when it is asked for, such as those of an FFN
         that is to lose neurons, which its last linear reads. The outputs, for pairs, are the old model's.
+
+        `fit`: after each layer, all parameters of `names` and `before` in it are fitted together so that the layer gives what the
+        old one gives; not in models larger than the memory, in fp16 and bf16, nor seeded or shared parameters.
         """
+        ...
+
+    def fit(self, stack: str, spans: Sequence[tuple[int, int]], names: Sequence[str]) -> None:
+        """Fit the linears `names` of the new model (below the base model), layer by layer, as in `walk`. `spans`: for each layer
+        of the new stack, the first and the last layer of the old one that it stands for."""
         ...
 
     def lookups(self, tables: Sequence[str]) -> torch.Tensor | None:

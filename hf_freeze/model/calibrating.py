@@ -2,7 +2,9 @@
 
 Two streams of states flow through the layers: that of the model before the method, and that of the new model as far as it has
 been converted. Where a method asks for the moments of a linear, both have come up to its layer; so the error of earlier layers is
-known to later ones, which can correct it. In memory are the states of all batches before one layer, and nothing of other layers.
+known to later ones, which can correct it. When all of a layer is converted, the weights of what was cut in it are fitted
+together (`solvers/descent.py`), so that it gives what the old layer gave. In memory are the states of all batches before one
+layer, and nothing of other layers.
 
 The arguments of a layer (masks, positions, a bias that another layer has computed) are those that the model itself has given it,
 caught by hooks. Where a stack does more between its layers than to pass states on, or the new model gives its layers other
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from hf_freeze import surgery
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compat.transformers import mask_of_frames
-from hf_freeze.layers.derived import Derived, features
+from hf_freeze.layers.derived import Derived, SelfInitialized, features
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.parts import KeptTokens
 from hf_freeze.model import paging
@@ -33,7 +35,17 @@ from hf_freeze.model.curvature import curvatures
 from hf_freeze.model.fidelity import fidelity_on
 from hf_freeze.model.running import decoder_mask, in_eval_mode, on_device, without_cache
 from hf_freeze.model.samples import Samples, samples_of
-from hf_freeze.model.watching import Call, calls_of, ends_of, first_input, norms_of, remembering, seen_both, seen_in, swapped
+from hf_freeze.model.watching import (
+    Call,
+    calls_of,
+    ends_of,
+    first_input,
+    norms_of,
+    remembering,
+    seen_both,
+    seen_in,
+    swapped,
+)
 from hf_freeze.model.weights import regenerate
 from hf_freeze.progress import track
 from hf_freeze.solvers.descent import descend
@@ -157,7 +169,8 @@ class CalibrationPass:
                 ):
                     if isinstance(part, Derived):
                         part.forget()
-        self._fit()
+        if self._fitted:
+            self._leave()
 
     def _in_order(self, names: Sequence[str]) -> list[list[str]]:
         """The linears in the order in which the old model runs them; those that read the same states are together."""
@@ -253,6 +266,16 @@ class CalibrationPass:
             sums.add(_selected(x, rows), _selected(y + wanted - own, rows))
         moments = sums.moments(linear)
         return None if moments is None else (moments, norms)
+
+    def fit(self, stack: str, spans: Sequence[tuple[int, int]], names: Sequence[str]) -> None:
+        if paging.active() is not None or not names:
+            return
+        self._streams, self._fitted = self._start(stack), [*names]
+        for number, (first, last) in enumerate(spans):
+            self._at = (stack, first)
+            self._check_streams(number)
+            self._leave(number, last)
+        self._at = None
 
     def distance(self, method: Method) -> float:
         return fidelity_on(self._old, self._make(self._old, method), self._batches[:_FEW]).distance
@@ -367,63 +390,79 @@ class CalibrationPass:
     def _enter(self, stack: str, layer: int) -> None:
         """Bring both streams up to this layer."""
         if self._at is None or self._at[0] != stack:
-            self._fit()
+            if self._fitted:
+                self._leave()
             self._at, self._streams = (stack, 0), self._start(stack)
             self._check_streams()
             self._let_go()
         while (at := self._at[1]) < layer:
-            self._fit()
-            for name, model in (("old", self._old), ("new", self._new)) if self._streams else ():
-                module = self._layer(model, stack, at)
-                for number, states in enumerate(self._states[name]):
-                    self._states[name][number] = self._calls[name][number][at].run(module, states)
+            self._leave()
             self._let_go()
             self._at = (stack, at + 1)
             self._check_streams()
 
-    def _fit(self) -> None:
-        """Fit what was converted in the present layer, all of it together, to what leaves the layer of the old model."""
+    def _leave(self, number: int | None = None, last: int | None = None) -> None:
+        """Bring both streams through the present layer of the old model, up to layer `last` of it, and through layer `number` of
+        the new one, where what was converted is fitted before, all of it together, to what leaves the old one."""
         if self._at is None or not self._streams:
             return
-        layers = {name: self._layer(model, *self._at) for name, model in (("old", self._old), ("new", self._new))}
-        parameters = self._fitted_parameters()
-        if not parameters:
-            return
+        stack, at = self._at
+        number, last = at if number is None else number, at if last is None else last
+        for through in range(at, last + 1):
+            layer = self._layer(self._old, stack, through)
+            self._states["old"] = [
+                calls[through].run(layer, states)
+                for calls, states in zip(self._calls["old"], self._states["old"], strict=True)
+            ]
+        layer = self._layer(self._new, stack, number)
 
-        def run(name: str, number: int) -> Tensor:
-            return self._calls[name][number][self._at[1]].run(layers[name], self._states[name][number])  # type: ignore[index]
+        def run(batch: int) -> Tensor:
+            return self._calls["new"][batch][at].run(layer, self._states["new"][batch])
 
-        targets, weights = [], []
-        for number, batch in enumerate(self._batches):
-            target = run("old", number)
-            rows = self._rows(self._prefix(self._at), self._at, batch, target)
-            targets.append(target)
-            weights.append(_weights(target.float()) if rows is None else _weights(target.float()) * rows[..., None])
-        if run("new", 0).shape != targets[0].shape:
+        if parameters := self._fitted_parameters(stack, number):
+            self._fit(layer, parameters, run)
+        self._states["new"] = [run(batch) for batch in range(len(self._batches))]
+
+    def _fit(self, layer: nn.Module, parameters: list[nn.Parameter], run: Callable[[int], Tensor]) -> None:
+        """Fit parameters of a layer so that `run` of each batch gives the states of the old stream, if these have as many values
+        as there are parameters."""
+        targets = self._states["old"]
+        if run(0).shape != targets[0].shape:
             return
+        weights = [_weights(target.float()) for target in targets]
+        for number, (batch, target) in enumerate(zip(self._batches, targets, strict=True)):
+            rows = self._rows("", self._at, batch, target)
+            weights[number] = weights[number] if rows is None else weights[number] * rows[..., None]
         size = sum(float((w * t.square()).sum()) for w, t in zip(weights, targets, strict=True))
+        values = sum(int(w.count_nonzero()) for w in weights) * targets[0].shape[-1]
+        if values < sum(p.numel() for p in parameters):
+            self.report.note("fewer values than weights in a layer: its weights were not fitted together")
+            return
 
         def errors() -> Iterator[Tensor]:
             for number, (weight, target) in enumerate(zip(weights, targets, strict=True)):
                 begin(number)
-                yield (weight * (run("new", number) - target).square()).sum() / size
+                yield (weight * (run(number) - target).square()).sum() / size
 
-        with remembering(layers["new"], parameters) as begin:
-            descend(parameters, errors, *([int(__import__("os").environ["STEPS"])] if "STEPS" in __import__("os").environ else []))
+        with remembering(layer, parameters) as begin:
+            descend(parameters, errors)
 
-    def _fitted_parameters(self) -> list[nn.Parameter]:
-        """Those of the present layer that may be fitted: in fp32 or fp64, not seeded, and of no other layer."""
-        prefix, seeded = self._prefix(self._at), getattr(self._new, "seeded_tensors", {})
-        of_layers = [self._layer(self._new, *place) for place in self._places if place[0] == self._at[0]]  # type: ignore[index]
-        uses = Counter(id(p) for layer in of_layers for p in {*layer.parameters()})
-        fixed = {id(p) for name, p in self._new.named_parameters() if name in seeded}
+    def _fitted_parameters(self, stack: str, number: int) -> list[nn.Parameter]:
+        """Those of a layer of the new model that may be fitted: in fp32 or fp64, not seeded, of no other layer, and not of a
+        layer that another method has made."""
+        architecture = architecture_for(self._new)
+        prefix = f"{architecture.stacks[stack].layers.format(number)}."
+        depth = architecture.depths(self._new.config)[stack]
+        uses = Counter(id(p) for at in range(depth) for p in {*self._layer(self._new, stack, at).parameters()})
+        fixed = {id(p) for name, p in self._new.named_parameters() if name in getattr(self._new, "seeded_tensors", ())}
+        names = tuple(name for name in self._fitted if name.startswith(prefix))
+        before = dict(self._old.base_model.named_modules())
         found: dict[int, nn.Parameter] = {}
-        for name in self._fitted:
-            if name.startswith(prefix) and not surgery.is_removed(self._new, name):
-                for p in self._new.base_model.get_submodule(name).parameters():
-                    if p.dtype in (torch.float32, torch.float64) and uses[id(p)] == 1 and id(p) not in fixed:
-                        found[id(p)] = p
-        return list(found.values())
+        for name, part in self._new.base_model.named_modules():
+            ours = isinstance(part, SelfInitialized) and type(part) is type(before.get(name))
+            if not ours and any(name == each or name.startswith(f"{each}.") for each in names):
+                found |= {id(p): p for p in part.parameters(recurse=False) if p.dtype in (torch.float32, torch.float64)}
+        return [p for key, p in found.items() if uses[key] == 1 and key not in fixed]
 
     def _let_go(self) -> None:
         """Free those tensors of the old model that no stream comes to any more."""
@@ -457,12 +496,14 @@ class CalibrationPass:
             self._states["new"].append(first[0][0])
         return True
 
-    def _check_streams(self) -> None:
-        """Give the streams up, if for the first batch they are not what the models themselves give this layer."""
+    def _check_streams(self, number: int | None = None) -> None:
+        """Give the streams up, if for the first batch they are not what the models themselves give this layer, which is layer
+        `number` of the new one."""
         if not self._streams or self._at is None:
             return
         stack, layer = self._at
-        caught = calls_of(self._new, self._batches[0], [self._layer(self._new, stack, layer)])[0]
+        new_layer = self._layer(self._new, stack, layer if number is None else number)
+        caught = calls_of(self._new, self._batches[0], [new_layer])[0]
         new = caught[0][0] if caught else None
         if not (_same(self._states["old"][0], self._caught[0][self._at][0][0]) and _same(self._states["new"][0], new)):
             self._streams, self._states, self._calls = False, {}, {}

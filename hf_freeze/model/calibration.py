@@ -260,6 +260,9 @@ class StoredMoments:
     def across(self, linear: str, first: str, last: str) -> None:
         """None: nothing is known of layers together."""
 
+    def fit(self, stack: str, spans: Sequence[tuple[int, int]], names: Sequence[str]) -> None:
+        """Nothing, as above."""
+
     def distance(self, method: Any) -> float:
         raise ValueError(
             f"method {method.name!r} compares models on texts, and a saved calibration has none: give texts"

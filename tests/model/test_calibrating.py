@@ -293,8 +293,9 @@ def test_layers_that_share_weights():
 
 
 @pytest.mark.parametrize("model_type", ["bert", "llama"])
-def test_errors_that_are_reported_are_those_of_raw_outputs(model_type):
-    """Of the new model against the old one, so they hold what earlier layers have lost."""
+def test_errors_that_are_reported_are_those_of_raw_outputs(model_type, monkeypatch):
+    """Of the new model against the old one, so they hold what earlier layers have lost; before layers are fitted."""
+    monkeypatch.setattr(calibrating, "descend", lambda *args: None)
     model = model_of(model_type)
     method = LowRank(rank=4, components=["ffn", "attention"])
     made = make_variant(model, [method], calibration=[padded(rows_of(model))])
@@ -305,6 +306,62 @@ def test_errors_that_are_reported_are_those_of_raw_outputs(model_type):
         assert made.calibration_report.errors[name][1] == pytest.approx(
             float((y - new).square().sum() / y.square().sum()), rel=1e-2
         )
+
+
+# -- layers that are fitted --------------------------------------------------------------------------------------------------
+
+
+def ends(model, batches, layer):
+    """(T, H): what leaves a layer, in all rows."""
+    found = []
+    handle = model.base_model.get_submodule(layer).register_forward_hook(
+        lambda module, args, output: found.append(output if torch.is_tensor(output) else output[0])
+    )
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    handle.remove()
+    return torch.cat([each.reshape(-1, each.shape[-1]) for each in found])
+
+
+@pytest.mark.parametrize(("model_type", "layer"), [("bert", "encoder.layer.1"), ("llama", "layers.1")])
+@pytest.mark.parametrize("method", [FFNPruning(width=8), HeadPruning(share=0.5), LowRank(rank=4)], ids=lambda m: m.name)
+def test_a_layer_that_is_fitted_is_nearer_than_by_least_squares_on_raw_activations(
+    model_type, layer, method, monkeypatch
+):
+    """Least squares alone: the other weights as they were, and the last matrix by lstsq, which is what `refit` gives."""
+    model, batches = model_of(model_type), [padded(rows_of(model_of(model_type), 200))]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    flags = {name: p.requires_grad for name, p in model.named_parameters()}
+    fitted = make_variant(model, [method], calibration=batches)
+    with monkeypatch.context() as patch:
+        patch.setattr(calibrating, "descend", lambda *args: None)
+        refitted = make_variant(model, [method], calibration=batches)
+    alone = rows_of(model, 200)
+    wanted, one, other = (ends(each, alone, layer) for each in (model, fitted, refitted))
+    weights = 1 / wanted.square().mean(-1, keepdim=True)
+    errors = [float((weights * (each - wanted).square()).sum()) for each in (one, other)]
+    assert errors[0] < 0.98 * errors[1]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert flags == {name: p.requires_grad for name, p in model.named_parameters()}
+    assert all(p.grad is None for p in fitted.parameters())
+    again = make_variant(model, [method], calibration=batches)
+    assert all(torch.equal(value, fitted.state_dict()[name]) for name, value in again.state_dict().items())
+
+
+def test_weights_that_were_not_cut_are_not_fitted():
+    model = model_of("llama")
+    made = make_variant(model, [FFNPruning(width=8)], calibration=[padded(rows_of(model, 200))]).state_dict()
+    kept = [name for name in made if "self_attn" in name or "norm" in name or "embed" in name]
+    assert kept
+    assert all(torch.equal(made[name], model.state_dict()[name]) for name in kept)
+
+
+def test_too_few_texts_to_fit_a_layer():
+    model = model_of("llama")
+    with pytest.warns(UserWarning, match="few tokens"):
+        made = make_variant(model, [FFNPruning(width=16)], calibration=[padded(rows_of(model, 1))])
+    assert "fewer values than weights in a layer: its weights were not fitted together" in made.calibration_report.notes
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------------
