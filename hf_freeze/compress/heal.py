@@ -107,7 +107,7 @@ def heal(
     key = fingerprint(student) + fingerprint(original) + repr((limit, seed, lora, rate, objective))
     key = hashlib.sha256((key + train.digest + held_out.digest).encode()).hexdigest()
     folder, plan = out / "heal", _plan_in(out / "heal", key)
-    model = _with_adapters(student) if lora else student
+    model = _with_adapters(student, seed) if lora else student
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
     def trainer(texts: Texts, steps: int, **options: Any) -> _Healer:
@@ -185,7 +185,7 @@ def _plan_in(folder: Path, key: str) -> dict[str, Any] | None:
 def _planned(
     train: Texts, seconds: float | None, epochs: float | None, of_step: float, of_token: float, spent: float, seed: int
 ) -> dict[str, Any]:
-    """The steps, and the number of texts, that a limit allows. Seconds: `of_step`, `of_token` (the original's), `spent` so far."""
+    """The steps, and the number of texts, that a limit allows. Seconds: `of_step`, `of_token` of the original, `spent` so far."""
     in_epoch, of_original = train.steps(seed), of_token * train.tokens
     if epochs is not None:
         steps = epochs * in_epoch
@@ -212,7 +212,7 @@ def _restore(model: Any, values: Mapping[str, Tensor]) -> None:
             p.copy_(values[name])
 
 
-def _with_adapters(student: Any) -> Any:
+def _with_adapters(student: Any, seed: int) -> Any:
     """PEFT's LoRA in the trainable linears of the student, in place, but for its output layer."""
     from peft import LoraConfig, get_peft_model
 
@@ -222,7 +222,9 @@ def _with_adapters(student: Any) -> Any:
         for name, module in student.named_modules()
         if isinstance(module, torch.nn.Linear) and module.weight.requires_grad and module is not output
     ]
-    return get_peft_model(student, LoraConfig(r=16, lora_alpha=32, target_modules=linears))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return get_peft_model(student, LoraConfig(r=16, lora_alpha=32, target_modules=linears))
 
 
 class _Clock(TrainerCallback):
