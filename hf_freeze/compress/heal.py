@@ -23,7 +23,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from hf_freeze.compress.targets import Objective, Texts, texts_of
 from hf_freeze.io import bytes_of, write_whole
-from hf_freeze.model.running import without_cache
+from hf_freeze.model.running import in_eval_mode, without_cache
 from hf_freeze.model.samples import Samples
 from hf_freeze.seeded.tensor import fingerprint
 from hf_freeze.training.resume import last_whole_checkpoint
@@ -302,7 +302,7 @@ class _Healer(Trainer):
         self.remove_callback(PrinterCallback)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        with without_cache(self.model):
+        with in_eval_mode(self.model), without_cache(self.model):  # the first restores the modes afterwards
             return super().train(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:

@@ -177,7 +177,8 @@ class Objective:
         if nats.shape[-1] <= 2 * _TOP:
             return {"nats": nats.half()}, ends
         top, ids = nats.topk(_TOP, dim=-1)
-        return {"nats": _with_rest(top).half(), "ids": ids.int()}, ends
+        short = torch.int16 if nats.shape[-1] <= 1 << 15 else torch.int32
+        return {"nats": _with_rest(top).half(), "ids": ids.to(short)}, ends
 
     def losses(self, student: Any, batch: Mapping[str, Any]) -> Tensor:
         """(N,): of the real tokens, or of the texts."""
@@ -242,7 +243,7 @@ def _one_choice(model: Any, values: Tensor) -> bool:
 
 def _rows(model: Any, batch: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     """The rows of a batch, without the padding at their ends. Labels become what a decoder reads."""
-    batch = {name: value for name, value in batch.items() if torch.is_tensor(value)}
+    batch = {name: value.cpu() for name, value in batch.items() if torch.is_tensor(value)}
     labels = batch.pop("labels", None)
     if labels is not None and model.config.is_encoder_decoder and "decoder_input_ids" not in batch:
         batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
