@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from hf_freeze import make_variant
-from hf_freeze.compress import heal as healing
-from hf_freeze.compress import targets
-from hf_freeze.compress.heal import Healed, heal, parse_limit
-from hf_freeze.compress.targets import Objective, texts_of
+from hf_freeze.compression import heal as healing
+from hf_freeze.compression import targets
+from hf_freeze.compression.heal import Healed, heal, parse_limit
+from hf_freeze.compression.targets import Objective, texts_of
 from hf_freeze.methods.ffn_pruning import FFNPruning
 from hf_freeze.methods.freeze import Freeze
 from hf_freeze.methods.vocabulary_trimming import VocabularyTrimming

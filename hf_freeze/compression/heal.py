@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from hf_freeze.compress.targets import Objective, Texts, texts_of
+from hf_freeze.compression.targets import Objective, Texts, texts_of
 from hf_freeze.io import bytes_of, write_whole
 from hf_freeze.model.running import in_eval_mode, without_cache
 from hf_freeze.model.samples import Samples

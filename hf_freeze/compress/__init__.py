@@ -1,1 +1,0 @@
-"""Make a model smaller: from texts and a budget alone."""
