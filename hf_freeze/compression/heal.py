@@ -35,7 +35,7 @@ _UNITS = {"s": 1, "min": 60, "h": 3600}
 _PROBES, _SLOW = 6, 2  # steps that are timed before; the first ones are slower and do not count
 _PLANNED = 0.9  # share of the time to plan steps for; the rest is for steps that are slower than the timed ones
 _SAVED = 60.0  # seconds between two checkpoints
-_RATE, _LORA_RATE = 5e-4, 2e-3
+_RATE, _LORA_RATE = 3e-4, 1e-3
 _LORA_FROM = 500_000_000  # parameters
 
 Report = Callable[[dict[str, Any]], Any]

@@ -120,11 +120,19 @@ def test_the_loss_of_next_tokens_is_the_divergence_of_the_most_probable_and_the_
     expected = []
     with torch.no_grad():
         for row in texts.rows:
-            p, q = (model(row["input_ids"][None]).logits[0].softmax(-1) for model in (original, student))
+            p, q = ((model(row["input_ids"][None]).logits[0] / 2).softmax(-1) for model in (original, student))
             top, ids = p.topk(3)
             p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (top, q.gather(-1, ids)))
-            expected.append((p * (p / q).log()).sum(-1))
+            expected.append(4 * (p * (p / q).log()).sum(-1))  # the square of the temperature, 2
     assert texts.loss(student, objective) == pytest.approx(float(torch.cat(expected).mean()), rel=2e-3)
+
+
+def test_the_gradient_of_the_most_probable_and_the_rest():
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 9, dtype=torch.float64, requires_grad=True)
+    ids = torch.rand(2, 3, 9).topk(4).indices
+    expected = torch.randn(2, 3, 5, dtype=torch.float64).log_softmax(-1)
+    assert torch.autograd.gradcheck(lambda x: targets._TopDivergence.apply(x, ids, expected), (logits,))
 
 
 @pytest.mark.parametrize("case", ["next tokens", "translations", "sentences"])
