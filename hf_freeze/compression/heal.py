@@ -78,9 +78,9 @@ def heal(
     other tokens are left out.
 
     The loss of next tokens, classes and spans is KL(original ‖ student), a mean over the real tokens or the texts: of the K most
-    probable tokens and all others as one, among the kept tokens. Numbers and classes of which several may apply have the squared
-    error. Models without a head: 1 - cosine of the sentence vectors, by `pooling` "mean", "cls" or "last", plus the squared
-    distance of the directions of the token states, a mean over the text.
+    probable tokens and all others as one, among the kept tokens, at temperature 2 and times 4 (spans: at 1). Numbers and classes
+    of which several may apply have the squared error. Models without a head: 1 - cosine of the sentence vectors, by `pooling`
+    "mean", "cls" or "last", plus the squared distance of the directions of the token states, a mean over the text.
 
     `limit`: see `HealLimit`; by default a tenth of the time of one epoch, at least a minute. Times are of the whole call: steps
     are planned from the time of the first ones, and the learning rate falls faster if the machine becomes slower. `lora`: train
@@ -213,7 +213,7 @@ def _restore(model: Any, values: Mapping[str, Tensor]) -> None:
 
 
 def _with_adapters(student: Any, seed: int) -> Any:
-    """PEFT's LoRA in the trainable linears of the student, in place, but for its output layer."""
+    """PEFT's LoRA in the trainable linears of the student, in place, except in its output layer."""
     from peft import LoraConfig, get_peft_model
 
     output = student.get_output_embeddings()
@@ -302,7 +302,8 @@ class _Healer(Trainer):
         self.remove_callback(PrinterCallback)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        with in_eval_mode(self.model), without_cache(self.model):  # the first restores the modes afterwards
+        model: Any = self.model
+        with in_eval_mode(model), without_cache(model):  # the first restores the modes afterwards
             return super().train(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
@@ -314,7 +315,8 @@ class _Healer(Trainer):
         def factor(step: int) -> float:
             return max(min((step + 1) / warmup, 1 - max(step / num_training_steps, self.clock.share)), 0.0)
 
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
+        chosen: Any = optimizer or self.optimizer
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, factor)
         return self.lr_scheduler
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:

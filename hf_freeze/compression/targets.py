@@ -91,7 +91,7 @@ class Texts(Dataset):
     def compute_targets(
         self, folder: Path, original: Any, objective: "Objective", report: Callable[[dict[str, Any]], Any]
     ) -> None:
-        """Write the outputs of the original to `folder`, but for files that are there already."""
+        """Write the outputs of the original to `folder`, except files that are there already."""
         folder.mkdir(exist_ok=True)
         chunks = _cut(np.argsort(self.lengths, kind="stable"), self.lengths, _FILE)
         targets: dict[int, Any] = {}
