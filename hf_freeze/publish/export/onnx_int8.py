@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from hf_freeze.publish.export.onnx_int4 import multiply_in_fp32, round_inputs
 from hf_freeze.publish.export.onnx_nodes import SMALL, computed, folded, initializer, quiet, replace, without_unused
 
 LEVELS = 64  # the largest weight of a product with unsigned bytes
@@ -68,6 +69,7 @@ def exact(model: Any) -> Any:
                 value = computed(copy.graph, node, "Sub", value, zero)
             centred.append(value)
         node.outputs[0].replace_all_uses_with(computed(copy.graph, node, "MatMul", *centred))
+    multiply_in_fp32(copy.graph)
     return without_unused(copy)
 
 
@@ -106,6 +108,7 @@ def quantized(model: Any, recorded: list[dict[str, Tensor]] | None) -> Any:
             )
         result: Any = onnx_ir.load(int8)
         onnx_ir.external_data.load_to_model(result)
+    round_inputs(result.graph)
     _quantize_tables(result.graph)
     _compute_again(model.graph, result.graph)
     without_unused(result)
