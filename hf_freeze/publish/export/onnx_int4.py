@@ -27,7 +27,7 @@ _DOMAIN = "com.microsoft"
 _LEVEL = "accuracy_level"  # 4: inputs are rounded to int8
 _PADDING = 1 / 8  # of a row, at most
 # How the graph computes numbers in fp32 from bytes.
-_UNPACKING = {"Cast", "Less", "Equal", "Mod", "And", "Div", "Sub", "Unsqueeze", "Concat", "Reshape", "Slice", "GatherND"}
+_UNPACKING = {"Cast", "Less", "Equal", "Mod", "And", "Div", "Sub", "Unsqueeze", "Concat", "Reshape", "Slice", "GatherND"}  # fmt: skip
 
 
 @dataclass

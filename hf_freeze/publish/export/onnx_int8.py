@@ -222,9 +222,9 @@ def _int8_bytes(value: Any) -> int:
 
 
 def _is_weight(value: Any) -> bool:
-    """Whether an initializer is a matrix, or what one is computed from; a bias, or the scale of a norm, is neither."""
+    """Whether an initializer is a matrix, or what one is computed from; a bias, a step, or the scale of a norm, is neither."""
     kinds = {use.node.op_type for use in value.uses()}
-    if value.name.endswith("_scale"):
+    if value.name.removesuffix(_SOURCE).endswith(("_scale", ".scales")):
         return False
     return len(value.shape) > 1 or value.name.endswith(_SOURCE) or bool(kinds & {"Gather", "ScatterElements"})
 
