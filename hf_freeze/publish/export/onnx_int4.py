@@ -27,7 +27,7 @@ _DOMAIN = "com.microsoft"
 _LEVEL = "accuracy_level"  # 4: inputs are rounded to int8
 _PADDING = 1 / 8  # of a row, at most
 # How the graph computes numbers in fp32 from bytes.
-_UNPACKING = {"Cast", "Less", "Equal", "Mod", "And", "Div", "Sub", "Unsqueeze", "Concat", "Reshape", "Slice", "GatherND"}  # fmt: skip
+_UNPACKING = {"Cast", "Less", "Equal", "Mod", "And", "Div", "Sub", "Unsqueeze", "Concat", "Reshape", "Slice"}
 
 
 @dataclass
@@ -46,7 +46,7 @@ def keep_four_bits(model: Any) -> None:
 
     for packed in list(model.graph.initializers.values()):
         if packed.dtype == onnx_ir.DataType.UINT8 and len(packed.shape) == 2 and packed.const_value.nbytes >= SMALL:
-            readings = [_reading(packed, use.node) for use in packed.uses()]
+            readings: list[Any] = [_reading(packed, use.node) for use in packed.uses()]
             if all(readings):  # else the file would hold the bytes in two orders
                 model.opset_imports[_DOMAIN] = 1
                 for reading in readings:
@@ -62,7 +62,7 @@ def _reading(packed: Any, node: Any) -> _Reading | None:
     numbers, pending = set(), [node]
     while pending:
         node = pending.pop()
-        if node.op_type not in _UNPACKING:
+        if node.op_type not in _UNPACKING | {"GatherND"}:
             return None
         if node.op_type == "Cast" and node.attributes["to"].as_int() == onnx_ir.DataType.FLOAT.value:
             numbers.add(node.outputs[0])
