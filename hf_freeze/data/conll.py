@@ -9,8 +9,7 @@ import datasets
 
 from hf_freeze.data.files import found
 from hf_freeze.data.lines import documents
-from hf_freeze.data.tables import WORDS, kind_of
-from hf_freeze.data.text import read_table
+from hf_freeze.data.tables import WORDS, kind_of, read_table
 
 _TAG = re.compile(r"O|[BIES]-.+")
 

@@ -8,8 +8,8 @@ from typing import Any
 import datasets
 
 from hf_freeze.data.files import endings, fault, found, read_bytes
-from hf_freeze.data.tables import CLASS, OPTIONAL, TEXT, TEXTS, columns_of, kind_of
-from hf_freeze.data.text import load_hub_labelled, read_table
+from hf_freeze.data.hub import load_hub_labelled
+from hf_freeze.data.tables import CLASS, OPTIONAL, TEXT, TEXTS, columns_of, kind_of, read_table
 
 LETTERS = "ABCDEFGH"
 _FEATURES = datasets.Features(

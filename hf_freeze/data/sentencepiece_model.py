@@ -11,7 +11,7 @@ _PIECE, _TYPE = 1, 3  # fields of a piece
 _MODEL_TYPE = 3  # field of the trainer's settings
 _NORMAL = 1  # the type of ordinary pieces, neither special nor bytes
 _UNIGRAM = 1
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
+_VARINT, _BYTES, _FIXED32 = 0, 2, 5  # wire types; the schema has no doubles
 
 
 def keep_pieces(model: bytes, pieces: Collection[str]) -> bytes:
@@ -44,15 +44,11 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
         field, wire = key >> 3, key & 7
         if wire == _VARINT:
             value, position = _varint(message, position)
-        else:
-            sizes = {_FIXED64: 8, _FIXED32: 4}
-            if wire == _BYTES:
-                size, position = _varint(message, position)
-            elif wire in sizes:
-                size = sizes[wire]
-            else:
-                raise ValueError(f"not a sentencepiece model: wire type {wire} at byte {start}")
+        elif wire in (_BYTES, _FIXED32):
+            size, position = _varint(message, position) if wire == _BYTES else (4, position)
             value, position = message[position : position + size], position + size
+        else:
+            raise ValueError(f"not a sentencepiece model: wire type {wire} at byte {start}")
         if position > len(message):
             raise ValueError(f"not a sentencepiece model: it ends within the field at byte {start}")
         yield field, value, message[start:position]

@@ -155,9 +155,8 @@ def _trim_backend(data: dict[str, Any], new_ids: Mapping[int, int]) -> dict[str,
 
 def merges(model: Mapping[str, Any]) -> list[tuple[tuple[str, str], str]]:
     """((left, right), merged piece) of each merge rule of a BPE model, in order."""
-    pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
     prefix = len(model["continuing_subword_prefix"] or "")
-    return [((left, right), left + right[prefix:]) for left, right in pairs]
+    return [((left, right), left + right[prefix:]) for left, right in model["merges"]]
 
 
 def _processors(processor: Any) -> list[Any]:
