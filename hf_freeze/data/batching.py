@@ -54,8 +54,7 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         order, batches = self._plan()
-        for position in range(len(self)):
-            batch = batches[position % len(batches)]
+        for batch in np.resize(batches, len(self)):  # which repeats the first ones
             yield order[self.bounds[batch] : self.bounds[batch + 1]].tolist()
 
     def _plan(self) -> tuple[np.ndarray, np.ndarray]:
@@ -73,13 +72,16 @@ class TokenBatchSampler(Sampler[list[int]]):
 def _bounds(targets: np.ndarray, max_tokens: int) -> list[int]:
     """Where batches begin and end among the sentences in order of their length."""
     lengths, bounds = np.sort(targets), [0]
-    while (start := bounds[-1]) < len(lengths):
-        # In ascending order, so the last sentence of a batch is its longest.
-        def padded(last: int, start: int = start) -> int:
-            return (last + 1 - start) * int(lengths[last])
-
-        bounds.append(bisect_right(range(len(lengths)), max_tokens, start, key=padded))
+    while bounds[-1] < len(lengths):
+        bounds.append(_end(lengths, bounds[-1], max_tokens))
     return bounds
+
+
+def _end(lengths: np.ndarray, start: int, max_tokens: int) -> int:
+    """Of the batch that begins at `start`. `lengths` ascend, so the last sentence of a batch is its longest."""
+    return bisect_right(
+        range(len(lengths)), max_tokens, start, key=lambda last: (last + 1 - start) * int(lengths[last])
+    )
 
 
 def _short(lengths: np.ndarray) -> np.ndarray:

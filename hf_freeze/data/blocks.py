@@ -59,8 +59,8 @@ def _causal(pieces: Iterable[np.ndarray], tokenizer: Any, block_size: int) -> It
         tokenizer.eos_token_id
     ]:  # it stands before every text, and then ends the last one
         pieces = chain(pieces, [np.array([tokenizer.eos_token_id], np.int32)])
-    for is_first, blocks in _windows(pieces, block_size + 1, block_size):
-        if is_first and blocks.size <= block_size:
+    for number, blocks in enumerate(_windows(pieces, block_size + 1, block_size)):
+        if number == 0 and blocks.size <= block_size:
             raise ValueError(
                 f"the text has {blocks.size} tokens, fewer than one block of {block_size} and the token before it"
             )
@@ -77,28 +77,26 @@ def _masked(pieces: Iterable[np.ndarray], tokenizer: Any, block_size: int) -> It
     if block_size < 3:
         raise ValueError(f"block_size={block_size}: a block holds [CLS], [SEP] and at least 1 token")
     size = block_size - 2
-    for _, inner in _windows(pieces, size, size, without_last=1):  # the last [SEP]: every block gets its own
+    for inner in _windows(pieces, size, size, without_last=1):  # the last [SEP]: every block gets its own
         if not inner.size:
             raise ValueError("the text has no tokens")
         blocks = np.pad(inner, ((0, 0), (1, 1)), constant_values=((0, 0), (first, last)))
         yield _table(blocks, blocks)
 
 
-def _windows(
-    pieces: Iterable[np.ndarray], width: int, step: int, *, without_last: int = 0
-) -> Iterator[tuple[bool, np.ndarray]]:
-    """Whether it is the first one, and (B, T) ids: some windows of `width` ids, one every `step` ids; at the end one of what is
-    left. The last `without_last` ids are left out."""
+def _windows(pieces: Iterable[np.ndarray], width: int, step: int, without_last: int = 0) -> Iterator[np.ndarray]:
+    """(B, T) ids: some windows of `width` ids, one every `step` ids; at the end one of what is left, also where there is nothing
+    else. The last `without_last` ids are left out."""
     rest, is_first = np.empty(0, np.int32), True
     for piece in pieces:
         rest = np.concatenate([rest, piece])
         count = (len(rest) - without_last - width) // step + 1
         if count > 0:
-            yield is_first, np.lib.stride_tricks.sliding_window_view(rest, width)[: count * step : step]
+            yield np.lib.stride_tricks.sliding_window_view(rest, width)[: count * step : step]
             rest, is_first = rest[count * step :], False
     rest = rest[: max(0, len(rest) - without_last)]
     if is_first or len(rest) > width - step:
-        yield is_first, rest[None]
+        yield rest[None]
 
 
 def _table(blocks: np.ndarray, labels: np.ndarray) -> pa.Table:

@@ -28,14 +28,13 @@ def cached_folder(kind: str, key: Any, write: Callable[[Path], object]) -> Path:
     wait. What a killed process has left is removed."""
     digest = hashlib.sha256(json.dumps([_FORMAT, kind, key], sort_keys=True).encode()).hexdigest()[:20]
     folder = cache_root() / f"{kind}-{digest}"
-    if folder.exists():
-        return folder
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            with whole_folder(folder) as part:
-                write(part)
-                for file in part.iterdir():
-                    sync(file)
+    if not folder.exists():
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():  # another process may have written it
+                with whole_folder(folder) as part:
+                    write(part)
+                    for file in part.iterdir():
+                        sync(file)
     return folder
 
 

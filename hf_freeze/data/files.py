@@ -62,12 +62,13 @@ def by_datasets(path: str | Path, kind: str, **options: Any) -> Iterator[Any]:
 
     `kind`: csv, parquet or arrow. Raises FileNotFoundError, and ValueError for a damaged file.
     """
+    is_packed = _packing(path) is not None
     logger = logging.getLogger(f"datasets.packaged_modules.{kind}.{kind}")
     try:
         logger.disabled = True  # it would print what is raised
         with tempfile.TemporaryDirectory(dir=cache_root(), prefix="locks-") as folder:
             plain = Path(path).absolute()
-            if _packing(path) is not None:
+            if is_packed:
                 plain = Path(folder) / "unpacked"
                 with opened(path) as file, plain.open("wb") as copy:
                     shutil.copyfileobj(file, copy)
@@ -76,8 +77,6 @@ def by_datasets(path: str | Path, kind: str, **options: Any) -> Iterator[Any]:
                 kind, data_files=files, split="train", streaming=True, cache_dir=folder, **options
             )
     except (pa.ArrowInvalid, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
         raise _damaged(path, kind.title(), error) from error
     finally:
         logger.disabled = False

@@ -20,14 +20,10 @@ def load_hub_text(repo_id: str, split: str, column: str = "text", name: str | No
     if files := _own_files(repo_id, split, name, [column]):
         return read_text(files, column=column)
     data = _chosen(_load(repo_id, split, name), f"{repo_id} ({split})", [column])
-    data = data.map(_filled_texts, input_columns=column, batched=True, remove_columns=data.column_names)
+    data = data.map(filled, input_columns=column, batched=True, remove_columns=data.column_names)
     if not len(data):
         raise ValueError(f"{repo_id} ({split}): no text")
     return data
-
-
-def _filled_texts(texts: list[str | None]) -> dict[str, list[str]]:
-    return {"text": filled(texts)}
 
 
 def load_hub_labelled(

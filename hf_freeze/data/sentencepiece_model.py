@@ -56,10 +56,9 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
 
 def _varint(message: bytes, position: int) -> tuple[int, int]:
     """(value, position after it) of an integer in groups of seven bits, lowest first."""
-    value, shift = 0, 0
-    while position < len(message):
-        byte = message[position]
-        value, shift, position = value | (byte & 0x7F) << shift, shift + 7, position + 1
+    value = 0
+    for number, byte in enumerate(message[position : position + 10]):  # no integer is longer
+        value |= (byte & 0x7F) << 7 * number
         if byte < 0x80:
-            return value, position
+            return value, position + number + 1
     raise ValueError("not a sentencepiece model: it ends within an integer")

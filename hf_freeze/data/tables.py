@@ -133,10 +133,8 @@ def read_table(
     Raises ValueError for a file that is no table; a missing column, with the choices; a value that its column does not take or,
     in a CSV file, an empty text, with row or line, and so for what `check` refuses; and files without rows.
     """
-    paths = found(paths)
-    for path in paths:
-        if kind_of(path) == "lines" and header is None:
-            raise ValueError(f"{path}: a file with columns ends in {TABLES}")
+    if header is None and (others := [path for path in found(paths) if kind_of(path) == "lines"]):
+        raise ValueError(f"{others[0]}: a file with columns ends in {TABLES}")
     schema = pa.schema([(name, column.type) for name, column in columns.items()])
     readers = [[name, column.read.__name__, column.may_be_empty] for name, column in columns.items()]
     key = [readers, header, getattr(check, "__qualname__", None)]
@@ -172,11 +170,7 @@ def cached_files(
 
 
 def iterate_columns(
-    path: str | Path,
-    columns: Mapping[str, Column],
-    *,
-    header: Sequence[str] | None = None,
-    check: Check | None = None,
+    path: str | Path, columns: Mapping[str, Column], *, header: Sequence[str] | None = None, check: Check | None = None
 ) -> Iterator[pa.Table]:
     """Tables of these columns. `header`: the names of the columns of a CSV or TSV file whose first row does not hold them.
     Rows of a CSV file that are empty in all columns are left out.

@@ -36,7 +36,7 @@ def read_text(paths: Sequence[str | Path], *, unit: str = "lines", column: str =
             yield from _tables(schema, ((text,) for text in UNITS[unit](path)))
         else:
             for table in iterate_columns(path, {column: OPTIONAL}):
-                yield pa.table({"text": filled(table[column].to_pylist())}, schema)
+                yield pa.table(filled(table[column].to_pylist()), schema)
 
     return cached_files(paths, schema, [unit, column], tables)
 
@@ -66,10 +66,8 @@ def read_parallel(source: str | Path, target: str | Path) -> datasets.Dataset:
     def pairs() -> Iterator[tuple[str, str]]:
         for pair in zip_longest(full_lines(source), full_lines(target)):
             if None in pair:
-                counts = [sum(1 for _ in full_lines(path)) for path in (source, target)]
-                raise ValueError(
-                    f"parallel files differ in length: {source} has {counts[0]} lines, {target} has {counts[1]}"
-                )
+                counts = [f"{path} has {sum(1 for _ in full_lines(path))} lines" for path in (source, target)]
+                raise ValueError(f"parallel files differ in length: {', '.join(counts)}")
             yield pair
 
     schema = pa.schema([("source", pa.string()), ("target", pa.string())])
@@ -81,6 +79,6 @@ def _tables(schema: pa.Schema, rows: Iterator[tuple[str, ...]]) -> Iterator[pa.T
         yield pa.table([pa.array(values) for values in zip(*some, strict=True)], schema)
 
 
-def filled(texts: Iterable[str | None]) -> list[str]:
-    """Without surrounding white space and empty texts."""
-    return [text for text in (text.strip() for text in texts if text) if text]
+def filled(texts: Iterable[str | None]) -> dict[str, list[str]]:
+    """The column `text`, without surrounding white space and empty texts."""
+    return {"text": [text for text in (text.strip() for text in texts if text) if text]}

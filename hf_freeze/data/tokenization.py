@@ -13,15 +13,13 @@ KINDS = ("bpe", "unigram", "wordpiece")
 _TEMPLATES = {"after": ("$A </s>", "$A </s> $B </s>"), "before": ("</s> $A", "</s> $A </s> $B")}
 
 
-def check_ids(sentences: Iterable[Iterable[int]], vocab_size: int, first: int = 0) -> None:
-    """Raise ValueError for a token id outside the vocabulary; -100, the label of ignored tokens, is allowed. `first`: the number
-    of the first sentence."""
-    for number, ids in enumerate(sentences, first):
-        for i in ids:
-            if not (0 <= i < vocab_size or i == -100):
-                raise ValueError(
-                    f"sentence {number} holds token id {i}, outside the model's vocabulary 0..{vocab_size - 1}"
-                )
+def check_ids(sentences: Iterable[Iterable[int]], vocab_size: int) -> None:
+    """Raise ValueError for a token id outside the vocabulary; -100, the label of ignored tokens, is allowed."""
+    for number, ids in enumerate(sentences):
+        wrong = [i for i in ids if not (0 <= i < vocab_size or i == -100)]
+        if wrong:
+            known = f"the model's vocabulary 0..{vocab_size - 1}"
+            raise ValueError(f"sentence {number} holds token id {wrong[0]}, outside {known}")
 
 
 def train_tokenizer(
@@ -65,15 +63,14 @@ def train_tokenizer(
 
 
 def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    specials, tokenizer = list(BERT_TOKENS.values()), _bert_tokenizer({})
+    tokenizer = _bert_tokenizer({})
     normalize, split = tokenizer.normalizer.normalize_str, tokenizer.pre_tokenizer.pre_tokenize_str
     characters = sorted(set(chain.from_iterable(map(normalize, texts))))
     # The trainer numbers these pieces in an order that differs between processes, and breaks ties by number. Passing them as
     # special tokens fixes the order; the returned tokenizer does not treat them as special.
     continuations = [f"##{c}" for c in characters if len(split(normalize(f"a{c}"))) == 1 and not c.isspace()]
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=specials + continuations, show_progress=False
-    )
+    pieces = [*BERT_TOKENS.values(), *continuations]
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=pieces, show_progress=False)
     tokenizer.train_from_iterator(iter(texts), trainer)
     smallest = tokenizer.get_vocab_size()
     if smallest > vocab_size:  # a character takes two pieces: at the start of a word and inside it

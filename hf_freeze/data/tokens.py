@@ -17,7 +17,6 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import tokenizers
-import torch
 import torch.utils.data
 from datasets.utils import tqdm
 from transformers import PreTrainedTokenizerFast
@@ -78,8 +77,7 @@ class TokenDataset(torch.utils.data.Dataset):
         """Raise ValueError for a token id outside the vocabulary; ids are read only where there is one."""
         if self.largest >= vocab_size:
             for column in self.lengths:
-                for start in range(0, len(self), _ROWS):
-                    check_ids(self.rows[start : start + _ROWS][column], vocab_size, start)
+                check_ids(self.rows[column], vocab_size)
 
 
 def _batches(mapped: mmap.mmap) -> Iterator[pa.RecordBatch]:
@@ -153,9 +151,9 @@ class Encoder:
     ) -> None:
         self.tokenizer, self.end = tokenizer, end
         self.options = {"truncation": truncation, "add_special_tokens": end is None}
-        self.is_fast = hasattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast")
-        first = split[: min(len(split), 100)][column]
-        self.is_fast = self.is_fast and self._plain(first) == self._fast(first)  # `_plain` sets the truncation of both
+        first = split[:100][column]
+        # `_plain` sets the truncation of both.
+        self.is_fast = hasattr(tokenizer, "backend_tokenizer") and self._plain(first) == self._fast(first)
 
     def _plain(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, **self.options)["input_ids"]
@@ -248,9 +246,8 @@ def write_ids(folder: Path, schema: pa.Schema, tables: Iterator[pa.Table]) -> No
 
 def tokenizer_key(tokenizer: Any) -> list[Any]:
     """What decides the ids of a text: the tokenizer's files without its present truncation and padding, and the versions."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        content = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
+    if hasattr(tokenizer, "backend_tokenizer"):
+        content = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
     else:
         with tempfile.TemporaryDirectory() as folder:
             files = [
@@ -295,9 +292,6 @@ def lengths_of(dataset: Any, columns: Sequence[str], vocab_size: int) -> list[An
     if isinstance(dataset, TokenDataset):
         dataset.check_ids(vocab_size)
         return [dataset.lengths[column] for column in columns]
-    lengths = []
     for column in columns:
-        sentences = dataset[column]
-        check_ids(sentences, vocab_size)
-        lengths.append([len(ids) for ids in sentences])
-    return lengths
+        check_ids(dataset[column], vocab_size)
+    return [[len(ids) for ids in dataset[column]] for column in columns]
