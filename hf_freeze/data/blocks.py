@@ -55,9 +55,8 @@ def _causal(pieces: Iterable[np.ndarray], tokenizer: Any, block_size: int) -> It
     """Blocks of running text, whose ids come piece by piece."""
     if block_size < 1:
         raise ValueError(f"block_size={block_size}: a block predicts at least 1 token")
-    if tokenizer("a")["input_ids"][:1] == [
-        tokenizer.eos_token_id
-    ]:  # it stands before every text, and then ends the last one
+    if tokenizer("a")["input_ids"][:1] == [tokenizer.eos_token_id]:
+        # It stands before every text, and then ends the last one too.
         pieces = chain(pieces, [np.array([tokenizer.eos_token_id], np.int32)])
     for number, blocks in enumerate(_windows(pieces, block_size + 1, block_size)):
         if number == 0 and blocks.size <= block_size:

@@ -195,9 +195,8 @@ def id_tables(rows: Rows, processes: int | None = None, progress: Progress | Non
     options: Any = {}
     # A daemon may have no processes of its own.
     if processes > 1 and not is_in_memory(rows.split) and not multiprocessing.current_process().daemon:
-        start = (
-            "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-        )  # others import everything anew
+        # Others than forks import everything anew.
+        start = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
         options = {"num_workers": processes, "multiprocessing_context": start, "worker_init_fn": _begin}
     # With a generator of its own, it draws nothing from that of the training.
     tables = torch.utils.data.DataLoader(rows, batch_size=None, generator=torch.Generator(), **options)
