@@ -62,9 +62,9 @@ def translator(tmp_path_factory):
     return folder
 
 
-def classifier_of(folder, width):
+def classifier_of(folder, layers, width):
     tokenizer = tokenizer_of("wordpiece")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": width}
+    sizes = {"hidden_size": 16, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": width}
     BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -72,13 +72,13 @@ def classifier_of(folder, width):
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
-    return classifier_of(tmp_path_factory.mktemp("classifier"), 64)
+    return classifier_of(tmp_path_factory.mktemp("classifier"), 3, 64)
 
 
 @pytest.fixture(scope="module")
 def wide_classifier(tmp_path_factory):
     """For pages that keep 1,536 neurons of each FFN."""
-    return classifier_of(tmp_path_factory.mktemp("classifier"), 2048)
+    return classifier_of(tmp_path_factory.mktemp("classifier"), 1, 2048)
 
 
 @pytest.fixture(scope="module")
