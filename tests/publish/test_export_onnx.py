@@ -477,7 +477,7 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("model_type", ["lfm2_moe", "mpt", *["lfm2", "mixtral"] * ALL])
+@pytest.mark.parametrize("model_type", ["lfm2_moe", *["mpt", "lfm2", "mixtral"] * ALL])
 def test_designs_of_language_models(model_type, tmp_path):
     model = small_language_model(model_type)
     model.save_pretrained(tmp_path / "model")
