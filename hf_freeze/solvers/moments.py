@@ -7,7 +7,9 @@ Shapes: O outputs, I inputs.
 """
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,6 +138,18 @@ def problem(weight: Tensor, bias: Tensor | None, moments: Moments, ridge: float 
 def without_outputs(moments: Moments) -> Moments:
     """What a linear sees, without what the original model has behind it."""
     return replace(moments, cross=None, output_mean=None, curvature=None, output_square=None)
+
+
+def together(places: Sequence[Moments]) -> Moments:
+    """What a linear sees that is in several places of a model, and what the original has there: means over the tokens of all
+    places. Each has pairs, and inputs and outputs of the same sizes."""
+    count = sum(each.count for each in places)
+
+    def mean(name: str) -> Any:
+        return sum(each.count / count * getattr(each, name) for each in places)
+
+    of_outputs = {name: mean(name) for name in ("cross", "output_mean", "output_square")}
+    return Moments(mean("gram"), mean("mean"), count, **of_outputs)
 
 
 def projected(moments: Moments, down: Tensor, weight: Tensor, bias: Tensor | None) -> Moments:
