@@ -41,7 +41,12 @@ class Statistics(Protocol):
     """What the linears of a model see on texts, while a method converts it. See `model/calibrating.py`."""
 
     def walk(
-        self, names: Sequence[str], before: Mapping[str, Sequence[str]] = ..., *, curvature: bool = ...
+        self,
+        names: Sequence[str],
+        before: Mapping[str, Sequence[str]] = ...,
+        *,
+        curvature: bool = ...,
+        norms: Sequence[str] = ...,
     ) -> Iterator[dict[str, Moments | None]]:
         """The moments of the linears `names` (below the base model), in the order in which the model runs them; those that read
         the same states come together. None for a linear that no token has reached.
@@ -49,6 +54,8 @@ class Statistics(Protocol):
         The inputs are those of the new model as far as it has been converted, so convert each linear before the next ones are
         asked for. `before`: linear -> the modules that are still the old model's when it is asked for, such as those of an FFN
         that is to lose neurons, which its last linear reads. The outputs, for pairs, are the old model's.
+
+        `norms`: come in this order too, each alone; its inputs are what it gives in the new model. A saved calibration has none.
         """
         ...
 

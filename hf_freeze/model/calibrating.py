@@ -134,6 +134,7 @@ class CalibrationPass:
         before: Mapping[str, Sequence[str]] = MappingProxyType({}),
         *,
         curvature: bool = False,
+        norms: Sequence[str] = (),
     ) -> Iterator[dict[str, Moments | None]]:
         self._at = None
         known = set(names) <= self._curvatures.keys()
@@ -142,9 +143,9 @@ class CalibrationPass:
             self._curvatures = curvatures(self._old, self._batches, modules)
         self._whole = any(self._architecture.layer_of(f"{name}.") is None for name in names)
         self._widest = max((features(linear)[0] for _, linear in surgery.modules(self._old, names)), default=0)
-        groups = self._in_order(names)
+        groups = self._in_order(names, norms)
         for group in track(groups, "Calibrating", len(groups)):
-            yield self._moments(group, [module for name in group for module in before.get(name, ())])
+            yield self._moments(group, [module for name in group for module in before.get(name, ())], group[0] in norms)
             # Linears of a group run to reach the next one, and may have kept a weight from before they had values.
             for name in group:
                 for part in (
@@ -153,8 +154,9 @@ class CalibrationPass:
                     if isinstance(part, Derived):
                         part.forget()
 
-    def _in_order(self, names: Sequence[str]) -> list[list[str]]:
-        """The linears in the order in which the old model runs them; those that read the same states are together."""
+    def _in_order(self, linears: Sequence[str], norms: Sequence[str]) -> list[list[str]]:
+        """Linears and norms in the order in which the old model runs them; linears that read the same states are together."""
+        names = [*linears, *norms]
         modules = {name: self._old.base_model.get_submodule(name) for name in names}
         reads = seen_in(modules, False, lambda: self._old(**self._batches[0]))
         places = {name: self._architecture.layer_of(f"{name}.") for name in names}
@@ -163,17 +165,23 @@ class CalibrationPass:
         ranked = sorted(names, key=lambda name: order.get(name, last.get(places[name], len(order))))
 
         def group(name: str) -> Any:
-            return places[name], id(reads[name][0]) if name in reads else name
+            return places[name], id(reads[name][0]) if name in reads and name not in norms else name
 
         return [list(together) for _, together in itertools.groupby(ranked, group)]
 
-    def _moments(self, names: Sequence[str], before: Sequence[str]) -> dict[str, Moments | None]:
+    def _moments(self, names: Sequence[str], before: Sequence[str], of_norm: bool) -> dict[str, Moments | None]:
         place = self._architecture.layer_of(f"{names[0]}.")
         if place is not None:
             self._enter(*place)
         sums = {name: _Sums() for name in names}
         stream = None
-        if len(names) == 1 and place is not None and self._streams and self._is_as_wide(names[0], before):
+        if (
+            not of_norm
+            and len(names) == 1
+            and place is not None
+            and self._streams
+            and self._is_as_wide(names[0], before)
+        ):
             stream = self._joins(place, names[0])
         for number, batch in enumerate(self._batches) if stream is not None else ():
             name = names[0]
@@ -186,7 +194,7 @@ class CalibrationPass:
                 sums[name].add(_selected(x, rows), _selected(y, rows), _selected(own[2], rows))
         for number, batch in enumerate(self._batches) if stream is None else ():
             outputs = self._watch("old", place, number, names, (), outputs=True)
-            for name, calls in self._watch("new", place, number, names, before, outputs=False).items():
+            for name, calls in self._watch("new", place, number, names, before, outputs=of_norm).items():
                 for x, y in itertools.zip_longest(calls, outputs.get(name, ())[: len(calls)]):
                     rows = self._rows(name, place, batch, x)
                     routed = x.dim() == 2 and rows is None  # other tokens in both models
@@ -196,7 +204,7 @@ class CalibrationPass:
         moments = {name: each.moments(name) for name, each in sums.items()}
         for name, each in moments.items():
             if each is not None:
-                self.report.check_tokens(name, each.count, len(each.mean), self._widest)
+                self.report.check_tokens(name, each.count, 1 if of_norm else len(each.mean), self._widest)
         return {
             name: replace(each, curvature=self._curvatures.get(name)) if each is not None else None
             for name, each in moments.items()

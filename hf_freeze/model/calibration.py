@@ -226,6 +226,7 @@ class StoredMoments:
         before: Mapping[str, Sequence[str]] = MappingProxyType({}),
         *,
         curvature: bool = False,
+        norms: Sequence[str] = (),
     ) -> Iterator[dict[str, Moments | None]]:
         widths = {name: features(linear)[0] for name, linear in surgery.modules(self._old, names)}
         fitting = {
