@@ -32,7 +32,18 @@ from hf_freeze.model.curvature import curvatures
 from hf_freeze.model.fidelity import fidelity_on
 from hf_freeze.model.running import decoder_mask, in_eval_mode, on_device, without_cache
 from hf_freeze.model.samples import Samples, samples_of
-from hf_freeze.model.watching import Call, calls_of, ends_of, first_input, norms_of, seen_both, seen_in, swapped
+from hf_freeze.model.watching import (
+    Call,
+    Routed,
+    calls_of,
+    ends_of,
+    first_input,
+    norms_of,
+    read_by,
+    seen_both,
+    seen_in,
+    swapped,
+)
 from hf_freeze.model.weights import regenerate
 from hf_freeze.progress import track
 from hf_freeze.solvers.moments import Moments, working_dtype
@@ -58,11 +69,11 @@ class _Sums:
     squares: Any = 0
     paired: bool = True
 
-    def add(self, x: Tensor, y: Tensor | None, joined: Tensor | None = None) -> None:
-        """x: (T, I) inputs; y: (T, O) outputs of the model before, if they are of the same tokens; joined: (T, O) the states that
-        these are a part of (`_weights`)."""
+    def add(self, x: Tensor, y: Tensor | None, weights: Tensor | None = None) -> None:
+        """x: (T, I) inputs; y: (T, O) outputs of the model before, if they are of the same tokens; weights: (T, 1) how much an
+        error counts for each token."""
         x = x.to(working_dtype(x))
-        weights = x.new_ones(len(x), 1) if joined is None else _weights(joined.to(x))
+        weights = x.new_ones(len(x), 1) if weights is None else weights.to(x)
         weighted = weights * x
         self.count += len(x)
         self.total += float(weights.sum())
@@ -77,7 +88,7 @@ class _Sums:
 
     def moments(self, name: str) -> Moments | None:
         """Those of the linear `name`. Raises ValueError if they are not finite."""
-        if not self.count:
+        if not self.total:
             return None
         pairs = {"cross": self.cross, "output_mean": self.outputs, "output_square": self.squares} if self.paired else {}
         means = {name: value / self.total for name, value in pairs.items()}
@@ -138,32 +149,36 @@ class CalibrationPass:
         self._at = None
         known = set(names) <= self._curvatures.keys()
         if curvature and not known and paging.active() is None:  # which goes back through all layers
-            modules = {name: self._old.base_model.get_submodule(name) for name in names}
-            self._curvatures = curvatures(self._old, self._batches, modules)
+            self._curvatures = curvatures(self._old, self._batches, dict(surgery.modules(self._old, names)))
         self._whole = any(self._architecture.layer_of(f"{name}.") is None for name in names)
         self._widest = max((features(linear)[0] for _, linear in surgery.modules(self._old, names)), default=0)
         groups = self._in_order(names)
         for group in track(groups, "Calibrating", len(groups)):
-            yield self._moments(group, [module for name in group for module in before.get(name, ())])
+            found = self._moments(group, [module for name in group for module in before.get(name, ())])
+            owner = surgery.owner_of(self._old, group[0])
+            yield found if owner == group[0] else self.report.enough(owner, found)
             # Linears of a group run to reach the next one, and may have kept a weight from before they had values.
             for name in group:
-                for part in (
-                    () if surgery.is_removed(self._new, name) else self._new.base_model.get_submodule(name).modules()
-                ):
+                for part in () if surgery.is_removed(self._new, name) else surgery.linear_at(self._new, name).modules():
                     if isinstance(part, Derived):
                         part.forget()
+        self.report.warn_of_experts()
 
     def _in_order(self, names: Sequence[str]) -> list[list[str]]:
-        """The linears in the order in which the old model runs them; those that read the same states are together."""
-        modules = {name: self._old.base_model.get_submodule(name) for name in names}
+        """The linears in the order in which the old model runs them; those that read the same states, or of one module of
+        experts, are together."""
+        owners = {name: surgery.owner_of(self._old, name) for name in names}
+        modules = {owner: self._old.base_model.get_submodule(owner) for owner in owners.values()}
         reads = seen_in(modules, False, lambda: self._old(**self._batches[0]))
         places = {name: self._architecture.layer_of(f"{name}.") for name in names}
         order = {name: number for number, name in enumerate(reads)}
-        last = {places[name]: number + 0.5 for name, number in order.items()}  # experts may not have run
-        ranked = sorted(names, key=lambda name: order.get(name, last.get(places[name], len(order))))
+        last = {
+            places[name]: order[owners[name]] + 0.5 for name in names if owners[name] in order
+        }  # some may not have run
+        ranked = sorted(names, key=lambda name: order.get(owners[name], last.get(places[name], len(order))))
 
         def group(name: str) -> Any:
-            return places[name], id(reads[name][0]) if name in reads else name
+            return places[name], id(reads[name][0]) if name in reads else owners[name]
 
         return [list(together) for _, together in itertools.groupby(ranked, group)]
 
@@ -172,8 +187,19 @@ class CalibrationPass:
         if place is not None:
             self._enter(*place)
         sums = {name: _Sums() for name in names}
-        stream = None
-        if len(names) == 1 and place is not None and self._streams and self._is_as_wide(names[0], before):
+        owner, stream = surgery.owner_of(self._old, names[0]), None
+        for number, batch in enumerate(self._batches) if owner != names[0] else ():
+            own = self._watch("old", place, number, [owner], (), outputs=False).get(owner, [])
+            new = self._watch("new", place, number, [owner], before, outputs=False).get(owner, [])
+            for x, y in itertools.zip_longest(new, own[: len(new)]):
+                _add_routed(sums, x, y, self._rows(owner, place, batch, x.states))
+        if (
+            owner == names[0]
+            and len(names) == 1
+            and place is not None
+            and self._streams
+            and self._is_as_wide(names[0], before)
+        ):
             stream = self._joins(place, names[0])
         for number, batch in enumerate(self._batches) if stream is not None else ():
             name = names[0]
@@ -183,8 +209,8 @@ class CalibrationPass:
             if own and new and own[2].shape == new[2].shape:
                 x, y = new[0], own[2] - new[2] + new[1]
                 rows = self._rows(name, place, batch, x)
-                sums[name].add(_selected(x, rows), _selected(y, rows), _selected(own[2], rows))
-        for number, batch in enumerate(self._batches) if stream is None else ():
+                sums[name].add(_selected(x, rows), _selected(y, rows), _weights(_selected(own[2], rows)))
+        for number, batch in enumerate(self._batches) if stream is None and owner == names[0] else ():
             outputs = self._watch("old", place, number, names, (), outputs=True)
             for name, calls in self._watch("new", place, number, names, before, outputs=False).items():
                 for x, y in itertools.zip_longest(calls, outputs.get(name, ())[: len(calls)]):
@@ -332,16 +358,24 @@ class CalibrationPass:
 
         def look(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal latest
-            x = (*args, *kwargs.values())[0]
+            x = read_by(module, args, kwargs)
+            place = self._architecture.layer_of(f"{name}.")
+            if isinstance(x, Routed):
+                of_experts = {each: sums.setdefault(each, _Sums()) for each in owned[name]}
+                leaders.update(zip(of_experts, of_experts, strict=True))
+                _add_routed(of_experts, x, None, self._rows(name, place, batch, x.states))
+                return
             leader = leaders.setdefault(name, latest[1] if x is latest[0] else name)
             latest = x, leader
             if leader == name:
-                rows = self._rows(name, self._architecture.layer_of(f"{name}."), batch, x)
-                sums.setdefault(name, _Sums()).add(_selected(x, rows), None)
+                sums.setdefault(name, _Sums()).add(_selected(x, self._rows(name, place, batch, x)), None)
 
+        owned: dict[str, list[str]] = {}  # the module that runs linears -> these
+        for name in names:
+            owned.setdefault(surgery.owner_of(self._old, name), []).append(name)
         hooks = [
             module.register_forward_pre_hook(functools.partial(look, name), with_kwargs=True)
-            for name, module in surgery.modules(self._old, names)
+            for name, module in surgery.modules(self._old, owned)
         ]
         try:
             for batch in track(self._batches, "Calibrating", len(self._batches)):
@@ -466,9 +500,20 @@ class CalibrationPass:
 
 
 def _weights(joined: Tensor) -> Tensor:
-    """(T, O) states -> (T, 1): how much an error in them counts: as for the norm that follows, by 1 / their mean square. In some
-    models a few tokens have states a thousand times those of others, and would be all that counts."""
-    return 1 / joined.square().mean(-1, keepdim=True).clamp_min(_LEAST)
+    """(T, O) states that outputs are a part of -> (T, 1): how much an error in them counts: as for the norm that follows, by
+    1 / their mean square. In some models a few tokens have states a thousand times those of others, and would be all that
+    counts."""
+    return 1 / joined.to(working_dtype(joined)).square().mean(-1, keepdim=True).clamp_min(_LEAST)
+
+
+def _add_routed(sums: Mapping[str, _Sums], x: Routed, y: Routed | None, rows: Tensor | None) -> None:
+    """Add a call of experts to the sums of their last linears, y: that of the model before. For each token that an expert gets,
+    it is to give what it gives in the model before."""
+    y = y if y is not None and y.states.shape == x.states.shape else None
+    for name, each in sums.items():
+        number = int(name.rpartition(".")[2])
+        tokens, weights = x.tokens(number, rows)
+        each.add(x.neurons(number, tokens), None if y is None else y.outputs(number, tokens), weights)
 
 
 def _selected(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_freeze.architectures.roles import EXPERT_OUTPUT, are_experts, expert_input
+from hf_freeze.compat.transformers import apply_gate
 
 
 class Reached(Exception):
@@ -38,6 +42,33 @@ class Call:
         return Call(args, {key: other.get(id(value), value) for key, value in self.kwargs.items()}, self.states)
 
 
+@dataclass
+class Routed:
+    """A call of a module of experts: T tokens, k experts for each."""
+
+    experts: Any
+    states: Tensor  # (T, H)
+    index: Tensor  # (T, k) the experts of each token
+    shares: Tensor  # (T, k) their factors in the output
+
+    def tokens(self, number: int, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of one expert: its tokens (N,), of `rows` (T,) alone if that is given, and how much an error of its outputs counts for
+        each (N, 1): the square of its factor."""
+        at = self.index == number
+        tokens, places = (at if rows is None else at & rows[:, None]).nonzero(as_tuple=True)
+        return tokens, self.shares[tokens, places].square()[:, None]
+
+    def neurons(self, number: int, tokens: Tensor) -> Tensor:
+        """(N,) -> (N, W): the values of the neurons of one expert for these tokens."""
+        values = functional.linear(self.states[tokens], self.experts.get_parameter(expert_input(self.experts))[number])
+        has_gate = values.shape[-1] != self.experts.get_parameter(EXPERT_OUTPUT).shape[-1]
+        return apply_gate(self.experts, values) if has_gate else self.experts.act_fn(values)
+
+    def outputs(self, number: int, tokens: Tensor) -> Tensor:
+        """(N,) -> (N, H): the outputs of one expert for these tokens, whether it gets them or not, before its factor."""
+        return functional.linear(self.neurons(number, tokens), self.experts.get_parameter(EXPERT_OUTPUT)[number])
+
+
 @contextmanager
 def swapped(old: Any, new: Any, names: Iterable[str]) -> Iterator[None]:
     """Inside, the new model has modules of the old one."""
@@ -53,14 +84,14 @@ def swapped(old: Any, new: Any, names: Iterable[str]) -> Iterator[None]:
 
 def seen_in(
     modules: Mapping[str, nn.Module], outputs: bool, run: Callable[[], Any], *, again: bool = False
-) -> dict[str, list[Tensor]]:
-    """Name -> first inputs, or outputs, of each of the modules in a run, in their order: of their first call, and the run ends
-    with that of the last of them; or where they may run `again`, of all calls."""
-    seen: dict[str, list[Tensor]] = {}
+) -> dict[str, list[Any]]:
+    """Name -> first inputs (of experts `Routed`), or outputs, of each of the modules in a run, in their order: of their first
+    call, and the run ends with that of the last of them; or where they may run `again`, of all calls."""
+    seen: dict[str, list[Any]] = {}
 
     def look(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         if again or name not in seen:
-            seen.setdefault(name, []).append(output if outputs else (*args, *kwargs.values())[0])
+            seen.setdefault(name, []).append(output if outputs else read_by(module, args, kwargs))
         if len(seen) == len(modules) and not again:
             raise Reached
 
@@ -76,6 +107,12 @@ def seen_in(
         for handle in handles:
             handle.remove()
     return seen
+
+
+def read_by(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The first input of a module; of experts `Routed`."""
+    values = (*args, *kwargs.values())
+    return Routed(module, *values[:3]) if are_experts(module) else values[0]
 
 
 def first_input(inputs: dict[str, Tensor], name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
