@@ -188,32 +188,21 @@ class CalibrationPass:
             self._enter(*place)
         sums = {name: _Sums() for name in names}
         owner, stream = surgery.owner_of(self._old, names[0]), None
-        for number, batch in enumerate(self._batches) if owner != names[0] else ():
-            own = self._watch("old", place, number, [owner], (), outputs=False).get(owner, [])
-            new = self._watch("new", place, number, [owner], before, outputs=False).get(owner, [])
-            for x, y in itertools.zip_longest(new, own[: len(new)]):
-                _add_routed(sums, x, y, self._rows(owner, place, batch, x.states))
-        if (
-            owner == names[0]
-            and len(names) == 1
-            and place is not None
-            and self._streams
-            and self._is_as_wide(names[0], before)
-        ):
-            stream = self._joins(place, names[0])
-        for number, batch in enumerate(self._batches) if stream is not None else ():
-            name = names[0]
-            own = self._joined("old", place, number, name, str(stream))
-            with swapped(self._old, self._new, dict.fromkeys((*before, name))):  # it may have no values yet
-                new = self._joined("new", place, number, name, str(stream))
-            if own and new and own[2].shape == new[2].shape:
-                x, y = new[0], own[2] - new[2] + new[1]
-                rows = self._rows(name, place, batch, x)
-                sums[name].add(_selected(x, rows), _selected(y, rows), _weights(_selected(own[2], rows)))
-        for number, batch in enumerate(self._batches) if stream is None and owner == names[0] else ():
-            outputs = self._watch("old", place, number, names, (), outputs=True)
-            for name, calls in self._watch("new", place, number, names, before, outputs=False).items():
+        alone = owner != names[0] or len(names) == 1
+        if alone and place is not None and self._streams and self._is_as_wide(names[0], before):
+            stream = self._joins(place, owner)
+        for number, batch in enumerate(self._batches):
+            if stream is not None:
+                self._add_joined(sums, place, number, owner, before, stream)
+                continue
+            outputs = self._watch("old", place, number, [owner] if alone else names, (), outputs=owner == names[0])
+            for name, calls in self._watch(
+                "new", place, number, [owner] if alone else names, before, outputs=False
+            ).items():
                 for x, y in itertools.zip_longest(calls, outputs.get(name, ())[: len(calls)]):
+                    if isinstance(x, Routed):
+                        _add_routed(sums, x, y, self._rows(name, place, batch, x.states))
+                        continue
                     rows = self._rows(name, place, batch, x)
                     routed = x.dim() == 2 and rows is None  # other tokens in both models
                     if y is not None and (routed or y.shape[:-1] != x.shape[:-1]):
@@ -227,6 +216,23 @@ class CalibrationPass:
             name: replace(each, curvature=self._curvatures.get(name)) if each is not None else None
             for name, each in moments.items()
         }
+
+    def _add_joined(
+        self, sums: Mapping[str, _Sums], place: Any, number: int, owner: str, before: Sequence[str], stream: str
+    ) -> None:
+        """Add to the sums of a linear, or of those of experts, what it sees where its outputs are added to the states."""
+        own = self._joined("old", place, number, owner, stream)
+        with swapped(self._old, self._new, dict.fromkeys((*before, owner))):  # it may have no values yet
+            new = self._joined("new", place, number, owner, stream)
+        if own is None or new is None or own[2].shape != new[2].shape:
+            return
+        (x, output, joined), wanted = new, own[2].reshape(new[1].shape)
+        lacking = wanted - joined.reshape(output.shape)
+        rows = self._rows(owner, place, self._batches[number], x.states if isinstance(x, Routed) else x)
+        if isinstance(x, Routed):
+            _add_routed(sums, x, x, rows, (lacking, wanted))
+        else:
+            sums[owner].add(_selected(x, rows), _selected(lacking + output, rows), _weights(_selected(wanted, rows)))
 
     def lookups(self, tables: Sequence[str]) -> Tensor:
         modules = {self._old.get_submodule(name) for name in tables}
@@ -287,7 +293,7 @@ class CalibrationPass:
         noise = (waves * output.float().std()).to(output)
         noisy, _ = self._read_after(place, name, noise)
         for module, states in plain.items():
-            if states.shape == noise.shape == noisy[module].shape and _same(noisy[module] - states, noise):
+            if states.numel() == noise.numel() and _same((noisy[module] - states).reshape(noise.shape), noise):
                 return module
         return None
 
@@ -314,7 +320,7 @@ class CalibrationPass:
 
     def _is_as_wide(self, name: str, before: Sequence[str]) -> bool:
         """Whether the stream that a linear writes to has as many channels in both models."""
-        old, new = (model.base_model.get_submodule(name) for model in (self._old, self._new))
+        old, new = (surgery.linear_at(model, name) for model in (self._old, self._new))
         return (
             name in before or any(name.startswith(f"{module}.") for module in before) or features(old) == features(new)
         )
@@ -322,8 +328,8 @@ class CalibrationPass:
     def _prefix(self, place: Place) -> str:
         return self._architecture.stacks[place[0]].layers.format(place[1]) + "."
 
-    def _joined(self, stream: str, place: Any, number: int, name: str, at: str) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(input, output, sum) of a linear whose outputs are added to the states of its layer `at` a module of it."""
+    def _joined(self, stream: str, place: Any, number: int, name: str, at: str) -> tuple[Any, Tensor, Tensor] | None:
+        """(input, output, sum) of a linear, or of experts, whose outputs are added to the states of the layer `at` a module."""
         model = self._old if stream == "old" else self._new
         layer, prefix = self._layer(model, *place), self._prefix(place)
         inputs: dict[str, Tensor] = {}
@@ -458,8 +464,8 @@ class CalibrationPass:
         before: Sequence[str],
         *,
         outputs: bool,
-    ) -> dict[str, list[Tensor]]:
-        """Name -> inputs, or outputs, of the linear in the model of a `stream`, for batch `number`, of each time that it runs;
+    ) -> dict[str, list[Any]]:
+        """Name -> inputs (of experts `Routed`), or outputs, of the linear in the model of a `stream`, for batch `number`, of each time that it runs;
         linears that do not run are missing. `before`: modules that are those of the old model."""
         model = self._old if stream == "old" else self._new
         with swapped(self._old, model, before):
@@ -506,14 +512,29 @@ def _weights(joined: Tensor) -> Tensor:
     return 1 / joined.to(working_dtype(joined)).square().mean(-1, keepdim=True).clamp_min(_LEAST)
 
 
-def _add_routed(sums: Mapping[str, _Sums], x: Routed, y: Routed | None, rows: Tensor | None) -> None:
-    """Add a call of experts to the sums of their last linears, y: that of the model before. For each token that an expert gets,
-    it is to give what it gives in the model before."""
+def _add_routed(
+    sums: Mapping[str, _Sums],
+    x: Routed,
+    y: Routed | None,
+    rows: Tensor | None,
+    joined: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Add a call of experts to the sums of their last linears. Each is to give what it gives in the call `y` of the model before.
+
+    joined: (T, H) twice, what lacks in the states that their outputs are added to, and these states. Then the experts of a token
+    are to add that, in proportion to their factors: so the outputs of each change least. An error of an expert counts by the
+    square of its factor.
+    """
     y = y if y is not None and y.states.shape == x.states.shape else None
     for name, each in sums.items():
         number = int(name.rpartition(".")[2])
-        tokens, weights = x.tokens(number, rows)
-        each.add(x.neurons(number, tokens), None if y is None else y.outputs(number, tokens), weights)
+        tokens, factors = x.tokens(number, rows)
+        wanted, weights = None if y is None else y.outputs(number, tokens), factors.square()
+        if wanted is not None and joined is not None:
+            lacking, states = (each[tokens] for each in joined)
+            wanted = wanted + lacking * (factors / x.factors[tokens].square().sum(-1, keepdim=True))
+            weights = weights * _weights(states)
+        each.add(x.neurons(number, tokens), wanted, weights)
 
 
 def _selected(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -49,14 +49,13 @@ class Routed:
     experts: Any
     states: Tensor  # (T, H)
     index: Tensor  # (T, k) the experts of each token
-    shares: Tensor  # (T, k) their factors in the output
+    factors: Tensor  # (T, k) of their outputs
 
     def tokens(self, number: int, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of one expert: its tokens (N,), of `rows` (T,) alone if that is given, and how much an error of its outputs counts for
-        each (N, 1): the square of its factor."""
+        """Of one expert: its tokens (N,), of `rows` (T,) alone if that is given, and its factors for them (N, 1)."""
         at = self.index == number
         tokens, places = (at if rows is None else at & rows[:, None]).nonzero(as_tuple=True)
-        return tokens, self.shares[tokens, places].square()[:, None]
+        return tokens, self.factors[tokens, places][:, None]
 
     def neurons(self, number: int, tokens: Tensor) -> Tensor:
         """(N,) -> (N, W): the values of the neurons of one expert for these tokens."""
@@ -112,7 +111,9 @@ def seen_in(
 def read_by(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The first input of a module; of experts `Routed`."""
     values = (*args, *kwargs.values())
-    return Routed(module, *values[:3]) if are_experts(module) else values[0]
+    if not are_experts(module):
+        return values[0]
+    return Routed(module, *(value.reshape(-1, value.shape[-1]) for value in values[:3]))
 
 
 def first_input(inputs: dict[str, Tensor], name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -162,10 +163,14 @@ def ends_of(layers: Sequence[nn.Module]) -> Iterator[list[End]]:
             handle.remove()
 
 
-def seen_both(linear: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, Tensor] | None:
-    """(input, output) of the linear in a run, which goes on to its end; None if it does not run."""
+def seen_both(linear: nn.Module, run: Callable[[], Any]) -> tuple[Any, Tensor] | None:
+    """(input, output) of the linear in a run, which goes on to its end; None if it does not run. Of experts, too (`Routed`)."""
     seen: list[Any] = []
-    handle = linear.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+
+    def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        seen.append((read_by(module, args, kwargs), output))
+
+    handle = linear.register_forward_hook(look, with_kwargs=True)
     try:
         run()
     finally:
