@@ -465,8 +465,8 @@ class CalibrationPass:
         *,
         outputs: bool,
     ) -> dict[str, list[Any]]:
-        """Name -> inputs (of experts `Routed`), or outputs, of the linear in the model of a `stream`, for batch `number`, of each time that it runs;
-        linears that do not run are missing. `before`: modules that are those of the old model."""
+        """Name -> inputs (of experts `Routed`), or outputs, of the linear in the model of a `stream`, for batch `number`, of each
+        time that it runs; linears that do not run are missing. `before`: modules that are those of the old model."""
         model = self._old if stream == "old" else self._new
         with swapped(self._old, model, before):
             modules = {name: model.base_model.get_submodule(name) for name in names}

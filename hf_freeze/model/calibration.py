@@ -256,14 +256,15 @@ class StoredMoments:
             for name in names
             if (each := self._moments.get(name)) is not None and len(each.mean) == widths[name]
         }
-        if missing := [name for name in names if name not in fitting]:
+        owners = {name: surgery.owner_of(self._old, name) for name in names}
+        seen = {owners[name] for name in fitting}
+        if missing := [name for name in names if owners[name] not in seen]:
             text = (
                 "the saved calibration has nothing for linears that it has not seen, or that earlier methods have changed: they "
                 "are converted as without"
             )
             if self.report.note(text):
                 warnings.warn(f"{text}; the first is {missing[0]!r}", stacklevel=2)
-        owners = {name: surgery.owner_of(self._old, name) for name in names}
         order: dict[str, int] = {}
         for number, name in enumerate(self._moments):
             order.setdefault(owners.get(name, name), number)
@@ -274,7 +275,7 @@ class StoredMoments:
 
         for _, group in itertools.groupby(ranked, group_of):
             found: dict[str, Moments | None] = {name: fitting.get(name) for name in group}
-            if (owner := owners[next(iter(found))]) not in found:
+            if (owner := owners[next(iter(found))]) not in found and owner in seen:
                 found = self.report.enough(owner, found)
             for name, each in found.items():
                 if each is not None:
