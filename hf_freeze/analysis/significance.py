@@ -111,6 +111,11 @@ def _bootstrap_means(
     return means
 
 
+def resampled_sums(items: np.ndarray, replicates: int = REPLICATES, seed: int = 0) -> np.ndarray:
+    """(N, k) items to (replicates, k): the sums over N items that are drawn from them with replacement."""
+    return np.concatenate([weights @ items for weights in _draws(len(items), replicates, seed)])
+
+
 def _draws(count: int, replicates: int, seed: int) -> Iterator[np.ndarray]:
     """How often each of `count` items is drawn, in (some of the replicates, count) integers at a time."""
     rng, chunk = np.random.default_rng(seed), max(1, _CHUNK // count)

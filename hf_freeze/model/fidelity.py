@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,25 +15,35 @@ from hf_freeze.model.running import in_eval_mode, on_device, without_cache
 class Fidelity:
     """Means over the real tokens, or over the texts where there is one output for each.
 
+    `score`: from 0 to 1, how faithful the model is as it is served: `analysis.answers` says by what, for each task. `intervals`:
+    of 95 %, by the name of the field. `compared`, `left_out`: inputs. These are of `analysis.answers.compare_answers` alone, as
+    `error` is of `fidelity_on`.
+
     `kl`: KL(original ‖ variant) of next-token or class probabilities, in nats. `agreement`: share of equal top choices.
     `perplexity`: of the variant on the next tokens, where the model predicts them; `original_perplexity` likewise. `cosine`: of
-    hidden states, for models without a head. `error`: ‖variant − original‖² / ‖original‖² of the raw outputs. What does not apply
-    is None.
+    hidden states or sentence vectors, for models without a head. `error`: ‖variant − original‖² / ‖original‖² of the raw outputs.
+    What does not apply is None.
     """
 
-    error: float
+    error: float | None = None
+    score: float | None = None
     kl: float | None = None
     agreement: float | None = None
     cosine: float | None = None
     perplexity: float | None = None
     original_perplexity: float | None = None
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    compared: int = 0
+    left_out: int = 0
 
     @property
     def distance(self) -> float:
-        """One number to compare variants by, smaller is better: the KL, else 1 - cosine, else the error."""
+        """One number to compare variants by, smaller is better: the KL, else 1 - cosine, else the error, else 1 - score."""
         if self.kl is not None:
             return self.kl
-        return self.error if self.cosine is None else 1 - self.cosine
+        if self.cosine is not None:
+            return 1 - self.cosine
+        return self.error if self.error is not None else 1 - (self.score or 0.0)
 
 
 def fidelity_on(original: Any, variant: Any, batches: Iterable[Mapping[str, Any]]) -> Fidelity:

@@ -126,8 +126,8 @@ def _tokenized(model: Any, items: Sequence[Any], tokenizer: Any) -> list[dict[st
     from hf_freeze.data.tokenization import check_ids  # with which datasets comes
 
     to_targets = bool(model.config.is_encoder_decoder and model.can_generate())
-    limit = _longest(model, tokenizer)
-    encoded = [_encoded(item, tokenizer, limit, to_targets) for item in items]
+    limit = longest_of(model, tokenizer)
+    encoded = [encode(item, tokenizer, limit, to_targets) for item in items]
     for name in ("input_ids", "labels"):
         try:
             check_ids([one[name] for one in encoded if name in one], model.get_input_embeddings().weight.shape[0])
@@ -152,7 +152,7 @@ def _tokenized(model: Any, items: Sequence[Any], tokenizer: Any) -> list[dict[st
     return batches[::-1]
 
 
-def _encoded(item: Any, tokenizer: Any, limit: int, to_targets: bool) -> dict[str, list[int]]:
+def encode(item: Any, tokenizer: Any, limit: int, to_targets: bool) -> dict[str, list[int]]:
     if isinstance(item, list) and item and isinstance(item[0], Mapping):
         ids = tokenizer.apply_chat_template(item, tokenize=True, return_dict=False)[:limit]
         return {"input_ids": ids, "attention_mask": [1] * len(ids)}
@@ -165,7 +165,7 @@ def _encoded(item: Any, tokenizer: Any, limit: int, to_targets: bool) -> dict[st
     return dict(tokenizer(first, second, **options))
 
 
-def _longest(model: Any, tokenizer: Any) -> int:
+def longest_of(model: Any, tokenizer: Any) -> int:
     """Tokens of a text: at most those that the tokenizer and the model have positions for."""
     positions = getattr(model.config, "max_position_embeddings", None) or MOST_TOKENS
     padding = getattr(model.config, "pad_token_id", None) or 0  # RoBERTa counts its positions from there

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from hf_freeze.publish.export.folders import Export, require
+from hf_freeze.publish.export.folders import Export, read_mark, require
 from hf_freeze.publish.export.trained_grid import on_grid
 from hf_freeze.publish.export.translator import Translator, set_or, token_ids
 
@@ -60,16 +61,16 @@ def _save(model: Any, tokenizer: Any, folder: Path, quantization: str | None, ro
         raise ValueError(
             f"ctranslate2 has no activation {error}; choose from {sorted(converters._SUPPORTED_ACTIVATIONS)}"
         ) from error
-    source, target = _tokens(tokenizer)
+    source, target = tokens_of(tokenizer)
     if config.model_type == "marian":
         spec.decoder.num_heads = np.int16(config.decoder_attention_heads)  # the converter took the encoder's
-        source = _numbered(source, config.vocab_size)
-        target = _numbered(target, model.lm_head.out_features)
+        source = numbered(source, config.vocab_size)
+        target = numbered(target, model.lm_head.out_features)
         spec.register_source_vocabulary(source)
         spec.register_target_vocabulary(target)
         spec.config.decoder_start_token = target[settings.decoder_start_token_id]
     else:
-        target = _numbered(source, config.vocab_size)
+        target = numbered(source, config.vocab_size)
         spec.register_vocabulary(target)
         spec.config.layer_norm_epsilon = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
         if (size := getattr(config, "head_dim", None)) is not None:  # the converter takes hidden size / heads
@@ -118,7 +119,7 @@ def _set_integers(spec: Any, trained: dict[str, tuple[np.ndarray, np.ndarray]]) 
     visit_spec(spec, set_values)
 
 
-def _tokens(tokenizer: Any) -> tuple[dict[int, str], dict[int, str]]:
+def tokens_of(tokenizer: Any) -> tuple[dict[int, str], dict[int, str]]:
     """{id: token} of source and target."""
     source = target = tokenizer.get_vocab()
     if getattr(tokenizer, "separate_vocabs", False):  # a MarianTokenizer with two vocabularies
@@ -126,7 +127,7 @@ def _tokens(tokenizer: Any) -> tuple[dict[int, str], dict[int, str]]:
     return {i: token for token, i in source.items()}, {i: token for token, i in target.items()}
 
 
-def _numbered(tokens: dict[int, str], size: int) -> list[str]:
+def numbered(tokens: dict[int, str], size: int) -> list[str]:
     """The tokens by id; ids of the model that the tokenizer lacks get placeholder names."""
     return [tokens.get(i, f"<unused_{i}>") for i in range(size)]
 
@@ -190,7 +191,7 @@ class CTranslate2Translator(Translator):
         self._source, self._target = (_vocabulary(Path(folder), side) for side in ("source", "target"))
         self._target_ids = {token: i for i, token in enumerate(self._target)}
 
-    def _translate(self, encoded: list[list[int]], config: Any, batch_size: int) -> list[list[list[int]]]:
+    def translate_ids(self, encoded: list[list[int]], config: Any, batch_size: int) -> list[list[list[int]]]:
         beams, returned = set_or(config.num_beams, 1), set_or(config.num_return_sequences, 1)
         results = self._engine.translate_batch(
             [[self._source[i] for i in ids] for ids in encoded],
@@ -209,3 +210,29 @@ class CTranslate2Translator(Translator):
             end_token=[self._target[i] for i in token_ids(config.eos_token_id)],
         )
         return [[[self._target_ids[token] for token in sequence] for sequence in r.hypotheses] for r in results]
+
+    def log_probabilities(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
+        """Of the tokens of each target, at most up to the first end."""
+        texts, others = (
+            [[names[i] for i in ids] for ids in each]
+            for names, each in ((self._source, sources), (self._target, targets))
+        )
+        ends = {self._target[i] for i in token_ids(self.generation_config.eos_token_id)}
+        others = [[token for token in each if token not in ends] for each in others]  # the engine adds one
+        scores = self._engine.score_batch(texts, others)
+        return [list(score.log_probs)[: len(ids)] for score, ids in zip(scores, targets, strict=True)]
+
+
+class CTranslate2Generator(nn.Module):
+    """The forward of a language model in a folder written by `hf-freeze export --format ctranslate2`. `options` go to
+    `ctranslate2.Generator`."""
+
+    def __init__(self, folder: str | Path, **options: Any) -> None:
+        super().__init__()
+        read_mark(Path(folder), "ctranslate2", "causal-lm")
+        self._engine: Any = require("ctranslate2", "ctranslate2").Generator(str(folder), **options)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        """(B, T) ids, padded on the right, -> logits (B, T, V)"""
+        rows = [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
+        return {"logits": torch.from_numpy(np.array(self._engine.forward_batch(rows)))}

@@ -328,7 +328,7 @@ class OnnxTranslator(Translator):
         super().__init__(folder)
         self._search = _Search(Path(folder), **options)
 
-    def _translate(self, encoded: list[list[int]], config: Any, batch_size: int) -> list[list[list[int]]]:
+    def translate_ids(self, encoded: list[list[int]], config: Any, batch_size: int) -> list[list[list[int]]]:
         banned = config.bad_words_ids or []
         if any(len(word) > 1 for word in banned):
             raise ValueError(f"bad_words_ids={banned}: this greedy search can ban single tokens only")

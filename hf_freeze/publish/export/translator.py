@@ -58,13 +58,13 @@ class Translator:
         config.update(**settings)
         results = [
             [{"translation_text": self.tokenizer.decode(ids, skip_special_tokens=True)} for ids in returned]
-            for returned in (self._translate(encoded, config, batch_size) if encoded else [])
+            for returned in (self.translate_ids(encoded, config, batch_size) if encoded else [])
         ]
         if isinstance(inputs, str):
             return results[0]
         return [result[0] for result in results] if all(len(result) == 1 for result in results) else results
 
-    def _translate(self, encoded: list[list[int]], config: Any, batch_size: int) -> list[list[list[int]]]:
+    def translate_ids(self, encoded: list[list[int]], config: Any, batch_size: int) -> list[list[list[int]]]:
         """ids of each text -> ids of each sequence that is returned for it."""
         raise NotImplementedError
 
