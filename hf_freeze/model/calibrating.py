@@ -154,9 +154,7 @@ class CalibrationPass:
         self._widest = max((features(linear)[0] for _, linear in surgery.modules(self._old, names)), default=0)
         groups = self._in_order(names)
         for group in track(groups, "Calibrating", len(groups)):
-            found = self._moments(group, [module for name in group for module in before.get(name, ())])
-            owner = surgery.owner_of(self._old, group[0])
-            yield found if owner == group[0] else self.report.enough(owner, found)
+            yield self._moments(group, [module for name in group for module in before.get(name, ())])
             # Linears of a group run to reach the next one, and may have kept a weight from before they had values.
             for name in group:
                 for part in () if surgery.is_removed(self._new, name) else surgery.linear_at(self._new, name).modules():
@@ -172,9 +170,8 @@ class CalibrationPass:
         reads = seen_in(modules, False, lambda: self._old(**self._batches[0]))
         places = {name: self._architecture.layer_of(f"{name}.") for name in names}
         order = {name: number for number, name in enumerate(reads)}
-        last = {
-            places[name]: order[owners[name]] + 0.5 for name in names if owners[name] in order
-        }  # some may not have run
+        # Some may not have run.
+        last = {places[name]: order[owners[name]] + 0.5 for name in names if owners[name] in order}
         ranked = sorted(names, key=lambda name: order.get(owners[name], last.get(places[name], len(order))))
 
         def group(name: str) -> Any:
@@ -188,17 +185,15 @@ class CalibrationPass:
             self._enter(*place)
         sums = {name: _Sums() for name in names}
         owner, stream = surgery.owner_of(self._old, names[0]), None
-        alone = owner != names[0] or len(names) == 1
-        if alone and place is not None and self._streams and self._is_as_wide(names[0], before):
+        watched = [owner] if owner != names[0] else names
+        if len(watched) == 1 and place is not None and self._streams and self._is_as_wide(names[0], before):
             stream = self._joins(place, owner)
         for number, batch in enumerate(self._batches):
             if stream is not None:
                 self._add_joined(sums, place, number, owner, before, stream)
                 continue
-            outputs = self._watch("old", place, number, [owner] if alone else names, (), outputs=owner == names[0])
-            for name, calls in self._watch(
-                "new", place, number, [owner] if alone else names, before, outputs=False
-            ).items():
+            outputs = self._watch("old", place, number, watched, (), outputs=owner == names[0])
+            for name, calls in self._watch("new", place, number, watched, before, outputs=False).items():
                 for x, y in itertools.zip_longest(calls, outputs.get(name, ())[: len(calls)]):
                     if isinstance(x, Routed):
                         _add_routed(sums, x, y, self._rows(name, place, batch, x.states))
@@ -209,6 +204,8 @@ class CalibrationPass:
                         y = None
                     sums[name].add(_selected(x, rows), None if y is None else _selected(y, rows))
         moments = {name: each.moments(name) for name, each in sums.items()}
+        if owner != names[0]:
+            moments = self.report.enough(owner, moments)
         for name, each in moments.items():
             if each is not None:
                 self.report.check_tokens(name, each.count, len(each.mean), self._widest)

@@ -16,6 +16,7 @@ from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.methods import FFNPruning
 from hf_freeze.model.calibrating import CalibrationPass, collect
 from hf_freeze.model.calibration import Calibration, Report, calibrated_linears
+from hf_freeze.model.convert import convert
 from hf_freeze.model.fidelity import fidelity_on
 from hf_freeze.solvers.columns import refit
 from hf_freeze.solvers.moments import RIDGE
@@ -272,6 +273,15 @@ def test_too_few_tokens_are_no_calibration():
     with pytest.warns(UserWarning, match=r"no or too few tokens .* 'layers.0.mlp.experts': 0, 1, 2, 3; 'layers.1"):
         calibrated = make_variant(model, [method], calibration=text)
     assert differences(calibrated.state_dict(), make_variant(model, [method]).state_dict()) == []
+
+
+def test_convert_writes_what_make_variant_makes(tmp_path):
+    model, method, texts = model_of("mixtral"), FFNPruning(expert_width=WIDTH), batches(model_of("mixtral"))
+    model.save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "out", [method], calibration=texts, max_shard_size="40KB")
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    expected = variant(model, method, texts=texts)
+    assert differences(written.state_dict(), expected.state_dict(), tolerance=1e-3) == []
 
 
 def test_a_saved_calibration_is_worth_its_texts():
