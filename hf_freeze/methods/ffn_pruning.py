@@ -41,8 +41,8 @@ class FFNPruning(Method):
     experts in one parameter; `width` is then for its other FFNs, if it has any. In `keep`, experts have a list each:
     `{"decoder.0.experts": [[0, 3, ...], [1, 2, ...], ...]}`.
 
-    With a calibration, those neurons stay whose loss would change the outputs most, and the matrix that reads them is refitted: in
-    an FFN, or in each expert, on the tokens that it gets. An expert that no or too few tokens reach is cut as without.
+    With a calibration, those neurons stay whose loss would change the outputs most, and the matrix that reads them is refitted:
+    in an FFN, or in each expert, on the tokens that it gets. An expert that no or too few tokens reach is cut as without.
     `share`, which needs a calibration, is for FFNs of linears.
 
     The magnitude of a neuron is the product of the norm of its input weights and the norm of its output weights. `merge()`
