@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoFeatureExtractor, AutoImageProcessor
 
-from hf_freeze.analysis.answers import SPEECH, Answers, compare_answers
+from hf_freeze.analysis.answers import SPEECH, Answers, aligned, compare_answers
 from hf_freeze.architectures.tasks import task_of
 from hf_freeze.model.fidelity import Fidelity
 from hf_freeze.model.loading import load_model, load_tokenizer
@@ -227,17 +227,19 @@ class _Asked:
                 per_token = padded and self.served.task in _PER_TOKEN
                 yield number, {name: value[:length] if per_token else value for name, value in found.items()}
 
-    def choices(self, number: int, log_probs: Tensor, tokens: list[str]) -> dict[str, Any]:
-        """The probabilities of tokens, (N, V), where these tokens are; nothing if the original has read others."""
-        answer = {"tokens": tokens, "best": log_probs.argmax(-1).numpy()}
+    def choices(self, number: int, log_probs: Tensor, at: Sequence[int] | None = None) -> dict[str, Any]:
+        """What is kept of the probabilities of tokens, (N, V). `at`: which of the original's positions these are."""
+        answer = {"best": log_probs.argmax(-1).numpy()}
         if self.like is None or self.numbers is None:
             values, top = log_probs.topk(min(TOP, log_probs.shape[-1]))
-            return answer | {"top": top.int().numpy(), "log_probs": values.numpy()}
-        theirs = self.like.items[number]
-        if theirs.get("tokens") != tokens or "top" not in theirs:
-            return {}
-        top = self.numbers[torch.from_numpy(theirs["top"]).long()].clamp(min=0)
-        return answer | {"log_probs": log_probs.gather(1, top).numpy()}
+            return answer | {"top": top.int().numpy(), "log_probs": values.numpy(), "at": np.arange(len(log_probs))}
+        top = self.like.items[number]["top"][at]
+        ids = self.numbers[torch.from_numpy(top).long()].clamp(min=0)
+        return answer | {"log_probs": log_probs.gather(1, ids).numpy(), "at": np.array(at, dtype=int)}
+
+    def aligned(self, number: int, tokens: list[str]) -> tuple[list[int], list[int]]:
+        """(positions of the original, positions here) that have the same tokens."""
+        return aligned(tokens if self.like is None else self.like.items[number].get("tokens", []), tokens)
 
 
 def _size(row: Mapping[str, Any]) -> int:
@@ -298,27 +300,34 @@ def _spans(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
 def _next_tokens(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, found in asked.outputs():
         ids = asked.rows[number]["input_ids"]
-        log_probs = found["logits"].log_softmax(-1)
-        if answer := asked.choices(number, log_probs, asked.tokens(ids)):
-            yield number, answer | {"nats": _nats(log_probs[:-1], ids[1:])}
+        tokens, log_probs = asked.tokens(ids), found["logits"].log_softmax(-1)
+        theirs, ours = asked.aligned(number, tokens)
+        if ours:
+            nats = {"nats": _nats(log_probs[:-1], ids[1:])}
+            yield number, {"tokens": tokens} | asked.choices(number, log_probs[ours], theirs) | nats
 
 
 def _masked_tokens(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
     mask, rows, places = asked.served.tokenizer.mask_token_id, [], []
-    for row in asked.rows:
-        ids = list(row["input_ids"])
+    for number, row in enumerate(asked.rows):
+        ids, tokens = row["input_ids"], asked.tokens(row["input_ids"])
         masked = [i for i, token in enumerate(ids) if token == mask]
         if not masked and (words := asked.words(ids)):
-            draw = np.random.default_rng(zlib.crc32(" ".join(asked.tokens(ids)).encode()))
+            draw = np.random.default_rng(zlib.crc32(" ".join(tokens).encode()))
             masked = sorted(draw.choice(words, max(1, round(_MASKED * len(words))), replace=False).tolist())
-        places.append(masked)
+        at = [*range(len(masked))]
+        if asked.like is not None:  # the same words as there
+            here = dict(zip(*asked.aligned(number, tokens), strict=True))
+            theirs = asked.like.items[number].get("places", [])
+            at, masked = [n for n, i in enumerate(theirs) if i in here], [here[i] for i in theirs if i in here]
+        places.append((masked, at))
         rows.append(row | {"input_ids": [mask if i in masked and mask is not None else t for i, t in enumerate(ids)]})
     for number, found in asked.outputs(rows):
-        if not (masked := places[number]):
-            continue
-        log_probs, ids = found["logits"][masked].log_softmax(-1), asked.rows[number]["input_ids"]
-        if answer := asked.choices(number, log_probs, asked.tokens(rows[number]["input_ids"])):
-            true = [ids[i] for i in masked]
+        masked, at = places[number]
+        if masked:
+            ids = asked.rows[number]["input_ids"]
+            true, log_probs = [ids[i] for i in masked], found["logits"][masked].log_softmax(-1)
+            answer = {"tokens": asked.tokens(ids), "places": masked} | asked.choices(number, log_probs, at)
             yield number, answer | ({} if mask in true else {"nats": _nats(log_probs, true)})
 
 
@@ -365,8 +374,9 @@ def _written(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
             ids = targets[place]
             if log_probs.dim() == 1:  # of the target alone
                 found[place]["nats"] = -log_probs.numpy()
-            elif answer := asked.choices(chosen[place], log_probs, asked.tokens(ids)):
-                found[place] |= answer | {"nats": _nats(log_probs, ids)}
+            elif asked.like is None or "top" in asked.like.items[chosen[place]]:
+                at = [*range(len(ids))]
+                found[place] |= asked.choices(chosen[place], log_probs, at) | {"nats": _nats(log_probs, ids)}
         yield from zip(chosen, found, strict=True)
 
 
@@ -382,10 +392,7 @@ def _greedy(served: Served, batch: dict[str, Tensor], rows: list[dict[str, Any]]
     start = served.model.generation_config.decoder_start_token_id
     starts = found[:, 0].tolist() if "input_ids" in batch else [start] * len(found)
     ends = token_ids(served.model.generation_config.eos_token_id)
-    ids = [
-        row[1 if row[0] == first else 0 :]
-        for row, first in zip(found.tolist(), starts, strict=True)
-    ]
+    ids = [row[1 if row[0] == first else 0 :] for row, first in zip(found.tolist(), starts, strict=True)]
     return starts, [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in ids]
 
 
