@@ -361,7 +361,7 @@ def _written(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
     """Of models that write: the text of greedy search, and the probabilities of the tokens that the original wrote."""
     tokenizer = asked.served.tokenizer
     for chosen, batch in asked.batches():
-        starts, written = _greedy(asked.served, batch, [asked.rows[i] for i in chosen])
+        starts, written = _greedy(asked, chosen, batch)
         targets, found = written, [{"text": tokenizer.decode(ids, skip_special_tokens=True)} for ids in written]
         if asked.like is not None and asked.numbers is not None:
             theirs = [asked.like.items[i].get("target", np.empty(0)) for i in chosen]
@@ -380,20 +380,30 @@ def _written(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
         yield from zip(chosen, found, strict=True)
 
 
-def _greedy(served: Served, batch: dict[str, Tensor], rows: list[dict[str, Any]]) -> tuple[list[int], list[list[int]]]:
-    """(first token of each decoder, what it writes, up to the end)"""
-    limit = {"max_new_tokens": _most_new(served, batch)} if "input_ids" in batch else {}
-    if isinstance(served.model, CTranslate2Translator):
-        config = copy.deepcopy(served.model.generation_config)
+def _greedy(asked: _Asked, chosen: list[int], batch: dict[str, Tensor]) -> tuple[list[list[int]], list[list[int]]]:
+    """(what each decoder reads first, what it writes then, up to the end)"""
+    model = asked.served.model
+    limit = {"max_new_tokens": _most_new(asked.served, batch)} if "input_ids" in batch else {}
+    if isinstance(model, CTranslate2Translator):
+        config = copy.deepcopy(model.generation_config)
         config.update(num_beams=1, num_return_sequences=1, **limit)
-        found = served.model.translate_ids([row["input_ids"] for row in rows], config, len(rows))
-        return [0] * len(rows), [returned[0] for returned in found]
-    found = served.model.generate(**batch, num_beams=1, do_sample=False, **limit)
-    start = served.model.generation_config.decoder_start_token_id
-    starts = found[:, 0].tolist() if "input_ids" in batch else [start] * len(found)
-    ends = token_ids(served.model.generation_config.eos_token_id)
-    ids = [row[1 if row[0] == first else 0 :] for row, first in zip(found.tolist(), starts, strict=True)]
-    return starts, [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in ids]
+        found = model.translate_ids([asked.rows[i]["input_ids"] for i in chosen], config, len(chosen))
+        return [[] for _ in chosen], [returned[0] for returned in found]
+    found, config = model.generate(**batch, num_beams=1, do_sample=False, **limit).tolist(), model.generation_config
+    starts = [ids[:1] for ids in found]
+    if hasattr(config, "no_timestamps_token_id"):  # Whisper returns what follows these tokens
+        starts = [[config.decoder_start_token_id] for _ in found]
+        if getattr(config, "is_multilingual", False):
+            task = config.task_to_id[getattr(config, "task", None) or "transcribe"]
+            starts = [
+                [*start, language, task]
+                for start, language in zip(starts, model.detect_language(**batch).tolist(), strict=True)
+            ]
+        starts = [[*start, config.no_timestamps_token_id] for start in starts]
+    else:
+        found = [ids[1:] for ids in found]
+    ends = token_ids(config.eos_token_id)
+    return starts, [ids[: next((n + 1 for n, token in enumerate(ids) if token in ends), len(ids))] for ids in found]
 
 
 def _most_new(served: Served, batch: dict[str, Tensor]) -> int:
@@ -407,7 +417,7 @@ def _forced(
     batch: dict[str, Tensor],
     places: list[int],
     sources: list[list[int]],
-    starts: list[int],
+    starts: list[list[int]],
     targets: list[list[int]],
 ) -> list[Tensor]:
     """Log-probabilities where the decoder reads the targets: (T, V) of each text, or (T,), of its tokens, in CTranslate2."""
@@ -416,11 +426,12 @@ def _forced(
     if isinstance(served.model, CTranslate2Translator):
         scores = served.model.log_probabilities(sources, [targets[place] for place in places])
         return [torch.tensor(score) for score in scores]
-    read = [torch.tensor([starts[place], *targets[place][:-1]]) for place in places]
+    read = [torch.tensor([*starts[place], *targets[place][:-1]]) for place in places]
     ids = nn.utils.rnn.pad_sequence(read, batch_first=True)
     inputs = {name: value[places] for name, value in batch.items()}
     logits = served.model(**inputs, decoder_input_ids=ids)["logits"]
-    return [row[: len(each)].float().log_softmax(-1) for row, each in zip(logits, read, strict=True)]
+    ranges = [slice(len(each) - len(targets[place]), len(each)) for each, place in zip(read, places, strict=True)]
+    return [row[part].float().log_softmax(-1) for row, part in zip(logits, ranges, strict=True)]
 
 
 def _heard(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
