@@ -11,7 +11,7 @@ import contextlib
 import copy
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor
 
 from hf_freeze.analysis.answers import SPEECH, Answers, aligned, compare_answers
 from hf_freeze.architectures.tasks import task_of
+from hf_freeze.data import sample
 from hf_freeze.model.fidelity import Fidelity
 from hf_freeze.model.loading import load_model, load_tokenizer
 from hf_freeze.model.running import in_eval_mode, without_cache
@@ -34,6 +35,7 @@ from hf_freeze.publish.export.translator import token_ids
 from hf_freeze.publish.sentence_files import read_sentence_files
 
 TOP = 64  # tokens of which the probability is kept, at each position
+_COMPARED = 512  # of the texts of an export
 _BATCH = 4096  # padded tokens of a batch
 _NUMBERS = 1 << 26  # of the outputs of a batch
 _MASKED = 0.15  # of the tokens, for masked language models
@@ -96,6 +98,18 @@ def served_fidelity(
     first = opened(original, tokenizer)
     expected = answers(first, items)
     return compare_answers(expected, answers(opened(served, first.tokenizer), items, like=expected))
+
+
+def check_fidelity(original: Any, folder: Path, items: Sequence[Any], least: float, say: Callable[[str], Any]) -> None:
+    """Raises ValueError if the model in `folder` is less faithful to `original` than `least`, on a sample of `items`."""
+    found = served_fidelity(original, folder, sample(items, _COMPARED))
+    low, high = found.intervals["score"]
+    measured = f"fidelity {found.score:.4f} (95 % interval {low:.4f} to {high:.4f}) on {found.compared} texts"
+    if not (found.score or 0.0) >= least:
+        raise ValueError(
+            f"{measured}, below min_fidelity={least:g}: choose another quantization or none, or a lower limit"
+        )
+    say(measured)
 
 
 @torch.no_grad()
