@@ -218,7 +218,7 @@ class HeadPruning(Method):
                 attention = attentions[outputs[output]]
                 before = kept = plain[outputs[output]]
                 if moment is not None and self.heads is None:
-                    groups, order = self._eliminated(old, attention, moment)
+                    groups, order = eliminated_heads(old, attention, moment)
                     kept = [head for number in order.kept(len(before) // len(groups[0])) for head in groups[number]]
                 self._take(old, new, attention, kept)
                 if moment is not None and kept:
@@ -236,14 +236,6 @@ class HeadPruning(Method):
         surgery.copy_heads(old, new, attention, kept, surgery.count_heads(old, attention, self.name))
         surgery.release(old, attention.linears)
 
-    def _eliminated(self, old: Any, attention: Attention, moments: Moments) -> tuple[list[list[int]], Elimination]:
-        """The groups of heads that can go, and the order in which they do, by their inputs of the output projection."""
-        heads, unit = surgery.count_heads(old, attention, self.name), _removed_together(old, attention)
-        groups = [list(range(first, first + unit)) for first in range(0, heads, unit)]
-        linear = old.base_model.get_submodule(attention.o)
-        columns = [_inputs(old, attention, group) for group in groups]
-        return groups, eliminate(surgery.effective_weight(linear), linear.bias, moments, columns)
-
     def _kept_by(self, statistics: Statistics, old: Any, attentions: dict[str, Attention]) -> dict[str, list[int]]:
         """Attention -> the heads that stay by what the model sees; with `scope="global"` the heads of all attentions compete."""
         outputs = {attention.o: name for name, attention in attentions.items()}
@@ -251,7 +243,7 @@ class HeadPruning(Method):
         for moments in statistics.walk(list(outputs), curvature=True):
             for output, moment in moments.items():
                 if moment is not None:
-                    found[outputs[output]] = self._eliminated(old, attentions[outputs[output]], moment)
+                    found[outputs[output]] = eliminated_heads(old, attentions[outputs[output]], moment)
         share: Any = self.share
         units = {name: len(groups[0]) for name, (groups, _) in found.items()}
         heads = {name: len(groups) * units[name] for name, (groups, _) in found.items()}
@@ -354,6 +346,15 @@ class HeadPruning(Method):
             heads = attention.head_count(model.config)
             kept = self._kept(name, attention, model, heads) if attention.knows_heads else None
             surgery.pad_heads(model, attention, kept)
+
+
+def eliminated_heads(model: Any, attention: Attention, moments: Moments) -> tuple[list[list[int]], Elimination]:
+    """The groups of heads that can go, and the order in which they do, by their inputs of the output projection."""
+    heads, unit = surgery.count_heads(model, attention, "head_pruning"), _removed_together(model, attention)
+    groups = [list(range(first, first + unit)) for first in range(0, heads, unit)]
+    linear = model.base_model.get_submodule(attention.o)
+    columns = [_inputs(model, attention, group) for group in groups]
+    return groups, eliminate(surgery.effective_weight(linear), linear.bias, moments, columns)
 
 
 def _inputs(model: Any, attention: Attention, heads: Sequence[int]) -> list[int]:

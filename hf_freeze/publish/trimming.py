@@ -91,7 +91,7 @@ def trim_model(
         size=size,
         coverage=coverage if size is None else None,
         characters=characters,
-        always=_named_tokens(model),
+        always=named_tokens(model),
         counts=counts,
     )
     chosen.check(architecture_of(model.config), model.config)
@@ -143,7 +143,7 @@ def _check_replaceable(folder: Path, source: Any, force: bool) -> None:
         raise ValueError(f"{folder} holds an earlier result of hf-freeze trim; choose another --out, or use --force")
 
 
-def _named_tokens(model: Any) -> set[int]:
+def named_tokens(model: Any) -> set[int]:
     """The tokens that must stay: those that the config and the generation settings name, and all up to one that must keep its
     number."""
     vocabulary = min(read(model.config, field) for field in architecture_of(model.config).token_tables.values())

@@ -33,8 +33,8 @@ from hf_freeze.experiments.runs import execute as runs
 from hf_freeze.experiments.runs import text_training
 from hf_freeze.experiments.runs.execute import execute
 from hf_freeze.experiments.runs.grid import FailedRuns, run_grid
-from hf_freeze.experiments.runs.resume import last_whole_checkpoint
 from hf_freeze.run_folder import run_folder
+from hf_freeze.training.resume import last_whole_checkpoint
 
 # -- killed --------------------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_freeze.experiments.runs.resume import last_whole_checkpoint
+from hf_freeze.training.resume import last_whole_checkpoint
 
 MODEL, TAUGHT, PART = "the model", "everything kept, trained as long", "half of one kind of part"
 CANDIDATE, FINAL = "candidate", "compressed"

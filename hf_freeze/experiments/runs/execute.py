@@ -15,7 +15,7 @@ from hf_freeze.analysis.accounting import count_parameters, forward_multiply_add
 from hf_freeze.analysis.memory import inference_memory
 from hf_freeze.experiments.runs.environment import environment, peak_memory
 from hf_freeze.experiments.runs.launcher import is_first_process
-from hf_freeze.experiments.runs.resume import agreed_precision, check_origin, last_whole_checkpoint
+from hf_freeze.experiments.runs.resume import agreed_precision, check_origin
 from hf_freeze.experiments.runs.text_training import execute_text
 from hf_freeze.experiments.runs.tracking import tracked
 from hf_freeze.experiments.tasks.base import OwnTask, ProgressCallback
@@ -23,6 +23,7 @@ from hf_freeze.experiments.tasks.items import digest_of_test_set
 from hf_freeze.experiments.tasks.registry import task_of
 from hf_freeze.io import write_whole
 from hf_freeze.run_folder import start_folder, teacher_folder
+from hf_freeze.training.resume import last_whole_checkpoint
 
 
 def execute(

@@ -257,7 +257,7 @@ def _work(
     import ray
     from ray.exceptions import RayError
 
-    from hf_freeze.experiments.runs.resume import last_whole_checkpoint
+    from hf_freeze.training.resume import last_whole_checkpoint
 
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # those there are other tasks'

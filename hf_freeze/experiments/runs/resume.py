@@ -19,17 +19,6 @@ from hf_freeze.io import write_whole
 from hf_freeze.training.precision import AUTO
 
 
-def last_whole_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that was written to its end: the Trainer writes trainer_state.json last."""
-    for checkpoint in sorted(folder.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]), reverse=True):
-        try:
-            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # not there, or cut off by a full disk
-            continue
-        return str(checkpoint)
-    return None
-
-
 def forget_other_machines(folder: Path) -> None:
     """Remove the checkpoints in `folder` if other code or another kind of machine wrote them: the run then begins again, rather
     than end with other figures."""

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from hf_freeze.experiments.runs.resume import last_whole_checkpoint
+from hf_freeze.training.resume import last_whole_checkpoint
 
 
 def dev_loss_at(folder: Path, epochs: float) -> float | None:

@@ -1,0 +1,132 @@
+"""The attentions and FFNs of a model, and what each loses with fewer heads or neurons, from one pass over the texts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_freeze import methods, surgery
+from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.methods.head_pruning import eliminated_heads
+from hf_freeze.model.calibrating import CalibrationPass
+from hf_freeze.model.calibration import Report, warned_once
+from hf_freeze.model.samples import Samples
+from hf_freeze.solvers.columns import Elimination, eliminate
+from hf_freeze.surgery.neurons import LinearNeurons
+
+
+@dataclass(frozen=True)
+class Block:
+    """An attention (`heads`: those of each unit that goes at once) or an FFN (`heads` empty, a unit is a neuron).
+
+    `order`: in which units go, with what each removal adds to the distance of the model's outputs from the original's, as the
+    quadratic approximation has it. `weights`: the numbers in its matrices, of which a unit has `per_unit`.
+    """
+
+    name: str
+    weights: int
+    per_unit: float
+    order: Elimination
+    heads: tuple[tuple[int, ...], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        order, losses = self.order.order.tolist(), self.order.losses.tolist()
+        return {"name": self.name, "weights": self.weights, "per_unit": self.per_unit, "heads": self.heads} | {
+            "order": order,
+            "losses": losses,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Block":
+        order = Elimination(torch.tensor(values["order"]), torch.tensor(values["losses"], dtype=torch.float64))
+        heads = tuple(tuple(unit) for unit in values["heads"])
+        return cls(values["name"], values["weights"], values["per_unit"], order, heads)
+
+    @property
+    def units(self) -> int:
+        return len(self.order.order)
+
+    @property
+    def kind(self) -> str:
+        return "heads" if self.heads else "neurons"
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """(stack, layer)"""
+        stack, layer, _ = self.name.split(".", 2)
+        return stack, int(layer)
+
+    def kept(self, count: int) -> list[int]:
+        """The numbers of the neurons or heads that stay if `count` units do."""
+        units = self.order.kept(count)
+        return [head for unit in units for head in self.heads[unit]] if self.heads else units
+
+
+def blocks_of(model: Any, samples: Samples, *, curvature: bool = True) -> dict[str, Block]:
+    """Those whose heads or neurons can go, by name, such as "encoder.0.self" or "decoder.1.ffn"."""
+    architecture = architecture_for(model)
+    found: dict[str, tuple[str, Callable[[Any], tuple[Elimination, tuple[tuple[int, ...], ...]]]]] = {}
+
+    def by_heads(attention: Any) -> Any:
+        def order(moments: Any) -> Any:
+            groups, elimination = eliminated_heads(model, attention, moments)
+            return elimination, tuple(map(tuple, groups))
+
+        return order
+
+    def by_neurons(output: str) -> Any:
+        def order(moments: Any) -> Any:
+            linear = model.base_model.get_submodule(output)
+            return eliminate(surgery.effective_weight(linear), linear.bias, moments), ()
+
+        return order
+
+    for name, attention in architecture.attentions(model.config).items():
+        if _can_lose(model, methods.HeadPruning(share=0.5, layers=_only(name))):
+            found[attention.o] = name, by_heads(attention)
+    for name, neurons in surgery.neurons_of(architecture, model.config).items():
+        if isinstance(neurons, LinearNeurons):
+            found[neurons.linears[-1]] = name, by_neurons(neurons.linears[-1])
+    sizes = _weights(model)
+    blocks = {}
+    with warned_once(), CalibrationPass(model, model, samples.batches, Report(), lambda *_: model).running() as statistics:
+        for moments in statistics.walk(list(found), curvature=curvature):
+            for output, moment in moments.items():
+                name, order = found[output]
+                if moment is not None and name in sizes:
+                    elimination, heads = order(moment)
+                    blocks[name] = Block(name, sizes[name], sizes[name] / len(elimination.order), elimination, heads)
+    return {name: blocks[name] for name in sizes if name in blocks}
+
+
+def _only(name: str) -> dict[str, list[int]]:
+    stack, layer, _ = name.split(".", 2)
+    return {stack: [int(layer)]}
+
+
+def _can_lose(model: Any, method: Any) -> bool:
+    try:
+        method.check(architecture_for(model), model.config)
+    except ValueError:
+        return False
+    return True
+
+
+def _weights(model: Any) -> dict[str, int]:
+    """Attention or FFN -> the numbers in its matrices, in the order of the layers."""
+    architecture = architecture_for(model)
+    linears: dict[str, Sequence[str]] = {
+        **{name: list(attention.linears) for name, attention in architecture.attentions(model.config).items()},
+        **{name: list(names) for name, names in architecture.ffns(model.config).items()},
+    }
+    present = {
+        name: [each for each in names if not surgery.is_removed(model, each)] for name, names in linears.items()
+    }
+    counts = {
+        name: sum(surgery.effective_weight(linear).numel() for _, linear in surgery.modules(model, names))
+        for name, names in present.items()
+    }
+    return {name: count for name, count in counts.items() if count}
+
+

@@ -1,0 +1,162 @@
+"""Which shape loses least within the limits: one integer program over layers, heads, neurons, tokens and bits, solved by HiGHS
+(scipy.optimize.milp)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_matrix
+
+from hf_freeze.compression.blocks import Block
+from hf_freeze.compression.losses import Losses
+from hf_freeze.compression.prices import Prices
+from hf_freeze.compression.shape import Shape
+
+_GAP, _SECONDS = 1e-3, 20.0  # of the solver: relative distance from the optimum, and time
+_LEVELS = 12  # numbers of units that may be kept of a block, from none to all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the program may choose. `bits`: of weights, the most first. `uniform`: as many units in each block of a kind, in
+    multiples of `multiple`, all in the same bits, as engines with one width for all layers need it. `may_go`: kinds of parts
+    among "layers", "heads", "neurons", "tokens"."""
+
+    bits: tuple[int, ...] = (8,)
+    uniform: bool = False
+    multiple: int = 8
+    may_go: frozenset[str] = frozenset({"layers", "heads", "neurons", "tokens"})
+
+
+def levels(block: Block, options: Options) -> list[int]:
+    """Numbers of units that may be kept, the most first. An attention keeps one head at least."""
+    if block.kind not in options.may_go:
+        return [block.units]
+    wide = block.kind == "neurons" and block.units >= 8 * options.multiple
+    step = options.multiple if wide else 1
+    counts = {round(block.units * level / _LEVELS / step) * step for level in range(1, _LEVELS)} - {0}
+    return sorted({count for count in counts if count < block.units} | {block.units}, reverse=True)
+
+
+@dataclass(frozen=True)
+class _Variable:
+    """A choice: of a block, (units, bits); of a stack, its depth; of the tables, (tokens, bits)."""
+
+    part: str
+    value: tuple[int, ...]
+    loss: float
+    bytes: float
+    ms: float
+
+
+class Program:
+    """All choices for one model; `solve` may be called with many limits."""
+
+    def __init__(
+        self, blocks: Mapping[str, Block], losses: Losses, prices: Prices, options: Options
+    ) -> None:
+        self._blocks, self._losses, self._prices, self._options = blocks, losses, prices, options
+        self._variables = [*self._of_stacks(), *self._of_blocks(), *self._of_tables(), *self._of_widths()]
+        self._rows, self._low, self._high = self._constraints()
+
+    def solve(self, max_bytes: float, max_ms: float | None) -> tuple[Shape, float] | None:
+        """(the shape of least loss within the limits, that loss); None if there is none. `max_bytes` may be infinite."""
+        limits = {"bytes": max_bytes - self._prices.fixed_bytes}
+        limits |= {} if max_ms is None else {"ms": max_ms - self._prices.fixed_ms}
+        return self._least("loss", {cost: limit for cost, limit in limits.items() if np.isfinite(limit)})
+
+    def smallest(self, cost: str) -> Shape:
+        """The shape of the least "bytes" or "ms"."""
+        found = self._least(cost, {})
+        assert found is not None  # the whole model is one
+        return found[0]
+
+    def _least(self, aim: str, limits: Mapping[str, float]) -> tuple[Shape, float] | None:
+        def of(cost: str) -> np.ndarray:
+            return np.array([getattr(one, cost) for one in self._variables])
+
+        rows = [*self._rows, *map(of, limits)]
+        low, high = self._low + [-np.inf] * len(limits), [*self._high, *limits.values()]
+        found = milp(
+            of(aim),
+            integrality=np.ones(len(self._variables)),
+            bounds=Bounds(0, 1),
+            constraints=LinearConstraint(csr_matrix(np.stack(rows)), low, high),
+            options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
+        )
+        if found.x is None:
+            return None
+        chosen = [one for one, x in zip(self._variables, found.x, strict=True) if x > 0.5]
+        return self._shape(chosen), float(found.fun)
+
+    def _of_stacks(self) -> list[_Variable]:
+        found = []
+        for stack, depths in self._losses.layers.items():
+            for depth, (_, loss) in depths.items():
+                if depth == max(depths) or "layers" in self._options.may_go:
+                    cost = self._prices.of_layers(stack, depth)
+                    found.append(_Variable(f"stack {stack}", (depth,), loss, *cost))
+        return found
+
+    def _of_blocks(self) -> list[_Variable]:
+        found = []
+        for name, block in self._blocks.items():
+            for units in levels(block, self._options):
+                for bits in self._options.bits:
+                    loss = self._losses.of_units(block, units) + self._losses.of_bits(name, bits, units / block.units)
+                    found.append(_Variable(name, (units, bits), loss, *self._prices.of_block(block, units, bits)))
+        return found
+
+    def _of_tables(self) -> list[_Variable]:
+        found = []
+        for tokens, loss in self._losses.tokens.items():
+            if tokens == max(self._losses.tokens) or "tokens" in self._options.may_go:
+                for bits in self._options.bits:
+                    total = loss + self._losses.of_bits("tables", bits, 1.0)
+                    found.append(_Variable("tables", (tokens, bits), total, *self._prices.of_tables(tokens, bits)))
+        return found
+
+    def _of_widths(self) -> list[_Variable]:
+        """Where all blocks of a kind in a stack must be alike: what each of them keeps."""
+        if not self._options.uniform:
+            return []
+        values = {(_width_of(self._blocks[one.part]), one.value) for one in self._of_blocks()}
+        return [_Variable(part, value, 0.0, 0.0, 0.0) for part, value in sorted(values)]
+
+    def _constraints(self) -> tuple[list[np.ndarray], list[float], list[float]]:
+        """(rows, lower, upper ends): one choice for each stack, width and the tables; for a block one if its layer stays, else
+        none, and that of its width."""
+        rows, low, high = [], [], []
+
+        def add(row: np.ndarray, least: float, most: float) -> None:
+            rows.append(row)
+            low.append(least)
+            high.append(most)
+
+        def where(part: str, value: tuple[int, ...] | None = None) -> np.ndarray:
+            chosen = (one.part == part and value in (None, one.value) for one in self._variables)
+            return np.fromiter(chosen, float, len(self._variables))
+
+        for part in dict.fromkeys(one.part for one in self._variables if one.part not in self._blocks):
+            add(where(part), 1.0, 1.0)
+        for name, block in self._blocks.items():
+            stack, layer = block.place
+            with_it = [depth for depth, (kept, _) in self._losses.layers[stack].items() if layer in kept]
+            add(where(name) - sum(where(f"stack {stack}", (depth,)) for depth in with_it), 0.0, 0.0)
+            if self._options.uniform:
+                for value in dict.fromkeys(one.value for one in self._variables if one.part == name):
+                    add(where(name, value) - where(_width_of(block), value), -1.0, 0.0)
+        return rows, low, high
+
+    def _shape(self, chosen: Sequence[_Variable]) -> Shape:
+        values = {one.part: one.value for one in chosen}
+        layers = {stack: self._losses.layers[stack][values[f"stack {stack}"][0]][0] for stack in self._losses.layers}
+        units = {name: values[name][0] if name in values else block.units for name, block in self._blocks.items()}
+        bits = {name: values[name][1] if name in values else self._options.bits[0] for name in self._blocks}
+        tokens = values["tables"][0]
+        return Shape(layers=layers, units=units, bits=bits | {"tables": values["tables"][1]}, tokens=tokens)
+
+
+def _width_of(block: Block) -> str:
+    return f"width {block.place[0]} {block.kind}"

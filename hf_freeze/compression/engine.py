@@ -1,0 +1,111 @@
+"""The engine that a compressed model is served by: folders for it, and what they cost."""
+
+import importlib.util
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_freeze.io import whole_folder
+from hf_freeze.model.loading import load_tokenizer
+from hf_freeze.publish.export import ctranslate2
+from hf_freeze.publish.export.convert import export_model
+from hf_freeze.publish.latency import Worker, measure
+
+FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "*.spm", "[0-9]_*/*")  # of a saved model, with what reads its inputs
+_ROUNDS = 3
+_GENERATED = ("seq2seq-lm", "causal-lm")
+_WRITTEN = 16  # tokens, when times of language models are measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """`bits`: of weights, the most first; `uniform`: whether it needs one width for all layers of a stack."""
+
+    name: str
+    format: str | None
+    quantization: str | None
+    bits: tuple[int, ...]
+    uniform: bool
+
+
+ENGINES = {
+    "onnx": Engine(name="onnx", format="onnx", quantization="int8", bits=(8, 4), uniform=False),
+    "ctranslate2": Engine(name="ctranslate2", format="ctranslate2", quantization="int8", bits=(8,), uniform=True),
+    "torch": Engine(name="torch", format=None, quantization=None, bits=(32,), uniform=False),
+}
+
+
+def engine_for(name: str | None, task: str, model_type: str) -> Engine:
+    """By default CTranslate2 for translators that it knows, else ONNX Runtime. Raises ValueError for an unknown engine."""
+    if name is None:
+        knows = task == "seq2seq-lm" and task in ctranslate2.SUPPORTED_TASKS.get(model_type, ())
+        name = "ctranslate2" if knows and importlib.util.find_spec("ctranslate2") else "onnx"
+    if name not in ENGINES:
+        raise ValueError(f"unknown engine {name!r}; choose from {list(ENGINES)}")
+    return ENGINES[name]
+
+
+def serve(source: Path, engine: Engine, out: Path) -> Path:
+    """The folder `out`, for the engine, from the saved model in `source`; written whole, and not again."""
+    if out.exists():
+        return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if engine.format is not None:
+        return export_model(source, engine.format, quantization=engine.quantization, out=out)
+    with whole_folder(out) as written:
+        for path in files_of(source):
+            target = written / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
+    return out
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Those of a saved model that it needs to answer."""
+    return sorted({path for pattern in FILES for path in folder.glob(pattern) if path.is_file()})
+
+
+class Stopwatch:
+    """Measures the time of one text alone on one thread, in milliseconds. One process answers for all folders; `close` it."""
+
+    def __init__(self, texts: Sequence[str], new_tokens: int, say: Callable[[str], Any]) -> None:
+        self._texts, self._new_tokens, self._say = list(texts), new_tokens, say
+        self._worker: Worker | None = None
+
+    def milliseconds(self, folders: Mapping[str, Path], unit: tuple[str, float] | None = None) -> dict[str, float]:
+        """The median of each folder; they take turns. `unit`: the name of one of them and its time: those of the others are that
+        time, times the median ratio to it, because other work on the machine makes all of them slower alike."""
+        self._worker = self._worker or Worker()
+        measured = list(dict.fromkeys(folders.values()))
+        results = measure(
+            measured,
+            self._texts,
+            batches=(1,),
+            new_tokens=self._new_tokens,
+            exactly=True,
+            rounds=_ROUNDS,
+            say=self._say,
+            worker=self._worker,
+        )
+        times = dict(zip(measured, results, strict=True))
+        if unit is None:
+            return {name: times[folder].percentile(1, 50) for name, folder in folders.items()}
+        first = times[folders[unit[0]]]
+        return {name: unit[1] * times[folder].ratio_to(first, 1)[0] for name, folder in folders.items()}
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None
+
+
+def new_tokens_of(folder: Path, task: str, texts: Sequence[str], written: Sequence[str]) -> int:
+    """As many as the original writes in the mean; of language models a fixed number."""
+    if task == "seq2seq-lm" and written:
+        tokenizer = load_tokenizer(folder)
+        return max(round(float(np.mean([len(tokenizer(text)["input_ids"]) for text in written]))), 1)
+    return _WRITTEN if task in _GENERATED else 1

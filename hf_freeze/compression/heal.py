@@ -1,0 +1,319 @@
+"""Heal a compressed model: a short training that learns the outputs of the original on unlabelled inputs (Hinton et al., 2015,
+https://arxiv.org/abs/1503.02531). They are computed once and stored, so that a step costs what one of a plain training costs.
+
+Shapes: B rows, T tokens, D hidden size, V classes or tokens, K of them that are stored.
+"""
+
+import hashlib
+import json
+import math
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from hf_freeze.compression.targets import Objective, Texts, texts_of
+from hf_freeze.io import bytes_of, write_whole
+from hf_freeze.model.running import without_cache
+from hf_freeze.model.samples import Samples
+from hf_freeze.seeded.tensor import fingerprint
+from hf_freeze.training.resume import last_whole_checkpoint
+
+HealLimit = int | str  # 0, "10min", "90s", "2h", "1epoch", "0.5epochs" or DEFAULT
+DEFAULT = "default"
+_SHARE, _LEAST = 0.1, 60.0  # the default: this share of the time of an epoch, but at least so many seconds
+_UNITS = {"s": 1, "min": 60, "h": 3600}
+_PROBES, _SLOW = 6, 2  # steps that are timed before; the first ones are slower and do not count
+_PLANNED = 0.9  # share of the time to plan steps for; the rest is for steps that are slower than the timed ones
+_SAVED = 60.0  # seconds between two checkpoints
+_RATE, _LORA_RATE = 5e-4, 2e-3
+_LORA_FROM = 500_000_000  # parameters
+
+Report = Callable[[dict[str, Any]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Healed:
+    """`loss_before`, `loss_after`: on the same held-out texts; unless `better`, the model has been left as it was. `tokens`: of
+    training, counted again in each epoch. `seconds`: of the whole call. `bytes_per_token`: of the stored outputs."""
+
+    epochs: float = 0.0
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    seconds_per_step: float = 0.0
+    loss_before: float | None = None
+    loss_after: float | None = None
+    better: bool = False
+    bytes_per_token: float = 0.0
+
+
+def heal(
+    student: Any,
+    original: Any,
+    samples: Samples,
+    out: Path,
+    *,
+    limit: HealLimit = DEFAULT,
+    kept: Sequence[int] | None = None,
+    pooling: str = "mean",
+    seed: int = 0,
+    lora: bool | None = None,
+    learning_rate: float | None = None,
+    callback: Report | None = None,
+    console: Console | None = None,
+) -> Healed:
+    """Train `student` in place, on its device, to give the outputs of `original`; leave it as it was if the held-out loss rises.
+
+    `samples`: inputs of the original. A student that has kept the tokens `kept` reads the same tokens, renumbered; texts with
+    other tokens are left out.
+
+    The loss of next tokens, classes and spans is KL(original ‖ student), a mean over the real tokens or the texts: of the K most
+    probable tokens and all others as one, among the kept tokens. Numbers and classes of which several may apply have the squared
+    error. Models without a head: 1 - cosine of the sentence vectors, by `pooling` "mean", "cls" or "last", plus the squared
+    distance of the directions of the token states, a mean over the text.
+
+    `limit`: see `HealLimit`; by default a tenth of the time of one epoch, at least a minute. Times are of the whole call: steps
+    are planned from the time of the first ones, and the learning rate falls faster if the machine becomes slower. `lora`: train
+    adapters of low rank and merge them (PEFT); None: for more than 500 million parameters. Frozen parameters stay frozen.
+
+    `out / "heal"` has the stored outputs and checkpoints. A killed call resumes there, if called with the same arguments.
+    `callback` receives {"stage":, "step":, "steps":} and, in training, "loss" and "seconds_left".
+
+    Raises ValueError for an unknown limit or pooling, a student without trainable parameters, outputs of another shape, and fewer
+    than two texts.
+    """
+    began, report = time.monotonic(), callback or (lambda message: None)
+    seconds, epochs = parse_limit(limit)
+    if 0 in (seconds, epochs):
+        return Healed()
+    learns = {name for name, p in student.named_parameters() if p.requires_grad}
+    if not learns:
+        raise ValueError(f"no parameter of the {type(student).__name__} is trainable: there is nothing to heal")
+    objective = Objective(pooling, kept)
+    train, held_out = texts_of(original, samples, kept, seed)
+    if lora is None:
+        lora = student.num_parameters() > _LORA_FROM
+    rate = learning_rate or (_LORA_RATE if lora else _RATE)
+    key = fingerprint(student) + fingerprint(original) + repr((limit, seed, lora, rate, objective))
+    key = hashlib.sha256((key + train.digest + held_out.digest).encode()).hexdigest()
+    folder, plan = out / "heal", _plan_in(out / "heal", key)
+    model = _with_adapters(student) if lora else student
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    def trainer(texts: Texts, steps: int, **options: Any) -> _Healer:
+        return _Healer(model, texts, objective, folder / "checkpoints", steps, rate=rate, seed=seed, **options)
+
+    # How many steps there is time for, and so how many texts need outputs of the original.
+    started = time.monotonic()
+    held_out.compute_targets(folder / "held_out", original, objective, report)
+    if plan is None:
+        of_token = (time.monotonic() - started) / held_out.tokens
+        probe = trainer(held_out, _PROBES)
+        probe.train()
+        _restore(model, before)
+        plan = _planned(train, seconds, epochs, probe.clock.of_step, of_token, time.monotonic() - began, seed)
+        write_whole(folder / "plan.json", json.dumps({"key": key, **plan}))
+    texts = train.some(plan["texts"], seed)
+    texts.compute_targets(folder / "outputs", original, objective, report)
+
+    started = time.monotonic()
+    loss_before = held_out.loss(model, objective)
+    measuring = time.monotonic() - started
+    time_left = math.inf if plan["seconds"] is None else plan["seconds"] - (time.monotonic() - began) - measuring
+    healer = trainer(texts, plan["steps"], time_left=time_left, saved_every=plan["saved_every"], report=report)
+    healer.train(resume_from_checkpoint=last_whole_checkpoint(folder / "checkpoints"))
+    loss_after = held_out.loss(model, objective)
+    if not (better := loss_after < loss_before):
+        _restore(model, before)
+    if lora:
+        model.merge_and_unload() if better else model.unload()  # in place: the layers are those of the student
+        for name, p in student.named_parameters():
+            p.requires_grad_(name in learns)
+    result = Healed(
+        epochs=healer.state.global_step / train.steps(seed),
+        steps=healer.state.global_step,
+        seconds=time.monotonic() - began,
+        tokens=round(healer.state.global_step / texts.steps(seed) * texts.tokens),
+        seconds_per_step=healer.clock.of_step or plan["seconds_per_step"],
+        loss_before=loss_before,
+        loss_after=loss_after,
+        better=better,
+        bytes_per_token=bytes_of(folder / "outputs") / texts.tokens,
+    )
+    if console is not None:
+        told = "" if better else ": not better, so the model stays as it was"
+        console.print(f"healed for {result.seconds:.0f} s: held-out loss {loss_before:.4g} -> {loss_after:.4g}{told}")
+    return result
+
+
+def parse_limit(limit: HealLimit) -> tuple[float | None, float | None]:
+    """(seconds, epochs), one of them None; both for the default. Raises ValueError for what is no limit."""
+    if limit == DEFAULT:
+        return None, None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h|epochs?)|0", str(limit))
+    if match is None:
+        raise ValueError(
+            f"heal={limit!r}: give 0, a time as '10min', '90s' or '2h', epochs as '1epoch' or '0.5epochs', or {DEFAULT!r}"
+        )
+    number, unit = float(match[1] or 0), match[2] or "s"
+    return (None, number) if unit.startswith("epoch") else (number * _UNITS[unit], None)
+
+
+def _plan_in(folder: Path, key: str) -> dict[str, Any] | None:
+    """The plan of a call with this key that was killed. What another call has stored is removed."""
+    try:
+        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        plan = {}
+    if plan.get("key") == key:
+        return plan
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return None
+
+
+def _planned(
+    train: Texts, seconds: float | None, epochs: float | None, of_step: float, of_token: float, spent: float, seed: int
+) -> dict[str, Any]:
+    """The steps, and the number of texts, that a limit allows. Seconds: `of_step`, `of_token` (the original's), `spent` so far."""
+    in_epoch, of_original = train.steps(seed), of_token * train.tokens
+    if epochs is not None:
+        steps = epochs * in_epoch
+    else:
+        seconds = seconds or max(_SHARE * (in_epoch * of_step + of_original), _LEAST)
+        time_left = _PLANNED * (seconds - spent)
+        steps = time_left / (of_step + of_original / in_epoch)
+        if steps > in_epoch:  # all texts have their outputs after one epoch
+            steps = (time_left - of_original) / of_step
+    steps = max(math.ceil(steps), 1)
+    return {
+        "steps": steps,
+        "texts": min(math.ceil(len(train) * steps / in_epoch), len(train)),
+        "seconds": seconds,
+        "seconds_per_step": of_step,
+        "saved_every": max(round(_SAVED / of_step), 1),
+    }
+
+
+@torch.no_grad()
+def _restore(model: Any, values: Mapping[str, Tensor]) -> None:
+    for name, p in model.named_parameters():
+        if name in values:
+            p.copy_(values[name])
+
+
+def _with_adapters(student: Any) -> Any:
+    """PEFT's LoRA in the trainable linears of the student, in place, but for its output layer."""
+    from peft import LoraConfig, get_peft_model
+
+    output = student.get_output_embeddings()
+    linears = [
+        name
+        for name, module in student.named_modules()
+        if isinstance(module, torch.nn.Linear) and module.weight.requires_grad and module is not output
+    ]
+    return get_peft_model(student, LoraConfig(r=16, lora_alpha=32, target_modules=linears))
+
+
+class _Clock(TrainerCallback):
+    """Times the steps, tells how far training is, and ends it when the time is over."""
+
+    def __init__(self, time_left: float, report: Report) -> None:
+        self._time_left, self._report = max(time_left, 1e-9), report
+        self._began, self._resumed, self._ends = time.monotonic(), 0.0, [time.monotonic()]
+
+    @property
+    def of_step(self) -> float:
+        """Seconds, the median; 0 for too few steps."""
+        times = np.diff(self._ends)[_SLOW:]
+        return float(np.median(times)) if len(times) else 0.0
+
+    @property
+    def share(self) -> float:
+        """Of the time, how much is over."""
+        return self._resumed + (time.monotonic() - self._began) / self._time_left
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began, self._resumed = time.monotonic(), state.global_step / state.max_steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._ends.append(time.monotonic())
+        if self.share >= 1:
+            control.should_training_stop = control.should_save = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in (logs or {}):
+            left = (state.max_steps - state.global_step) * self.of_step
+            progress = {"step": state.global_step, "steps": state.max_steps, "seconds_left": left}
+            self._report({"stage": "healing", **progress, "loss": logs["loss"]})
+
+
+class _Healer(Trainer):
+    """AdamW, with a linear warm-up and a linear fall of the learning rate. In eval mode: the student should give the outputs that
+    the original has without dropout."""
+
+    def __init__(
+        self,
+        model: Any,
+        texts: Texts,
+        objective: Objective,
+        folder: Path,
+        steps: int,
+        *,
+        rate: float,
+        seed: int,
+        time_left: float = math.inf,
+        saved_every: int = 0,
+        report: Report = lambda message: None,
+    ) -> None:
+        self.texts, self.objective, self.clock = texts, objective, _Clock(time_left, report)
+        device = model.device.type
+        arguments = TrainingArguments(
+            output_dir=str(folder),
+            max_steps=steps,
+            learning_rate=rate,
+            weight_decay=0.0,
+            seed=seed,
+            bf16=device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False),
+            use_cpu=device == "cpu",
+            save_strategy="steps" if saved_every else "no",
+            save_steps=saved_every or 1,
+            save_total_limit=1,
+            logging_steps=min(max(steps // 50, 1), 20),
+            remove_unused_columns=False,
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=device == "cuda",
+            accelerator_config={"even_batches": False},
+        )
+        super().__init__(model=model, args=arguments, train_dataset=texts, callbacks=[self.clock])
+        self.remove_callback(PrinterCallback)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with without_cache(self.model):
+            return super().train(*args, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        return self.accelerator.prepare(self.texts.loader(self.args.seed))
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        warmup = min(math.ceil(0.1 * num_training_steps), 100)
+
+        def factor(step: int) -> float:
+            return max(min((step + 1) / warmup, 1 - max(step / num_training_steps, self.clock.share)), 0.0)
+
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
+        return self.lr_scheduler
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return self.objective.losses(model.eval(), inputs).mean()

@@ -1,0 +1,86 @@
+"""What parts cost in an engine: bytes by counting, milliseconds by a few measurements."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import nnls
+
+from hf_freeze.compression.blocks import Block
+from hf_freeze.compression.shape import GROUP, Shape
+
+_BYTES = {32: 4.0, 16: 2.0, 8: 1.01, 4: 0.5 + 4 / GROUP}  # of a weight, with its scales
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """`of_token`: numbers in the tables for each token; `token_bytes`: of the tokenizer's files; `bits`: of the whole model in the
+    engine, `bytes` and `ms`: of its folder, None where no time was measured."""
+
+    of_token: int
+    tokens: int
+    token_bytes: float
+    bits: int
+    bytes: float
+    ms: float | None = None
+
+
+class Prices:
+    """Sums over parts. `fixed_bytes`, `fixed_ms`: of what no choice changes. `probes`: (shape, ms), the whole first."""
+
+    def __init__(
+        self,
+        blocks: Mapping[str, Block],
+        depths: Mapping[str, int],
+        sizes: Sizes,
+        probes: Sequence[tuple[Shape, float]] = (),
+    ) -> None:
+        self._blocks, self._depths, self._sizes, self.knows_time = blocks, depths, sizes, bool(probes)
+        self.fixed_ms, self._of_number = 0.0, 0.0
+        self._of_layer, self._of_weight = dict.fromkeys(depths, 0.0), dict.fromkeys(depths, 0.0)
+        counted = sum(self.of_block(block, block.units, sizes.bits)[0] for block in blocks.values())
+        counted += self.of_tables(sizes.tokens, sizes.bits)[0]
+        self.fixed_bytes = sizes.bytes - counted
+        if probes:
+            self._fit(probes)
+
+    def of_block(self, block: Block, units: int, bits: int) -> tuple[float, float]:
+        """(bytes, ms)"""
+        weights = units * block.per_unit
+        stack, _ = block.place
+        return weights * _BYTES[bits], weights * self._of_weight[stack]
+
+    def of_layers(self, stack: str, depth: int) -> tuple[float, float]:
+        return 0.0, depth * self._of_layer[stack]
+
+    def of_tables(self, tokens: int, bits: int) -> tuple[float, float]:
+        numbers = tokens * self._sizes.of_token
+        return numbers * _BYTES[bits] + tokens * self._sizes.token_bytes, numbers * self._of_number
+
+    def cost(self, shape: Shape) -> tuple[float, float]:
+        """(bytes, ms) of a shape, estimated."""
+        found = [self.of_block(b, shape.units[b.name], shape.bits[b.name]) for b in self._blocks.values() if shape.has(b)]
+        found += [self.of_layers(stack, len(kept)) for stack, kept in shape.layers.items()]
+        found.append(self.of_tables(shape.tokens or self._sizes.tokens, shape.bits["tables"]))
+        size, ms = np.sum(found, axis=0)
+        return float(size) + self.fixed_bytes, float(ms) + self.fixed_ms
+
+    def _fit(self, probes: Sequence[tuple[Shape, float]]) -> None:
+        """Prices of time by relative errors (non-negative least squares): of a text, a layer and a weight of each stack, a number
+        of the tables, by which tokens are predicted."""
+        stacks = list(self._depths)
+        rows = []
+        for shape, _ in probes:
+            row = [1.0]
+            for stack in stacks:
+                some = [b for b in self._blocks.values() if b.place[0] == stack and shape.has(b)]
+                row += [len(shape.layers[stack]), sum(shape.units[b.name] * b.per_unit for b in some)]
+            rows.append([*row, (shape.tokens or self._sizes.tokens) * self._sizes.of_token])
+        matrix, times = np.array(rows), np.array([ms for _, ms in probes])
+        scale = np.abs(matrix).max(0)
+        scale[scale == 0] = 1.0
+        prices = nnls(matrix / scale / times[:, None], np.ones(len(times)))[0] / scale
+        self.fixed_ms, self._of_number = float(prices[0]), float(prices[-1])
+        for number, stack in enumerate(stacks):
+            self._of_layer[stack], self._of_weight[stack] = map(float, prices[1 + 2 * number : 3 + 2 * number])
+        self.fixed_ms += probes[0][1] - self.cost(probes[0][0])[1]  # the whole is what it was measured to be

@@ -1,0 +1,85 @@
+"""How far a compression is, for people, a page and a callback."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_freeze.compression.phases import Phases
+
+_PAUSE = 10.0  # seconds between two pages, at least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a callback gets, before each measurement and while a model heals.
+
+    `phase`: "measuring", "cut", "heal" or "engine". `text`: what is done now. `share`: of the steps that are planned so far.
+    `seconds_left`: of these, by the mean of those that are done; None before the first is done.
+    """
+
+    phase: str
+    text: str
+    share: float
+    seconds_left: float | None
+
+
+# Called with each step. Where it returns True, the compression stops with `Stopped`; its exceptions stop it as well.
+Callback = Callable[[Step], Any]
+
+
+class Stopped(Exception):
+    """A callback has stopped the compression. Called again with the same arguments, it goes on where it was."""
+
+
+class Progress:
+    """`say` gets a line for each step, `write` is called after steps, for the page, at most once in `_PAUSE` seconds."""
+
+    def __init__(
+        self, phases: Phases, say: Callable[[str], Any], callback: Callback | None, write: Callable[[], Any]
+    ) -> None:
+        self._phases, self._say, self._callback, self._write = phases, say, callback, write
+        self._planned, self._ends, self._next_page = 0, [time.monotonic()], 0.0
+        self.last = Step(phase="", text="starting", share=0.0, seconds_left=None)
+
+    def plan(self, steps: int) -> None:
+        """Know of further measurements of whole models."""
+        self._planned += steps
+        self._ends[-1] = time.monotonic()
+
+    def step(self, text: str) -> None:
+        """A measurement begins."""
+        done = len(self._ends) - 1
+        left = None
+        if done:
+            left = (self._ends[-1] - self._ends[0]) / done * max(self._planned - done, 0)
+        self._ends.append(time.monotonic())
+        told = "" if left is None else f" (about {duration(left)} left)"
+        self._say(f"measuring: {text}{told}")
+        self._tell(Step(phase="measuring", text=text, share=done / max(self._planned, done, 1), seconds_left=left))
+
+    def tell(self, phase: str, text: str) -> None:
+        self._say(text)
+        self._tell(Step(phase=phase, text=text, share=self.last.share, seconds_left=self.last.seconds_left))
+
+    def heard(self, message: Mapping[str, Any]) -> None:
+        """What healing says."""
+        if "step" in message:
+            text = f"healing: step {message['step']} of {message['steps']}"
+            share = message["step"] / max(message["steps"], 1)
+            self._tell(Step(phase="heal", text=text, share=share, seconds_left=message.get("seconds_left")))
+
+    def _tell(self, step: Step) -> None:
+        self.last = step
+        if time.monotonic() >= self._next_page:
+            self._write()
+            self._next_page = time.monotonic() + _PAUSE
+        if self._callback is not None and self._callback(step) is True:
+            raise Stopped(f"the callback stopped it at “{step.text}”; the same call goes on from there")
+
+
+def duration(seconds: float) -> str:
+    """Such as "50 s", "4 minutes"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
