@@ -179,14 +179,13 @@ def _rows_of_batch(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     ids, rows = tensors.get("input_ids"), []
     for number in range(len(next(iter(tensors.values()), ()))):
         row = {name: value[number] for name, value in tensors.items()}
-        if ids is not None and ids.dim() < 4:
+        if ids is not None:
             mask = row.get("attention_mask", torch.ones_like(row["input_ids"])).bool()
-            cut = (
-                [{name: value[i][mask[i]].tolist() for name, value in row.items()} for i in range(len(mask))]
-                if ids.dim() == 3
-                else []
-            )
-            row = {"choices": cut} if cut else {name: value[mask].tolist() for name, value in row.items()}
+            if ids.dim() == 3:
+                texts = [{name: value[i][mask[i]].tolist() for name, value in row.items()} for i in range(len(mask))]
+                row = {"choices": texts}
+            else:
+                row = {name: value[mask].tolist() for name, value in row.items()}
         rows.append(row)
     return rows
 
@@ -234,12 +233,9 @@ class _Asked:
             result = self.served.model(**batch)
             for place, number in enumerate(chosen):
                 found = {name: result[name][place].float() for name in _OUTPUTS if result.get(name) is not None}
-                length, padded = (
-                    len(rows[number].get("input_ids", ())),
-                    batch.get("input_ids", torch.empty(0, 0)).shape[1],
-                )
-                per_token = padded and self.served.task in _PER_TOKEN
-                yield number, {name: value[:length] if per_token else value for name, value in found.items()}
+                if "input_ids" in batch and self.served.task in _PER_TOKEN:
+                    found = {name: value[: len(rows[number]["input_ids"])] for name, value in found.items()}
+                yield number, found
 
     def choices(self, number: int, log_probs: Tensor, at: Sequence[int] | None = None) -> dict[str, Any]:
         """What is kept of the probabilities of tokens, (N, V). `at`: which of the original's positions these are."""
@@ -376,6 +372,8 @@ def _written(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
     tokenizer = asked.served.tokenizer
     for chosen, batch in asked.batches():
         starts, written = _greedy(asked, chosen, batch)
+        if "input_ids" in batch:  # whatever the batch that a text is in
+            written = [ids[: _most_new(asked.rows[i])] for ids, i in zip(written, chosen, strict=True)]
         targets, found = written, [{"text": tokenizer.decode(ids, skip_special_tokens=True)} for ids in written]
         if asked.like is not None and asked.numbers is not None:
             theirs = [asked.like.items[i].get("target", np.empty(0)) for i in chosen]
@@ -397,7 +395,9 @@ def _written(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
 def _greedy(asked: _Asked, chosen: list[int], batch: dict[str, Tensor]) -> tuple[list[list[int]], list[list[int]]]:
     """(what each decoder reads first, what it writes then, up to the end)"""
     model = asked.served.model
-    limit = {"max_new_tokens": _most_new(asked.served, batch)} if "input_ids" in batch else {}
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None) or MOST_TOKENS
+    most = max(_most_new(asked.rows[i]) for i in chosen)
+    limit = {"max_new_tokens": min(most, positions - 1)} if "input_ids" in batch else {}
     if isinstance(model, CTranslate2Translator):
         config = copy.deepcopy(model.generation_config)
         config.update(num_beams=1, num_return_sequences=1, **limit)
@@ -420,10 +420,9 @@ def _greedy(asked: _Asked, chosen: list[int], batch: dict[str, Tensor]) -> tuple
     return starts, [ids[: next((n + 1 for n, token in enumerate(ids) if token in ends), len(ids))] for ids in found]
 
 
-def _most_new(served: Served, batch: dict[str, Tensor]) -> int:
+def _most_new(row: Mapping[str, Any]) -> int:
     """As many new tokens as a translation may need."""
-    positions = getattr(getattr(served.model, "config", None), "max_position_embeddings", None) or MOST_TOKENS
-    return min(2 * batch["input_ids"].shape[1] + 10, MOST_TOKENS, positions - 1)
+    return min(2 * len(row.get("input_ids", ())) + 10, MOST_TOKENS)
 
 
 def _forced(
