@@ -44,6 +44,7 @@ from hf_freeze.publish.export.convert import FORMATS
 from hf_freeze.publish.export.exported import CLASSES
 from hf_freeze.publish.export.folders import MARK
 from hf_freeze.publish.export.parts import Part, parts_of
+from hf_freeze.publish.export.served import served_fidelity
 from hf_freeze.publish.export.torch_export import traced
 
 ENGINE = {"intra_op_num_threads": 1}
@@ -262,6 +263,13 @@ def test_generated_text_is_that_of_the_variant(generator):
     for settings in ({}, {"batch_size": 3}, {"num_beams": 3}, {"use_cache": False}):
         options = {"max_new_tokens": 8, "do_sample": False} | settings
         assert found(prompts, **options) == expected(prompts, **options), settings
+
+
+def test_what_engines_answer_is_compared(translator, generator):
+    for folders, texts in ((translator, TEXTS), (generator, ["w5 w9 w3", "w8 w4 w4 w7 w30"])):
+        found = served_fidelity(*folders, texts)
+        assert (found.score, found.agreement, found.compared) == (1, 1, len(texts))
+        assert found.kl == pytest.approx(0, abs=1e-6)
 
 
 def test_text_is_streamed(generator, capsys):
