@@ -33,4 +33,4 @@ def by_turns(*marks: Any) -> Any:
 
 
 def _ids(ids: Any, values: list[Any]) -> list[str]:
-    return list(map(ids, values)) if callable(ids) else list(ids)
+    return [ids(value) for value in values] if callable(ids) else list(ids)
