@@ -53,9 +53,7 @@ class _Variable:
 class Program:
     """All choices for one model; `solve` may be called with many limits."""
 
-    def __init__(
-        self, blocks: Mapping[str, Block], losses: Losses, prices: Prices, options: Options
-    ) -> None:
+    def __init__(self, blocks: Mapping[str, Block], losses: Losses, prices: Prices, options: Options) -> None:
         self._blocks, self._losses, self._prices, self._options = blocks, losses, prices, options
         self._variables = [*self._of_stacks(), *self._of_blocks(), *self._of_tables(), *self._of_widths()]
         self._rows, self._low, self._high = self._constraints()

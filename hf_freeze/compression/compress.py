@@ -18,7 +18,7 @@ from hf_freeze.analysis.answers import Answers, compare_answers
 from hf_freeze.analysis.vocabulary import choose_vocabulary, count_tokens
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compression.blocks import Block, blocks_of
-from hf_freeze.compression.budget import Budget, in_bytes
+from hf_freeze.compression.budget import TIME_RESERVE, Budget, in_bytes
 from hf_freeze.compression.choose import Options, Program
 from hf_freeze.compression.engine import FILES, Engine, Stopwatch, engine_for, files_of, new_tokens_of, serve
 from hf_freeze.compression.heal import DEFAULT, Healed, HealLimit, heal, parse_limit
@@ -40,8 +40,8 @@ from hf_freeze.publish.trimming import named_tokens
 _COVERAGES = (1.0, 0.999, 0.995, 0.98, 0.95)  # of all tokens of the texts
 _TIGHTER = 4  # times that a shape is chosen again because its folder is above the budget
 _MARGIN = 0.002  # share of a limit of bytes that is left free then
-_TIME_MARGIN = 0.05  # share of a limit of time: times of one folder drift
 _MUCH_WORSE = 3.0  # times the expected loss of the best, from which a candidate is not measured
+_POOLING = {"cls": "cls", "lasttoken": "last"}  # of sentence-transformers -> of `heal`
 NATIVE_MULTIPLE = 64
 
 
@@ -115,9 +115,13 @@ class Compression:
         self.min_fidelity, self._heal, self._samples = min_fidelity, heal, samples
         self.inputs = Inputs.of(items, seed)
         self.original = opened(source)
-        self.folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=[*FILES, "*/*"]))
+        self.folder = (
+            Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=[*FILES, "*/*"]))
+        )
         self.architecture = architecture_for(self.original.model)
-        self.engine: Engine = engine_for("torch" if native else engine, self.original.task, self.architecture.model_type)
+        self.engine: Engine = engine_for(
+            "torch" if native else engine, self.original.task, self.architecture.model_type
+        )
         self.native = native
         self.depths = self.architecture.depths(self.original.model.config)
         may_go = {"layers", "heads", "neurons", "tokens"}
@@ -180,7 +184,9 @@ class Compression:
             self.say(f"above the budget: {', '.join(excess)}; choosing again, for less")
             limits = self._tightened(limits, prices.cost(shape), after)
         else:
-            raise ValueError(f"the budget of {self.budget.words()} was missed {_TIGHTER} times, at last: {', '.join(excess)}")
+            raise ValueError(
+                f"the budget of {self.budget.words()} was missed {_TIGHTER} times, at last: {', '.join(excess)}"
+            )
         self._check_fidelity(after)
         kept = in_words(shape, self.blocks, self.depths, self._token_count)
         return self._result(shape, kept, folder, whole_model, after, healed)
@@ -214,7 +220,9 @@ class Compression:
         """The model, with this number of tokens, and what it is calibrated and compared on."""
         tokens = None if tokens == self._token_count else tokens
         if tokens not in self._subjects:
-            self._subjects = {number: one for number, one in self._subjects.items() if number is None}  # at most two models
+            self._subjects = {
+                number: one for number, one in self._subjects.items() if number is None
+            }  # at most two models
             served = self.original if tokens is None else self._trimmed(tokens)
             learnt = batches_of(served, self.inputs.learnt[: self._samples])
             compared = batches_of(served, self.inputs.compared).batches
@@ -298,7 +306,11 @@ class Compression:
 
     def _prices(self, whole_model: Measured) -> Prices:
         vocabulary = self._token_count
-        rows = {id(p): p for p in self.original.model.parameters() if p.ndim == 2 and p.shape[0] == vocabulary and vocabulary}
+        rows = {
+            id(p): p
+            for p in self.original.model.parameters()
+            if p.ndim == 2 and p.shape[0] == vocabulary and vocabulary
+        }
         files = [p for p in whole_model.folder.iterdir() if p.is_file() and ("token" in p.name or "vocab" in p.name)]
         sizes = Sizes(
             of_token=sum(p.shape[1] for p in rows.values()),
@@ -336,14 +348,16 @@ class Compression:
             if name != "whole":
                 self.say(f"exporting {name}, to learn what it costs in {self.engine.name}")
                 model = make_variant(self.original.model, methods_of(shape, self.blocks, self.depths))
-                folders[name] = self._served(f"probe-{shape.digest}", self._save(model, self.original.tokenizer, "probe"))
+                folders[name] = self._served(
+                    f"probe-{shape.digest}", self._save(model, self.original.tokenizer, "probe")
+                )
         return self._milliseconds(folders)
 
     # -- choosing and cutting --------------------------------------------------------------------------------------------------
 
     def _limits(self) -> tuple[float, float | None]:
         size = math.inf if self.budget.max_bytes is None else float(self.budget.max_bytes)
-        return size, self.budget.max_ms and self.budget.max_ms * (1 - _TIME_MARGIN)
+        return size, self.budget.max_ms and self.budget.max_ms * (1 - TIME_RESERVE)
 
     def _check_reach(self, program: Program, prices: Prices) -> None:
         size, ms = self._limits()
@@ -415,7 +429,7 @@ class Compression:
                     replace(learnt, held_out=subject.held_out),
                     self.out,
                     limit=self._heal,
-                    pooling=self.original.sentence.get("mode", "mean"),
+                    pooling=_POOLING.get(self.original.sentence.get("mode", "mean"), "mean"),
                     seed=self.seed,
                     callback=self.progress.heard,
                     console=self.console,
@@ -430,12 +444,14 @@ class Compression:
         found = self.phases.once(name, make)
         return folder, Healed(**found) if found else None
 
-    def _tightened(self, limits: tuple[float, float | None], cost: tuple[float, float], after: Measured) -> tuple[float, float | None]:
+    def _tightened(
+        self, limits: tuple[float, float | None], cost: tuple[float, float], after: Measured
+    ) -> tuple[float, float | None]:
         """Limits that are lower by what was measured above the estimate."""
         size, ms = self._limits()
         size = min(limits[0], (size - max(after.bytes - cost[0], 0.0)) * (1 - _MARGIN))
         if ms is not None and after.ms is not None and limits[1] is not None:
-            ms = min(limits[1] * (1 - _TIME_MARGIN), ms * min(cost[1] / after.ms, 1.0))
+            ms = min(limits[1] * (1 - TIME_RESERVE), ms * min(cost[1] / after.ms, 1.0))
         return size, ms
 
     # -- in the engine ---------------------------------------------------------------------------------------------------------
@@ -471,9 +487,7 @@ class Compression:
 
         found = self.phases.once(f"measured-{name}", measure)
         fidelity = Fidelity(**found["fidelity"])
-        return Measured(
-            folder=self.out / "engine" / name, bytes=found["bytes"], ms=found["ms"], fidelity=fidelity
-        )
+        return Measured(folder=self.out / "engine" / name, bytes=found["bytes"], ms=found["ms"], fidelity=fidelity)
 
     def _milliseconds(self, folders: dict[str, Path]) -> dict[str, float]:
         if not all(isinstance(item, str) for item in self.inputs.compared):
@@ -515,4 +529,6 @@ class Compression:
 
 def _digest(items: Sequence[Any]) -> str:
     """Of texts, batches, images and sound."""
-    return digest_of_items([torch.from_numpy(np.array(one)) if hasattr(one, "__array__") else one for one in items], None)
+    return digest_of_items(
+        [torch.from_numpy(np.array(one)) if hasattr(one, "__array__") else one for one in items], None
+    )

@@ -82,9 +82,7 @@ class Losses:
         return cls(layers=layers, factors=values["factors"], four_bits=values["four_bits"], tokens=tokens)
 
 
-def layer_losses(
-    subject: Subject, stack: str, say: Callable[[str], Any]
-) -> dict[int, tuple[tuple[int, ...], float]]:
+def layer_losses(subject: Subject, stack: str, say: Callable[[str], Any]) -> dict[int, tuple[tuple[int, ...], float]]:
     """Number of layers -> (which stay, loss with calibration). The layer goes whose loss without calibration is least, one after
     another; in a deep stack, by one measurement of each."""
     depth = architecture_for(subject.model).depths(subject.model.config)[stack]

@@ -59,7 +59,9 @@ class Prices:
 
     def cost(self, shape: Shape) -> tuple[float, float]:
         """(bytes, ms) of a shape, estimated."""
-        found = [self.of_block(b, shape.units[b.name], shape.bits[b.name]) for b in self._blocks.values() if shape.has(b)]
+        found = [
+            self.of_block(b, shape.units[b.name], shape.bits[b.name]) for b in self._blocks.values() if shape.has(b)
+        ]
         found += [self.of_layers(stack, len(kept)) for stack, kept in shape.layers.items()]
         found.append(self.of_tables(shape.tokens or self._sizes.tokens, shape.bits["tables"]))
         size, ms = np.sum(found, axis=0)

@@ -85,9 +85,7 @@ def methods_of(shape: Shape, blocks: Mapping[str, Block], depths: Mapping[str, i
             continue
         if block.heads:
             kept = block.kept(count)
-            heads[renamed(block.name, shape)] = [
-                head for unit in block.heads for head in unit if head not in kept
-            ]
+            heads[renamed(block.name, shape)] = [head for unit in block.heads for head in unit if head not in kept]
         else:
             neurons[renamed(block.name, shape)] = block.kept(count)
     found += [methods.HeadPruning(heads={name: sorted(gone) for name, gone in heads.items()})] if heads else []

@@ -33,9 +33,9 @@ from hf_freeze.experiments.compress.allocation import (
     smallest,
 )
 from hf_freeze.experiments.compress.bench import Bench
-from hf_freeze.experiments.compress.budget import Budget, in_bytes, read_bytes
+from hf_freeze.compression.budget import Budget, in_bytes, read_bytes
 from hf_freeze.experiments.compress.costs import Cost, Estimate, probes
-from hf_freeze.experiments.compress.phases import Phases
+from hf_freeze.compression.phases import Phases
 from hf_freeze.experiments.compress.serving import ENGINES, items_of, serve
 from hf_freeze.experiments.compress.shapes import (
     Shape,
