@@ -144,6 +144,10 @@ class Compression:
         self._stopwatch: Stopwatch | None = None
         self.tried: list[Tried] = []
         self.chosen: Shape | None = None
+        self.blocks: dict[str, Block] = {}
+        self.whole_measured: Measured | None = None
+        self.after: Measured | None = None
+        self.original_bytes = 0
         self._subjects: dict[int | None, Subject] = {}
 
     def say(self, text: str) -> None:
@@ -178,6 +182,7 @@ class Compression:
             self.chosen = shape
             folder, healed = self._made(shape)
             after = self._measure(f"served-{shape.digest}", lambda folder=folder: folder)
+            self.after = after
             excess = self.budget.excess(after.bytes, after.ms)
             if not excess:
                 break
@@ -188,7 +193,7 @@ class Compression:
                 f"the budget of {self.budget.words()} was missed {_TIGHTER} times, at last: {', '.join(excess)}"
             )
         self._check_fidelity(after)
-        kept = in_words(shape, self.blocks, self.depths, self._token_count)
+        kept = in_words(shape, self.blocks, self.depths, self.token_count)
         return self._result(shape, kept, folder, whole_model, after, healed)
 
     # -- the model as it is ----------------------------------------------------------------------------------------------------
@@ -203,7 +208,7 @@ class Compression:
         return sum(path.stat().st_size for path in files_of(self.folder))
 
     @property
-    def _token_count(self) -> int:
+    def token_count(self) -> int:
         tables = self.original.model.get_input_embeddings()
         return 0 if self.original.tokenizer is None or tables is None else tables.weight.shape[0]
 
@@ -218,7 +223,7 @@ class Compression:
 
     def subject(self, tokens: int | None = None) -> Subject:
         """The model, with this number of tokens, and what it is calibrated and compared on."""
-        tokens = None if tokens == self._token_count else tokens
+        tokens = None if tokens == self.token_count else tokens
         if tokens not in self._subjects:
             self._subjects = {
                 number: one for number, one in self._subjects.items() if number is None
@@ -282,7 +287,7 @@ class Compression:
         if 4 in self.options.bits:
             self.progress.step("4 bits")
             four_bits = self.phases.once("four-bits", lambda: bit_losses(self.subject(), self.blocks))
-        tokens = {self._token_count: 0.0}
+        tokens = {self.token_count: 0.0}
         if "tokens" in self.options.may_go:
             found = self.phases.once("tokens", self._token_losses)
             tokens |= {int(count): loss for count, loss in found.items()}
@@ -295,9 +300,9 @@ class Compression:
             keep = choose_vocabulary(
                 self.original.tokenizer, [], coverage=coverage, characters="all", always=always, counts=self._counts
             ).keep
-            if len(keep) >= self._token_count or len(keep) in found:
+            if len(keep) >= self.token_count or len(keep) in found:
                 continue
-            self.progress.step(f"{len(keep):,} of {self._token_count:,} tokens")
+            self.progress.step(f"{len(keep):,} of {self.token_count:,} tokens")
             loss = token_loss(self.original, self._trimmed(len(keep)), self.inputs.compared, self.expected)
             found[len(keep)] = max([loss, 0.0, *found.values()])
         return found
@@ -305,7 +310,7 @@ class Compression:
     # -- what parts cost -------------------------------------------------------------------------------------------------------
 
     def _prices(self, whole_model: Measured) -> Prices:
-        vocabulary = self._token_count
+        vocabulary = self.token_count
         rows = {
             id(p): p
             for p in self.original.model.parameters()
@@ -328,7 +333,7 @@ class Compression:
 
     def _probes(self) -> dict[str, Shape]:
         """The whole, and it with one kind of part halved at a time."""
-        full = replace(whole(self.depths, self.blocks, self.options.bits[0]), tokens=self._token_count)
+        full = replace(whole(self.depths, self.blocks, self.options.bits[0]), tokens=self.token_count)
         found = {"whole": full}
         for stack, depth in self.depths.items():
             if depth > 1 and "layers" in self.options.may_go:
@@ -370,7 +375,7 @@ class Compression:
                 shown = in_bytes(least) if cost == "bytes" else f"{least:.2f} ms"
                 raise ValueError(
                     f"the budget of {self.budget.limit(cost)} is out of reach: the smallest shape "
-                    f"({in_words(shape, self.blocks, self.depths, self._token_count)}) needs about {shown}; give it at least that"
+                    f"({in_words(shape, self.blocks, self.depths, self.token_count)}) needs about {shown}; give it at least that"
                 )
 
     def _chosen(self, losses: Losses, prices: Prices, limits: tuple[float, float | None], attempt: int) -> Shape:
@@ -394,7 +399,7 @@ class Compression:
         for shape, expected in candidates:
             loss = self.phases.once(f"tried-{shape.digest}", lambda shape=shape: self._loss_of(shape, losses))
             size, ms = prices.cost(shape)
-            words = in_words(shape, self.blocks, self.depths, self._token_count)
+            words = in_words(shape, self.blocks, self.depths, self.token_count)
             tried = Tried(words=words, loss=loss, expected=expected, bytes=size, ms=ms if prices.knows_time else None)
             self.tried += [tried] if tried not in self.tried else []
             self.say(f"candidate: {words}: about {in_bytes(size)}; loss {loss:.4f} (expected {expected:.4f})")
@@ -403,7 +408,7 @@ class Compression:
 
     def _loss_of(self, shape: Shape, losses: Losses) -> float:
         """Its distance from the original, that of its tokens included."""
-        self.progress.step(in_words(shape, self.blocks, self.depths, self._token_count))
+        self.progress.step(in_words(shape, self.blocks, self.depths, self.token_count))
         subject = self.subject(shape.tokens)
         variant = subject.cut(methods_of(shape, self.blocks, self.depths))
         return subject.distance(variant) + losses.tokens.get(shape.tokens or 0, 0.0)
