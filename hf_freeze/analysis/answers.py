@@ -5,7 +5,7 @@
     translation and summarisation               BLEU / 100 of the texts, where those of the original are the references
     speech recognition                          1 - character error rate, to the transcripts of the original
     regressions                                 the share of the variance of the original's outputs that is explained
-    all else                                    the share of equal top choices
+    the rest                                    the share of equal top choices
 Intervals are of a bootstrap over inputs.
 """
 

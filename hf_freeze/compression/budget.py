@@ -17,12 +17,12 @@ class Budget:
     `max_bytes`: of all its files, tokenizer included, as a number or such as "2MB" (1 MB is 10**6 bytes). `max_ms`: for one text
     alone on one thread.
 
-    `min_score`: on the dev split, in the engine, where a recipe gives labels. `max_loss`: points that the score of the task may fall on labelled data, or fidelity, in %, without labels. Without another
-    limit, bytes are then as few as possible.
+    `min_score`: on the dev split, in the engine, where a recipe gives labels. `max_loss`: points that the score of the task may
+    fall on labelled data, or fidelity, in %, without labels.
 
-    Bytes may be a share of the files of the model as it is, such as "30%", and time one of what the whole model takes in the same
-    engine: `bytes_share` and `ms_share`, whose limits are None until `resolved`. Times are then those of the model, times the ratio
-    to it in the same measurement.
+    Bytes may be a share of the files of the model as it is, such as "30%", and time one of what the whole model takes in the
+    same engine: `bytes_share` and `ms_share`, whose limits are None until `resolved`. Times are then those of the model, times
+    the ratio to it in the same measurement.
 
     Raises ValueError for a limit that is not above 0, a share of 100 % or more, text that is no number, and where nothing is
     limited.

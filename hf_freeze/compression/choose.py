@@ -80,7 +80,7 @@ class Program:
             of(aim),
             integrality=np.ones(len(self._variables)),
             bounds=Bounds(0, 1),
-            constraints=LinearConstraint(csr_matrix(np.stack(rows)), low, high),
+            constraints=LinearConstraint(csr_matrix(np.stack(rows)), np.array(low), np.array(high)),
             options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
         )
         if found.x is None:

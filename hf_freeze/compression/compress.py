@@ -1,5 +1,5 @@
-"""The story of a compression: measure the model, find out what its parts are worth, choose what stays, cut with calibration, heal,
-export, and measure again."""
+"""The story of a compression: measure the model, find out what its parts are worth, choose what stays, cut with calibration,
+heal, export, and measure again."""
 
 import dataclasses
 import math

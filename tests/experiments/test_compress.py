@@ -23,6 +23,8 @@ from transformers import (
 from hf_freeze import data, make_variant
 from hf_freeze.analysis.sensitivity import Sensitivity, _encoded, fewer_neurons, sensitivity, total_loss
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.compression.budget import Budget, in_bytes, read_bytes
+from hf_freeze.compression.phases import Phases
 from hf_freeze.experiments.compress import serving
 from hf_freeze.experiments.compress.allocation import (
     Losses,
@@ -33,9 +35,7 @@ from hf_freeze.experiments.compress.allocation import (
     smallest,
 )
 from hf_freeze.experiments.compress.bench import Bench
-from hf_freeze.compression.budget import Budget, in_bytes, read_bytes
 from hf_freeze.experiments.compress.costs import Cost, Estimate, probes
-from hf_freeze.compression.phases import Phases
 from hf_freeze.experiments.compress.serving import ENGINES, items_of, serve
 from hf_freeze.experiments.compress.shapes import (
     Shape,
