@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -76,11 +77,12 @@ class Program:
 
         rows = [*self._rows, *map(of, limits)]
         low, high = self._low + [-np.inf] * len(limits), [*self._high, *limits.values()]
+        constraint: Any = LinearConstraint  # its annotations know numbers only
         found = milp(
             of(aim),
             integrality=np.ones(len(self._variables)),
             bounds=Bounds(0, 1),
-            constraints=LinearConstraint(csr_matrix(np.stack(rows)), np.array(low), np.array(high)),
+            constraints=constraint(csr_matrix(np.stack(rows)), low, high),
             options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
         )
         if found.x is None:
