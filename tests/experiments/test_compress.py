@@ -297,7 +297,7 @@ def test_budgets_are_read_and_refused():
         Budget(max_bytes="0kB")
     with pytest.raises(ValueError, match=r"max_ms=0: must be above 0"):
         Budget(max_ms=0)
-    with pytest.raises(ValueError, match=r"give max_bytes, max_ms or both"):
+    with pytest.raises(ValueError, match=r"give max_bytes, max_ms or max_loss"):
         Budget(min_score=30.0)
     assert Budget(max_bytes=100, max_ms=2.0).excess(101, 2.5) == ["0.1 kB of 0.1 kB", "2.50 ms of 2 ms"]
 

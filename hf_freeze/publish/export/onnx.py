@@ -331,6 +331,7 @@ class OnnxTranslator(Translator):
         self._search = _Search(Path(folder), **options)
 
     def translate_ids(self, encoded: list[list[int]], config: Any, batch_size: int) -> list[list[list[int]]]:
+        """See `Translator.translate_ids`. Raises ValueError for banned words of several tokens."""
         banned = config.bad_words_ids or []
         if any(len(word) > 1 for word in banned):
             raise ValueError(f"bad_words_ids={banned}: this greedy search can ban single tokens only")
