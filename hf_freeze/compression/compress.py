@@ -110,6 +110,8 @@ class Compression:
         watch: Callable[["Compression"], Any] = lambda compression: None,
     ) -> None:
         parse_limit(heal)
+        if not budget.limits_bytes and not budget.limits_time:
+            raise ValueError("compression from texts needs a limit of bytes or time: give max_bytes or max_ms")
         self.source, self.budget, self.out, self.command, self.seed = source, budget, out, command, seed
         self.console = console or Console()
         self.min_fidelity, self._heal, self._samples = min_fidelity, heal, samples
@@ -168,7 +170,7 @@ class Compression:
         self.say(f"the model: {in_bytes(original_bytes)}; in {self.engine.name}: {self.figures(whole_model)}")
         self.say(f"the budget: {self.budget.words()}")
         everything = whole(self.depths, {}, self.options.bits[0])
-        if not self.budget.excess(whole_model.bytes, whole_model.ms) and not self.budget.max_loss:
+        if not self.budget.excess(whole_model.bytes, whole_model.ms):
             self.say(f"met by {self.engine.name} alone, in {self.options.bits[0]} bits: nothing is cut")
             return self._result(everything, "everything", None, whole_model, whole_model, None)
         self.blocks = self._blocks()

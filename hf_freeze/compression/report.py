@@ -30,6 +30,7 @@ _ENVIRONMENT = jinja2.Environment(
 def write_report(compression: Compression, result: Compressed | None = None, *, stopped: str = "") -> list[str]:
     """Write `FILES` into the folder of the compression, as far as it is; returns the lines that tell the result."""
     out, lines = compression.out, [] if result is None else sentences(compression, result)
+    out.mkdir(parents=True, exist_ok=True)
     rows = rows_of(compression, result)
     parts = parts_of(compression)
     if rows:

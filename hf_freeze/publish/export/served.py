@@ -1,8 +1,7 @@
 """Answers of a model as it is served: in PyTorch, or in the engine of an exported folder, with its own tokenizer.
 
-    original, small = opened("MODEL"), opened("MODEL-onnx-int8")
-    expected = answers(original, texts)                             # once, for any number of smaller models
-    compare_answers(expected, answers(small, texts, like=expected)).score
+`opened` opens it, `answers` asks it, and `analysis.answers.compare_answers` compares its answers with those of the original,
+which are needed once for any number of smaller models.
 
 Shapes: B rows, T tokens, V vocabulary, C classes, D hidden size.
 """
