@@ -20,9 +20,9 @@ class Budget:
     `min_score`: on the dev split, in the engine, where a recipe gives labels. `max_loss`: points that the score of the task may
     fall on labelled data, or fidelity, in %, without labels.
 
-    Bytes may be a share of the files of the model as it is, such as "30%", and time one of what the whole model takes in the
-    same engine: `bytes_share` and `ms_share`, whose limits are None until `resolved`. Times are then those of the model, times
-    the ratio to it in the same measurement.
+    Both may be shares, such as "30%": time of what the whole model takes in the same engine; bytes of the model's own files, or,
+    with labelled data, of its folder in the same engine. Their limits are None until `resolved`, and `bytes_share` and `ms_share`
+    hold the shares. Times are then those of the model, times the ratio to it in the same measurement.
 
     Raises ValueError for a limit that is not above 0, a share of 100 % or more, text that is no number, and where nothing is
     limited.
