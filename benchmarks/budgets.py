@@ -21,8 +21,8 @@ import _shared
 import torch
 from rich.console import Console
 
+from hf_freeze.compression.budget import in_bytes, read_bytes
 from hf_freeze.experiments.compress import serving
-from hf_freeze.experiments.compress.budget import in_bytes, read_bytes
 from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.tasks.registry import task_of
 from hf_freeze.io import bytes_of

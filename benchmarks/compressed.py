@@ -26,8 +26,8 @@ import torch
 from matplotlib.figure import Figure
 
 from hf_freeze.analysis.significance import compare
+from hf_freeze.compression.budget import Budget, in_bytes
 from hf_freeze.experiments.compress import serving
-from hf_freeze.experiments.compress.budget import Budget, in_bytes
 from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.report.plots.draw import save_png
 from hf_freeze.experiments.report.plots.style import STYLE

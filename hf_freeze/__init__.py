@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_freeze.analysis.accounting import count_parameters as count_parameters
     from hf_freeze.analysis.accounting import multiply_adds as multiply_adds
     from hf_freeze.analysis.accounting import stored_bytes as stored_bytes
+    from hf_freeze.compression.run import compress as compress
     from hf_freeze.model.make import make_variant as make_variant
     from hf_freeze.training import VariantCallback as VariantCallback
 
@@ -30,6 +31,7 @@ _MODULES = {  # public name -> the module that is imported when the name is firs
     "count_parameters": "hf_freeze.analysis.accounting",
     "multiply_adds": "hf_freeze.analysis.accounting",
     "stored_bytes": "hf_freeze.analysis.accounting",
+    "compress": "hf_freeze.compression.run",
     "make_variant": "hf_freeze.model.make",
     "VariantCallback": "hf_freeze.training",
 }

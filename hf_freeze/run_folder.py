@@ -55,3 +55,13 @@ def read_maps(folder: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def first_difference(old: Any, new: Any, where: str = "") -> str | None:
+    """The first value in which two pieces of plain data differ, in words; None where they are equal."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*old, *new]):
+            if difference := first_difference(old.get(key), new.get(key), f"{where}.{key}".lstrip(".")):
+                return difference
+        return None
+    return None if old == new else f"{where} was {old!r}, now {new!r}"

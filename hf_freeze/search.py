@@ -12,7 +12,7 @@ import datasets
 from rich.console import Console
 from transformers.utils import logging
 
-from hf_freeze.experiments.compress.budget import Budget as Budget
+from hf_freeze.compression.budget import Budget as Budget
 from hf_freeze.experiments.compress.compress import Compressed as Compressed
 from hf_freeze.experiments.compress.compress import Compression
 from hf_freeze.experiments.compress.page import write_page

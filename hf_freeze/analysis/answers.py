@@ -5,7 +5,7 @@
     translation and summarisation               BLEU / 100 of the texts, where those of the original are the references
     speech recognition                          1 - character error rate, to the transcripts of the original
     regressions                                 the share of the variance of the original's outputs that is explained
-    all else                                    the share of equal top choices
+    the rest                                    the share of equal top choices
 Intervals are of a bootstrap over inputs.
 """
 
@@ -30,7 +30,8 @@ class Answers:
 
     "vector": (D,). "values": (O,) of a regression. "text": what was written or heard. Of N positions: "tokens": what is there;
     "log_probs": (N, C) of all classes, or (N, K) of the tokens "top", ids of the original; "best": (N,) top choices. Of a
-    question: "log_probs" (2, N) of start and end. "nats": (M,), the negative log-likelihood of the tokens that are there next.
+    question: "log_probs" (2, N) of start and end. "at": the positions of the original that these are, if not all. "nats": (M,),
+    the negative log-likelihood of the tokens that are there.
 
     `vocabulary`: the token of each id, for models that choose among tokens.
     """
@@ -49,10 +50,9 @@ def compare_answers(original: Answers, served: Answers) -> Fidelity:
     """See `Fidelity`. Where tokens are predicted, `served` must be given for the tokens of `original`, as by
     `answers(served, items, like=original)`.
 
-    Texts that the tokenizers split differently are compared where the tokens are the same. Language models, which predict the
-    tokens themselves, are compared on the texts that are split the same way; KL is of the tokens that both have. It is that of
-    the most probable ones of the original, and all others as one, which is at most that of all; if the served model lacks
-    tokens, that of the most probable ones that it has.
+    Texts that the tokenizers split differently are compared after the tokens that both have there; perplexities are those of
+    the whole texts, in the number of the original's tokens. KL is of the most probable tokens of the original and of all others
+    as one, which is at most that of all. If the served model lacks tokens, it is that of the most probable ones that it has.
 
     Raises ValueError for answers to other inputs or of another task, and if no input can be compared.
     """
@@ -99,8 +99,9 @@ def _sums(task: str, a: Mapping[str, Any], b: Mapping[str, Any], numbers: np.nda
         sums |= {"wrong": np.square(y - x).sum(), "x": x.sum(), "xx": np.square(x).sum(), "outputs": float(x.size)}
     if "log_probs" in a and "log_probs" in b:
         sums |= _of_choices(a, b, numbers)
-    if "nats" in a and "nats" in b and len(a["nats"]) == len(b["nats"]):
-        sums |= {"nats": float(b["nats"].sum()), "original_nats": float(a["nats"].sum()), "targets": len(a["nats"])}
+    if "nats" in a and "nats" in b:
+        theirs = a["nats"][b["at"]] if task == "masked-lm" else a["nats"]
+        sums |= {"nats": float(b["nats"].sum()), "original_nats": float(theirs.sum()), "targets": len(theirs)}
     if "text" in a and "text" in b:
         if task in SPEECH:
             sums |= {"edits": _edits(a["text"], b["text"]), "letters": max(len(a["text"]), 1)}
@@ -113,36 +114,40 @@ def _sums(task: str, a: Mapping[str, Any], b: Mapping[str, Any], numbers: np.nda
 def _of_choices(a: Mapping[str, Any], b: Mapping[str, Any], numbers: np.ndarray) -> dict[str, float]:
     p, q = (np.asarray(each["log_probs"], float) for each in (a, b))
     if "top" in a:
-        if a["tokens"] != b["tokens"]:
-            return {}
-        best, same = numbers[a["best"]], numbers[a["best"]] == b["best"]
+        p, top, best = p[b["at"]], a["top"][b["at"]], numbers[a["best"][b["at"]]]
         if (numbers < 0).any():
-            p, q = (np.where(numbers[a["top"]] < 0, -np.inf, each) for each in (p, q))
-            some = np.isfinite(p).any(-1)
-            p, q = _normalised(p[some]), _normalised(q[some])
-            # The original would choose its best one among those that are kept.
-            best[some] = np.where(
-                best[some] < 0, numbers[np.take_along_axis(a["top"][some], p.argmax(-1)[:, None], 1)[:, 0]], best[some]
-            )
-            same = (best == b["best"])[some]
+            known = numbers[top] >= 0
+            some = known.any(-1)
+            p, q = (_normalised(np.where(known, each, -np.inf)[some]) for each in (p, q))
+            # The original's first choice of those that are kept.
+            kept = numbers[np.take_along_axis(top[some], p.argmax(-1)[:, None], 1)[:, 0]]
+            same = np.where(best[some] < 0, kept, best[some]) == b["best"][some]
         else:
-            p, q = (
-                np.hstack([each, np.log(np.maximum(1 - np.exp(each).sum(-1, keepdims=True), _SMALLEST))])
-                for each in (p, q)
-            )
+            same = best == b["best"]
+            rests = (np.log(np.maximum(1 - np.exp(each).sum(-1, keepdims=True), _SMALLEST)) for each in (p, q))
+            p, q = (np.hstack(pair) for pair in zip((p, q), rests, strict=True))
     else:
-        if "tokens" in a and a["tokens"] != b["tokens"]:
-            matches = SequenceMatcher(None, a["tokens"], b["tokens"], autojunk=False).get_matching_blocks()
-            rows, theirs = ([i for m in matches for i in range(m[side], m[side] + m.size)] for side in (0, 1))
-            # The positions of a question are its choices.
-            p, q = (p[:, rows], q[:, theirs]) if "choices" in a else (p[rows], q[theirs])
-            if "choices" in a and rows:
-                p, q = _normalised(p), _normalised(q)
-        if not p.size or p.shape != q.shape:
+        if "tokens" in a:
+            rows, theirs = aligned(a["tokens"], b["tokens"])
+            if "choices" not in a:
+                p, q = p[rows], q[theirs]
+            elif rows:  # the positions of a question are its choices
+                p, q = _normalised(p[:, rows]), _normalised(q[:, theirs])
+        if p.shape != q.shape:
             return {}
         same = p.argmax(-1) == q.argmax(-1)
-    kl = np.where(np.isneginf(p), 0.0, np.exp(p) * (p - np.where(np.isneginf(p), 0.0, q))).sum()
-    return {"kl": float(max(kl, 0.0)), "same": float(same.sum()), "positions": float(len(p))} if len(p) else {}
+    if not p.size:
+        return {}
+    kl = float((np.exp(p) * np.where(np.isfinite(p), p, 0)).sum() - (np.exp(p) * np.where(np.isfinite(p), q, 0)).sum())
+    return {"kl": max(kl, 0.0), "same": float(same.sum()), "positions": float(len(p))}
+
+
+def aligned(tokens: list[str], others: list[str]) -> tuple[list[int], list[int]]:
+    """Where two tokenizers have the same tokens of a text: positions among `tokens`, and among `others`."""
+    if tokens == others:
+        return [*range(len(tokens))], [*range(len(tokens))]
+    blocks = SequenceMatcher(None, tokens, others, autojunk=False).get_matching_blocks()
+    return tuple([i for block in blocks for i in range(block[side], block[side] + block.size)] for side in (0, 1))  # type: ignore[return-value]
 
 
 def _normalised(log_probs: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ from hf_freeze.architectures.examples import example_batch
 from hf_freeze.architectures.exceptions import known_refusals
 from hf_freeze.architectures.fields import per_layer_fields, with_fields
 from hf_freeze.architectures.hidden import prove
-from hf_freeze.architectures.probe import Probe
+from hf_freeze.architectures.probe import Probe, on_cpu
 from hf_freeze.architectures.roles import stacks_of
 from hf_freeze.architectures.shrink import shrink, sizes_in
 from hf_freeze.architectures.tasks import native_class, native_classes
@@ -39,7 +39,7 @@ def derive(config: Any) -> Architecture:
     key = _key(config)
     if key not in _DERIVED:
         with quiet(), torch.random.fork_rng(devices=[]):  # the first call leaves the random state as the later ones do
-            with torch.device("cpu"):  # proofs compute values, also where the caller builds on meta
+            with on_cpu():
                 small, unused = _derived_small(config)
             _DERIVED[key] = _adopt(describe(base_model(config), config, unused), small, config)
     return _DERIVED[key]

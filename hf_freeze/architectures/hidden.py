@@ -16,7 +16,7 @@ from hf_freeze.architectures.base import full_name, set_fields
 from hf_freeze.architectures.channels import Channels, Finder, NotFound, pattern_of, reads, tensors_in, thin
 from hf_freeze.architectures.describe import first_line
 from hf_freeze.architectures.fields import change
-from hf_freeze.architectures.probe import Probe, adds_one, difference, tie
+from hf_freeze.architectures.probe import Probe, adds_one, difference, on_cpu, tie
 from hf_freeze.architectures.roles import stacks_of
 from hf_freeze.architectures.shrink import HEAD_SIZE, integer_fields, shrink
 from hf_freeze.architectures.tasks import native_classes
@@ -48,7 +48,7 @@ def _found(native_class: Any, small: Any) -> tuple[Probe, Channels]:
     key = _key(native_class, small)
     if key not in _FOUND:
         task = next((task for task, cls in native_classes(type(small)).items() if cls is native_class), None)
-        with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with quiet(), torch.random.fork_rng(devices=[]), on_cpu():
             try:
                 probe = Probe(small, task or "feature-extraction")
                 finder = Finder(probe.model, probe.inputs, stacks_of(probe.model))
@@ -217,7 +217,7 @@ def narrow(model: Any, field: str, tables: Iterable[str]) -> Narrow:
     key = *_key(native_class, small), field
     if key not in _NARROW:
         probe, channels = _found(native_class, small)
-        with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with quiet(), torch.random.fork_rng(devices=[]), on_cpu():
             _NARROW[key] = _narrow(probe, channels, small, field, tables)
     if isinstance(_NARROW[key], NotFound):
         raise _NARROW[key]

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,14 @@ from hf_freeze.architectures.roles import is_norm
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 
 _STD = 0.15  # of matrices: large enough that every layer matters, small enough that nothing overflows
+
+
+def on_cpu() -> AbstractContextManager[Any]:
+    """Inside, tensors are made on the CPU, also where the caller builds on meta: proofs compute values.
+
+    A device as a context intercepts every call of torch, which takes longer than the forward of a small model.
+    """
+    return nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu")
 
 
 class Probe:

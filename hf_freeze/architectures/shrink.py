@@ -156,6 +156,8 @@ def _small(name: str, value: Any, heads: int | None, hidden: int | None, depth: 
         return _kinds_first(value, DEPTH)
     if name == "block_types" and isinstance(value, list | tuple):  # kinds of layers, repeated up to the depth
         return _kinds_first(value, min(len(value), DEPTH))
+    if name == "conv_dim" and isinstance(value, list | tuple):  # of the convolutions that read sound
+        return [max(2, size // 32) for size in value]
     if name == "attn_layer_indices" and value:
         return [0]
     if name.endswith("_layer_offset"):  # attention in the first of two layers, experts in either

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_freeze.architectures.fields import change
-from hf_freeze.architectures.probe import Probe, difference
+from hf_freeze.architectures.probe import Probe, difference, on_cpu
 from hf_freeze.architectures.roles import has_module
 from hf_freeze.architectures.shrink import shrink, token_fields
 from hf_freeze.compat.transformers import quiet
@@ -30,7 +30,7 @@ def fixed_numbers(config: Any, tables: Iterable[str], least: int = 0) -> dict[st
     small = shrink(config)
     key = (type(small), str(fields), least, json.dumps(small.to_dict(), sort_keys=True, default=str))
     if key not in _KNOWN:
-        with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        with quiet(), torch.random.fork_rng(devices=[]), on_cpu(), torch.no_grad():
             fixed: dict[str, int] = {}
             if _moves(small, fields):  # all at once first: in most families none matters
                 fixed = {name: number for name, number in fields.items() if _moves(small, {name: number})}

@@ -1,20 +1,40 @@
 """`hf-freeze compress`."""
 
+import shlex
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hf_freeze.cli import options, terminal
 
+_MOST = 200_000  # texts that are taken of the files
+
 
 def compress(
     model: Annotated[str, typer.Argument(help="Directory or Hub id of a trained model, with its tokenizer.")],
-    data: Annotated[
-        Path,
-        typer.Option(help="A recipe, a file or a name: its task, data, training and decoding are used; not its rows."),
-    ],
     out: Annotated[Path, typer.Option(help="Folder for the smaller model and the runs that lead to it.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="With labels: a recipe, a file or a name; its task, data, training and decoding are used."),
+    ] = None,
+    texts: options.CalibrationTexts = None,
+    column: options.Column = "text",
+    samples: options.Samples = 512,
+    heal: Annotated[
+        str,
+        typer.Option(
+            help="With --texts: training by the outputs of the original: 0, 10min, 1epoch; else a minute or more."
+        ),
+    ] = "default",
+    native: Annotated[
+        bool, typer.Option("--native", help="With --texts: equal widths in all layers, and no code of hf_freeze.")
+    ] = False,
+    keep_vocabulary: Annotated[bool, typer.Option("--keep-vocabulary", help="With --texts: all tokens stay.")] = False,
+    min_fidelity: Annotated[
+        float | None, typer.Option(min=0, max=1, help="With --texts: the fidelity that the result must reach.")
+    ] = None,
     max_bytes: Annotated[
         str | None,
         typer.Option(
@@ -31,8 +51,11 @@ def compress(
     ] = None,
     hours: Annotated[float | None, typer.Option(help="Time limit; trainings become shorter if needed.")] = None,
     engine: Annotated[
-        str, typer.Option(help="What serves the model: ctranslate2 or onnx, in int8; or torch.")
-    ] = "ctranslate2",
+        str | None,
+        typer.Option(
+            help="What serves the model: ctranslate2 or onnx, in int8; or torch. By default one for the task."
+        ),
+    ] = None,
     epochs: Annotated[
         float | None, typer.Option(help="Epochs of all trainings together; four times the recipe's if not given.")
     ] = None,
@@ -48,22 +71,44 @@ def compress(
 ) -> None:
     """Make a trained model small enough for a budget of bytes and milliseconds, and say what that costs.
 
-    Measures what layers, heads, neurons, tokens and ranks are worth, chooses what to keep, trains it with distillation from the
-    model, exports it, and measures again. The same command resumes a stopped one. The test split is used once, at the end.
+    From texts alone (--texts): finds what layers, heads, neurons, tokens and bits are worth, cuts with calibration, heals for a
+    short time, exports, and compares with the original.
 
-    Example: hf-freeze compress runs/served/row-0-seed-1/model --data served --max-bytes 400kB --out small
+    With labels (--data): chooses what to keep by short trainings, and trains it with distillation from the model. The test split
+    is used once, at the end. The same command resumes a stopped one.
+
+    Example: hf-freeze compress sentence-transformers/all-MiniLM-L6-v2 --texts passages.txt --max-bytes 30% --out small
     """
     with terminal.one_line_errors():
-        from hf_freeze.search import Budget
+        if (data is None) == (texts is None):
+            raise ValueError("give --texts, or --data with labels")
+        from hf_freeze.compression.budget import Budget
+
+        budget = Budget(max_bytes=max_bytes, max_ms=max_ms, min_score=min_score)
+        if texts is not None:
+            _from_texts(
+                model,
+                options.sampled_texts(texts, column, _MOST),
+                budget=budget,
+                out=out,
+                engine=engine,
+                samples=samples,
+                heal=0 if heal == "0" else heal,
+                native=native,
+                keep_vocabulary=keep_vocabulary,
+                min_fidelity=min_fidelity,
+                seed=seed,
+            )
+            return
         from hf_freeze.search import compress as compress_model
 
         compress_model(
             model,
-            data=data,
-            budget=Budget(max_bytes=max_bytes, max_ms=max_ms, min_score=min_score),
+            data=data,  # type: ignore[arg-type]
+            budget=budget,
             out=out,
             hours=hours,
-            engine=engine,
+            engine=engine or "ctranslate2",
             epochs=epochs,
             seed=seed,
             targets=targets,
@@ -72,3 +117,10 @@ def compress(
             jobs=jobs,
             console=terminal.console,
         )
+
+
+def _from_texts(model: str, lines: list[str], **settings: Any) -> None:
+    from hf_freeze.compression.run import compress as compress_model
+
+    command = " ".join(["hf-freeze", *map(shlex.quote, sys.argv[1:])])
+    compress_model(model, texts=lines, command=command, console=terminal.console, **settings)

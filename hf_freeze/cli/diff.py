@@ -1,6 +1,7 @@
 """`hf-freeze diff`."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,20 +22,41 @@ def diff(
 ) -> None:
     """Compare two models: their settings and methods, and by how much their components and tensors differ.
 
-    With texts, also by how much their outputs do: take texts that no calibration has seen.
+    With texts, also by how much their answers do, each with its own tokenizer: take texts that no calibration has seen. Exported
+    folders are compared by their answers alone, in their engines.
 
     Example: hf-freeze diff runs/freeze-ablation/row-0-seed-1/model runs/freeze-ablation/row-3-seed-1/model
 
-    Example: hf-freeze diff MODEL small --texts held-out.txt
+    Example: hf-freeze diff MODEL MODEL-onnx-int8 --texts held-out.txt
     """
+    from hf_freeze.publish.export.folders import mark_of
+
+    with terminal.one_line_errors():
+        exported = [name for name in (first, second) if mark_of(Path(name)).get("format") not in (None, "dense")]
+        if exported and not texts:
+            raise ValueError(
+                f"{exported[0]} is exported, so its tensors cannot be compared; compare answers: --texts FILE"
+            )
+        answers = _answers(first, second, shared.sampled_texts(texts, column, samples)) if texts else None
+        if not exported:
+            _show_tensors(first, second, top)
+    if answers is not None:
+        rows, compared, left_out = answers
+        title = f"Answers of B beside those of A, on {compared:,} texts"
+        headings = ("answers", "value", "95 % interval")
+        terminal.show_table(headings, rows, title=title, numbers=headings[1:])
+        if left_out:
+            terminal.say(
+                f"{left_out:,} further texts cannot be compared: they are empty, or the tokenizers share no token."
+            )
+
+
+def _show_tensors(first: str, second: str, top: int) -> None:
     from hf_freeze.analysis.diff import KINDS, SAME, compare
     from hf_freeze.model.loading import load_model
     from hf_freeze.publish.cards import shortened
 
-    with terminal.one_line_errors():
-        one, other = load_model(first), load_model(second)
-        comparison = compare(one, other)
-        outputs = _outputs(one, other, first, shared.sampled_texts(texts, column, samples)) if texts else []
+    comparison = compare(load_model(first), load_model(second))
     for name, one, other in comparison.settings:
         terminal.say(f"{name}: {shortened(one)} -> {shortened(other)}")
     headings = ("component", *KINDS, "|b - a| / |a|")
@@ -51,26 +73,27 @@ def diff(
         terminal.show_table(headings, _most_different(comparison, top), numbers=headings[4:])
         if different > top:
             terminal.say(f"... and {different - top} more: --top {different}")
-    if outputs:
-        title = f"Outputs of B beside those of A, on {samples} texts at most"
-        terminal.show_table(("outputs", "value"), outputs, title=title, numbers=["value"])
 
 
-def _outputs(one: Any, other: Any, name: str, texts: list[str]) -> list[tuple[str, str]]:
-    """(what, value) of the fidelity of `other` to `one`, whose folder is `name`."""
-    from hf_freeze.analysis import fidelity
+def _answers(first: str, second: str, texts: list[str]) -> tuple[list[tuple[str, ...]], int, int]:
+    """Lines of (what, value, interval), and how many texts were compared and were not."""
+    from hf_freeze.publish.export.served import served_fidelity
 
-    found = fidelity(one, other, texts, shared.tokenizer_for_texts(name))
+    found = served_fidelity(first, second, texts)
     words = {
+        "score": ("fidelity of B to A, 0 to 1", ".4f"),
         "kl": ("KL of the predictions (nats)", ".4g"),
         "agreement": ("same first choice", ".2%"),
-        "cosine": ("cosine of the hidden states", ".4f"),
+        "cosine": ("cosine of the vectors", ".4f"),
         "perplexity": ("perplexity of B", ".4g"),
         "original_perplexity": ("perplexity of A", ".4g"),
-        "error": ("squared error of the outputs / their square", ".4g"),
     }
-    values = [(label, getattr(found, field), form) for field, (label, form) in words.items()]
-    return [(label, format(value, form)) for label, value, form in values if value is not None]
+    rows = []
+    for name, (label, form) in words.items():
+        if (value := getattr(found, name)) is not None:
+            low, high = found.intervals[name]
+            rows.append((label, format(value, form), f"{format(low, form)} to {format(high, form)}"))
+    return rows, found.compared, found.left_out
 
 
 def _most_different(comparison: "Comparison", top: int) -> list[tuple[str, ...]]:

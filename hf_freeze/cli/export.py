@@ -23,10 +23,17 @@ def export(
     texts: Annotated[
         list[Path] | None,
         typer.Option(
-            help="File with texts to calibrate --quantization int8-static with: a text per line, or a table (CSV); repeatable."
+            help="File with texts for --quantization int8-static and --min-fidelity: a text per line, or a table; repeatable."
         ),
     ] = None,
     column: shared.Column = "text",
+    min_fidelity: Annotated[
+        float | None,
+        typer.Option(
+            help="Refuse an export that is less faithful to the model on the texts, from 0 to 1: a cosine of sentence vectors, a "
+            "share of equal top choices, BLEU / 100 of translations."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder; MODEL-FORMAT-QUANTIZATION if not given.")] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the folder even if it holds no earlier export.")
@@ -35,6 +42,8 @@ def export(
     """Write a model for another engine, with its tokenizer, and compare it with PyTorch. Says which savings it keeps.
 
     Example: hf-freeze export runs/small-translator/row-tt-seed-1/model --format onnx --quantization int8
+
+    Example: hf-freeze export MODEL --format onnx --quantization int8 --texts held-out.txt --min-fidelity 0.98
     """
     from hf_freeze.data import read_text
     from hf_freeze.io import bytes_of
@@ -43,5 +52,5 @@ def export(
     with terminal.one_line_errors():
         lines = read_text(texts, column=column)["text"] if texts else None
         options = {"quantization": quantization, "out": out, "force": force, "texts": lines, "say": terminal.say}
-        folder = export_model(model, format, **options)
+        folder = export_model(model, format, min_fidelity=min_fidelity, **options)
         terminal.say(f"Written: {folder} ({bytes_of(folder) / 1e6:.2f} MB)")

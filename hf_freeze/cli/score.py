@@ -23,7 +23,7 @@ def score(
     """
     from transformers.utils import logging
 
-    from hf_freeze.experiments.compress.budget import in_bytes
+    from hf_freeze.compression.budget import in_bytes
     from hf_freeze.experiments.recipes.load import load_recipe
     from hf_freeze.experiments.scored import score_folders
 

@@ -290,6 +290,14 @@ def count_all_experts(model: Any) -> None:
         model.set_experts_implementation("batched_mm")
 
 
+def apply_gate(experts: Any, values: torch.Tensor) -> torch.Tensor:
+    """(N, 2 W), what the matrix of gate and up of one of the experts gives -> (N, W), what the matrix after them reads."""
+    if hasattr(experts, "_apply_gate"):
+        return experts._apply_gate(values)
+    gate, up = values.chunk(2, dim=-1)
+    return experts.act_fn(gate) * up
+
+
 def product_of_experts() -> Any:
     """The operation (rows, matrices, ends of the rows of each matrix) by which mixtures compute their experts where torch.export
     traces them in fp32."""

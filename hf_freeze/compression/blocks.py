@@ -90,7 +90,10 @@ def blocks_of(model: Any, samples: Samples, *, curvature: bool = True) -> dict[s
             found[neurons.linears[-1]] = name, by_neurons(neurons.linears[-1])
     sizes = _weights(model)
     blocks = {}
-    with warned_once(), CalibrationPass(model, model, samples.batches, Report(), lambda *_: model).running() as statistics:
+    with (
+        warned_once(),
+        CalibrationPass(model, model, samples.batches, Report(), lambda *_: model).running() as statistics,
+    ):
         for moments in statistics.walk(list(found), curvature=curvature):
             for output, moment in moments.items():
                 name, order = found[output]
@@ -120,13 +123,9 @@ def _weights(model: Any) -> dict[str, int]:
         **{name: list(attention.linears) for name, attention in architecture.attentions(model.config).items()},
         **{name: list(names) for name, names in architecture.ffns(model.config).items()},
     }
-    present = {
-        name: [each for each in names if not surgery.is_removed(model, each)] for name, names in linears.items()
-    }
+    present = {name: [each for each in names if not surgery.is_removed(model, each)] for name, names in linears.items()}
     counts = {
         name: sum(surgery.effective_weight(linear).numel() for _, linear in surgery.modules(model, names))
         for name, names in present.items()
     }
     return {name: count for name, count in counts.items() if count}
-
-

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -53,9 +54,7 @@ class _Variable:
 class Program:
     """All choices for one model; `solve` may be called with many limits."""
 
-    def __init__(
-        self, blocks: Mapping[str, Block], losses: Losses, prices: Prices, options: Options
-    ) -> None:
+    def __init__(self, blocks: Mapping[str, Block], losses: Losses, prices: Prices, options: Options) -> None:
         self._blocks, self._losses, self._prices, self._options = blocks, losses, prices, options
         self._variables = [*self._of_stacks(), *self._of_blocks(), *self._of_tables(), *self._of_widths()]
         self._rows, self._low, self._high = self._constraints()
@@ -78,11 +77,12 @@ class Program:
 
         rows = [*self._rows, *map(of, limits)]
         low, high = self._low + [-np.inf] * len(limits), [*self._high, *limits.values()]
+        constraint: Any = LinearConstraint  # its annotations know numbers only
         found = milp(
             of(aim),
             integrality=np.ones(len(self._variables)),
             bounds=Bounds(0, 1),
-            constraints=LinearConstraint(csr_matrix(np.stack(rows)), low, high),
+            constraints=constraint(csr_matrix(np.stack(rows)), low, high),
             options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
         )
         if found.x is None:

@@ -1,5 +1,5 @@
-"""The story of a compression: measure the model, find out what its parts are worth, choose what stays, cut with calibration, heal,
-export, and measure again."""
+"""The story of a compression: measure the model, find out what its parts are worth, choose what stays, cut with calibration,
+heal, export, and measure again."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from hf_freeze.analysis.answers import Answers, compare_answers
 from hf_freeze.analysis.vocabulary import choose_vocabulary, count_tokens
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compression.blocks import Block, blocks_of
-from hf_freeze.compression.budget import Budget, in_bytes
+from hf_freeze.compression.budget import TIME_RESERVE, Budget, in_bytes
 from hf_freeze.compression.choose import Options, Program
 from hf_freeze.compression.engine import FILES, Engine, Stopwatch, engine_for, files_of, new_tokens_of, serve
 from hf_freeze.compression.heal import DEFAULT, Healed, HealLimit, heal, parse_limit
@@ -40,8 +40,8 @@ from hf_freeze.publish.trimming import named_tokens
 _COVERAGES = (1.0, 0.999, 0.995, 0.98, 0.95)  # of all tokens of the texts
 _TIGHTER = 4  # times that a shape is chosen again because its folder is above the budget
 _MARGIN = 0.002  # share of a limit of bytes that is left free then
-_TIME_MARGIN = 0.05  # share of a limit of time: times of one folder drift
 _MUCH_WORSE = 3.0  # times the expected loss of the best, from which a candidate is not measured
+_POOLING = {"cls": "cls", "lasttoken": "last"}  # of sentence-transformers -> of `heal`
 NATIVE_MULTIPLE = 64
 
 
@@ -110,14 +110,20 @@ class Compression:
         watch: Callable[["Compression"], Any] = lambda compression: None,
     ) -> None:
         parse_limit(heal)
+        if not budget.limits_bytes and not budget.limits_time:
+            raise ValueError("compression from texts needs a limit of bytes or time: give max_bytes or max_ms")
         self.source, self.budget, self.out, self.command, self.seed = source, budget, out, command, seed
         self.console = console or Console()
         self.min_fidelity, self._heal, self._samples = min_fidelity, heal, samples
         self.inputs = Inputs.of(items, seed)
         self.original = opened(source)
-        self.folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=[*FILES, "*/*"]))
+        self.folder = (
+            Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=[*FILES, "*/*"]))
+        )
         self.architecture = architecture_for(self.original.model)
-        self.engine: Engine = engine_for("torch" if native else engine, self.original.task, self.architecture.model_type)
+        self.engine: Engine = engine_for(
+            "torch" if native else engine, self.original.task, self.architecture.model_type
+        )
         self.native = native
         self.depths = self.architecture.depths(self.original.model.config)
         may_go = {"layers", "heads", "neurons", "tokens"}
@@ -140,6 +146,10 @@ class Compression:
         self._stopwatch: Stopwatch | None = None
         self.tried: list[Tried] = []
         self.chosen: Shape | None = None
+        self.blocks: dict[str, Block] = {}
+        self.whole_measured: Measured | None = None
+        self.after: Measured | None = None
+        self.original_bytes = 0
         self._subjects: dict[int | None, Subject] = {}
 
     def say(self, text: str) -> None:
@@ -160,7 +170,7 @@ class Compression:
         self.say(f"the model: {in_bytes(original_bytes)}; in {self.engine.name}: {self.figures(whole_model)}")
         self.say(f"the budget: {self.budget.words()}")
         everything = whole(self.depths, {}, self.options.bits[0])
-        if not self.budget.excess(whole_model.bytes, whole_model.ms) and not self.budget.max_loss:
+        if not self.budget.excess(whole_model.bytes, whole_model.ms):
             self.say(f"met by {self.engine.name} alone, in {self.options.bits[0]} bits: nothing is cut")
             return self._result(everything, "everything", None, whole_model, whole_model, None)
         self.blocks = self._blocks()
@@ -174,15 +184,18 @@ class Compression:
             self.chosen = shape
             folder, healed = self._made(shape)
             after = self._measure(f"served-{shape.digest}", lambda folder=folder: folder)
+            self.after = after
             excess = self.budget.excess(after.bytes, after.ms)
             if not excess:
                 break
             self.say(f"above the budget: {', '.join(excess)}; choosing again, for less")
             limits = self._tightened(limits, prices.cost(shape), after)
         else:
-            raise ValueError(f"the budget of {self.budget.words()} was missed {_TIGHTER} times, at last: {', '.join(excess)}")
+            raise ValueError(
+                f"the budget of {self.budget.words()} was missed {_TIGHTER} times, at last: {', '.join(excess)}"
+            )
         self._check_fidelity(after)
-        kept = in_words(shape, self.blocks, self.depths, self._token_count)
+        kept = in_words(shape, self.blocks, self.depths, self.token_count)
         return self._result(shape, kept, folder, whole_model, after, healed)
 
     # -- the model as it is ----------------------------------------------------------------------------------------------------
@@ -197,7 +210,7 @@ class Compression:
         return sum(path.stat().st_size for path in files_of(self.folder))
 
     @property
-    def _token_count(self) -> int:
+    def token_count(self) -> int:
         tables = self.original.model.get_input_embeddings()
         return 0 if self.original.tokenizer is None or tables is None else tables.weight.shape[0]
 
@@ -212,9 +225,11 @@ class Compression:
 
     def subject(self, tokens: int | None = None) -> Subject:
         """The model, with this number of tokens, and what it is calibrated and compared on."""
-        tokens = None if tokens == self._token_count else tokens
+        tokens = None if tokens == self.token_count else tokens
         if tokens not in self._subjects:
-            self._subjects = {number: one for number, one in self._subjects.items() if number is None}  # at most two models
+            self._subjects = {
+                number: one for number, one in self._subjects.items() if number is None
+            }  # at most two models
             served = self.original if tokens is None else self._trimmed(tokens)
             learnt = batches_of(served, self.inputs.learnt[: self._samples])
             compared = batches_of(served, self.inputs.compared).batches
@@ -274,7 +289,7 @@ class Compression:
         if 4 in self.options.bits:
             self.progress.step("4 bits")
             four_bits = self.phases.once("four-bits", lambda: bit_losses(self.subject(), self.blocks))
-        tokens = {self._token_count: 0.0}
+        tokens = {self.token_count: 0.0}
         if "tokens" in self.options.may_go:
             found = self.phases.once("tokens", self._token_losses)
             tokens |= {int(count): loss for count, loss in found.items()}
@@ -287,9 +302,9 @@ class Compression:
             keep = choose_vocabulary(
                 self.original.tokenizer, [], coverage=coverage, characters="all", always=always, counts=self._counts
             ).keep
-            if len(keep) >= self._token_count or len(keep) in found:
+            if len(keep) >= self.token_count or len(keep) in found:
                 continue
-            self.progress.step(f"{len(keep):,} of {self._token_count:,} tokens")
+            self.progress.step(f"{len(keep):,} of {self.token_count:,} tokens")
             loss = token_loss(self.original, self._trimmed(len(keep)), self.inputs.compared, self.expected)
             found[len(keep)] = max([loss, 0.0, *found.values()])
         return found
@@ -297,8 +312,12 @@ class Compression:
     # -- what parts cost -------------------------------------------------------------------------------------------------------
 
     def _prices(self, whole_model: Measured) -> Prices:
-        vocabulary = self._token_count
-        rows = {id(p): p for p in self.original.model.parameters() if p.ndim == 2 and p.shape[0] == vocabulary and vocabulary}
+        vocabulary = self.token_count
+        rows = {
+            id(p): p
+            for p in self.original.model.parameters()
+            if p.ndim == 2 and p.shape[0] == vocabulary and vocabulary
+        }
         files = [p for p in whole_model.folder.iterdir() if p.is_file() and ("token" in p.name or "vocab" in p.name)]
         sizes = Sizes(
             of_token=sum(p.shape[1] for p in rows.values()),
@@ -316,7 +335,7 @@ class Compression:
 
     def _probes(self) -> dict[str, Shape]:
         """The whole, and it with one kind of part halved at a time."""
-        full = replace(whole(self.depths, self.blocks, self.options.bits[0]), tokens=self._token_count)
+        full = replace(whole(self.depths, self.blocks, self.options.bits[0]), tokens=self.token_count)
         found = {"whole": full}
         for stack, depth in self.depths.items():
             if depth > 1 and "layers" in self.options.may_go:
@@ -336,14 +355,16 @@ class Compression:
             if name != "whole":
                 self.say(f"exporting {name}, to learn what it costs in {self.engine.name}")
                 model = make_variant(self.original.model, methods_of(shape, self.blocks, self.depths))
-                folders[name] = self._served(f"probe-{shape.digest}", self._save(model, self.original.tokenizer, "probe"))
+                folders[name] = self._served(
+                    f"probe-{shape.digest}", self._save(model, self.original.tokenizer, "probe")
+                )
         return self._milliseconds(folders)
 
     # -- choosing and cutting --------------------------------------------------------------------------------------------------
 
     def _limits(self) -> tuple[float, float | None]:
         size = math.inf if self.budget.max_bytes is None else float(self.budget.max_bytes)
-        return size, self.budget.max_ms and self.budget.max_ms * (1 - _TIME_MARGIN)
+        return size, self.budget.max_ms and self.budget.max_ms * (1 - TIME_RESERVE)
 
     def _check_reach(self, program: Program, prices: Prices) -> None:
         size, ms = self._limits()
@@ -356,7 +377,7 @@ class Compression:
                 shown = in_bytes(least) if cost == "bytes" else f"{least:.2f} ms"
                 raise ValueError(
                     f"the budget of {self.budget.limit(cost)} is out of reach: the smallest shape "
-                    f"({in_words(shape, self.blocks, self.depths, self._token_count)}) needs about {shown}; give it at least that"
+                    f"({in_words(shape, self.blocks, self.depths, self.token_count)}) needs about {shown}; give it at least that"
                 )
 
     def _chosen(self, losses: Losses, prices: Prices, limits: tuple[float, float | None], attempt: int) -> Shape:
@@ -380,7 +401,7 @@ class Compression:
         for shape, expected in candidates:
             loss = self.phases.once(f"tried-{shape.digest}", lambda shape=shape: self._loss_of(shape, losses))
             size, ms = prices.cost(shape)
-            words = in_words(shape, self.blocks, self.depths, self._token_count)
+            words = in_words(shape, self.blocks, self.depths, self.token_count)
             tried = Tried(words=words, loss=loss, expected=expected, bytes=size, ms=ms if prices.knows_time else None)
             self.tried += [tried] if tried not in self.tried else []
             self.say(f"candidate: {words}: about {in_bytes(size)}; loss {loss:.4f} (expected {expected:.4f})")
@@ -389,7 +410,7 @@ class Compression:
 
     def _loss_of(self, shape: Shape, losses: Losses) -> float:
         """Its distance from the original, that of its tokens included."""
-        self.progress.step(in_words(shape, self.blocks, self.depths, self._token_count))
+        self.progress.step(in_words(shape, self.blocks, self.depths, self.token_count))
         subject = self.subject(shape.tokens)
         variant = subject.cut(methods_of(shape, self.blocks, self.depths))
         return subject.distance(variant) + losses.tokens.get(shape.tokens or 0, 0.0)
@@ -415,7 +436,7 @@ class Compression:
                     replace(learnt, held_out=subject.held_out),
                     self.out,
                     limit=self._heal,
-                    pooling=self.original.sentence.get("mode", "mean"),
+                    pooling=_POOLING.get(self.original.sentence.get("mode", "mean"), "mean"),
                     seed=self.seed,
                     callback=self.progress.heard,
                     console=self.console,
@@ -430,12 +451,14 @@ class Compression:
         found = self.phases.once(name, make)
         return folder, Healed(**found) if found else None
 
-    def _tightened(self, limits: tuple[float, float | None], cost: tuple[float, float], after: Measured) -> tuple[float, float | None]:
+    def _tightened(
+        self, limits: tuple[float, float | None], cost: tuple[float, float], after: Measured
+    ) -> tuple[float, float | None]:
         """Limits that are lower by what was measured above the estimate."""
         size, ms = self._limits()
         size = min(limits[0], (size - max(after.bytes - cost[0], 0.0)) * (1 - _MARGIN))
         if ms is not None and after.ms is not None and limits[1] is not None:
-            ms = min(limits[1] * (1 - _TIME_MARGIN), ms * min(cost[1] / after.ms, 1.0))
+            ms = min(limits[1] * (1 - TIME_RESERVE), ms * min(cost[1] / after.ms, 1.0))
         return size, ms
 
     # -- in the engine ---------------------------------------------------------------------------------------------------------
@@ -471,9 +494,7 @@ class Compression:
 
         found = self.phases.once(f"measured-{name}", measure)
         fidelity = Fidelity(**found["fidelity"])
-        return Measured(
-            folder=self.out / "engine" / name, bytes=found["bytes"], ms=found["ms"], fidelity=fidelity
-        )
+        return Measured(folder=self.out / "engine" / name, bytes=found["bytes"], ms=found["ms"], fidelity=fidelity)
 
     def _milliseconds(self, folders: dict[str, Path]) -> dict[str, float]:
         if not all(isinstance(item, str) for item in self.inputs.compared):
@@ -515,4 +536,6 @@ class Compression:
 
 def _digest(items: Sequence[Any]) -> str:
     """Of texts, batches, images and sound."""
-    return digest_of_items([torch.from_numpy(np.array(one)) if hasattr(one, "__array__") else one for one in items], None)
+    return digest_of_items(
+        [torch.from_numpy(np.array(one)) if hasattr(one, "__array__") else one for one in items], None
+    )

@@ -15,7 +15,16 @@ from hf_freeze.publish.export import ctranslate2
 from hf_freeze.publish.export.convert import export_model
 from hf_freeze.publish.latency import Worker, measure
 
-FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "*.spm", "[0-9]_*/*")  # of a saved model, with what reads its inputs
+FILES = (
+    "*.json",
+    "*.safetensors",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+    "*.py",
+    "*.spm",
+    "[0-9]_*/*",
+)  # of a saved model, with what reads its inputs
 _ROUNDS = 3
 _GENERATED = ("seq2seq-lm", "causal-lm")
 _WRITTEN = 16  # tokens, when times of language models are measured

@@ -23,7 +23,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from hf_freeze.compression.targets import Objective, Texts, texts_of
 from hf_freeze.io import bytes_of, write_whole
-from hf_freeze.model.running import without_cache
+from hf_freeze.model.running import in_eval_mode, without_cache
 from hf_freeze.model.samples import Samples
 from hf_freeze.seeded.tensor import fingerprint
 from hf_freeze.training.resume import last_whole_checkpoint
@@ -35,7 +35,7 @@ _UNITS = {"s": 1, "min": 60, "h": 3600}
 _PROBES, _SLOW = 6, 2  # steps that are timed before; the first ones are slower and do not count
 _PLANNED = 0.9  # share of the time to plan steps for; the rest is for steps that are slower than the timed ones
 _SAVED = 60.0  # seconds between two checkpoints
-_RATE, _LORA_RATE = 5e-4, 2e-3
+_RATE, _LORA_RATE = 3e-4, 1e-3
 _LORA_FROM = 500_000_000  # parameters
 
 Report = Callable[[dict[str, Any]], Any]
@@ -78,9 +78,9 @@ def heal(
     other tokens are left out.
 
     The loss of next tokens, classes and spans is KL(original ‖ student), a mean over the real tokens or the texts: of the K most
-    probable tokens and all others as one, among the kept tokens. Numbers and classes of which several may apply have the squared
-    error. Models without a head: 1 - cosine of the sentence vectors, by `pooling` "mean", "cls" or "last", plus the squared
-    distance of the directions of the token states, a mean over the text.
+    probable tokens and all others as one, among the kept tokens, at temperature 2 and times 4 (spans: at 1). Numbers and classes
+    of which several may apply have the squared error. Models without a head: 1 - cosine of the sentence vectors, by `pooling`
+    "mean", "cls" or "last", plus the squared distance of the directions of the token states, a mean over the text.
 
     `limit`: see `HealLimit`; by default a tenth of the time of one epoch, at least a minute. Times are of the whole call: steps
     are planned from the time of the first ones, and the learning rate falls faster if the machine becomes slower. `lora`: train
@@ -107,7 +107,7 @@ def heal(
     key = fingerprint(student) + fingerprint(original) + repr((limit, seed, lora, rate, objective))
     key = hashlib.sha256((key + train.digest + held_out.digest).encode()).hexdigest()
     folder, plan = out / "heal", _plan_in(out / "heal", key)
-    model = _with_adapters(student) if lora else student
+    model = _with_adapters(student, seed) if lora else student
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
     def trainer(texts: Texts, steps: int, **options: Any) -> _Healer:
@@ -185,7 +185,7 @@ def _plan_in(folder: Path, key: str) -> dict[str, Any] | None:
 def _planned(
     train: Texts, seconds: float | None, epochs: float | None, of_step: float, of_token: float, spent: float, seed: int
 ) -> dict[str, Any]:
-    """The steps, and the number of texts, that a limit allows. Seconds: `of_step`, `of_token` (the original's), `spent` so far."""
+    """The steps, and the number of texts, that a limit allows. Seconds: `of_step`, `of_token` of the original, `spent` so far."""
     in_epoch, of_original = train.steps(seed), of_token * train.tokens
     if epochs is not None:
         steps = epochs * in_epoch
@@ -212,8 +212,8 @@ def _restore(model: Any, values: Mapping[str, Tensor]) -> None:
             p.copy_(values[name])
 
 
-def _with_adapters(student: Any) -> Any:
-    """PEFT's LoRA in the trainable linears of the student, in place, but for its output layer."""
+def _with_adapters(student: Any, seed: int) -> Any:
+    """PEFT's LoRA in the trainable linears of the student, in place, except in its output layer."""
     from peft import LoraConfig, get_peft_model
 
     output = student.get_output_embeddings()
@@ -222,7 +222,9 @@ def _with_adapters(student: Any) -> Any:
         for name, module in student.named_modules()
         if isinstance(module, torch.nn.Linear) and module.weight.requires_grad and module is not output
     ]
-    return get_peft_model(student, LoraConfig(r=16, lora_alpha=32, target_modules=linears))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return get_peft_model(student, LoraConfig(r=16, lora_alpha=32, target_modules=linears))
 
 
 class _Clock(TrainerCallback):
@@ -300,7 +302,8 @@ class _Healer(Trainer):
         self.remove_callback(PrinterCallback)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        with without_cache(self.model):
+        model: Any = self.model
+        with in_eval_mode(model), without_cache(model):  # the first restores the modes afterwards
             return super().train(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
@@ -312,7 +315,8 @@ class _Healer(Trainer):
         def factor(step: int) -> float:
             return max(min((step + 1) / warmup, 1 - max(step / num_training_steps, self.clock.share)), 0.0)
 
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
+        chosen: Any = optimizer or self.optimizer
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, factor)
         return self.lr_scheduler
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -29,7 +29,9 @@ class Inputs:
         """Raises ValueError for fewer than `LEAST`."""
         items = [item for item in items if not isinstance(item, str) or item.strip()]
         if len(items) < LEAST:
-            raise ValueError(f"{len(items)} texts: give at least {LEAST}, better some hundred, to learn from and to compare on")
+            raise ValueError(
+                f"{len(items)} texts: give at least {LEAST}, better some hundred, to learn from and to compare on"
+            )
         drawn = sample(items, len(items), seed)
         count = min(max(round(_HELD_OUT * len(items)), LEAST // 4), _MOST_HELD_OUT)
         return cls(learnt=drawn[count:], compared=drawn[:count])

@@ -1,4 +1,4 @@
-"""What smaller parts lose: closed forms for heads and neurons, and a few measurements of whole models for all else."""
+"""What smaller parts lose: closed forms for heads and neurons, and a few measurements of whole models for the rest."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -82,9 +82,7 @@ class Losses:
         return cls(layers=layers, factors=values["factors"], four_bits=values["four_bits"], tokens=tokens)
 
 
-def layer_losses(
-    subject: Subject, stack: str, say: Callable[[str], Any]
-) -> dict[int, tuple[tuple[int, ...], float]]:
+def layer_losses(subject: Subject, stack: str, say: Callable[[str], Any]) -> dict[int, tuple[tuple[int, ...], float]]:
     """Number of layers -> (which stay, loss with calibration). The layer goes whose loss without calibration is least, one after
     another; in a deep stack, by one measurement of each."""
     depth = architecture_for(subject.model).depths(subject.model.config)[stack]
@@ -143,8 +141,8 @@ def bit_losses(subject: Subject, blocks: Mapping[str, Block]) -> dict[str, float
 def token_loss(original: Served, trimmed: Served, items: Sequence[Any], expected: Answers) -> float:
     """What fewer tokens cost on `items`, to which the original answers `expected`.
 
-    Of models that predict tokens: by how much more nats the trimmed one says the same texts, for each token of the original, since
-    a text is in other tokens there. Of others: the distance of the answers.
+    Of models that predict tokens: how many more nats the trimmed one needs for the same texts, for each token of the original,
+    since a text is in other tokens there. Of others: the distance of the answers.
     """
     if original.task not in ("causal-lm", "seq2seq-lm"):
         return compare_answers(expected, answers(trimmed, items, like=expected)).distance
@@ -164,7 +162,7 @@ def _nats(served: Served, items: Sequence[Any]) -> tuple[float, int]:
             targets = batch.get("labels")
             if targets is None:
                 targets = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-            logits = served.model(**{name: value for name, value in batch.items()}).logits.float()
+            logits = served.model(**batch).logits.float()
             if batch.get("labels") is None:
                 logits, targets = logits[:, :-1], targets[:, 1:]
             nats += float(functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_freeze.experiments.runs.claim import first_difference
 from hf_freeze.io import write_whole
+from hf_freeze.run_folder import first_difference
 
 FILE = "phases.json"
 

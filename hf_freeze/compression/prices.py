@@ -14,8 +14,8 @@ _BYTES = {32: 4.0, 16: 2.0, 8: 1.01, 4: 0.5 + 4 / GROUP}  # of a weight, with it
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """`of_token`: numbers in the tables for each token; `token_bytes`: of the tokenizer's files; `bits`: of the whole model in the
-    engine, `bytes` and `ms`: of its folder, None where no time was measured."""
+    """`of_token`: numbers in the tables for each token; `token_bytes`: of the tokenizer's files; `bits`: of the whole model in
+    the engine, `bytes` and `ms`: of its folder, None where no time was measured."""
 
     of_token: int
     tokens: int
@@ -59,7 +59,9 @@ class Prices:
 
     def cost(self, shape: Shape) -> tuple[float, float]:
         """(bytes, ms) of a shape, estimated."""
-        found = [self.of_block(b, shape.units[b.name], shape.bits[b.name]) for b in self._blocks.values() if shape.has(b)]
+        found = [
+            self.of_block(b, shape.units[b.name], shape.bits[b.name]) for b in self._blocks.values() if shape.has(b)
+        ]
         found += [self.of_layers(stack, len(kept)) for stack, kept in shape.layers.items()]
         found.append(self.of_tables(shape.tokens or self._sizes.tokens, shape.bits["tables"]))
         size, ms = np.sum(found, axis=0)

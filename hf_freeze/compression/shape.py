@@ -15,8 +15,9 @@ GROUP = 64  # inputs of a linear, or numbers of a row, that share a step in 4 bi
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is kept. `layers`: stack -> the numbers of its layers; `units`: attention or FFN by its name in the whole model -> how
-    many units (`blocks.Block`); `bits`: of the weights of each of these, and of the "tables"; `tokens`: how many, None for all."""
+    """What is kept. `layers`: stack -> the numbers of its layers; `units`: attention or FFN by its name in the whole model ->
+    how many units (`blocks.Block`); `bits`: of the weights of each of these, and of the "tables"; `tokens`: how many, None for
+    all."""
 
     layers: dict[str, tuple[int, ...]]
     units: dict[str, int]
@@ -85,9 +86,7 @@ def methods_of(shape: Shape, blocks: Mapping[str, Block], depths: Mapping[str, i
             continue
         if block.heads:
             kept = block.kept(count)
-            heads[renamed(block.name, shape)] = [
-                head for unit in block.heads for head in unit if head not in kept
-            ]
+            heads[renamed(block.name, shape)] = [head for unit in block.heads for head in unit if head not in kept]
         else:
             neurons[renamed(block.name, shape)] = block.kept(count)
     found += [methods.HeadPruning(heads={name: sorted(gone) for name, gone in heads.items()})] if heads else []

@@ -8,6 +8,9 @@ from hf_freeze.data.builtin import builtin_corpus as builtin_corpus
 from hf_freeze.data.builtin import builtin_tenses as builtin_tenses
 from hf_freeze.data.conll import entities as entities
 from hf_freeze.data.conll import read_conll as read_conll
+from hf_freeze.data.hub import load_hub_labelled as load_hub_labelled
+from hf_freeze.data.hub import load_hub_parallel as load_hub_parallel
+from hf_freeze.data.hub import load_hub_text as load_hub_text
 from hf_freeze.data.idx import read_idx as read_idx
 from hf_freeze.data.idx import read_images as read_images
 from hf_freeze.data.lines import read_documents as read_documents
@@ -17,13 +20,10 @@ from hf_freeze.data.questions import load_hub_questions as load_hub_questions
 from hf_freeze.data.questions import read_race as read_race
 from hf_freeze.data.questions import read_squad as read_squad
 from hf_freeze.data.sampling import sample as sample
-from hf_freeze.data.text import load_hub_labelled as load_hub_labelled
-from hf_freeze.data.text import load_hub_parallel as load_hub_parallel
-from hf_freeze.data.text import load_hub_text as load_hub_text
-from hf_freeze.data.text import read_labelled as read_labelled
+from hf_freeze.data.tables import read_labelled as read_labelled
+from hf_freeze.data.tables import read_table as read_table
 from hf_freeze.data.text import read_pairs as read_pairs
 from hf_freeze.data.text import read_parallel as read_parallel
-from hf_freeze.data.text import read_table as read_table
 from hf_freeze.data.text import read_text as read_text
 from hf_freeze.data.tokenization import train_tokenizer as train_tokenizer
 from hf_freeze.data.tokens import Progress as Progress

@@ -1,7 +1,7 @@
 """Batches with about the same number of tokens, from sentences of similar length."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -37,7 +37,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         if longest > max_tokens:
             raise ValueError(f"max_tokens={max_tokens} is below the longest target, {longest} tokens")
         self.seed, self.shuffle, self.multiple_of, self.epoch = seed, shuffle, multiple_of, 0
-        self.bounds = _bounds(np.bincount(self.targets), max_tokens)
+        self.bounds = _bounds(self.targets, max_tokens)
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the batches of this epoch, counted from 0, from now on."""
@@ -54,59 +54,36 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         order, batches = self._plan()
-        for position in range(len(self)):
-            batch = batches[position % len(batches)]
+        for batch in np.resize(batches, len(self)):  # which repeats the first ones
             yield order[self.bounds[batch] : self.bounds[batch + 1]].tolist()
 
     def _plan(self) -> tuple[np.ndarray, np.ndarray]:
         """The sentences in the order of their lengths, and the order of the batches."""
         rng = np.random.default_rng((self.seed, self.epoch))
-        ties = rng.random(len(self.targets)) if self.shuffle else None
+        ties = rng.random(len(self.targets)) if self.shuffle else np.zeros(len(self.targets))
         # A random shift of the source-length buckets puts neighbouring sentences into different batches in different epochs.
         bucket = (self.sources + (int(rng.integers(4)) if self.shuffle else 0)) // 4
-        order = _ordered(bucket, self.targets, ties)
+        order = np.lexsort((ties, _short(bucket), _short(self.targets)))
         count = len(self.bounds) - 1
         batches = rng.permutation(count) if self.shuffle else np.arange(count)
         return order.astype(np.min_scalar_type(len(order))), batches
 
 
-def _bounds(counts: np.ndarray, max_tokens: int) -> list[int]:
-    """Where batches begin and end among the sentences in order of their length, of which `counts` says how many there are."""
-    ends = np.cumsum(counts)
-    bounds, start, length = [0], 0, 0
-    while start < ends[-1]:
-        while ends[length] <= start:  # the length of the first sentence of the batch
-            length += 1
-        end, longest = start, length  # in ascending order, so the last sentence of a batch is its longest
-        while longest < len(ends):
-            room = start + max_tokens // longest if longest else ends[-1]
-            if room < end:
-                break
-            end = min(int(ends[longest]), int(room))
-            if end < ends[longest]:
-                break
-            longest += 1
-        bounds.append(end)
-        start = end
+def _bounds(targets: np.ndarray, max_tokens: int) -> list[int]:
+    """Where batches begin and end among the sentences in order of their length."""
+    lengths, bounds = np.sort(targets), [0]
+    while bounds[-1] < len(lengths):
+        bounds.append(_end(lengths, bounds[-1], max_tokens))
     return bounds
 
 
-def _ordered(bucket: np.ndarray, targets: np.ndarray, ties: np.ndarray | None) -> np.ndarray:
-    """`np.lexsort((ties, bucket, targets))`, an eighth of its time: the lengths are sorted by counting, and ties only among equal
-    lengths."""
-    order = np.lexsort((_short(bucket), _short(targets)))
-    if ties is None:
-        return order
-    changes = np.diff(bucket[order]) != 0
-    changes |= np.diff(targets[order]) != 0
-    starts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(order)]
-    for start, end in pairwise(starts):
-        equal = order[start:end]
-        if len(equal) > 1:
-            order[start:end] = equal[np.argsort(ties[equal], kind="stable")]
-    return order
+def _end(lengths: np.ndarray, start: int, max_tokens: int) -> int:
+    """Of the batch that begins at `start`. `lengths` ascend, so the last sentence of a batch is its longest."""
+    return bisect_right(
+        range(len(lengths)), max_tokens, start, key=lambda last: (last + 1 - start) * int(lengths[last])
+    )
 
 
 def _short(lengths: np.ndarray) -> np.ndarray:
     """NumPy sorts 16 bits by counting, in linear time."""
-    return lengths.astype(np.uint16) if len(lengths) and lengths.max() < 1 << 16 else lengths
+    return lengths.astype(np.uint16) if lengths.max() < 1 << 16 else lengths

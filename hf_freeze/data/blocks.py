@@ -1,27 +1,16 @@
 """Cuts running text into blocks, for causal and masked language models."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 
-from hf_freeze.data.cache import cached_folder
-from hf_freeze.data.tokens import (
-    IDS,
-    Encoder,
-    Progress,
-    Rows,
-    TokenDataset,
-    id_tables,
-    is_in_memory,
-    tokenizer_key,
-    write_ids,
-)
+from hf_freeze.data.tokens import IDS, Encoder, Progress, Rows, cached_ids, id_tables
 
 _SCHEMA = pa.schema([("input_ids", IDS), ("labels", IDS)])
-Cut = Callable[[Iterable[np.ndarray]], Iterator[pa.Table]]  # from the ids of running text, piece by piece, to blocks
 
 
 def masked_blocks(texts: Iterable[str], tokenizer: Any, block_size: int) -> datasets.Dataset:
@@ -54,81 +43,59 @@ def cached_blocks(
 ) -> Any:
     """`text_blocks` or `masked_blocks` of the column `text` of `split`: a TokenDataset, which the cache keeps, or a data set in
     memory if `split` is there."""
-    cut = (_masked_cut if masked else _causal_cut)(tokenizer, block_size)
     encode = Encoder(tokenizer, split, "text", end=tokenizer.sep_token_id if masked else None)
     rows = Rows(split, {"ids": "text"}, encode, len(tokenizer))
-
-    def blocks(processes: int | None) -> Iterator[pa.Table]:
-        tables = id_tables(rows, processes, progress)
-        return cut(chunk.flatten().to_numpy().astype(np.int32) for table in tables for chunk in table["ids"].chunks)
-
-    if is_in_memory(split):
-        return datasets.Dataset(pa.concat_tables(blocks(1)))
-    key = [split._fingerprint, tokenizer_key(tokenizer), block_size, masked]
-    return TokenDataset(cached_folder("blocks", key, lambda folder: write_ids(folder, _SCHEMA, blocks(None))))
+    tables = id_tables(rows, progress=progress)
+    ids = (chunk.flatten().to_numpy().astype(np.int32) for table in tables for chunk in table["ids"].chunks)
+    blocks = (_masked if masked else _causal)(ids, tokenizer, block_size)
+    return cached_ids("blocks", split, tokenizer, [block_size, masked], _SCHEMA, blocks)
 
 
-def _causal_cut(tokenizer: Any, block_size: int) -> Cut:
+def _causal(pieces: Iterable[np.ndarray], tokenizer: Any, block_size: int) -> Iterator[pa.Table]:
+    """Blocks of running text, whose ids come piece by piece."""
     if block_size < 1:
         raise ValueError(f"block_size={block_size}: a block predicts at least 1 token")
+    if tokenizer("a")["input_ids"][:1] == [tokenizer.eos_token_id]:
+        # It stands before every text, and then ends the last one too.
+        pieces = chain(pieces, [np.array([tokenizer.eos_token_id], np.int32)])
+    for number, blocks in enumerate(_windows(pieces, block_size + 1, block_size)):
+        if number == 0 and blocks.size <= block_size:
+            raise ValueError(
+                f"the text has {blocks.size} tokens, fewer than one block of {block_size} and the token before it"
+            )
+        labels = blocks.copy()
+        labels[:, 0] = -100
+        yield _table(blocks, labels)
 
-    def cut(pieces: Iterable[np.ndarray]) -> Iterator[pa.Table]:
-        for is_first, blocks in _windows(_closed(pieces, tokenizer.eos_token_id), block_size + 1, block_size):
-            if is_first and blocks.size <= block_size:
-                raise ValueError(
-                    f"the text has {blocks.size} tokens, fewer than one block of {block_size} and the token before it"
-                )
-            labels = blocks.copy()
-            labels[:, 0] = -100
-            yield _table(blocks, labels)
 
-    return cut
-
-
-def _masked_cut(tokenizer: Any, block_size: int) -> Cut:
-    if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
+def _masked(pieces: Iterable[np.ndarray], tokenizer: Any, block_size: int) -> Iterator[pa.Table]:
+    """As `_causal`."""
+    first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
+    if first is None or last is None:
         raise ValueError("masked language models need a tokenizer with [CLS] and [SEP], such as kind 'wordpiece'")
     if block_size < 3:
         raise ValueError(f"block_size={block_size}: a block holds [CLS], [SEP] and at least 1 token")
-
-    def cut(pieces: Iterable[np.ndarray]) -> Iterator[pa.Table]:
-        size = block_size - 2
-        for _, inner in _windows(pieces, size, size, without_last=1):  # the last [SEP]: every block gets its own
-            if not inner.size:
-                raise ValueError("the text has no tokens")
-            ends = [np.full((len(inner), 1), i, np.int32) for i in (tokenizer.cls_token_id, tokenizer.sep_token_id)]
-            blocks = np.concatenate([ends[0], inner, ends[1]], axis=1)
-            yield _table(blocks, blocks)
-
-    return cut
+    size = block_size - 2
+    for inner in _windows(pieces, size, size, without_last=1):  # the last [SEP]: every block gets its own
+        if not inner.size:
+            raise ValueError("the text has no tokens")
+        blocks = np.pad(inner, ((0, 0), (1, 1)), constant_values=((0, 0), (first, last)))
+        yield _table(blocks, blocks)
 
 
-def _closed(pieces: Iterable[np.ndarray], eos: int | None) -> Iterator[np.ndarray]:
-    """With `eos` after the last text, where it stands before the first one."""
-    is_before = None
-    for piece in pieces:
-        if is_before is None and len(piece):
-            is_before = piece[0] == eos
-        yield piece
-    if is_before:
-        yield np.array([eos], np.int32)
-
-
-def _windows(
-    pieces: Iterable[np.ndarray], width: int, step: int, *, without_last: int = 0
-) -> Iterator[tuple[bool, np.ndarray]]:
-    """Whether it is the first one, and (B, T) ids: some windows of `width` ids, one every `step` ids; at the end one of what is
-    left. The last `without_last` ids are left out."""
+def _windows(pieces: Iterable[np.ndarray], width: int, step: int, without_last: int = 0) -> Iterator[np.ndarray]:
+    """(B, T) ids: some windows of `width` ids, one every `step` ids; at the end one of what is left, also where there is nothing
+    else. The last `without_last` ids are left out."""
     rest, is_first = np.empty(0, np.int32), True
     for piece in pieces:
         rest = np.concatenate([rest, piece])
         count = (len(rest) - without_last - width) // step + 1
         if count > 0:
-            yield is_first, np.lib.stride_tricks.sliding_window_view(rest, width)[: count * step : step]
+            yield np.lib.stride_tricks.sliding_window_view(rest, width)[: count * step : step]
             rest, is_first = rest[count * step :], False
     rest = rest[: max(0, len(rest) - without_last)]
     if is_first or len(rest) > width - step:
-        yield is_first, rest[None]
+        yield rest[None]
 
 
 def _table(blocks: np.ndarray, labels: np.ndarray) -> pa.Table:

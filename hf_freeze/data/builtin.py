@@ -29,7 +29,7 @@ with::
 """
 
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 from random import Random
@@ -110,17 +110,13 @@ class Sentence(NamedTuple):
     question: bool
 
 
-Columns = Callable[[str, str, Sentence], dict[str, Any]]  # (source, target, sentence) -> the columns of an example
-
-
 def builtin_corpus(seed: int = 0, train: int = 12_000, dev: int = 300, test: int = 300) -> DatasetDict:
     """Splits of distinct sentences with the columns ``source`` and ``target``, the same on every platform.
 
     The sizes do not change the language. A larger ``train`` split begins with the sentences of a smaller one. Raises ValueError
     for a seed or size out of range.
     """
-    sizes = {"test": test, "dev": dev, "train": train}
-    return _splits(seed, sizes, lambda source, target, _: {"source": source, "target": target})
+    return _splits(seed, train, dev, test).select_columns(["source", "target"])
 
 
 def builtin_tenses(seed: int = 0, train: int = 12_000, dev: int = 300, test: int = 300) -> DatasetDict:
@@ -130,22 +126,18 @@ def builtin_tenses(seed: int = 0, train: int = 12_000, dev: int = 300, test: int
     before the verb), one third of the sentences each. Relative clauses (``kwe``) and second clauses have tenses of their own, so
     that single words can mislead a classifier.
     """
-    tenses = list(TENSES)
-    return _splits(
-        seed,
-        {"test": test, "dev": dev, "train": train},
-        lambda _, target, sentence: {"sentence": target, "label": tenses.index(sentence.clauses[0].tense)},
-    )
+    return _splits(seed, train, dev, test).select_columns(["target", "label"]).rename_column("target", "sentence")
 
 
-def _splits(seed: int, sizes: dict[str, int], columns: Columns) -> DatasetDict:
+def _splits(seed: int, train: int, dev: int, test: int) -> DatasetDict:
+    sizes = {"test": test, "dev": dev, "train": train}  # in the order in which they are drawn
     _check("seed", seed, 0, MAX_SEED)
     for name, size in sizes.items():
         _check(name, size, 1, MAX_SENTENCES)
     draw = Draw(seed)
     lexicon = Lexicon(draw)
     seen: set[str] = set()
-    splits = {name: Dataset.from_list(_examples(draw, lexicon, size, seen, columns)) for name, size in sizes.items()}
+    splits = {name: Dataset.from_list(_examples(draw, lexicon, size, seen)) for name, size in sizes.items()}
     return DatasetDict({name: splits[name] for name in ("train", "dev", "test")})
 
 
@@ -154,15 +146,15 @@ def _check(name: str, value: int, low: int, high: int) -> None:
         raise ValueError(f"{name}={value!r} must be a whole number from {low} to {high}")
 
 
-def _examples(draw: "Draw", lexicon: "Lexicon", size: int, seen: set[str], columns: Columns) -> list[dict[str, Any]]:
-    examples = []
+def _examples(draw: "Draw", lexicon: "Lexicon", size: int, seen: set[str]) -> list[dict[str, Any]]:
+    examples, tenses = [], list(TENSES)
     while len(examples) < size:
         sentence = draw_sentence(draw, lexicon)
         source, target = write_source(sentence), write_target(sentence)
         lengths = len(source.split()), len(target.split())
         if source not in seen and min(lengths) >= MIN_WORDS and max(lengths) <= MAX_WORDS:
             seen.add(source)
-            examples.append(columns(source, target, sentence))
+            examples.append({"source": source, "target": target, "label": tenses.index(sentence.clauses[0].tense)})
     return examples
 
 

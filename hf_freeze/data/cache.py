@@ -3,8 +3,6 @@ computed from. A folder appears in one move, when it is whole."""
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pyarrow as pa
 from datasets.utils import tqdm
 from filelock import FileLock
 
-from hf_freeze.io import sync
+from hf_freeze.io import sync, whole_folder
 
 _FORMAT = 3  # to be raised where the files in the folders change
 
@@ -28,26 +26,16 @@ def cache_root() -> Path:
 def cached_folder(kind: str, key: Any, write: Callable[[Path], object]) -> Path:
     """The folder of `kind` and `key` (plain data). Where it is not there, `write` fills it, in one process at a time; the others
     wait. What a killed process has left is removed."""
-    folder = cache_root() / f"{kind}-{digest([_FORMAT, kind, key])}"
-    if folder.exists():
-        return folder
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            part = folder.with_name(f"{folder.name}.part")
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir()
-            try:
-                write(part)
-                for file in part.iterdir():
-                    sync(file)
-                os.rename(part, folder)
-            finally:
-                shutil.rmtree(part, ignore_errors=True)
+    digest = hashlib.sha256(json.dumps([_FORMAT, kind, key], sort_keys=True).encode()).hexdigest()[:20]
+    folder = cache_root() / f"{kind}-{digest}"
+    if not folder.exists():
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():  # another process may have written it
+                with whole_folder(folder) as part:
+                    write(part)
+                    for file in part.iterdir():
+                        sync(file)
     return folder
-
-
-def digest(key: Any) -> str:
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def stamp(path: str | Path) -> list[Any]:
@@ -63,11 +51,11 @@ def write_tables(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> N
             writer.write_table(table)
 
 
-def open_tables(path: Path, fingerprint: str | None = None) -> datasets.Dataset:
-    """The memory-mapped rows of an Arrow file."""
+def open_tables(path: Path) -> datasets.Dataset:
+    """The memory-mapped rows of an Arrow file in a folder of the cache."""
     data = datasets.Dataset.from_file(str(path))
     # The fingerprint that `datasets` would give depends on when the file was written.
-    return datasets.Dataset(data.data, info=data.info, fingerprint=fingerprint) if fingerprint else data
+    return datasets.Dataset(data.data, info=data.info, fingerprint=path.parent.name)
 
 
 def cached_rows(key: Any, schema: pa.Schema, tables: Callable[[], Iterator[pa.Table]]) -> datasets.Dataset:
@@ -80,4 +68,4 @@ def cached_rows(key: Any, schema: pa.Schema, tables: Callable[[], Iterator[pa.Ta
                 bar.update(len(table))
 
     folder = cached_folder("text", key, lambda part: write_tables(part / "rows.arrow", schema, counted()))
-    return open_tables(folder / "rows.arrow", folder.name)
+    return open_tables(folder / "rows.arrow")

@@ -9,8 +9,7 @@ import datasets
 
 from hf_freeze.data.files import found
 from hf_freeze.data.lines import documents
-from hf_freeze.data.tables import WORDS, kind_of
-from hf_freeze.data.text import read_table
+from hf_freeze.data.tables import WORDS, kind_of, read_table
 
 _TAG = re.compile(r"O|[BIES]-.+")
 
@@ -34,17 +33,16 @@ def read_conll(paths: Sequence[str | Path], tokens: str = "tokens", tags: str = 
 
         data = read_table(paths, {tokens: WORDS, tags: WORDS}, check=check)
         return data.rename_columns({tokens: "tokens", tags: "tags"})
-    rows: dict[str, list[list[str]]] = {"tokens": [], "tags": []}
+    rows: list[dict[str, list[str]]] = []
     for path in paths:
         for sentence in documents(path):
             words = [line.split() for line in sentence.split("\n") if not line.startswith("-DOCSTART-")]
             if short := next((word for word in words if len(word) < 2), None):
                 raise ValueError(f"{path}: {short[0]!r} has no tag; a line is a word and, in its last column, a tag")
             if words:
-                rows["tokens"].append([word[0] for word in words])
-                rows["tags"].append([word[-1] for word in words])
-        check_tags((tag for sentence in rows["tags"] for tag in sentence), f"{path}: ")
-    return datasets.Dataset.from_dict(rows)
+                rows.append({"tokens": [word[0] for word in words], "tags": [word[-1] for word in words]})
+        check_tags((tag for row in rows for tag in row["tags"]), f"{path}: ")
+    return datasets.Dataset.from_list(rows)
 
 
 def check_tags(tags: Iterable[str], where: str = "") -> None:
@@ -63,9 +61,7 @@ def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
         if open_kind is not None and (prefix in "OBS" or kind != open_kind):
             found.add((open_kind, first, place - 1))
             open_kind = None
-        if prefix == "O":
-            continue
-        if open_kind is None:
+        if open_kind is None and prefix != "O":
             first, open_kind = place, kind
         if prefix in "ES":
             found.add((kind, first, place))

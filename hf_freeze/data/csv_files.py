@@ -84,11 +84,7 @@ def csv_tables(
                 found = pa.table([cells[names.index(name)] for name in columns], list(columns))
                 yield partial(_place, path, head, (row + np.flatnonzero(filled)).tolist()), found.filter(filled)
                 row += len(table)
-    except UnicodeDecodeError:
-        for _ in decoded_lines(path):  # says where
-            pass
-        raise
-    except ParserError as error:
+    except (ParserError, UnicodeDecodeError) as error:
         raise _wrong_row(path, head, len(names), width) from error
 
 

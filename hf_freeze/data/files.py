@@ -5,6 +5,7 @@ import glob
 import io
 import logging
 import lzma
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -17,11 +18,11 @@ import pyarrow as pa
 from hf_freeze.data.cache import cache_root
 
 _MAGIC = {  # kind of compression, as Arrow names it -> first bytes
-    "gzip": b"\x1f\x8b",
-    "bz2": b"BZh",
-    "xz": b"\xfd7zXZ\x00",
-    "zstd": b"\x28\xb5\x2f\xfd",
-    "lz4": b"\x04\x22\x4d\x18",
+    "gzip": rb"\x1f\x8b",
+    "bz2": rb"BZh.1AY&SY",  # text may begin with BZh
+    "xz": rb"\xfd7zXZ\x00",
+    "zstd": rb"\x28\xb5\x2f\xfd",
+    "lz4": rb"\x04\x22\x4d\x18",
 }
 _BUFFER = 1 << 20  # bytes unpacked at a time
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # usual endings of their names
@@ -48,8 +49,7 @@ def opened(path: str | Path) -> Iterator[Any]:
 def _packing(path: str | Path) -> str | None:
     with open(path, "rb") as file:
         start = file.read(16)
-    name = next((name for name, magic in _MAGIC.items() if start.startswith(magic)), None)
-    return None if name == "bz2" and start[4:10] != b"1AY&SY" else name  # text may begin with BZh
+    return next((name for name, magic in _MAGIC.items() if re.match(magic, start)), None)
 
 
 def _damaged(path: str | Path, kind: str, error: Exception) -> ValueError:
@@ -62,12 +62,13 @@ def by_datasets(path: str | Path, kind: str, **options: Any) -> Iterator[Any]:
 
     `kind`: csv, parquet or arrow. Raises FileNotFoundError, and ValueError for a damaged file.
     """
+    is_packed = _packing(path) is not None
     logger = logging.getLogger(f"datasets.packaged_modules.{kind}.{kind}")
     try:
         logger.disabled = True  # it would print what is raised
         with tempfile.TemporaryDirectory(dir=cache_root(), prefix="locks-") as folder:
             plain = Path(path).absolute()
-            if _packing(path) is not None:
+            if is_packed:
                 plain = Path(folder) / "unpacked"
                 with opened(path) as file, plain.open("wb") as copy:
                     shutil.copyfileobj(file, copy)
@@ -76,8 +77,6 @@ def by_datasets(path: str | Path, kind: str, **options: Any) -> Iterator[Any]:
                 kind, data_files=files, split="train", streaming=True, cache_dir=folder, **options
             )
     except (pa.ArrowInvalid, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
         raise _damaged(path, kind.title(), error) from error
     finally:
         logger.disabled = False

@@ -8,8 +8,8 @@ from typing import Any
 import datasets
 
 from hf_freeze.data.files import endings, fault, found, read_bytes
-from hf_freeze.data.tables import CLASS, OPTIONAL, TEXT, TEXTS, columns_of, kind_of
-from hf_freeze.data.text import load_hub_labelled, read_table
+from hf_freeze.data.hub import load_hub_labelled
+from hf_freeze.data.tables import CLASS, OPTIONAL, TEXT, TEXTS, columns_of, kind_of, read_table
 
 LETTERS = "ABCDEFGH"
 _FEATURES = datasets.Features(
@@ -37,15 +37,17 @@ def read_squad(paths: Sequence[str | Path]) -> datasets.Dataset:
                 for paragraph in article["paragraphs"]:
                     for asked in paragraph["qas"]:
                         given = [] if asked.get("is_impossible") else asked["answers"]
-                        answers = [[answer[name] for answer in given] for name in ("text", "answer_start")]
-                        rows.append(_row(asked["id"], asked["question"], paragraph["context"], *answers))
+                        answers = {name: [answer[name] for answer in given] for name in ("text", "answer_start")}
+                        rows.append(_row(asked["id"], asked["question"], paragraph["context"], answers))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a file of SQuAD's format: {fault(error)}") from error
     return _checked(rows, ", ".join(map(str, paths)))
 
 
-def _row(name: str, question: str, context: str, answers: Sequence[str], starts: Sequence[int]) -> dict[str, Any]:
-    return dict(zip(_FEATURES, (name, question.strip(), context, list(answers), list(starts)), strict=True))
+def _row(id: str, question: str, context: str, answers: dict[str, Any]) -> dict[str, Any]:
+    """`answers` as in SQuAD on the Hub."""
+    values = (id, question.strip(), context, answers["text"], answers["answer_start"])
+    return dict(zip(_FEATURES, values, strict=True))
 
 
 def _of_table(path: Path) -> Iterator[dict[str, Any]]:
@@ -53,9 +55,9 @@ def _of_table(path: Path) -> Iterator[dict[str, Any]]:
     columns = {"question": TEXT, "context": TEXT, "answer": OPTIONAL} | ids
     rows: Any = read_table([path], columns, check=_check_answer)
     for number, row in enumerate(rows, 1):
-        answers = [row["answer"]] if row["answer"] else []
-        starts = [row["context"].index(answer) for answer in answers]
-        yield _row(row.get("id", str(number)), row["question"], row["context"], answers, starts)
+        texts = [row["answer"]] if row["answer"] else []
+        answers = {"text": texts, "answer_start": [row["context"].index(text) for text in texts]}
+        yield _row(row.get("id", str(number)), row["question"], row["context"], answers)
 
 
 def _check_answer(row: dict[str, Any]) -> None:
@@ -67,11 +69,7 @@ def load_hub_questions(repo_id: str, split: str, name: str | None = None) -> dat
     """As `read_squad`, from a data set of the Hub (or a local directory that `datasets` supports) with SQuAD's columns `id`,
     `question`, `context` and `answers`. Raises ValueError for other columns, and as `read_squad`."""
     loaded: Any = load_hub_labelled(repo_id, split, ["id", "question", "context"], "answers", name)
-    rows = [
-        _row(row["id"], row["question"], row["context"], row["answers"]["text"], row["answers"]["answer_start"])
-        for row in loaded
-    ]
-    return _checked(rows, f"{repo_id} ({split})")
+    return _checked([_row(**row) for row in loaded], f"{repo_id} ({split})")
 
 
 def _checked(rows: list[dict[str, Any]], where: str) -> datasets.Dataset:
@@ -103,9 +101,9 @@ def read_race(folders: Sequence[str | Path]) -> datasets.Dataset:
         for path in paths:
             try:
                 text = json.loads(read_bytes(path))
-                asked = zip(text["questions"], text["options"], text["answers"], strict=True)
-                article = {"article": str(text["article"])}
-                rows += [article | dict(zip(("question", "options", "answer"), one, strict=True)) for one in asked]
+                article = str(text["article"])
+                for question, options, answer in zip(text["questions"], text["options"], text["answers"], strict=True):
+                    rows.append({"article": article, "question": question, "options": options, "answer": answer})
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}: not a file of RACE's format: {fault(error)}") from error
     return datasets.Dataset.from_list(rows)

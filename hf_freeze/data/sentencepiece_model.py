@@ -11,7 +11,7 @@ _PIECE, _TYPE = 1, 3  # fields of a piece
 _MODEL_TYPE = 3  # field of the trainer's settings
 _NORMAL = 1  # the type of ordinary pieces, neither special nor bytes
 _UNIGRAM = 1
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
+_VARINT, _BYTES, _FIXED32 = 0, 2, 5  # wire types; the schema has no doubles
 
 
 def keep_pieces(model: bytes, pieces: Collection[str]) -> bytes:
@@ -44,15 +44,11 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
         field, wire = key >> 3, key & 7
         if wire == _VARINT:
             value, position = _varint(message, position)
-        else:
-            sizes = {_FIXED64: 8, _FIXED32: 4}
-            if wire == _BYTES:
-                size, position = _varint(message, position)
-            elif wire in sizes:
-                size = sizes[wire]
-            else:
-                raise ValueError(f"not a sentencepiece model: wire type {wire} at byte {start}")
+        elif wire in (_BYTES, _FIXED32):
+            size, position = _varint(message, position) if wire == _BYTES else (4, position)
             value, position = message[position : position + size], position + size
+        else:
+            raise ValueError(f"not a sentencepiece model: wire type {wire} at byte {start}")
         if position > len(message):
             raise ValueError(f"not a sentencepiece model: it ends within the field at byte {start}")
         yield field, value, message[start:position]
@@ -60,10 +56,9 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
 
 def _varint(message: bytes, position: int) -> tuple[int, int]:
     """(value, position after it) of an integer in groups of seven bits, lowest first."""
-    value, shift = 0, 0
-    while position < len(message):
-        byte = message[position]
-        value, shift, position = value | (byte & 0x7F) << shift, shift + 7, position + 1
+    value = 0
+    for number, byte in enumerate(message[position : position + 10]):  # no integer is longer
+        value |= (byte & 0x7F) << 7 * number
         if byte < 0x80:
-            return value, position
+            return value, position + number + 1
     raise ValueError("not a sentencepiece model: it ends within an integer")

@@ -13,10 +13,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import datasets
 import pyarrow as pa
 
+from hf_freeze.data.cache import cached_rows, stamp
 from hf_freeze.data.csv_files import csv_tables, head_of
-from hf_freeze.data.files import by_datasets, endings
+from hf_freeze.data.files import by_datasets, endings, found
 from hf_freeze.data.lines import decoded_lines
 
 _ROWS = 10_000  # read at a time
@@ -100,7 +102,8 @@ def columns_of(path: str | Path) -> list[str]:
     if kind == "csv":
         return head_of(path).names
     if kind == "tsv":
-        return next(decoded_lines(path)).rstrip("\r\n").split("\t")
+        first = next((line for line in decoded_lines(path) if line.strip()), "")
+        return [name.strip() for name in first.split("\t")]
     if kind == "json":
         return list(next(_examples(path), ("", [{}]))[1][0])
     with by_datasets(path, kind) as data:
@@ -119,12 +122,55 @@ def check_columns(
             raise ValueError(f"{where}{missing} {name!r}; choose from {list(present)}{hint}{meant}")
 
 
-def iterate_columns(
-    path: str | Path,
+def read_table(
+    paths: Sequence[str | Path],
     columns: Mapping[str, Column],
-    *,
     header: Sequence[str] | None = None,
     check: Check | None = None,
+) -> datasets.Dataset:
+    """Some columns of tables, memory-mapped. `header`: the names of the columns of CSV and TSV files without a row of names.
+
+    Raises ValueError for a file that is no table; a missing column, with the choices; a value that its column does not take or,
+    in a CSV file, an empty text, with row or line, and so for what `check` refuses; and files without rows.
+    """
+    if header is None and (others := [path for path in found(paths) if kind_of(path) == "lines"]):
+        raise ValueError(f"{others[0]}: a file with columns ends in {TABLES}")
+    schema = pa.schema([(name, column.type) for name, column in columns.items()])
+    readers = [[name, column.read.__name__, column.may_be_empty] for name, column in columns.items()]
+    key = [readers, header, getattr(check, "__qualname__", None)]
+    return cached_files(paths, schema, key, lambda path: iterate_columns(path, columns, header=header, check=check))
+
+
+def read_labelled(
+    paths: Sequence[str | Path],
+    text: Sequence[str] = ("sentence",),
+    label: str = "label",
+    *,
+    numbers: bool = False,
+    header: Sequence[str] | None = None,
+) -> datasets.Dataset:
+    """Labelled examples from CSV, TSV, JSON, Parquet and Arrow files, memory-mapped.
+
+    Columns: those named in `text` (two form a pair), and `label` as text: words, integers from 0 (also written 1.0), true or
+    false; with `numbers`, any numbers. Raises the errors of `read_table`.
+    """
+    return read_table(paths, {**dict.fromkeys(text, TEXT), label: NUMBER if numbers else CLASS}, header)
+
+
+def cached_files(
+    paths: Iterable[str | Path], schema: pa.Schema, key: Any, tables: Callable[[Path], Iterator[pa.Table]]
+) -> datasets.Dataset:
+    """What `tables` makes of each file, memory-mapped; ValueError if that is nothing. `key`: what else it depends on."""
+    paths = found(paths)
+    stamps = [[*stamp(path), kind_of(path)] for path in paths]  # a kind may once have been read as lines
+    data = cached_rows([stamps, key], schema, lambda: (table for path in paths for table in tables(path)))
+    if not len(data):
+        raise ValueError(f"{', '.join(map(str, paths))}: no text")
+    return data
+
+
+def iterate_columns(
+    path: str | Path, columns: Mapping[str, Column], *, header: Sequence[str] | None = None, check: Check | None = None
 ) -> Iterator[pa.Table]:
     """Tables of these columns. `header`: the names of the columns of a CSV or TSV file whose first row does not hold them.
     Rows of a CSV file that are empty in all columns are left out.
@@ -167,11 +213,11 @@ def _values(path: str | Path, where: Callable[[int], str], name: str, values: An
 def _rows(path: str | Path, columns: Mapping[str, Column], header: Sequence[str] | None) -> Rows:
     """Where some rows are, and their values by column."""
     kind = kind_of(path)
+    if kind != "json":  # there it is checked for each object
+        check_columns(path, columns, header or columns_of(path))
     if kind == "csv":
-        check_columns(path, columns, header or head_of(path).names)
         yield from csv_tables(path, list(columns), header)
     elif kind in ("parquet", "arrow"):
-        check_columns(path, columns, columns_of(path))
         options = {"columns": list(columns), "batch_size": _ROWS} if kind == "parquet" else {}
         with by_datasets(path, kind, **options) as data:
             first = 1
@@ -197,18 +243,12 @@ def _tsv_rows(
 ) -> Iterator[tuple[str, Sequence[str]]]:
     """As text without surrounding white space. Quotation marks are text. A line that is too short for `columns` is left out, with
     one warning for the file: the published train.tsv of QQP has a few."""
-    places, whole, short = [], 0, 0
-    if header:
-        check_columns(path, columns, header)
-        places = [header.index(name) for name in columns]
-    for number, line in enumerate(decoded_lines(path), 1):
-        if not line.strip():
-            continue
+    names = header or columns_of(path)
+    places, whole, short = [names.index(name) for name in columns], 0, 0
+    rows = ((number, line) for number, line in enumerate(decoded_lines(path), 1) if line.strip())
+    for number, line in islice(rows, 0 if header else 1, None):
         cells = [cell.strip() for cell in line.split("\t")]
-        if not places:
-            check_columns(path, columns, cells)
-            places = [cells.index(name) for name in columns]
-        elif len(cells) > max(places):
+        if len(cells) > max(places):
             whole += 1
             yield f"{path}, row {number}", [cells[place] for place in places]
         else:

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -14,19 +13,13 @@ KINDS = ("bpe", "unigram", "wordpiece")
 _TEMPLATES = {"after": ("$A </s>", "$A </s> $B </s>"), "before": ("</s> $A", "</s> $A </s> $B")}
 
 
-def check_ids(sentences: Iterable[Iterable[int]], vocab_size: int, first: int = 0) -> None:
-    """Raise ValueError for a token id outside the vocabulary; -100, the label of ignored tokens, is allowed. `first`: the number
-    of the first sentence."""
-    sentences = list(sentences)
-    flat = np.fromiter(chain.from_iterable(sentences), dtype=np.int64)
-    if not ((flat >= vocab_size) | ((flat < 0) & (flat != -100))).any():
-        return
-    for number, ids in enumerate(sentences, first):
-        for i in ids:
-            if not (0 <= i < vocab_size or i == -100):
-                raise ValueError(
-                    f"sentence {number} holds token id {i}, outside the model's vocabulary 0..{vocab_size - 1}"
-                )
+def check_ids(sentences: Iterable[Iterable[int]], vocab_size: int) -> None:
+    """Raise ValueError for a token id outside the vocabulary; -100, the label of ignored tokens, is allowed."""
+    for number, ids in enumerate(sentences):
+        wrong = [i for i in ids if not (0 <= i < vocab_size or i == -100)]
+        if wrong:
+            known = f"the model's vocabulary 0..{vocab_size - 1}"
+            raise ValueError(f"sentence {number} holds token id {wrong[0]}, outside {known}")
 
 
 def train_tokenizer(
@@ -42,27 +35,23 @@ def train_tokenizer(
 
     Raises ValueError for an unknown kind or position of `</s>`, and for a vocabulary too small for the characters of the text.
     """
+    texts = list(texts) if isinstance(texts, Iterator) else texts  # they are read twice
     if kind == "wordpiece":
         return _train_wordpiece(texts, vocab_size)
     if eos not in _TEMPLATES:
         raise ValueError(f"unknown position of </s> {eos!r}; choose from {list(_TEMPLATES)}")
-    specials = list(SPECIAL_TOKENS)
+    settings: Any = {"vocab_size": vocab_size, "special_tokens": list(SPECIAL_TOKENS), "show_progress": False}
     if kind == "bpe":
-        tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-        trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=specials, show_progress=False)
+        tokenizer, trainer = Tokenizer(models.BPE(unk_token="<unk>")), trainers.BpeTrainer(**settings)
     elif kind == "unigram":
-        tokenizer = Tokenizer(models.Unigram())
-        trainer = trainers.UnigramTrainer(
-            vocab_size=vocab_size, special_tokens=specials, unk_token="<unk>", show_progress=False
-        )
+        tokenizer, trainer = Tokenizer(models.Unigram()), trainers.UnigramTrainer(unk_token="<unk>", **settings)
     else:
         raise ValueError(f"unknown tokenizer kind {kind!r}; choose from {list(KINDS)}")
     tokenizer.normalizer = normalizers.NFKC()
     # Without the punctuation split, `street.` at the end of a sentence would become a piece unrelated to `street`.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation()])
     tokenizer.decoder = decoders.Metaspace()
-    texts = _again(texts)
-    smallest = len(specials) + len(set(chain.from_iterable(texts)))
+    smallest = len(SPECIAL_TOKENS) + len(set(chain.from_iterable(texts)))
     if vocab_size < smallest:
         raise ValueError(f"vocab_size={vocab_size} is too small: {smallest} special tokens and characters must fit")
     tokenizer.train_from_iterator(iter(texts), trainer)
@@ -73,22 +62,15 @@ def train_tokenizer(
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
-def _again(texts: Iterable[str]) -> Iterable[str]:
-    """Texts that can be read twice."""
-    return list(texts) if isinstance(texts, Iterator) else texts
-
-
 def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    texts, specials = _again(texts), list(BERT_TOKENS.values())
     tokenizer = _bert_tokenizer({})
     normalize, split = tokenizer.normalizer.normalize_str, tokenizer.pre_tokenizer.pre_tokenize_str
     characters = sorted(set(chain.from_iterable(map(normalize, texts))))
     # The trainer numbers these pieces in an order that differs between processes, and breaks ties by number. Passing them as
     # special tokens fixes the order; the returned tokenizer does not treat them as special.
     continuations = [f"##{c}" for c in characters if len(split(normalize(f"a{c}"))) == 1 and not c.isspace()]
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=specials + continuations, show_progress=False
-    )
+    pieces = [*BERT_TOKENS.values(), *continuations]
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=pieces, show_progress=False)
     tokenizer.train_from_iterator(iter(texts), trainer)
     smallest = tokenizer.get_vocab_size()
     if smallest > vocab_size:  # a character takes two pieces: at the start of a word and inside it

@@ -1,17 +1,15 @@
 """Token ids of a data set: computed once in parallel, and kept in memory-mapped Arrow files of the cache beside their lengths."""
 
-import contextlib
 import functools
 import hashlib
 import json
 import mmap
-import multiprocessing.connection
+import multiprocessing
 import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +77,7 @@ class TokenDataset(torch.utils.data.Dataset):
         """Raise ValueError for a token id outside the vocabulary; ids are read only where there is one."""
         if self.largest >= vocab_size:
             for column in self.lengths:
-                for start in range(0, len(self), _ROWS):
-                    check_ids(self.rows[start : start + _ROWS][column], vocab_size, start)
+                check_ids(self.rows[column], vocab_size)
 
 
 def _batches(mapped: mmap.mmap) -> Iterator[pa.RecordBatch]:
@@ -127,14 +124,19 @@ def tokenise(
     """
     encode = Encoder(tokenizer, split, next(iter(columns.values())), truncation=True)
     rows = Rows(split, columns, encode, len(tokenizer))
+    tables = id_tables(rows, processes, progress)
+    return cached_ids("tokens", split, tokenizer, [columns, "truncated"], rows.schema, tables)
+
+
+def cached_ids(
+    kind: str, split: datasets.Dataset, tokenizer: Any, settings: list, schema: pa.Schema, tables: Iterator[pa.Table]
+) -> Any:
+    """A TokenDataset of `tables`, which the cache keeps and which are computed where it does not; a data set in memory if `split`
+    is there. `settings`: what else than the split and the tokenizer decides what is in them."""
     if is_in_memory(split):
-        return datasets.Dataset(pa.concat_tables(id_tables(rows, 1)))
-    key = [split._fingerprint, tokenizer_key(tokenizer), columns, "truncated"]
-
-    def write(folder: Path) -> None:
-        write_ids(folder, rows.schema, id_tables(rows, processes, progress))
-
-    return TokenDataset(cached_folder("tokens", key, write))
+        return datasets.Dataset(pa.concat_tables(tables))
+    key = [split._fingerprint, tokenizer_key(tokenizer), *settings]
+    return TokenDataset(cached_folder(kind, key, lambda folder: write_ids(folder, schema, tables)))
 
 
 class Encoder:
@@ -149,9 +151,9 @@ class Encoder:
     ) -> None:
         self.tokenizer, self.end = tokenizer, end
         self.options = {"truncation": truncation, "add_special_tokens": end is None}
-        self.is_fast = hasattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast")
-        first = split[: min(len(split), 100)][column]
-        self.is_fast = self.is_fast and self._plain(first) == self._fast(first)  # `_plain` sets the truncation of both
+        first = split[:100][column]
+        # `_plain` sets the truncation of both.
+        self.is_fast = hasattr(tokenizer, "backend_tokenizer") and self._plain(first) == self._fast(first)
 
     def _plain(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, **self.options)["input_ids"]
@@ -165,80 +167,61 @@ class Encoder:
         return found if self.end is None else [[*ids, self.end] if ids else [] for ids in found]
 
 
-class Rows:
-    """The ids of some rows of text, by the number of the first one, of 16 bits if `vocabulary` fits in."""
+class Rows(torch.utils.data.Dataset):
+    """The ids of `_ROWS` rows of text at a time, of 16 bits if `vocabulary` fits in."""
 
-    def __init__(
-        self,
-        split: datasets.Dataset,
-        columns: dict[str, str],
-        encode: Callable[[list[str]], list[list[int]]],
-        vocabulary: int,
-    ) -> None:
+    def __init__(self, split: datasets.Dataset, columns: dict[str, str], encode: Encoder, vocabulary: int) -> None:
         self.split, self.columns, self.encode = split.with_format("arrow"), columns, encode
         kind = pa.list_(pa.uint16()) if vocabulary <= 1 << 16 else IDS
         self.schema = pa.schema([(name, kind) for name in columns])
 
-    def __call__(self, start: int) -> pa.Table:
-        texts: Any = self.split[start : start + _ROWS]
+    def __len__(self) -> int:
+        return -(-len(self.split) // _ROWS)
+
+    def __getitem__(self, number: int) -> pa.Table:
+        texts: Any = self.split[number * _ROWS : (number + 1) * _ROWS]
         ids = {name: self.encode(texts[column].to_pylist()) for name, column in self.columns.items()}
         return pa.table(ids, self.schema)
 
 
 def id_tables(rows: Rows, processes: int | None = None, progress: Progress | None = None) -> Iterator[pa.Table]:
-    """All of `rows`, in order, computed in parallel.
+    """All of `rows`, in order, computed in parallel if they are on the disk.
 
     `datasets` could start the processes too, but one of them, which manages the others, would outlive a killed parent.
     """
-    total = len(rows.split)
+    total, done, due = len(rows.split), 0, 0.0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(processes or cores, -(-total // _ROWS_PER_PROCESS))
-    if multiprocessing.current_process().daemon:  # it may have no processes of its own
-        processes = 1
-    with tqdm(total=total, desc="Tokenising", delay=1) as bar, _mapping(rows, processes) as mapped:
-        starts, due = range(0, total, _ROWS), 0.0
-        for start, table in zip(starts, mapped(starts), strict=True):
+    options: Any = {}
+    # A daemon may have no processes of its own.
+    if processes > 1 and not is_in_memory(rows.split) and not multiprocessing.current_process().daemon:
+        # Others than forks import everything anew.
+        start = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+        options = {"num_workers": processes, "multiprocessing_context": start, "worker_init_fn": _begin}
+    # With a generator of its own, it draws nothing from that of the training.
+    tables = torch.utils.data.DataLoader(rows, batch_size=None, generator=torch.Generator(), **options)
+    with tqdm(total=total, desc="Tokenising", delay=1) as bar:
+        for table in tables:
             if progress is not None and time.monotonic() > due:
-                progress(start, total)
+                progress(done, total)
                 due = time.monotonic() + 0.5
             yield table
+            done += len(table)
             bar.update(len(table))
     if progress is not None:
         progress(total, total)
 
 
-@contextlib.contextmanager
-def _mapping(rows: Rows, processes: int) -> Iterator[Callable[[range], Iterator[pa.Table]]]:
-    """What maps `rows`, in processes of their own where there are several."""
-    if processes <= 1:
-        yield functools.partial(map, rows)
-        return
-    fork = "fork" in multiprocessing.get_all_start_methods()  # others import everything anew
-    context = multiprocessing.get_context("fork" if fork else "spawn")
-    pool = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(rows,))
-    try:
-        yield functools.partial(pool.map, _rows_from)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _begin(rows: Rows) -> None:
-    """In a process of its own, which ends with its parent."""
-    global _rows
-    _rows = rows
+def _begin(number: int) -> None:
+    """In a process of its own, which ends with its parent, within a table too."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _rows_from(start: int) -> pa.Table:
-    return _rows(start)
-
-
 def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
+    parent: Any = multiprocessing.parent_process()
+    parent.join()
+    os._exit(1)
 
 
 def write_ids(folder: Path, schema: pa.Schema, tables: Iterator[pa.Table]) -> None:
@@ -256,25 +239,28 @@ def write_ids(folder: Path, schema: pa.Schema, tables: Iterator[pa.Table]) -> No
             largest = max(largest, int(ids.max(initial=0)))
             sha.update(ids.tobytes())
         sha.update(lengths.tobytes())
-    (folder / "facts.json").write_text(
-        json.dumps({"columns": rows.column_names, "largest": largest, "digest": sha.hexdigest()})
-    )
+    facts = {"columns": rows.column_names, "largest": largest, "digest": sha.hexdigest()}
+    (folder / "facts.json").write_text(json.dumps(facts))
 
 
 def tokenizer_key(tokenizer: Any) -> list[Any]:
     """What decides the ids of a text: the tokenizer's files without its present truncation and padding, and the versions."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        content = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
-        sha = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+    if hasattr(tokenizer, "backend_tokenizer"):
+        content = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
     else:
-        sha = hashlib.sha256()
         with tempfile.TemporaryDirectory() as folder:
-            for path in sorted(tokenizer.save_pretrained(folder)):
-                if not path.endswith("config.json"):
-                    sha.update(Path(path).read_bytes())
-    sides = [tokenizer.truncation_side, tokenizer.model_max_length]
-    return [type(tokenizer).__name__, sha.hexdigest(), *sides, tokenizers.__version__]
+            files = [
+                Path(path) for path in sorted(tokenizer.save_pretrained(folder)) if not path.endswith("config.json")
+            ]
+            content = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    sha = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return [
+        type(tokenizer).__name__,
+        sha,
+        tokenizer.truncation_side,
+        tokenizer.model_max_length,
+        tokenizers.__version__,
+    ]
 
 
 class Texts:
@@ -292,12 +278,11 @@ class Texts:
 
 def tokenizer_for(texts: Texts, vocab_size: int, kind: str, *, eos: str) -> Any:
     """As `train_tokenizer`; one for data on the disk is kept in the cache."""
+    train = functools.partial(train_tokenizer, texts, vocab_size, kind, eos=eos)
     if is_in_memory(texts.split):
-        return train_tokenizer(texts, vocab_size, kind, eos=eos)
+        return train()
     key = [texts.split._fingerprint, list(texts.columns), vocab_size, kind, eos, tokenizers.__version__]
-    folder = cached_folder(
-        "tokenizer", key, lambda part: train_tokenizer(texts, vocab_size, kind, eos=eos).save_pretrained(part)
-    )
+    folder = cached_folder("tokenizer", key, lambda part: train().save_pretrained(part))
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
@@ -306,9 +291,6 @@ def lengths_of(dataset: Any, columns: Sequence[str], vocab_size: int) -> list[An
     if isinstance(dataset, TokenDataset):
         dataset.check_ids(vocab_size)
         return [dataset.lengths[column] for column in columns]
-    lengths = []
     for column in columns:
-        sentences = dataset[column]
-        check_ids(sentences, vocab_size)
-        lengths.append([len(ids) for ids in sentences])
-    return lengths
+        check_ids(dataset[column], vocab_size)
+    return [[len(ids) for ids in dataset[column]] for column in columns]

@@ -4,7 +4,7 @@ import atexit
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +42,18 @@ def trim_tokenizer(tokenizer: Any, keep: Sequence[int]) -> Any:
         if old_id not in new_ids:
             raise ValueError(f"trim_tokenizer: keep lacks the id {old_id} of the special token {token!r}")
     folder = Path(tempfile.mkdtemp(prefix="hf_freeze_tokenizer_"))
-    try:
-        tokenizer.save_pretrained(folder)
-        _edit(folder / "tokenizer_config.json", lambda config: _trim_config(config, new_ids))
-        if isinstance(tokenizer, MarianTokenizer):
-            # A MarianTokenizer reads its files again when it is copied or pickled, so they must exist until the process ends.
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
-            _edit(folder / "vocab.json", lambda vocab: _trim_vocabulary(vocab, new_ids))
-            pieces = {token for token, old_id in vocabulary.items() if old_id in new_ids}
-            for path in folder.glob("*.spm"):
-                path.write_bytes(keep_pieces(path.read_bytes(), pieces))
-        else:
-            _edit(folder / "tokenizer.json", lambda data: _trim_backend(data, new_ids))
-        trimmed = type(tokenizer).from_pretrained(folder)
-    finally:
-        if not isinstance(tokenizer, MarianTokenizer):
-            shutil.rmtree(folder)
+    # A MarianTokenizer reads its files again when it is copied or pickled, so they must exist until the process ends.
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    tokenizer.save_pretrained(folder)
+    _edit(folder / "tokenizer_config.json", _trim_config, new_ids)
+    if isinstance(tokenizer, MarianTokenizer):
+        _edit(folder / "vocab.json", _trim_vocabulary, new_ids)
+        pieces = {token for token, old_id in vocabulary.items() if old_id in new_ids}
+        for path in folder.glob("*.spm"):
+            path.write_bytes(keep_pieces(path.read_bytes(), pieces))
+    else:
+        _edit(folder / "tokenizer.json", _trim_backend, new_ids)
+    trimmed = type(tokenizer).from_pretrained(folder)
     trimmed.name_or_path = tokenizer.name_or_path
     _check_new_ids(tokenizer, trimmed, new_ids)
     return trimmed
@@ -112,8 +108,8 @@ def _new_ids(keep: Sequence[int], vocabulary: Mapping[str, int]) -> dict[int, in
     return {old_id: new_id for new_id, old_id in enumerate(keep)}
 
 
-def _edit(path: Path, change: Any) -> None:
-    data = change(json.loads(path.read_text(encoding="utf-8")))
+def _edit(path: Path, trim: Callable[[Any, Mapping[int, int]], Any], new_ids: Mapping[int, int]) -> None:
+    data = trim(json.loads(path.read_text(encoding="utf-8")), new_ids)
     path.write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")
 
 
@@ -155,9 +151,8 @@ def _trim_backend(data: dict[str, Any], new_ids: Mapping[int, int]) -> dict[str,
 
 def merges(model: Mapping[str, Any]) -> list[tuple[tuple[str, str], str]]:
     """((left, right), merged piece) of each merge rule of a BPE model, in order."""
-    pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
     prefix = len(model["continuing_subword_prefix"] or "")
-    return [((left, right), left + right[prefix:]) for left, right in pairs]
+    return [((left, right), left + right[prefix:]) for left, right in model["merges"]]
 
 
 def _processors(processor: Any) -> list[Any]:
@@ -170,15 +165,13 @@ def _processors(processor: Any) -> list[Any]:
 
 
 def _check_new_ids(old: Any, new: Any, new_ids: Mapping[int, int]) -> None:
-    tokens = old.convert_ids_to_tokens(list(new_ids))
-    trimmed_tokens = new.convert_ids_to_tokens(list(new_ids.values()))
-    for token, new_id, actual in zip(tokens, new_ids.values(), trimmed_tokens, strict=True):
+    trimmed = f"the trimmed {type(new).__name__}"
+    for old_id, new_id in new_ids.items():
+        token, actual = old.convert_ids_to_tokens(old_id), new.convert_ids_to_tokens(new_id)
         if token != actual:
             raise ValueError(
-                f"trim_tokenizer: {token!r} should get the id {new_id}, but the trimmed {type(new).__name__} gives it to "
-                f"{actual!r}, because added tokens lie between other tokens"
+                f"trim_tokenizer: {token!r} should get the id {new_id}, but {trimmed} gives it to {actual!r}, because added "
+                "tokens lie between other tokens"
             )
     if len(new) != len(new_ids):
-        raise ValueError(
-            f"trim_tokenizer: the trimmed {type(new).__name__} has {len(new)} tokens, but keep has {len(new_ids)}"
-        )
+        raise ValueError(f"trim_tokenizer: {trimmed} has {len(new)} tokens, but keep has {len(new_ids)}")

@@ -23,7 +23,7 @@ from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
 from hf_freeze.solvers.allocation import allocate
 from hf_freeze.solvers.columns import eliminate
-from hf_freeze.surgery.neurons import LinearNeurons
+from hf_freeze.solvers.moments import Moments
 
 _WIDE = 64  # neurons from which FFNs keep multiples of 8, where each has its own number
 _MULTIPLE = (
@@ -40,6 +40,10 @@ class FFNPruning(Method):
     `expert_width`: the neurons to keep of each expert of a mixture, a multiple of 8, where a model stores the matrices of its
     experts in one parameter; `width` is then for its other FFNs, if it has any. In `keep`, experts have a list each:
     `{"decoder.0.experts": [[0, 3, ...], [1, 2, ...], ...]}`.
+
+    With a calibration, those neurons stay whose loss would change the outputs most, and the matrix that reads them is refitted:
+    in an FFN, or in each expert, on the tokens that it gets. An expert that no or too few tokens reach is cut as without.
+    `share`, which needs a calibration, is for FFNs of linears.
 
     The magnitude of a neuron is the product of the norm of its input weights and the norm of its output weights. `merge()`
     gives a native model: of the smaller width if all layers have the same width, otherwise padded with zero neurons.
@@ -182,25 +186,43 @@ class FFNPruning(Method):
 
     def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         blocks = self._blocks(new.architecture, new.config)
-        calibrated = {} if statistics is None else _by_output(old, {block: each for block, (each, _) in blocks.items()})
+        outputs = {} if statistics is None else _outputs(old, blocks)
         for block, (neurons, count) in blocks.items():
-            if block not in [name for name, _ in calibrated.values()]:
-                neurons.take(new, old, neurons.largest(old, count) if self.keep is None else self.keep[block])
+            if block not in outputs.values():
+                neurons.take(new, old, self._plain(old, block, neurons, count))
         if statistics is None:
             return
-        before = {output: neurons.linears for output, (_, neurons) in calibrated.items()}
-        for output, moment in (
-            item for moments in statistics.walk(list(before), before, fit=True) for item in moments.items()
-        ):
-            block, neurons = calibrated[output]
-            plain: Any = neurons.largest(old, blocks[block][1]) if self.keep is None else self.keep[block]
-            kept = plain
+        before = {output: blocks[block][0].modules for output, block in outputs.items()}
+        for moments in statistics.walk(list(before), before, fit=True):
+            for block in dict.fromkeys(outputs[name] for name in moments):
+                neurons, count = blocks[block]
+                of_block = {name: moments[name] for name in neurons.outputs(old)}
+                self._fit(old, new, neurons, self._plain(old, block, neurons, count), of_block, statistics)
+
+    def _plain(self, old: Any, block: str, neurons: surgery.Neurons, count: int) -> Any:
+        """The neurons of an FFN that stay without a calibration."""
+        return neurons.largest(old, count) if self.keep is None else self.keep[block]
+
+    def _fit(
+        self,
+        old: Any,
+        new: Model,
+        neurons: surgery.Neurons,
+        plain: Any,
+        moments: Mapping[str, Moments | None],
+        statistics: Statistics,
+    ) -> None:
+        """Take the neurons of an FFN that lose least, unless `keep` names them, and refit each linear that reads them."""
+        lists, kept = plain if _of_experts(plain) else [plain], []
+        for (name, moment), without in zip(moments.items(), lists, strict=True):
             if moment is not None and self.keep is None:
-                linear = old.base_model.get_submodule(output)
-                kept = eliminate(surgery.effective_weight(linear), linear.bias, moment).kept(len(plain))
-            neurons.take(new, old, kept)
+                linear = surgery.linear_at(old, name)
+                without = eliminate(surgery.effective_weight(linear), linear.bias, moment).kept(len(without))
+            kept.append(without)
+        neurons.take(new, old, kept if lists is plain else kept[0])
+        for (name, moment), chosen, without in zip(moments.items(), kept, lists, strict=True):
             if moment is not None:
-                surgery.refit_inputs(old, new, output, moment, kept, plain, statistics.record)
+                surgery.refit_inputs(old, new, name, moment, chosen, without, statistics.record)
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
         origins: dict[str, Origin] = {}
@@ -223,7 +245,8 @@ class FFNPruning(Method):
     def _allocated(self, old: Any, architecture: Architecture, statistics: Statistics) -> "FFNPruning":
         """The neurons of all FFNs compete: those stay whose removal would change the predictions most."""
         blocks = in_layers(surgery.neurons_of(architecture, old.config), self.layers)
-        outputs = {output: block for output, (block, _) in _by_output(old, blocks).items()}
+        linears = architecture.ffns(old.config)
+        outputs = _outputs(old, {block: (neurons, 0) for block, neurons in blocks.items() if block in linears})
         orders = {}
         for moments in statistics.walk(list(outputs), curvature=True):
             for name, moment in moments.items():
@@ -250,13 +273,9 @@ class FFNPruning(Method):
         set_fields(model.config, {field: max(sizes) for field, sizes in widths.items()})
 
 
-def _by_output(model: Any, blocks: Mapping[str, surgery.Neurons]) -> dict[str, tuple[str, LinearNeurons]]:
-    """Output linear -> (FFN, its neurons), for those FFNs whose neurons can be chosen by what their output linear reads."""
-    return {
-        neurons.linears[-1]: (block, neurons)
-        for block, neurons in blocks.items()
-        if isinstance(neurons, LinearNeurons) and not surgery.is_removed(model, neurons.linears[-1])
-    }
+def _outputs(model: Any, blocks: Mapping[str, tuple[surgery.Neurons, int]]) -> dict[str, str]:
+    """Linear that reads neurons -> their FFN."""
+    return {output: block for block, (neurons, _) in blocks.items() for output in neurons.outputs(model)}
 
 
 def _of_experts(kept: Any) -> bool:

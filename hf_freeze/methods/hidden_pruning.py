@@ -4,20 +4,23 @@ Muralidharan et al., 2024, "Compact Language Models via Pruning and Knowledge Di
 
 import copy
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, hidden_size, set_fields
+from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, base_name, hidden_size, set_fields
+from hf_freeze.architectures.probe import adds_one
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.architectures.roles import is_norm
 from hf_freeze.methods._checks import check_one_given, check_positive, is_ascending
 from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.parts import Part, SeededValues, Selection, parts_of
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
-from hf_freeze.solvers.moments import best_dense, loss
+from hf_freeze.solvers.moments import Moments, best_dense, best_scale, loss
 
 
 @register_method("hidden_pruning", example={"width": 8}, shrinks=True)
@@ -37,7 +40,7 @@ class HiddenPruning(Method):
     weights, the config names them.
 
     With a calibration, those channels stay that add most to the outputs of what reads them, and all linears in layers are
-    refitted.
+    refitted; so are the weights and biases of their norms, which see another mean square of fewer channels.
 
     `merge()` gives a native model of that hidden size where its class can have heads of the same size as before, and raises an
     error elsewhere: BERT's head size is the hidden size divided by the number of heads.
@@ -116,10 +119,12 @@ class HiddenPruning(Method):
         surgery.take_channels(new, old, kept, self.name)
         if statistics is None:
             return
-        linears = _linears(old, self.name)
-        for moments in statistics.walk(list(linears)):
+        linears, norms = _linears(old, self.name), _norms(old, self.name)
+        for moments in statistics.walk(list(linears), norms=norms):
             for name, moment in moments.items():
                 linear = new.base_model.get_submodule(name)
+                if name in norms and moment is not None:
+                    _refit_norm(linear, moment, kept)
                 if moment is None or not surgery.is_dense(linear):
                     continue
                 if linears[name].writes and moment.cross is not None:
@@ -166,6 +171,29 @@ class HiddenPruning(Method):
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         surgery.widen_natively(model, architecture, self.name)
+
+
+def _norms(model: Any, method: str) -> list[str]:
+    """The norms in layers that scale hidden channels, below the base model."""
+    names = {one.name: base_name(model, one.name) for one in surgery.channels_in(model, method)}
+    layer_of = architecture_for(model).layer_of
+    return [
+        name
+        for full, name in names.items()
+        if is_norm(module := model.get_submodule(full)) and layer_of(f"{name}.") and hasattr(module, "weight")
+    ]
+
+
+@torch.no_grad()
+def _refit_norm(norm: Any, moments: Moments, kept: Sequence[int]) -> None:
+    """Scale and shift each channel of a norm, so that it gives what the old one gave there. `moments`: of its outputs now."""
+    if moments.cross is None or moments.output_mean is None:
+        return
+    has_bias, one = getattr(norm, "bias", None) is not None, int(adds_one(norm))
+    scale, shift = best_scale(moments, kept, shifts=has_bias)
+    surgery.set_values(norm.weight, (norm.weight + one).to(scale) * scale - one)
+    if has_bias:
+        surgery.set_values(norm.bias, norm.bias.to(scale) * scale + shift)
 
 
 def _linears(model: Any, method: str) -> dict[str, surgery.Channels]:

@@ -19,6 +19,7 @@ from hf_freeze.architectures.base import (
     with_layers,
 )
 from hf_freeze.architectures.layer_parts import AttentionParts, check_parts, named_by
+from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.architectures.roles import has_module
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.factorized import FactorizedLinear
@@ -27,10 +28,13 @@ from hf_freeze.methods._checks import check_choice, check_positive
 from hf_freeze.methods._linear import set_field
 from hf_freeze.methods.base import Method, Model, Statistics
 from hf_freeze.methods.registry import register_method
+from hf_freeze.solvers.moments import best_dense, loss, together
 
 WHOLE = ("attention", "ffn", "norm")  # components that lie in layers
 NORMS = ("shared", "separate")
 STARTS = ("mean", "middle")
+_SWEEPS = 4  # what a linear sees and has to make up for changes with the others
+_RIDGE = 0.1  # all places change with each step: smaller steps come nearer
 
 
 @register_method("layer_sharing", example={"start": "middle"}, shrinks=True)
@@ -50,6 +54,9 @@ class LayerSharing(Method):
     changes how many layers run; this costs time, and parameters only for what is not shared. `merge()` gives a native model in
     which each layer has a copy.
 
+    With a calibration, the shared output projections of attentions and last linears of FFNs are fitted to all of their places, if
+    the depth stays. Everything else stays as it started: heads and neurons of one layer have no like in another.
+
     Raises ValueError for an unknown stack or component, some of the projections that are one matrix (GPT-2's q, k and v), more
     groups than layers, a depth below 1, shared parameters of different shapes, a method that names only some of the layers that
     share parameters, a method that keeps a mask for each layer, and a mean over gated, sparse or quantised weights. The mean of
@@ -58,6 +65,7 @@ class LayerSharing(Method):
 
     needs: ClassVar[frozenset[str]] = frozenset({"layers"})
     shares_layers: ClassVar[bool] = True
+    calibrates: ClassVar[bool] = True
     stacks: list[str] | None = None
     components: list[str] | None = None
     groups: int = 1
@@ -220,6 +228,51 @@ class LayerSharing(Method):
                     shared = {n: value for n, value in start.items() if n in own and own[n].shape == value.shape}
                     layer = new.base_model.get_submodule(layers.format(number))
                     layer.load_state_dict(own | shared, assign=True)
+        if statistics is not None:
+            self._refit(old, new, statistics)
+
+    def _refit(self, old: Any, new: Model, statistics: Statistics) -> None:
+        """Fit the linears that end an attention or FFN, group after group, to all places that use them: to the inputs that they
+        have there now, and the outputs that the old model had there."""
+        architecture, config, is_shared = new.architecture, new.config, self._is_shared(new.architecture)
+        old_depths, depths = architecture_for(old).depths(old.config), self._shared(architecture, new.config)
+        linears = [attention.o for attention in architecture.attentions(config).values()]
+        linears += [names[-1] for names in architecture.ffns(config).values()]
+        groups: dict[
+            tuple[str, int], dict[str, list[str]]
+        ] = {}  # stack, group -> name in a layer -> names of the places
+        for name in linears:
+            stack, layer = architecture.layer_of(f"{name}.") or ("", 0)
+            if not is_shared(f"{name}.weight") or depths.get(stack) != old_depths[stack] or not _is_dense(new, name):
+                continue
+            in_layer = name.removeprefix(architecture.stacks[stack].layers.format(layer))
+            group = groups.setdefault((stack, layer * self.groups // depths[stack]), {})
+            group.setdefault(in_layer, []).append(name)
+        for group in groups.values():
+            plain: dict[str, float] = {}
+            for _ in range(_SWEEPS):
+                for names in group.values():
+                    self._refit_places(new, names, statistics, plain)
+
+    @staticmethod
+    def _refit_places(new: Model, names: list[str], statistics: Statistics, plain: dict[str, float]) -> None:
+        """Fit one linear that is at all places `names`. `plain`: its error at each of them, as it started."""
+        found = list(statistics.walk(names)) if len(names) > 1 else []
+        seen = {
+            name: each
+            for moments in found
+            for name, each in moments.items()
+            if each is not None and each.cross is not None
+        }
+        if not seen or len(seen) < len(names):  # a saved calibration is of the inputs before layers were shared
+            return
+        linear = new.base_model.get_submodule(names[0])
+        weight, bias = surgery.effective_weight(linear), linear.bias
+        fitted, fitted_bias = best_dense(weight, bias, together(list(seen.values())), ridge=_RIDGE)
+        for name, each in seen.items():
+            plain.setdefault(name, loss(weight, weight, each, bias, bias))
+            statistics.record(name, plain[name], loss(weight, fitted, each, bias, fitted_bias))
+            surgery.set_linear(new.base_model.get_submodule(name), fitted, fitted_bias)
 
     def _start_values(self, group: list[Any], is_shared: Callable[[str], bool]) -> dict[str, torch.Tensor]:
         """What the layers of a group start from, of the names in a state dict that are shared."""
@@ -257,6 +310,10 @@ class LayerSharing(Method):
                 owner, _, attribute = name.rpartition(".")
                 if has_module(layer, owner):
                     delattr(layer.get_submodule(owner), attribute)
+
+
+def _is_dense(model: Any, name: str) -> bool:
+    return not surgery.is_removed(model, name) and surgery.is_dense(model.base_model.get_submodule(name))
 
 
 def _parameters(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -41,7 +41,13 @@ class Statistics(Protocol):
     """What the linears of a model see on texts, while a method converts it. See `model/calibrating.py`."""
 
     def walk(
-        self, names: Sequence[str], before: Mapping[str, Sequence[str]] = ..., *, curvature: bool = ..., fit: bool = ...
+        self,
+        names: Sequence[str],
+        before: Mapping[str, Sequence[str]] = ...,
+        *,
+        curvature: bool = ...,
+        fit: bool = ...,
+        norms: Sequence[str] = ...,
     ) -> Iterator[dict[str, Moments | None]]:
         """The moments of the linears `names` (below the base model), in the order in which the model runs them; those that read
         the same states come together. None for a linear that no token has reached.
@@ -52,6 +58,8 @@ class Statistics(Protocol):
 
         `fit`: after each layer, all parameters of `names` and `before` in it are fitted together so that the layer gives what the
         old one gives; not in models larger than the memory, in fp16 and bf16, nor seeded or shared parameters.
+
+        `norms`: come in this order too, each alone; its inputs are what it gives in the new model. A saved calibration has none.
         """
         ...
 

@@ -37,10 +37,12 @@ from hf_freeze.model.running import decoder_mask, in_eval_mode, on_device, witho
 from hf_freeze.model.samples import Samples, samples_of
 from hf_freeze.model.watching import (
     Call,
+    Routed,
     calls_of,
     ends_of,
     first_input,
     norms_of,
+    read_by,
     remembering,
     seen_both,
     seen_in,
@@ -72,11 +74,11 @@ class _Sums:
     squares: Any = 0
     paired: bool = True
 
-    def add(self, x: Tensor, y: Tensor | None, joined: Tensor | None = None) -> None:
-        """x: (T, I) inputs; y: (T, O) outputs of the model before, if they are of the same tokens; joined: (T, O) the states that
-        these are a part of (`_weights`)."""
+    def add(self, x: Tensor, y: Tensor | None, weights: Tensor | None = None) -> None:
+        """x: (T, I) inputs; y: (T, O) outputs of the model before, if they are of the same tokens; weights: (T, 1) how much an
+        error counts for each token."""
         x = x.to(working_dtype(x))
-        weights = x.new_ones(len(x), 1) if joined is None else _weights(joined.to(x))
+        weights = x.new_ones(len(x), 1) if weights is None else weights.to(x)
         weighted = weights * x
         self.count += len(x)
         self.total += float(weights.sum())
@@ -91,7 +93,7 @@ class _Sums:
 
     def moments(self, name: str) -> Moments | None:
         """Those of the linear `name`. Raises ValueError if they are not finite."""
-        if not self.count:
+        if not self.total:
             return None
         pairs = {"cross": self.cross, "output_mean": self.outputs, "output_square": self.squares} if self.paired else {}
         means = {name: value / self.total for name, value in pairs.items()}
@@ -150,76 +152,101 @@ class CalibrationPass:
         *,
         curvature: bool = False,
         fit: bool = False,
+        norms: Sequence[str] = (),
     ) -> Iterator[dict[str, Moments | None]]:
         self._at = None
-        self._fitted = [*names, *itertools.chain(*before.values())] if fit and paging.active() is None else []
+        # Of experts, some have too few tokens to fit more than what reads their neurons.
+        alone = [
+            name for name in names if fit and paging.active() is None and surgery.owner_of(self._old, name) == name
+        ]
+        self._fitted = [module for name in alone for module in (name, *before.get(name, ()))]
         known = set(names) <= self._curvatures.keys()
         if curvature and not known and paging.active() is None:  # which goes back through all layers
-            modules = {name: self._old.base_model.get_submodule(name) for name in names}
-            self._curvatures = curvatures(self._old, self._batches, modules)
+            self._curvatures = curvatures(self._old, self._batches, dict(surgery.modules(self._old, names)))
         self._whole = any(self._architecture.layer_of(f"{name}.") is None for name in names)
         self._widest = max((features(linear)[0] for _, linear in surgery.modules(self._old, names)), default=0)
-        groups = self._in_order(names)
+        groups = self._in_order(names, norms)
         for group in track(groups, "Calibrating", len(groups)):
-            yield self._moments(group, [module for name in group for module in before.get(name, ())])
+            yield self._moments(group, [module for name in group for module in before.get(name, ())], group[0] in norms)
             # Linears of a group run to reach the next one, and may have kept a weight from before they had values.
             for name in group:
-                for part in (
-                    () if surgery.is_removed(self._new, name) else self._new.base_model.get_submodule(name).modules()
-                ):
+                for part in () if surgery.is_removed(self._new, name) else surgery.linear_at(self._new, name).modules():
                     if isinstance(part, Derived):
                         part.forget()
         if self._fitted:
             self._leave()
+        self.report.warn_of_experts()
 
-    def _in_order(self, names: Sequence[str]) -> list[list[str]]:
-        """The linears in the order in which the old model runs them; those that read the same states are together."""
-        modules = {name: self._old.base_model.get_submodule(name) for name in names}
+    def _in_order(self, linears: Sequence[str], norms: Sequence[str]) -> list[list[str]]:
+        """Linears and norms in the order in which the old model runs them; linears that read the same states, or of one module of
+        experts, are together."""
+        names = [*linears, *norms]
+        owners = {name: surgery.owner_of(self._old, name) for name in names}
+        modules = {owner: self._old.base_model.get_submodule(owner) for owner in owners.values()}
         reads = seen_in(modules, False, lambda: self._old(**self._batches[0]))
         places = {name: self._architecture.layer_of(f"{name}.") for name in names}
         order = {name: number for number, name in enumerate(reads)}
-        last = {places[name]: number + 0.5 for name, number in order.items()}  # experts may not have run
-        ranked = sorted(names, key=lambda name: order.get(name, last.get(places[name], len(order))))
+        # Some may not have run.
+        last = {places[name]: order[owners[name]] + 0.5 for name in names if owners[name] in order}
+        ranked = sorted(names, key=lambda name: order.get(owners[name], last.get(places[name], len(order))))
 
         def group(name: str) -> Any:
-            return places[name], id(reads[name][0]) if name in reads else name
+            return places[name], id(reads[name][0]) if name in reads and name not in norms else owners[name]
 
         return [list(together) for _, together in itertools.groupby(ranked, group)]
 
-    def _moments(self, names: Sequence[str], before: Sequence[str]) -> dict[str, Moments | None]:
+    def _moments(self, names: Sequence[str], before: Sequence[str], of_norm: bool) -> dict[str, Moments | None]:
         place = self._architecture.layer_of(f"{names[0]}.")
         if place is not None:
             self._enter(*place)
         sums = {name: _Sums() for name in names}
-        stream = None
-        if len(names) == 1 and place is not None and self._streams and self._is_as_wide(names[0], before):
-            stream = self._joins(place, names[0])
-        for number, batch in enumerate(self._batches) if stream is not None else ():
-            name = names[0]
-            own = self._joined("old", place, number, name, str(stream))
-            with swapped(self._old, self._new, dict.fromkeys((*before, name))):  # it may have no values yet
-                new = self._joined("new", place, number, name, str(stream))
-            if own and new and own[2].shape == new[2].shape:
-                x, y = new[0], own[2] - new[2] + new[1]
-                rows = self._rows(name, place, batch, x)
-                sums[name].add(_selected(x, rows), _selected(y, rows), _selected(own[2], rows))
-        for number, batch in enumerate(self._batches) if stream is None else ():
-            outputs = self._watch("old", place, number, names, (), outputs=True)
-            for name, calls in self._watch("new", place, number, names, before, outputs=False).items():
+        owner, stream = surgery.owner_of(self._old, names[0]), None
+        watched = [owner] if owner != names[0] else names
+        alone = len(watched) == 1 and not of_norm and place is not None and self._streams
+        if alone and place is not None and self._is_as_wide(names[0], before):
+            stream = self._joins(place, owner)
+        for number, batch in enumerate(self._batches):
+            if stream is not None:
+                self._add_joined(sums, place, number, owner, before, stream)
+                continue
+            outputs = self._watch("old", place, number, watched, (), outputs=owner == names[0])
+            for name, calls in self._watch("new", place, number, watched, before, outputs=of_norm).items():
                 for x, y in itertools.zip_longest(calls, outputs.get(name, ())[: len(calls)]):
+                    if isinstance(x, Routed):
+                        _add_routed(sums, x, y, self._rows(name, place, batch, x.states))
+                        continue
                     rows = self._rows(name, place, batch, x)
                     routed = x.dim() == 2 and rows is None  # other tokens in both models
                     if y is not None and (routed or y.shape[:-1] != x.shape[:-1]):
                         y = None
                     sums[name].add(_selected(x, rows), None if y is None else _selected(y, rows))
         moments = {name: each.moments(name) for name, each in sums.items()}
+        if owner != names[0]:
+            moments = self.report.enough(owner, moments)
         for name, each in moments.items():
             if each is not None:
-                self.report.check_tokens(name, each.count, len(each.mean), self._widest)
+                self.report.check_tokens(name, each.count, 1 if of_norm else len(each.mean), self._widest)
         return {
             name: replace(each, curvature=self._curvatures.get(name)) if each is not None else None
             for name, each in moments.items()
         }
+
+    def _add_joined(
+        self, sums: Mapping[str, _Sums], place: Any, number: int, owner: str, before: Sequence[str], stream: str
+    ) -> None:
+        """Add to the sums of a linear, or of those of experts, what it sees where its outputs are added to the states."""
+        own = self._joined("old", place, number, owner, stream)
+        with swapped(self._old, self._new, dict.fromkeys((*before, owner))):  # it may have no values yet
+            new = self._joined("new", place, number, owner, stream)
+        if own is None or new is None or own[2].shape != new[2].shape:
+            return
+        (x, output, joined), wanted = new, own[2].reshape(new[1].shape)
+        lacking = wanted - joined.reshape(output.shape)
+        rows = self._rows(owner, place, self._batches[number], x.states if isinstance(x, Routed) else x)
+        if isinstance(x, Routed):
+            _add_routed(sums, x, x, rows, (lacking, wanted))
+        else:
+            sums[owner].add(_selected(x, rows), _selected(lacking + output, rows), _weights(_selected(wanted, rows)))
 
     def lookups(self, tables: Sequence[str]) -> Tensor:
         modules = {self._old.get_submodule(name) for name in tables}
@@ -290,7 +317,7 @@ class CalibrationPass:
         noise = (waves * output.float().std()).to(output)
         noisy, _ = self._read_after(place, name, noise)
         for module, states in plain.items():
-            if states.shape == noise.shape == noisy[module].shape and _same(noisy[module] - states, noise):
+            if states.numel() == noise.numel() and _same((noisy[module] - states).reshape(noise.shape), noise):
                 return module
         return None
 
@@ -317,7 +344,7 @@ class CalibrationPass:
 
     def _is_as_wide(self, name: str, before: Sequence[str]) -> bool:
         """Whether the stream that a linear writes to has as many channels in both models."""
-        old, new = (model.base_model.get_submodule(name) for model in (self._old, self._new))
+        old, new = (surgery.linear_at(model, name) for model in (self._old, self._new))
         return (
             name in before or any(name.startswith(f"{module}.") for module in before) or features(old) == features(new)
         )
@@ -325,8 +352,8 @@ class CalibrationPass:
     def _prefix(self, place: Place) -> str:
         return self._architecture.stacks[place[0]].layers.format(place[1]) + "."
 
-    def _joined(self, stream: str, place: Any, number: int, name: str, at: str) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(input, output, sum) of a linear whose outputs are added to the states of its layer `at` a module of it."""
+    def _joined(self, stream: str, place: Any, number: int, name: str, at: str) -> tuple[Any, Tensor, Tensor] | None:
+        """(input, output, sum) of a linear, or of experts, whose outputs are added to the states of the layer `at` a module."""
         model = self._old if stream == "old" else self._new
         layer, prefix = self._layer(model, *place), self._prefix(place)
         inputs: dict[str, Tensor] = {}
@@ -361,16 +388,24 @@ class CalibrationPass:
 
         def look(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal latest
-            x = (*args, *kwargs.values())[0]
+            x = read_by(module, args, kwargs)
+            place = self._architecture.layer_of(f"{name}.")
+            if isinstance(x, Routed):
+                of_experts = {each: sums.setdefault(each, _Sums()) for each in owned[name]}
+                leaders.update(zip(of_experts, of_experts, strict=True))
+                _add_routed(of_experts, x, None, self._rows(name, place, batch, x.states))
+                return
             leader = leaders.setdefault(name, latest[1] if x is latest[0] else name)
             latest = x, leader
             if leader == name:
-                rows = self._rows(name, self._architecture.layer_of(f"{name}."), batch, x)
-                sums.setdefault(name, _Sums()).add(_selected(x, rows), None)
+                sums.setdefault(name, _Sums()).add(_selected(x, self._rows(name, place, batch, x)), None)
 
+        owned: dict[str, list[str]] = {}  # the module that runs linears -> these
+        for name in names:
+            owned.setdefault(surgery.owner_of(self._old, name), []).append(name)
         hooks = [
             module.register_forward_pre_hook(functools.partial(look, name), with_kwargs=True)
-            for name, module in surgery.modules(self._old, names)
+            for name, module in surgery.modules(self._old, owned)
         ]
         try:
             for batch in track(self._batches, "Calibrating", len(self._batches)):
@@ -517,9 +552,9 @@ class CalibrationPass:
         before: Sequence[str],
         *,
         outputs: bool,
-    ) -> dict[str, list[Tensor]]:
-        """Name -> inputs, or outputs, of the linear in the model of a `stream`, for batch `number`, of each time that it runs;
-        linears that do not run are missing. `before`: modules that are those of the old model."""
+    ) -> dict[str, list[Any]]:
+        """Name -> inputs (of experts `Routed`), or outputs, of the linear in the model of a `stream`, for batch `number`, of each
+        time that it runs; linears that do not run are missing. `before`: modules that are those of the old model."""
         model = self._old if stream == "old" else self._new
         with swapped(self._old, model, before):
             modules = {name: model.base_model.get_submodule(name) for name in names}
@@ -559,9 +594,35 @@ class CalibrationPass:
 
 
 def _weights(joined: Tensor) -> Tensor:
-    """(T, O) states -> (T, 1): how much an error in them counts: as for the norm that follows, by 1 / their mean square. In some
-    models a few tokens have states a thousand times those of others, and would be all that counts."""
-    return 1 / joined.square().mean(-1, keepdim=True).clamp_min(_LEAST)
+    """(T, O) states that outputs are a part of -> (T, 1): how much an error in them counts: as for the norm that follows, by
+    1 / their mean square. In some models a few tokens have states a thousand times those of others, and would be all that
+    counts."""
+    return 1 / joined.to(working_dtype(joined)).square().mean(-1, keepdim=True).clamp_min(_LEAST)
+
+
+def _add_routed(
+    sums: Mapping[str, _Sums],
+    x: Routed,
+    y: Routed | None,
+    rows: Tensor | None,
+    joined: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Add a call of experts to the sums of their last linears. Each is to give what it gives in the call `y` of the model before.
+
+    joined: (T, H) twice, what lacks in the states that their outputs are added to, and these states. Then the experts of a token
+    are to add that, in proportion to their factors: so the outputs of each change least. An error of an expert counts by the
+    square of its factor.
+    """
+    y = y if y is not None and y.states.shape == x.states.shape else None
+    for name, each in sums.items():
+        number = int(name.rpartition(".")[2])
+        tokens, factors = x.tokens(number, rows)
+        wanted, weights = None if y is None else y.outputs(number, tokens), factors.square()
+        if wanted is not None and joined is not None:
+            lacking, states = (each[tokens] for each in joined)
+            wanted = wanted + lacking * (factors / x.factors[tokens].square().sum(-1, keepdim=True))
+            weights = weights * _weights(states)
+        each.add(x.neurons(number, tokens), wanted, weights)
 
 
 def _selected(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -25,6 +25,7 @@ from hf_freeze.layers.derived import features
 from hf_freeze.solvers.moments import Moments
 
 _FORMAT = "hf_freeze calibration 1"
+_LEAST_TOKENS = 0.25  # of the inputs of the last linear of an expert: with fewer, it is cut as without a calibration
 _SAMPLED = 16  # weights of each linear, by which a model is known again
 _OTHER_DTYPE = 1e-2  # relative difference of weights that were rounded to another dtype
 
@@ -39,6 +40,7 @@ class Report:
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _is_warned: bool = False
+    _idle: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, text: str) -> bool:
         """Whether it was not noted before."""
@@ -56,6 +58,24 @@ class Report:
                 f"used: give texts of at least {widest} tokens, better {10 * widest}",
                 stacklevel=2,
             )
+
+    def enough(self, experts: str, moments: Mapping[str, Moments | None]) -> dict[str, Moments | None]:
+        """`moments` of the last linears of `experts`, or None for those of experts that have seen too few tokens."""
+        kept = {
+            name: each if each is not None and each.count >= _LEAST_TOKENS * len(each.mean) else None
+            for name, each in moments.items()
+        }
+        if idle := [name.rpartition(".")[2] for name, each in kept.items() if each is None]:
+            self._idle[experts] = idle
+        return kept
+
+    def warn_of_experts(self) -> None:
+        """Warn of all experts that have seen too few tokens."""
+        idle, self._idle = self._idle, {}
+        listed = "; ".join(f"{experts!r}: {', '.join(numbers)}" for experts, numbers in idle.items())
+        text = f"experts that no or too few tokens of the calibration reach are cut as without: {listed}"
+        if idle and self.note(text):
+            warnings.warn(text, stacklevel=2)
 
 
 @contextmanager
@@ -199,8 +219,11 @@ def digest_of(calibration: Any, tokenizer: Any) -> str:
 
 
 def calibrated_linears(model: Any) -> list[str]:
-    """The linears of attention and FFN, below the base model, that no method has removed."""
-    names = surgery.linear_names(architecture_for(model), model.config, LINEAR_COMPONENTS, None)
+    """The linears of attention and FFN, below the base model, that no method has removed; of experts, the last ones."""
+    architecture = architecture_for(model)
+    names = surgery.linear_names(architecture, model.config, LINEAR_COMPONENTS, None)
+    blocks = surgery.neurons_of(architecture, model.config)
+    names += [name for block in architecture.experts(model.config) for name in blocks[block].outputs(model)]
     return [name for name in dict.fromkeys(names) if not surgery.is_removed(model, name)]
 
 
@@ -227,6 +250,7 @@ class StoredMoments:
         *,
         curvature: bool = False,
         fit: bool = False,
+        norms: Sequence[str] = (),
     ) -> Iterator[dict[str, Moments | None]]:
         widths = {name: features(linear)[0] for name, linear in surgery.modules(self._old, names)}
         fitting = {
@@ -234,22 +258,33 @@ class StoredMoments:
             for name in names
             if (each := self._moments.get(name)) is not None and len(each.mean) == widths[name]
         }
-        if missing := [name for name in names if name not in fitting]:
+        owners = {name: surgery.owner_of(self._old, name) for name in names}
+        seen = {owners[name] for name in fitting}
+        if missing := [name for name in names if owners[name] not in seen]:
             text = (
                 "the saved calibration has nothing for linears that it has not seen, or that earlier methods have changed: they "
                 "are converted as without"
             )
             if self.report.note(text):
                 warnings.warn(f"{text}; the first is {missing[0]!r}", stacklevel=2)
-        order = {name: number for number, name in enumerate(self._moments)}
-        ranked = sorted(names, key=lambda name: order.get(name, len(order)))
-        for _, group in itertools.groupby(ranked, lambda name: id(fitting.get(name, name))):
-            found = {name: fitting.get(name) for name in group}
+        order: dict[str, int] = {}
+        for number, name in enumerate(self._moments):
+            order.setdefault(owners.get(name, name), number)
+        ranked = sorted(names, key=lambda name: order.get(owners[name], len(order)))
+
+        def group_of(name: str) -> Any:
+            return id(fitting.get(name, name)) if owners[name] == name else owners[name]
+
+        for _, group in itertools.groupby(ranked, group_of):
+            found: dict[str, Moments | None] = {name: fitting.get(name) for name in group}
+            if (owner := owners[next(iter(found))]) not in found and owner in seen:
+                found = self.report.enough(owner, found)
             for name, each in found.items():
                 if each is not None:
                     self.report.check_tokens(name, each.count, len(each.mean), max(widths.values()))
             yield found
             surgery.let_go(self._old)
+        self.report.warn_of_experts()
 
     def lookups(self, tables: Any) -> Tensor | None:
         """None: nothing is known of tokens."""

@@ -88,7 +88,7 @@ def fidelity_on(original: Any, variant: Any, batches: Iterable[Mapping[str, Any]
                     )
     if not sums.get("count"):
         raise ValueError("no texts to compare the models on")
-    means = {name: sums[name] / sums["count"] for name in ("kl", "agreement", "cosine") if name in sums}
+    means: dict[str, Any] = {name: sums[name] / sums["count"] for name in ("kl", "agreement", "cosine") if name in sums}
     if sums.get("labels"):
         means["perplexity"] = math.exp(min(sums["nats"] / sums["labels"], 700))
         means["original_perplexity"] = math.exp(min(sums["original_nats"] / sums["labels"], 700))

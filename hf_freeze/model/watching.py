@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_freeze.architectures.roles import EXPERT_OUTPUT, are_experts, expert_input
+from hf_freeze.compat.transformers import apply_gate
 
 
 class Reached(Exception):
@@ -38,6 +42,32 @@ class Call:
         return Call(args, {key: other.get(id(value), value) for key, value in self.kwargs.items()}, self.states)
 
 
+@dataclass
+class Routed:
+    """A call of a module of experts: T tokens, k experts for each."""
+
+    experts: Any
+    states: Tensor  # (T, H)
+    index: Tensor  # (T, k) the experts of each token
+    factors: Tensor  # (T, k) of their outputs
+
+    def tokens(self, number: int, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of one expert: its tokens (N,), of `rows` (T,) alone if that is given, and its factors for them (N, 1)."""
+        at = self.index == number
+        tokens, places = (at if rows is None else at & rows[:, None]).nonzero(as_tuple=True)
+        return tokens, self.factors[tokens, places][:, None]
+
+    def neurons(self, number: int, tokens: Tensor) -> Tensor:
+        """(N,) -> (N, W): the values of the neurons of one expert for these tokens."""
+        values = functional.linear(self.states[tokens], self.experts.get_parameter(expert_input(self.experts))[number])
+        has_gate = values.shape[-1] != self.experts.get_parameter(EXPERT_OUTPUT).shape[-1]
+        return apply_gate(self.experts, values) if has_gate else self.experts.act_fn(values)
+
+    def outputs(self, number: int, tokens: Tensor) -> Tensor:
+        """(N,) -> (N, H): the outputs of one expert for these tokens, whether it gets them or not, before its factor."""
+        return functional.linear(self.neurons(number, tokens), self.experts.get_parameter(EXPERT_OUTPUT)[number])
+
+
 @contextmanager
 def swapped(old: Any, new: Any, names: Iterable[str]) -> Iterator[None]:
     """Inside, the new model has modules of the old one."""
@@ -53,14 +83,14 @@ def swapped(old: Any, new: Any, names: Iterable[str]) -> Iterator[None]:
 
 def seen_in(
     modules: Mapping[str, nn.Module], outputs: bool, run: Callable[[], Any], *, again: bool = False
-) -> dict[str, list[Tensor]]:
-    """Name -> first inputs, or outputs, of each of the modules in a run, in their order: of their first call, and the run ends
-    with that of the last of them; or where they may run `again`, of all calls."""
-    seen: dict[str, list[Tensor]] = {}
+) -> dict[str, list[Any]]:
+    """Name -> first inputs (of experts `Routed`), or outputs, of each of the modules in a run, in their order: of their first
+    call, and the run ends with that of the last of them; or where they may run `again`, of all calls."""
+    seen: dict[str, list[Any]] = {}
 
     def look(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         if again or name not in seen:
-            seen.setdefault(name, []).append(output if outputs else (*args, *kwargs.values())[0])
+            seen.setdefault(name, []).append(output if outputs else read_by(module, args, kwargs))
         if len(seen) == len(modules) and not again:
             raise Reached
 
@@ -76,6 +106,14 @@ def seen_in(
         for handle in handles:
             handle.remove()
     return seen
+
+
+def read_by(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The first input of a module; of experts `Routed`."""
+    values = (*args, *kwargs.values())
+    if not are_experts(module):
+        return values[0]
+    return Routed(module, *(value.reshape(-1, value.shape[-1]) for value in values[:3]))
 
 
 def first_input(inputs: dict[str, Tensor], name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -125,10 +163,14 @@ def ends_of(layers: Sequence[nn.Module]) -> Iterator[list[End]]:
             handle.remove()
 
 
-def seen_both(linear: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, Tensor] | None:
-    """(input, output) of the linear in a run, which goes on to its end; None if it does not run."""
+def seen_both(linear: nn.Module, run: Callable[[], Any]) -> tuple[Any, Tensor] | None:
+    """(input, output) of the linear in a run, which goes on to its end; None if it does not run. Of experts, too (`Routed`)."""
     seen: list[Any] = []
-    handle = linear.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+
+    def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        seen.append((read_by(module, args, kwargs), output))
+
+    handle = linear.register_forward_hook(look, with_kwargs=True)
     try:
         run()
     finally:

@@ -7,7 +7,9 @@ Shapes: O outputs, I inputs.
 """
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,6 +140,18 @@ def without_outputs(moments: Moments) -> Moments:
     return replace(moments, cross=None, output_mean=None, curvature=None, output_square=None)
 
 
+def together(places: Sequence[Moments]) -> Moments:
+    """What a linear sees that is in several places of a model, and what the original has there: means over the tokens of all
+    places. Each has pairs, and inputs and outputs of the same sizes."""
+    count = sum(each.count for each in places)
+
+    def mean(name: str) -> Any:
+        return sum(each.count / count * getattr(each, name) for each in places)
+
+    of_outputs = {name: mean(name) for name in ("cross", "output_mean", "output_square")}
+    return Moments(mean("gram"), mean("mean"), count, **of_outputs)
+
+
 def projected(moments: Moments, down: Tensor, weight: Tensor, bias: Tensor | None) -> Moments:
     """What a linear sees behind a matrix D (R, I) whose inputs x are those of y = W x + b, W (O, I) and b (O,) or None, which it
     is to give: the outputs are y, without pairs too."""
@@ -214,6 +228,22 @@ def best_dense(
     the model as compressed so far. Without pairs (`cross`), the weight as it is."""
     solved = problem(weight, bias, moments, ridge)
     return solved.result(solved.target)
+
+
+def best_scale(
+    moments: Moments, kept: Sequence[int], *, shifts: bool, ridge: float = RIDGE
+) -> tuple[Tensor, Tensor | None]:
+    """For each input x_i, the s_i and, if it `shifts`, the t_i with the least E(y_k - s_i x_i - t_i)², y_k: the output number
+    kept[i]. (I,), (I,) or None; the ridge draws towards s = 1. Needs pairs."""
+    if moments.cross is None or moments.output_mean is None:
+        raise ValueError("a scale needs pairs")
+    at = torch.as_tensor(kept, device=moments.gram.device)
+    cross, square, wanted = moments.cross[at].diagonal(), moments.gram.diagonal(), moments.output_mean[at]
+    if shifts:
+        cross, square = cross - wanted * moments.mean, square - moments.mean.square()
+    added = (ridge * square.mean()).clamp_min(torch.finfo(square.dtype).tiny)
+    scale = (cross + added) / (square + added)
+    return scale, wanted - scale * moments.mean if shifts else None
 
 
 def loss(

@@ -15,6 +15,7 @@ from hf_freeze.seeded import Origin, take
 from hf_freeze.surgery.replacing import (
     feature_origins,
     finished,
+    is_removed,
     neuron_features,
     neuron_magnitudes,
     release,
@@ -41,12 +42,21 @@ class Neurons(Protocol):
         """Their number in the native model, where no field holds it."""
         ...
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that lose neurons."""
+        ...
+
     def count(self, model: Any) -> int:
         """The number of neurons, of each expert if there are several."""
         ...
 
     def check_selectable(self, model: Any, method: str) -> None:
         """Raise ValueError if another method has removed the FFN, or replaced it by layers that cannot lose neurons."""
+        ...
+
+    def outputs(self, model: Any) -> list[str]:
+        """The linears that read them: one, none if a method has removed the FFN, or that of each expert (`linear_at`)."""
         ...
 
     def resize(self, model: Any, count: int) -> None:
@@ -102,6 +112,13 @@ class LinearNeurons:
         for name in self.linears:
             selectable_module(model, name, method)
 
+    def outputs(self, model: Any) -> list[str]:
+        return [] if is_removed(model, self.linears[-1]) else [self.linears[-1]]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return self.linears
+
     def resize(self, model: Any, count: int) -> None:
         for name, linear, outputs in self._modules(model):
             positions = len(neuron_features(linear, range(count), self.count(model), outputs=outputs))
@@ -156,6 +173,13 @@ class ExpertNeurons:
 
     def check_selectable(self, model: Any, method: str) -> None:
         """No method replaces experts."""
+
+    def outputs(self, model: Any) -> list[str]:
+        return [f"{self.module}.{EXPERT_OUTPUT}.{number}" for number in range(len(self._matrices(model)[1]))]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return (self.module,)
 
     def resize(self, model: Any, count: int) -> None:
         experts, old = self._experts(model), self.count(model)

@@ -7,7 +7,7 @@ import torch
 
 from hf_freeze.solvers.columns import refit
 from hf_freeze.solvers.moments import Moments, loss
-from hf_freeze.surgery.replacing import effective_weight, is_dense, set_linear
+from hf_freeze.surgery.replacing import effective_weight, is_dense, linear_at, set_linear
 
 
 @torch.no_grad()
@@ -19,7 +19,7 @@ def refit_inputs(
     `plain`: the inputs that would stay without statistics; `record(name, error, error)` is told of the relative error of the
     outputs with these, as they are, and of that with the ones kept, refitted. A layer of another method stays as it is.
     """
-    linear, target = old.base_model.get_submodule(name), new.base_model.get_submodule(name)
+    linear, target = linear_at(old, name), linear_at(new, name)
     weight, bias = effective_weight(linear), linear.bias
     before = loss(weight, _spread(weight[:, plain], plain, weight), moments, bias, bias)
     new_weight, new_bias = (

@@ -11,12 +11,22 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.base import Architecture
+from hf_freeze.architectures.roles import are_experts, has_module
 from hf_freeze.compat.transformers import mark_uninitialized
 from hf_freeze.layers.derived import features, linear_like
 from hf_freeze.layers.no_attention import NoHeads
 from hf_freeze.seeded import Origin
 
 DENSE = (nn.Linear, Conv1D)
+
+
+class Expert(nn.Linear):
+    """The matrix (O, I) of one expert, which lies in a parameter (experts, O, I), as a linear that shares its memory."""
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        super().__init__(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
+        self.weight = nn.Parameter(matrix.detach(), requires_grad=False)
+
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -36,7 +46,23 @@ def linear_names(
 def modules(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """(name, module) for each of `names`, which are below the base model."""
     for name in names:
-        yield name, model.base_model.get_submodule(name)
+        yield name, linear_at(model, name)
+
+
+def linear_at(model: Any, name: str) -> Any:
+    """The linear `name` (below the base model), or as an `Expert` the matrix of one, as "layers.0.mlp.experts.down_proj.3"."""
+    owner = owner_of(model, name)
+    if owner == name:
+        return model.base_model.get_submodule(name)
+    parameter, number = name.removeprefix(f"{owner}.").split(".")
+    return Expert(model.base_model.get_submodule(owner).get_parameter(parameter)[int(number)])
+
+
+def owner_of(model: Any, name: str) -> str:
+    """The module that runs the linear `name` (names below the base model): itself, or the experts whose matrix it is."""
+    owner = name.rsplit(".", 2)[0]
+    inside = not has_module(model.base_model, name) and has_module(model.base_model, owner)
+    return owner if inside and are_experts(model.base_model.get_submodule(owner)) else name
 
 
 def replace(model: Any, name: str, new: nn.Module) -> None:
@@ -158,7 +184,7 @@ def is_native(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 def is_dense(module: nn.Module) -> bool:
     """Whether a linear is one that the backbone made."""
-    return any(is_native(module, kind) for kind in DENSE)
+    return isinstance(module, Expert) or any(is_native(module, kind) for kind in DENSE)
 
 
 def native_module(model: Any, name: str, kind: type[T], method: str, other: type[nn.Module] | None = None) -> T:
@@ -176,7 +202,7 @@ def native_module(model: Any, name: str, kind: type[T], method: str, other: type
 def is_removed(model: Any, name: str) -> bool:
     """Whether a method has removed the linear `name` (below the base model), as the projections of an attention without heads."""
     try:
-        return isinstance(model.base_model.get_submodule(name), NoHeads)
+        return isinstance(linear_at(model, name), NoHeads)
     except AttributeError:
         return True
 
@@ -283,6 +309,9 @@ def effective_weight(module: Any) -> torch.Tensor:
 @torch.no_grad()
 def set_linear(linear: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Give a native linear the values of W (O, I) and of its bias (O,); None leaves the bias as it is."""
+    if isinstance(linear, Expert):
+        linear.weight.copy_(weight)
+        return
     set_values(linear.weight, weight.T if isinstance(linear, Conv1D) else weight)
     if bias is not None:
         set_values(linear.bias, bias)

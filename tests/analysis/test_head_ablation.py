@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import native
+from support.parametrize import by_turns
 from test_head_importance import CASES, MARIAN, summed_loss
 
 from hf_freeze import make_variant
@@ -39,8 +40,7 @@ def expected(case, keep_one, batch):
     return found
 
 
-@every_case
-@pytest.mark.parametrize("keep_one", [False, True])
+@by_turns(pytest.mark.parametrize("keep_one", [False, True]), every_case)
 def test_the_loss_rises_as_with_a_mask(case, keep_one):
     """Over two batches of unlike sizes, the mean is that of one batch of all."""
     batch = case.batch()

@@ -77,7 +77,7 @@ def test_an_ffn_whose_matrices_lie_in_modules_of_their_own_is_found_beside_anoth
 
 
 def test_a_list_for_each_layer_of_one_stack_is_not_one_of_another_that_is_as_deep() -> None:
-    config = AutoConfig.for_model("led", attention_window=[512] * 12)
+    config = AutoConfig.for_model("led", attention_window=[16] * 12)
 
     stacks = derive(config).stacks
 

@@ -14,6 +14,8 @@ from hf_freeze.analysis.calibration import CUTS
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.data import sample
 from hf_freeze.methods import LowRank
+from hf_freeze.publish.export import export_model
+from hf_freeze.publish.export.served import served_fidelity
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +50,25 @@ def test_describe_shows_what_each_cut_would_lose(folder):
     assert table.output == shown
 
 
-def test_diff_compares_the_outputs(folder):
+def test_diff_compares_the_answers(folder):
     command = ["diff", folder / "model", folder / "variant", "--top", "0"]
     assert "KL" not in cli(*command).output
     shown = cli(*command, "--texts", folder / "texts.txt").output
-    models = [
-        native(plain(ARCHITECTURES["bert"])),
-        make_variant(native(plain(ARCHITECTURES["bert"])), [LowRank(rank=3)]),
-    ]
-    found = analysis.fidelity(*models, texts_of(folder), words(40))
-    assert re.search(rf"KL of the predictions \(nats\) .* {found.kl:.4g}", shown)
+    found = served_fidelity(folder / "model", folder / "variant", sample([t.strip() for t in texts_of(folder)], 512))
+    low, high = found.intervals["kl"]
+    assert re.search(rf"KL of the predictions \(nats\) .* {found.kl:.4g} .* {low:.4g} to {high:.4g}", shown)
     assert re.search(rf"same first choice .* {found.agreement:.2%}", shown)
-    assert "perplexity" not in shown
+    assert re.search(rf"fidelity of B to A, 0 to 1 .* {found.score:.4f}", shown)
+    assert "on 40 texts" in shown
+
+
+def test_diff_compares_exported_folders_by_their_answers(folder, tmp_path):
+    exported = export_model(folder / "model", "torch", out=tmp_path / "exported")
+    shown = cli("diff", folder / "model", exported, "--texts", folder / "texts.txt").output
+    assert re.search(r"fidelity of B to A, 0 to 1 .* 1.0000", shown)
+    assert "Tensors of A" not in shown
+    message = one_line_error("diff", exported, folder / "model")
+    assert "exported is exported, so its tensors cannot be compared; compare answers: --texts FILE" in message
 
 
 def test_texts_that_cannot_be_used(folder):
@@ -67,7 +76,7 @@ def test_texts_that_cannot_be_used(folder):
         "describe", "bert", "--texts", folder / "texts.txt"
     )
     command = ["diff", folder / "variant", folder / "model", "--texts", folder / "texts.txt"]
-    assert "variant has no tokenizer, which --texts needs" in one_line_error(*command)
+    assert "variant has no tokenizer, which its answers need" in one_line_error(*command)
     assert "nothing.txt" in one_line_error("describe", folder / "model", "--texts", folder / "nothing.txt")
     message = one_line_error("describe", folder / "model", "--texts", folder / "texts.csv", "--column", "text")
     assert "Review" in message

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.cases import ALL
 from support.small import small_config
 from transformers import (
     AutoModelForSpeechSeq2Seq,
@@ -25,7 +26,9 @@ from transformers import (
 )
 
 from hf_freeze import make_variant, methods
+from hf_freeze.analysis.answers import compare_answers
 from hf_freeze.publish.export import export_model
+from hf_freeze.publish.export.served import answers, opened
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
 METHODS = {
@@ -34,6 +37,20 @@ METHODS = {
     "frozen": methods.Freeze(ffn="random"),
 }
 SOUND = np.random.default_rng(3).standard_normal(8000).astype(np.float32)
+
+
+def ctc_config(letters, layers=2):
+    return Wav2Vec2Config(
+        **SMALL | {"num_hidden_layers": layers},
+        vocab_size=letters,
+        conv_dim=[16, 16, 16],
+        conv_kernel=[10, 3, 3],
+        conv_stride=[5, 4, 4],
+        num_feat_extract_layers=3,
+        num_conv_pos_embedding_groups=4,
+        num_conv_pos_embeddings=16,
+        initializer_range=0.5,
+    )
 
 
 def saved(model, method, folder, *processors):
@@ -71,18 +88,8 @@ def test_speech_is_recognised_by_ctc(name, tmp_path):
     tokenizer = Wav2Vec2CTCTokenizer(tmp_path / "vocab.json")
     extractor = Wav2Vec2FeatureExtractor(return_attention_mask=False)
     torch.manual_seed(2)
-    exports = name == "low_rank"  # which takes seconds for each layer
-    config = Wav2Vec2Config(
-        **SMALL | {"num_hidden_layers": 1} if exports else SMALL,
-        vocab_size=len(letters),
-        conv_dim=[16, 16, 16],
-        conv_kernel=[10, 3, 3],
-        conv_stride=[5, 4, 4],
-        num_feat_extract_layers=3,
-        num_conv_pos_embedding_groups=4,
-        num_conv_pos_embeddings=16,
-        initializer_range=0.5,
-    )
+    exports = ALL and name == "low_rank"  # which takes seconds for each layer; by default, Whisper is exported below
+    config = ctc_config(len(letters), 1 if exports else 2)
     variant = saved(Wav2Vec2ForCTC(config), METHODS[name], tmp_path, extractor, tokenizer)
 
     answer = pipeline("automatic-speech-recognition", model=str(tmp_path))(SOUND)
@@ -214,3 +221,54 @@ def test_other_models_with_a_decoder_are_taken_for_such(whisper):
         assert speech.type == "seq2seq"
         with pytest.raises(ValueError, match="apart from Whisper"):
             speech(SOUND, return_timestamps=True)
+
+
+# -- how faithful a served model is ------------------------------------------------------------------------------------------
+
+
+def fidelity_to_itself_and_a_broken_one(folder, items, layer):
+    """(of the model in `folder`, of the same with one layer times two), as PyTorch serves them."""
+    original = opened(folder)
+    expected = answers(original, items)
+    same = compare_answers(expected, answers(original, items, like=expected))
+    with torch.no_grad():
+        original.model.get_parameter(layer).mul_(2)
+    return same, compare_answers(expected, answers(original, items, like=expected))
+
+
+def test_fidelity_of_images(tmp_path):
+    torch.manual_seed(0)
+    config = ViTConfig(**SMALL, image_size=16, patch_size=8, num_labels=3)
+    saved(
+        ViTForImageClassification(config),
+        METHODS["frozen"],
+        tmp_path,
+        ViTImageProcessor(size={"height": 16, "width": 16}),
+    )
+    generator = np.random.default_rng(1)
+    images = [Image.fromarray(generator.integers(0, 256, (20, 24, 3), dtype=np.uint8)) for _ in range(20)]
+    same, broken = fidelity_to_itself_and_a_broken_one(tmp_path, images, "classifier.weight")
+    assert (same.score, same.kl, same.compared) == (1, 0, 20)
+    assert broken.kl > 1e-4
+
+
+def test_fidelity_of_ctc(tmp_path):
+    letters = ["<pad>", "<s>", "</s>", "<unk>", "|", *"abcdefgh"]
+    (tmp_path / "vocab.json").write_text(json.dumps({letter: number for number, letter in enumerate(letters)}))
+    parts = Wav2Vec2CTCTokenizer(tmp_path / "vocab.json"), Wav2Vec2FeatureExtractor(return_attention_mask=False)
+    torch.manual_seed(2)
+    saved(Wav2Vec2ForCTC(ctc_config(len(letters))), METHODS["frozen"], tmp_path, *parts)
+    sounds = [SOUND, SOUND[:5000], SOUND[1000:7000]]
+    same, broken = fidelity_to_itself_and_a_broken_one(tmp_path, sounds, "lm_head.weight")
+    assert (same.score, same.kl, same.agreement) == (1, 0, 1)
+    assert broken.kl > 0.01
+
+
+def test_fidelity_of_whisper(whisper, tmp_path):
+    model, *processors = whisper
+    saved(model, METHODS["frozen"], tmp_path / "model", *processors)
+    same, broken = fidelity_to_itself_and_a_broken_one(
+        tmp_path / "model", [SOUND, SOUND[:5000]], "model.encoder.layers.0.fc2.weight"
+    )
+    assert (same.score, same.agreement) == (1, 1)
+    assert broken.kl > 1e-4

@@ -110,8 +110,14 @@ def test_the_tokenizer_is_the_one_of_the_checkpoint(marian_dir, fast_dir):
     assert type(pipeline("translation", model=fast_dir).tokenizer) is type(AutoTokenizer.from_pretrained(fast_dir))
 
 
-@pytest.mark.parametrize("task", ["translation", "translation_de_to_en", "translation_tr_to_en"])
-@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3, "max_new_tokens": 9}, {"max_length": 6}])
+@pytest.mark.parametrize(
+    ("task", "arguments"),
+    [
+        ("translation", {"num_beams": 3, "max_new_tokens": 9}),
+        ("translation_de_to_en", {"max_length": 6}),
+        ("translation_tr_to_en", {}),
+    ],
+)
 def test_translation_is_generate_and_decode(directory, task, arguments):
     pipe = pipeline(task, model=directory)
     assert isinstance(pipe, TranslationPipeline)
@@ -130,8 +136,9 @@ def test_text2text_generation_is_generate_and_decode(directory):
     assert pipe(TEXTS[1]) == [{"generated_text": expected[1][0]}]
 
 
-@pytest.mark.parametrize("batch_size", [2, 5, 16])
-@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}])
+@pytest.mark.parametrize(
+    ("batch_size", "arguments"), [(2, {"num_beams": 3}), (5, {}), (16, {"num_beams": 3, "num_return_sequences": 2})]
+)
 def test_a_batch_gives_what_each_text_gives_alone(pipe, batch_size, arguments):
     assert pipe(TEXTS, batch_size=batch_size, **arguments) == pipe(TEXTS, **arguments)
 

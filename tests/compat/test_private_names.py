@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 from transformers import AutoModel, BertConfig, BertModel, PreTrainedModel, Trainer, initialization
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2PreTrainedModel
 from transformers.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
 from transformers.utils import output_capturing
@@ -52,6 +53,7 @@ ATTRIBUTES = [  # (owner, name, what we use it for)
     (compat.convolution_layer(torch.zeros(1, 2, 3)), "conv_states", "exporting the convolutions of LFM2"),
     (PreTrainedModel, "_can_set_attn_implementation", "the attention that the native class would take"),
     (PreTrainedModel, "_can_set_experts_implementation", "the experts that the native class would take"),
+    (MixtralExperts, "_apply_gate", "the neurons of an expert in calibrations"),
     (Wav2Vec2PreTrainedModel, "_get_feature_vector_attention_mask", "the padding of frames in distillation"),
     (Trainer, "_prepare_inputs", "putting batches on the Trainer's device"),
     (TextGenerationPipeline, "_default_generation_config", "the length of generated text in pipelines"),

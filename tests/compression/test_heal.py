@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from support.small import small_config
 from transformers import (
     AutoModel,
@@ -18,9 +19,10 @@ from transformers import (
 from hf_freeze import make_variant
 from hf_freeze.compression import heal as healing
 from hf_freeze.compression import targets
-from hf_freeze.compression.heal import heal, parse_limit
+from hf_freeze.compression.heal import Healed, heal, parse_limit
 from hf_freeze.compression.targets import Objective, texts_of
 from hf_freeze.methods.ffn_pruning import FFNPruning
+from hf_freeze.methods.freeze import Freeze
 from hf_freeze.methods.vocabulary_trimming import VocabularyTrimming
 from hf_freeze.model.samples import samples_of
 from hf_freeze.seeded.tensor import fingerprint
@@ -64,10 +66,246 @@ def student_of(original: Any) -> Any:
     return make_variant(original, [FFNPruning(width=8)])
 
 
-@pytest.mark.parametrize("case", CASES)
+def healed(student: Any, original: Any, case: str, folder: Any, **options: Any) -> Any:
+    return heal(student, original, samples_for(original, case), folder, **({"limit": "2epochs"} | options))
+
+
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+@every_case
 def test_the_loss_falls(case, tmp_path):
     original = original_of(case)
+    result = healed(student_of(original), original, case, tmp_path, limit="8epochs", learning_rate=3e-3)
+    assert result.better
+    assert result.loss_after < 0.9 * result.loss_before
+    assert (result.epochs, result.steps) == (8, 8)
+
+
+# -- what is stored ----------------------------------------------------------------------------------------------------
+
+
+@every_case
+def test_stored_outputs_are_those_of_each_text_alone(case, tmp_path, monkeypatch):
+    original, objective = original_of(case), Objective("mean", None)
+    monkeypatch.setattr(targets, "_TOP", 3)
+    monkeypatch.setattr(targets, "_FILE", 40)  # several files, of several forwards
+    monkeypatch.setattr(targets, "_FORWARD", 20)
+    texts, _ = texts_of(original, samples_for(original, case), None, seed=0)
+    texts.compute_targets(tmp_path, original, objective, lambda message: None)
+    assert len(list(tmp_path.iterdir())) > 1
+    for index in range(len(texts)):
+        row, stored = texts[index]
+        fresh, ends = objective.targets(original, {name: value[None] for name, value in row.items()})
+        assert ends == [len(next(iter(stored.values())))]
+        for name in fresh:
+            torch.testing.assert_close(stored[name], fresh[name][0], atol=2e-3, rtol=2e-3)
+
+
+@every_case
+def test_the_original_has_learnt_everything(case, tmp_path):
+    original, objective = original_of(case), Objective("mean", None)
+    texts, _ = texts_of(original, samples_for(original, case), None, seed=0)
+    texts.compute_targets(tmp_path, original, objective, lambda message: None)
+    assert abs(texts.loss(original, objective)) < 1e-4
+    assert texts.loss(student_of(original), objective) > 1e-3
+
+
+def test_the_loss_of_next_tokens_is_the_divergence_of_the_most_probable_and_the_rest(tmp_path, monkeypatch):
+    original, objective = original_of("next tokens"), Objective("mean", None)
     student = student_of(original)
-    healed = heal(student, original, samples_for(original, case), tmp_path, limit="8epochs", learning_rate=3e-3)
-    assert healed.better and healed.loss_after < 0.9 * healed.loss_before
-    assert healed.epochs == 8 and healed.steps == 8
+    monkeypatch.setattr(targets, "_TOP", 3)
+    texts, _ = texts_of(original, samples_for(original, "next tokens"), None, seed=0)
+    texts.compute_targets(tmp_path, original, objective, lambda message: None)
+    expected = []
+    with torch.no_grad():
+        for row in texts.rows:
+            p, q = ((model(row["input_ids"][None]).logits[0] / 2).softmax(-1) for model in (original, student))
+            top, ids = p.topk(3)
+            p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (top, q.gather(-1, ids)))
+            expected.append(4 * (p * (p / q).log()).sum(-1))  # the square of the temperature, 2
+    assert texts.loss(student, objective) == pytest.approx(float(torch.cat(expected).mean()), rel=2e-3)
+
+
+def test_the_gradient_of_the_most_probable_and_the_rest():
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 9, dtype=torch.float64, requires_grad=True)
+    ids = torch.rand(2, 3, 9).topk(4).indices
+    expected = torch.randn(2, 3, 5, dtype=torch.float64).log_softmax(-1)
+    assert torch.autograd.gradcheck(lambda x: targets._TopDivergence.apply(x, ids, expected), (logits,))
+
+
+@pytest.mark.parametrize("case", ["next tokens", "translations", "sentences"])
+def test_a_smaller_vocabulary_is_compared_on_the_kept_tokens(case, tmp_path):
+    original = original_of(case)
+    kept = [token for token in range(original.config.vocab_size) if token not in (5, 9)]
+    student = make_variant(original, [VocabularyTrimming(keep=kept)])
+    samples, objective = samples_for(original, case), Objective("mean", kept)
+    texts, held_out = texts_of(original, samples, kept, seed=0)
+    seen = {token for row in texts.rows for name in ("input_ids", "decoder_input_ids") for token in row.get(name, [])}
+    assert not {5, 9} & set(map(int, seen))
+    assert 8 < len(texts) + len(held_out) < 24
+    texts.compute_targets(tmp_path, original, objective, lambda message: None)
+    assert abs(texts.loss(student, objective)) < 1e-4
+    pruned = make_variant(student, [FFNPruning(width=8)])
+    result = heal(pruned, original, samples, tmp_path, kept=kept, limit="8epochs", learning_rate=3e-3)
+    assert result.better
+
+
+def test_texts_of_labels_are_compared_where_none_are_held_out():
+    original = original_of("classes")
+    samples = samples_for(original, "classes", count=16, batch=4)
+    assert not samples.held_out
+    train, held_out = texts_of(original, samples, None, seed=0)
+    assert (len(train), len(held_out)) == (14, 2)
+
+
+# -- what is trained ---------------------------------------------------------------------------------------------------
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_killed_call_ends_as_an_uninterrupted_one(lora, tmp_path, monkeypatch):
+    monkeypatch.setattr(healing, "_SAVED", 0.0)  # a checkpoint at each step
+    original, results = original_of("sentences"), []
+    options = {"limit": "6epochs", "learning_rate": 1e-3, "lora": lora}
+
+    def kill(message):
+        if message["stage"] == "healing" and message["step"] == 4:
+            raise Killed
+
+    for name, killed in (("whole", False), ("killed", True)):
+        student = student_of(original)
+        if killed:
+            with pytest.raises(Killed):
+                healed(student, original, "sentences", tmp_path / name, callback=kill, **options)
+            student = student_of(original)
+        messages = []
+        result = healed(student, original, "sentences", tmp_path / name, callback=messages.append, **options)
+        steps = [message["step"] for message in messages if message["stage"] == "healing"]
+        assert steps == ([4, 5, 6] if killed else [1, 2, 3, 4, 5, 6])
+        assert result.better
+        results.append((fingerprint(student), result.loss_before, result.loss_after))
+    assert results[0] == results[1]
+
+
+def test_other_arguments_start_anew(tmp_path):
+    original = original_of("classes")
+    healed(student_of(original), original, "classes", tmp_path)
+    messages = []
+    healed(student_of(original), original, "classes", tmp_path, seed=1, callback=messages.append)
+    assert [message["step"] for message in messages if message["stage"] == "healing"] == [1, 2]
+
+
+def test_limit_0_does_nothing(tmp_path):
+    original = original_of("classes")
+    student = student_of(original)
+    before = fingerprint(student)
+    assert healed(student, original, "classes", tmp_path, limit=0) == Healed()
+    assert fingerprint(student) == before
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_student_that_becomes_worse_is_left_as_it_was(lora, tmp_path):
+    original, console = original_of("classes"), Console(record=True, width=200)
+    student = student_of(original)
+    before = fingerprint(student)
+    result = healed(student, original, "classes", tmp_path, learning_rate=30.0, lora=lora, console=console)
+    assert not result.better
+    assert result.loss_after > result.loss_before
+    assert fingerprint(student) == before
+    assert "not better, so the model stays as it was" in console.export_text()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_frozen_parameters_stay_frozen(lora, tmp_path):
+    original = original_of("sentences")
+    student = make_variant(original, [FFNPruning(width=8), Freeze(attention="random", seed=13)])
+    before = {name: (p.detach().clone(), p.requires_grad) for name, p in student.named_parameters()}
+    assert healed(student, original, "sentences", tmp_path, lora=lora, learning_rate=1e-3).better
+    after = dict(student.named_parameters())
+    assert {name: p.requires_grad for name, p in after.items()} == {name: grad for name, (_, grad) in before.items()}
+    changed = {name for name, p in after.items() if not torch.equal(p, before[name][0])}
+    assert changed
+    assert all(before[name][1] for name in changed)
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_and_texts_follow_the_time():
+    class Train:  # 10 steps of an epoch with 100 texts
+        tokens = 10_000
+        steps = staticmethod(lambda seed: 10)
+        __len__ = staticmethod(lambda: 100)
+
+    def planned(seconds, epochs=None, of_step=9.0, spent=0.0):
+        plan = healing._planned(Train(), seconds, epochs, of_step, 0.001, spent, seed=0)
+        return plan["steps"], plan["texts"], plan["seconds"]
+
+    assert planned(100.0) == (9, 90, 100.0)  # 90 s; a step needs 9 s and the outputs of its texts 1 s
+    assert planned(100.0, spent=50.0) == (5, 50, 100.0)
+    assert planned(1000.0) == (99, 100, 1000.0)  # 900 s, of which 10 s for all outputs
+    assert planned(1.0, spent=2.0) == (1, 10, 1.0)
+    assert planned(None) == (6, 60, 60.0)  # a tenth of 100 s is below the least, a minute
+    assert planned(None, of_step=99.0) == (1, 10, 100.0)
+    assert planned(None, epochs=2.0) == (20, 100, None)
+    assert planned(None, epochs=0.5) == (5, 50, None)
+
+
+def test_training_ends_with_the_time(tmp_path):
+    original = original_of("classes")
+    result = healed(student_of(original), original, "classes", tmp_path, limit="0.01s")
+    assert result.steps == 1
+
+
+def test_the_rate_falls_with_the_time_of_a_machine_that_became_slower(tmp_path, monkeypatch):
+    original, objective = original_of("classes"), Objective("mean", None)
+    texts, _ = texts_of(original, samples_for(original, "classes"), None, seed=0)
+    trainer = healing._Healer(student_of(original), texts, objective, tmp_path, 100, rate=1.0, seed=0)
+    rate = trainer.create_scheduler(100, torch.optim.SGD(trainer.model.parameters())).lr_lambdas[0]
+    assert [rate(step) for step in (0, 4, 50, 100)] == pytest.approx([0.1, 0.5, 0.5, 0.0])
+    monkeypatch.setattr(healing._Clock, "share", 0.8)
+    assert [rate(step) for step in (50, 90)] == pytest.approx([0.2, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("limit", "parsed"),
+    [
+        (0, (0, None)),
+        ("0", (0, None)),
+        ("90s", (90, None)),
+        ("10min", (600, None)),
+        ("1.5h", (5400, None)),
+        ("1epoch", (None, 1)),
+        ("0.5epochs", (None, 0.5)),
+        ("default", (None, None)),
+    ],
+)
+def test_limits(limit, parsed):
+    assert parse_limit(limit) == parsed
+
+
+@pytest.mark.parametrize("limit", [10, "10", "ten minutes", "-1min", "1e", None])
+def test_what_is_no_limit(limit):
+    with pytest.raises(ValueError, match=f"heal={limit!r}: give 0, a time as '10min'"):
+        parse_limit(limit)
+
+
+def test_what_cannot_be_healed(tmp_path):
+    original = original_of("sentences")
+    with pytest.raises(ValueError, match="pooling='max': choose from mean, cls, last"):
+        healed(student_of(original), original, "sentences", tmp_path, pooling="max")
+    with pytest.raises(ValueError, match="no parameter of the BertModel is trainable"):
+        healed(original_of("sentences").requires_grad_(False), original, "sentences", tmp_path)
+    with pytest.raises(ValueError, match="at least two texts of known tokens, one to compare by; 1 given"):
+        heal(student_of(original), original, samples_for(original, "sentences", 1, 1), tmp_path, limit="1epoch")
+    narrow = AutoModel.from_config(small_config("bert", hidden_size=8))
+    with pytest.raises(
+        ValueError, match=r"outputs of the shape .* heal models of the same task, hidden size and tokens"
+    ):
+        healed(narrow, original, "sentences", tmp_path)

@@ -26,10 +26,10 @@ from hf_freeze.analysis.accounting import stored_bytes
 from hf_freeze.methods.parts import Schedule
 from hf_freeze.methods.registry import method_from_dict
 
-every_finalizable = over(covering(lambda case: case.finalizable))
+every_finalizable = over(once_on_each_architecture(lambda case: case.finalizable))
 
 
-@over(once_on_each_architecture(lambda case: case.finalizable))
+@every_finalizable
 @pytest.mark.parametrize("steps", [0, 2, 4], ids=["before", "during", "after"])
 def test_finalize_ends_training_at_any_step(steps, case: Case, tmp_path):
     """What it leaves is a variant like any other: the cases `-finalized` hold all that is in this file."""

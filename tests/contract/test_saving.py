@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.cases import BASE, MODEL, Case, covering, native_config, once, once_on_each_architecture
+from support.cases import ALL, BASE, MODEL, Case, covering, native_config, once, once_on_each_architecture
 from support.models import (
     build,
     differences,
@@ -33,7 +33,15 @@ from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.seeded.tensor import digest
 
-every_cell = over(covering())
+# What a file holds: every method twice on each architecture, with configs, tasks and sources by turns; every config without
+# methods. `test_merged_is_a_native_model` has every method on every config.
+SAVED = [
+    *once_on_each_architecture(),
+    *once_on_each_architecture(lambda case: case.config != BASE),
+    *once_on_each_architecture(finalized=True),
+    *covering(lambda case: not case.methods),
+]
+every_cell = over(covering() if ALL else {case.id: case for case in SAVED}.values())
 
 
 @every_cell

@@ -130,7 +130,7 @@ def test_pairs_in_a_csv_file(tmp_path):
 def test_a_file_that_was_once_read_as_lines(tmp_path, monkeypatch):
     path = write(tmp_path / "a.csv", b"text\na\n")
     with monkeypatch.context() as before:
-        before.setattr("hf_freeze.data.text.kind_of", lambda path: "lines")
+        before.setattr("hf_freeze.data.tables._KINDS", {})
         assert read_text([path])["text"][:] == ["text", "a"]
     assert read_text([path])["text"][:] == ["a"]
 
@@ -217,8 +217,9 @@ def test_what_is_wrong_is_one_line(tmp_path, content, message, capfd):
     with pytest.raises(ValueError, match=message) as raised:
         read_labelled([path], ["text"])
     assert "\n" not in str(raised.value)
-    assert not capfd.readouterr().out
-    assert "Failed" not in capfd.readouterr().err
+    printed = capfd.readouterr()
+    assert not printed.out
+    assert "Failed" not in printed.err
 
 
 def test_an_unquoted_comma_in_the_only_column(tmp_path):

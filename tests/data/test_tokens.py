@@ -64,6 +64,11 @@ def parallel(corpus, tmp_path):
     return read_parallel(tmp_path / "source", tmp_path / "target")
 
 
+def kinds_of_folders(folder):
+    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    return sorted("hidden" if name.startswith(".") else name.partition("-")[0] for name in names)
+
+
 def rows(data):
     return [dict(data[i]) for i in range(len(data))]
 
@@ -105,7 +110,7 @@ def test_large_vocabularies_and_pages_that_are_given_back(parallel, corpus, toke
 
 def test_the_second_start_computes_nothing(parallel, tokenizer, tmp_path, monkeypatch):
     first = tokenise(parallel, tokenizer, SIDES)
-    monkeypatch.setattr(tokens, "id_tables", None)
+    monkeypatch.setattr(tokens, "write_ids", None)
     monkeypatch.setattr(cache, "write_tables", None)
     again = read_parallel(tmp_path / "source", tmp_path / "target")
     assert tokenise(again, tokenizer, SIDES).folder == first.folder
@@ -159,10 +164,10 @@ def test_what_is_killed_is_not_taken_for_whole(corpus, tmp_path, own_cache):
     assert writing.wait(60)
     process.kill()
     process.join()
-    assert [path.suffix for path in own_cache.iterdir() if path.is_dir()] == [".part"]
+    assert kinds_of_folders(own_cache) == ["hidden"]
     data = read_parallel(tmp_path / "source", tmp_path / "target")
     assert data.to_dict() == corpus.to_dict()
-    assert [path.suffix for path in own_cache.iterdir() if path.is_dir()] == [""]
+    assert kinds_of_folders(own_cache) == ["text"]
 
 
 TOKENISING = """
@@ -189,7 +194,7 @@ def test_the_processes_end_with_who_asked_for_them(parallel, tmp_path, own_cache
     assert process.stdout.readline() == "writing\n"
     process.kill()
     assert set(process.communicate(timeout=30)[0].split()) <= {"writing"}, "the pipe closes when the last process ends"
-    assert [path.suffix for path in own_cache.glob("tokens-*") if path.is_dir()] == [".part"]
+    assert kinds_of_folders(own_cache) == ["hidden", "text"]
 
 
 def test_an_error_in_a_process_is_raised(parallel, tokenizer, monkeypatch):

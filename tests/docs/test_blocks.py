@@ -62,14 +62,23 @@ def translator(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("classifier")
+def classifier_of(folder, layers, width):
     tokenizer = tokenizer_of("wordpiece")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 2048}
+    sizes = {"hidden_size": 16, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": width}
     BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    return classifier_of(tmp_path_factory.mktemp("classifier"), 3, 64)
+
+
+@pytest.fixture(scope="module")
+def wide_classifier(tmp_path_factory):
+    """For pages that keep 1,536 neurons of each FFN."""
+    return classifier_of(tmp_path_factory.mktemp("classifier"), 1, 2048)
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +102,10 @@ def place(request, tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
 
     def put(text):
+        wide = "width=1536" in text
         for pattern, fixture, inside in (
             (TRANSLATOR, "translator", ""),
-            (CLASSIFIER, "classifier", ""),
+            (CLASSIFIER, "wide_classifier" if wide else "classifier", ""),
             (RUN, "run", ""),
             (PUBLISHED, "run", "model"),
         ):

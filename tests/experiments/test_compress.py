@@ -23,6 +23,8 @@ from transformers import (
 from hf_freeze import data, make_variant
 from hf_freeze.analysis.sensitivity import Sensitivity, _encoded, fewer_neurons, sensitivity, total_loss
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.compression.budget import Budget, in_bytes, read_bytes
+from hf_freeze.compression.phases import Phases
 from hf_freeze.experiments.compress import serving
 from hf_freeze.experiments.compress.allocation import (
     Losses,
@@ -33,9 +35,7 @@ from hf_freeze.experiments.compress.allocation import (
     smallest,
 )
 from hf_freeze.experiments.compress.bench import Bench
-from hf_freeze.experiments.compress.budget import Budget, in_bytes, read_bytes
 from hf_freeze.experiments.compress.costs import Cost, Estimate, probes
-from hf_freeze.experiments.compress.phases import Phases
 from hf_freeze.experiments.compress.serving import ENGINES, items_of, serve
 from hf_freeze.experiments.compress.shapes import (
     Shape,
@@ -297,7 +297,7 @@ def test_budgets_are_read_and_refused():
         Budget(max_bytes="0kB")
     with pytest.raises(ValueError, match=r"max_ms=0: must be above 0"):
         Budget(max_ms=0)
-    with pytest.raises(ValueError, match=r"give max_bytes, max_ms or both"):
+    with pytest.raises(ValueError, match=r"give max_bytes, max_ms or max_loss"):
         Budget(min_score=30.0)
     assert Budget(max_bytes=100, max_ms=2.0).excess(101, 2.5) == ["0.1 kB of 0.1 kB", "2.50 ms of 2 ms"]
 

@@ -16,8 +16,8 @@ from support.recipes import CLASSIFICATION, cli, one_line_error, write_recipe
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_freeze import data
+from hf_freeze.compression.budget import in_bytes
 from hf_freeze.data import builtin_tenses
-from hf_freeze.experiments.compress.budget import in_bytes
 from hf_freeze.experiments.compress.page import Story, write_story
 from hf_freeze.experiments.compress.pictures import front_figures
 from hf_freeze.experiments.compress.progress import Step

@@ -37,9 +37,8 @@ torch.manual_seed(99)
 import hf_freeze
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 problems = {}
-for folder in sorted(Path(sys.argv[1]).iterdir()):
-    if not (folder / "outputs.pt").exists():  # what failed after the variant was saved is told already
-        continue
+for folder in sorted(path.parent for path in Path(sys.argv[1]).rglob("outputs.pt")):
+    name = folder.relative_to(sys.argv[1]).as_posix()
     expected = torch.load(folder / "outputs.pt")
     try:
         model, info = AUTO_CLASSES[expected["task"]].from_pretrained(folder, output_loading_info=True)
@@ -50,11 +49,11 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
             outputs = model.eval()(**expected["batch"])[expected["place"]]
         keys = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
         if keys:
-            problems[folder.name] = f"missing or unexpected keys: {keys[:2]}"
+            problems[name] = f"missing or unexpected keys: {keys[:2]}"
         elif not torch.equal(outputs, expected["outputs"]):
-            problems[folder.name] = "a new process computes something else"
+            problems[name] = "a new process computes something else"
     except Exception as error:
-        problems[folder.name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        problems[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
 print(json.dumps(problems))
 """
 
@@ -90,19 +89,16 @@ def offered(architecture: Architecture) -> dict[str, type[Method]]:
     return {name: m for name, m in METHODS.items() if m.supports(architecture) and not m.from_scratch}
 
 
-def problems_of(model_type: str, folder: Path, methods: list[str] | None = None) -> dict[str, str]:
-    """Method -> what went wrong, for each method (None: all that are offered) that does not fulfil the contract."""
-    problems = problems_before_loading(model_type, folder, methods)
-    return problems_of_loading(folder) | problems
-
-
 def problems_of_loading(folder: Path) -> dict[str, str]:
-    """Of the variants in `folder`: those that a new process does not open as they were."""
+    """Of the variants in `folder` and the folders in it: those that a new process does not open as they were."""
     return json.loads(printed_by(_RELOAD, folder).splitlines()[-1]) if any(folder.iterdir()) else {}
 
 
 def problems_before_loading(model_type: str, folder: Path, methods: list[str] | None = None) -> dict[str, str]:
-    """All of the contract but opening the variants, which are left in `folder`, in a new process."""
+    """Method -> what went wrong, for each method (None: all that are offered) that does not fulfil the contract.
+
+    All of it but opening the variants, which are left in `folder`, in a new process.
+    """
     config = tiny_config(model_type)
     architecture = architecture_of(config)
     task = task_of(architecture)

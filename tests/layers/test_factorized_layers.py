@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.parametrize import by_turns
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -403,8 +404,10 @@ def kinds(model, architecture):
     return found
 
 
-@pytest.mark.parametrize("init", ["backbone", "marian"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)
+@by_turns(
+    pytest.mark.parametrize("init", ["backbone", "marian"]),
+    pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES),
+)
 def test_fresh_variants_have_the_variance_of_their_linears(architecture, init):
     stacks = architecture.stacks.values()
     deep = architecture.tiny | {stack.depth: 24 // len(stacks) for stack in stacks}

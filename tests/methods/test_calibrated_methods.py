@@ -1,11 +1,13 @@
 """What a calibration changes in methods that act on single linears and on tables: nearer outputs, and the same files."""
 
 import copy
+import itertools
 import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+from support.cases import ALL
 from support.models import perturbed
 from support.small import small_config
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -86,7 +88,14 @@ def uncalibrated(method):
     return replace(method, criterion="magnitude") if isinstance(method, MagnitudePruning) else method
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+EACH = itertools.product(MODELS, METHODS) if ALL else zip(itertools.cycle(MODELS), METHODS, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [pytest.param(model, METHODS[name], id=f"{model}-{name}") for model, name in EACH],
+    indirect=["model"],
+)
 def test_outputs_are_nearer_and_the_files_are_the_same(model, method, tmp_path):
     texts = batches(model)
     plain, calibrated = variant(model, uncalibrated(method)), variant(model, method, texts=texts)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.cases import BASELINES
 from support.models import build, differences, native, outputs
+from support.parametrize import by_turns
 from support.small import small_config
 from support.training import training_step
 from transformers import AutoModel, AutoModelForSeq2SeqLM
@@ -99,8 +100,7 @@ def test_it_computes_what_the_dense_model_does_without_those_neurons(case, setti
     assert differences(outputs(model, case.batch()), expected, 1e-5) == []
 
 
-@every_backbone
-@every_setting
+@by_turns(every_setting, every_backbone)
 def test_merged_it_is_native_and_as_narrow_as_it_can_be(case, setting, tmp_path):
     method = settings(case)[setting]
     model = make_variant(native(case), [method]).eval()

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from support.cases import Case
 from support.models import build, differences, native, outputs, reload, reload_problems, trainability
+from support.parametrize import by_turns
 from support.training import training_step
 
 from hf_freeze import make_variant
@@ -32,8 +33,7 @@ def case_of(architecture, *applied, source="trained"):
     return Case(architecture, architecture.tasks[0], source, applied)
 
 
-@EVERY_ARCHITECTURE
-@pytest.mark.parametrize("scheme", SCHEMES)
+@by_turns(pytest.mark.parametrize("scheme", SCHEMES), EVERY_ARCHITECTURE)
 def test_schemes_reload_bit_equal_and_are_not_stored(architecture, scheme, tmp_path):
     embeddings = [] if scheme == "blocks" else [Freeze(embeddings="random", seed=8, **SCHEMES[scheme])]
     case = case_of(architecture, Freeze(attention="random", ffn="random", seed=7, **SCHEMES[scheme]), *embeddings)

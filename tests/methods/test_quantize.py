@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.cases import MODEL, Case, native_config
 from support.models import build, differences, native, outputs, reload
+from support.parametrize import by_turns
 from support.training import training_step
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -160,8 +161,7 @@ def test_values_that_are_not_finite_are_refused():
 # -- models ------------------------------------------------------------------------------------------------------------------
 
 
-@every_scheme
-@every_architecture
+@by_turns(every_scheme, every_architecture)
 def test_a_whole_model_is_as_small_as_promised_and_opens_exactly(architecture, scheme, tmp_path):
     case = case_of(architecture, scheme)
     model, plain = build(case), native(case)

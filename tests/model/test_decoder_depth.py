@@ -159,7 +159,7 @@ def test_the_depth_that_a_merged_config_names_for_its_cache_follows_later_method
     assert generation_problems(deeper.merge(), BATCH, widths=(2,)) == []
 
 
-@pytest.mark.parametrize("model_type", ["t5", "longt5", "umt5"])
+@pytest.mark.parametrize("model_type", ["t5", "umt5", *["longt5"] * ALL])
 @pytest.mark.parametrize("applied", [{}, {"norms": "separate"}, {"groups": 2, "start": "middle"}], ids=str)
 def test_layers_that_share_the_first_ones_table_merge(model_type, applied):
     """T5 has one table of relative positions, in its first layer; UMT5 has one in each."""

@@ -3,10 +3,12 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import ctranslate2
 import pytest
 import torch
+from ctranslate2.converters import transformers as converters
 from families.contract import tiny_config
 from support.cases import MODEL, PLAIN, Case
 from support.models import build, merge_or_none, native
@@ -35,6 +37,8 @@ from hf_freeze.cli import app
 from hf_freeze.publish.export import CTranslate2Translator, export_model
 from hf_freeze.publish.export import ctranslate2 as ctranslate2_format
 from hf_freeze.publish.export.folders import MARK
+
+converters.gc = SimpleNamespace(collect=lambda: 0)  # as in conftest.py: it collects garbage after each layer of a Llama
 
 TEXTS = [SOURCE[0], "katze", "das haus am see ist heute schön und der hund trinkt milch", "wir"]
 ENGINE = {"intra_threads": 1, "inter_threads": 1}

@@ -44,6 +44,7 @@ from hf_freeze.publish.export.convert import FORMATS
 from hf_freeze.publish.export.exported import CLASSES
 from hf_freeze.publish.export.folders import MARK
 from hf_freeze.publish.export.parts import Part, parts_of
+from hf_freeze.publish.export.served import served_fidelity
 from hf_freeze.publish.export.torch_export import traced
 
 ENGINE = {"intra_op_num_threads": 1}
@@ -264,6 +265,13 @@ def test_generated_text_is_that_of_the_variant(generator):
         assert found(prompts, **options) == expected(prompts, **options), settings
 
 
+def test_what_engines_answer_is_compared(translator, generator):
+    for folders, texts in ((translator, TEXTS), (generator, ["w5 w9 w3", "w8 w4 w4 w7 w30"])):
+        found = served_fidelity(*folders, texts)
+        assert (found.score, found.agreement, found.compared) == (1, 1, len(texts))
+        assert found.kl == pytest.approx(0, abs=1e-6)
+
+
 def test_text_is_streamed(generator, capsys):
     tokenizer = AutoTokenizer.from_pretrained(generator[1])
     texts = []
@@ -477,7 +485,7 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("model_type", ["lfm2_moe", "mpt", *["lfm2", "mixtral"] * ALL])
+@pytest.mark.parametrize("model_type", ["lfm2_moe", *["mpt", "lfm2", "mixtral"] * ALL])
 def test_designs_of_language_models(model_type, tmp_path):
     model = small_language_model(model_type)
     model.save_pretrained(tmp_path / "model")

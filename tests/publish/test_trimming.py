@@ -109,7 +109,7 @@ def test_all_tokens_up_to_a_number_that_the_model_computes_with_stay(tmp_path):
     config = ARCHITECTURES["bert"].tiny | {"pad_token_id": 4, "bos_token_id": 7, "eos_token_id": 2}
     for model_type, expected in (("roberta", {0, 1, 2, 3, 4, 7}), ("bert", {2, 4, 7})):
         model = AutoModel.from_config(AutoConfig.for_model(model_type, **config))
-        assert trimming._named_tokens(model) == expected
+        assert trimming.named_tokens(model) == expected
 
 
 # -- the same model with fewer tokens ------------------------------------------------------------------------------------------

@@ -11,10 +11,12 @@ from hf_freeze.solvers.moments import (
     Moments,
     add_ridge,
     best_dense,
+    best_scale,
     cholesky,
     loss,
     problem,
     projected,
+    together,
     without_outputs,
 )
 
@@ -42,6 +44,34 @@ def test_behind_a_matrix_are_the_moments_of_its_outputs(bias):
     y = case.x @ case.weight.T + (0 if case.bias is None else case.bias)
     torch.testing.assert_close(alone.cross, y.T @ z / len(z))
     torch.testing.assert_close(alone.output_mean, y.mean(0))
+
+
+@both_biases
+def test_of_several_places_are_the_moments_of_all_tokens(bias):
+    """Places may have seen different numbers of tokens."""
+    cases = [seen(bias=bias, pairs=True, seed=seed) for seed in (0, 1)]
+    x, y = cases[1].x[:60], cases[1].y[:60]
+    part = Moments(x.T @ x / 60, x.mean(0), 60, y.T @ x / 60, y.mean(0), None, y.square().mean(0))
+    moments = together([cases[0].moments, part])
+    x, y = torch.cat([cases[0].x, x]), torch.cat([cases[0].y, y])
+    expected = Moments(x.T @ x / len(x), x.mean(0), len(x), y.T @ x / len(x), y.mean(0), None, y.square().mean(0))
+    for name, value in vars(expected).items():
+        torch.testing.assert_close(getattr(moments, name), value)
+
+
+@both_biases
+def test_the_best_scale_is_least_squares_channel_by_channel(bias):
+    case, kept = seen(outputs=8, inputs=3, bias=bias, pairs=True), [1, 4, 6]
+    scale, shift = best_scale(case.moments, kept, shifts=bias, ridge=0.0)
+    for number, output in enumerate(kept):
+        x, y = case.x[:, number : number + 1], case.y[:, output : output + 1]
+        rows = torch.cat([x, torch.ones_like(x)], 1) if bias else x
+        expected = torch.linalg.lstsq(rows, y).solution.flatten()
+        torch.testing.assert_close(scale[number], expected[0], **EXACT)
+        if bias:
+            torch.testing.assert_close(shift[number], expected[1], **EXACT)
+    drawn, _ = best_scale(case.moments, kept, shifts=bias, ridge=1e9)
+    torch.testing.assert_close(drawn, torch.ones_like(drawn), rtol=1e-6, atol=1e-6)
 
 
 def test_a_strong_ridge_draws_to_the_weight_as_it_was():

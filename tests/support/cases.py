@@ -8,7 +8,7 @@ The full product has thousands of cases, so the tests draw from it, deterministi
   method every task;
 - `once_on_each_architecture()`: one case for every method and architecture, with rotating configs, tasks and sources;
 - `once()`: one case for every method, on rotating architectures and configs;
-- `pairs()`: one case for every ordered pair of methods, on rotating architectures and configs.
+- `pairs()`: one case for every pair of methods, in both orders where these differ, on rotating architectures and configs.
 
 `HF_FREEZE_TESTS=all` in the environment has each of them return the full product instead.
 """
@@ -31,6 +31,7 @@ from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.methods import Quantize
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.order import check_order
 from hf_freeze.methods.parts import Schedule, SeededValues, parts_of
 from hf_freeze.methods.registry import METHODS, method_to_dict
 from hf_freeze.model.config import INITS
@@ -351,12 +352,17 @@ def _interleaved(lists: Iterable[list[Any]]) -> list[Any]:
 
 
 def pairs(where: Predicate = lambda case: True) -> Iterator[Case]:
-    """One case for each ordered pair of methods, a method with itself included (under another seed, if it takes one).
+    """One case for each pair of methods, a method with itself included (under another seed, if it takes one).
 
-    Architectures and configs rotate, among those that accept either method alone.
+    In both orders where these have code of their own: where the two change the same parts, or one order is refused. Of the others
+    in one, so that each method is the first in some and the second in others; in both if all are wanted. Architectures and
+    configs rotate, among those that accept either method alone.
     """
     fitting = {method: _fitting(method) for method in METHODS.values()}
-    for number, (first, second) in enumerate(itertools.product(METHODS.values(), repeat=2)):
+    order = list(METHODS.values())
+    for number, (first, second) in enumerate(itertools.product(order, repeat=2)):
+        if not (ALL or leads(order.index(first), order.index(second)) or _orders_differ(first, second)):
+            continue
         example = second.example
         if first is second and "seed" in {field.name for field in fields(second)}:
             example = replace(example, seed=example.seed + 1)
@@ -368,6 +374,23 @@ def pairs(where: Predicate = lambda case: True) -> Iterator[Case]:
         ]
         if usable:
             yield from usable if ALL else [usable[7 * number % len(usable)]]
+
+
+def leads(first: int, second: int) -> bool:
+    """Of two methods by their numbers: whether the first comes first where one order is drawn."""
+    return first == second or (first < second) == bool((first + second) % 2)
+
+
+def _orders_differ(one: type[Method], other: type[Method]) -> bool:
+    return bool(one.needs & other.needs) or _refused(one, other) or _refused(other, one)
+
+
+def _refused(first: type[Method], second: type[Method]) -> bool:
+    try:
+        check_order(second.example, [first.example])
+    except ValueError:
+        return True
+    return False
 
 
 @functools.cache

@@ -9,8 +9,8 @@ from typing import Any
 
 from hf_freeze.analysis.sensitivity import Sensitivity
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.compression.budget import TIME_RESERVE, Budget, in_bytes
 from hf_freeze.experiments.compress.allocation import Losses, options_of_stack, smallest
-from hf_freeze.experiments.compress.budget import TIME_RESERVE, Budget, in_bytes
 from hf_freeze.experiments.compress.costs import Cost, Estimate, probes
 from hf_freeze.experiments.compress.serving import Engine, milliseconds, serve
 from hf_freeze.experiments.compress.shapes import Shape, StackShape, count_weights, methods_of, whole_shape

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from hf_freeze.analysis.sensitivity import SHARES, Sensitivity, sensitivity, total_loss
+from hf_freeze.compression.budget import Budget, in_bytes
+from hf_freeze.compression.phases import Phases, digest_of
 from hf_freeze.experiments.compress.allocation import Losses, half_in_words, halves_of
 from hf_freeze.experiments.compress.bench import Bench
-from hf_freeze.experiments.compress.budget import Budget, in_bytes
 from hf_freeze.experiments.compress.candidates import candidates_of
 from hf_freeze.experiments.compress.costs import Cost, Estimate
-from hf_freeze.experiments.compress.phases import Phases, digest_of
 from hf_freeze.experiments.compress.progress import Callback, Progress
 from hf_freeze.experiments.compress.scores import Metric, Scoring
 from hf_freeze.experiments.compress.serving import ENGINES, Served, serve

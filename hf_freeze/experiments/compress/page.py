@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib as mpl
 from markupsafe import Markup
 
-from hf_freeze.experiments.compress.budget import Budget, in_bytes
+from hf_freeze.compression.budget import Budget, in_bytes
 from hf_freeze.experiments.compress.compress import Compressed, Compression
 from hf_freeze.experiments.compress.pictures import curves_figure, draw_picture, front_figures, parts_figure
 from hf_freeze.experiments.compress.progress import Step

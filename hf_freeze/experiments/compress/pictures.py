@@ -8,7 +8,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hf_freeze.experiments.compress.budget import Budget
+from hf_freeze.compression.budget import Budget
 from hf_freeze.experiments.compress.shapes import Part
 from hf_freeze.experiments.compress.trials import CANDIDATE, FINAL, MODEL, PART, TAUGHT, Trial
 from hf_freeze.experiments.report.plots.draw import WIDTH, save_png

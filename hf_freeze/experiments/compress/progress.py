@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from hf_freeze.compression.phases import Phases
 from hf_freeze.experiments.compress.costs import Cost
-from hf_freeze.experiments.compress.phases import Phases
 from hf_freeze.experiments.compress.scores import Scoring
 from hf_freeze.experiments.compress.trainings import Trainings
 from hf_freeze.experiments.compress.trials import FINAL, Trial, best_of

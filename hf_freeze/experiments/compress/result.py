@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from hf_freeze.experiments.compress.budget import in_bytes
+from hf_freeze.compression.budget import in_bytes
 from hf_freeze.experiments.compress.compress import Compressed, Compression
 from hf_freeze.experiments.compress.scores import Scoring
 from hf_freeze.experiments.compress.serving import Served

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from hf_freeze.experiments.runs.precision import noted_precision, resolve_precision
 from hf_freeze.experiments.tasks.data_forms import SPLITS, data_form
 from hf_freeze.io import write_whole
-from hf_freeze.run_folder import COMMANDS, commands_of, run_folder, start_folder
+from hf_freeze.run_folder import COMMANDS, commands_of, first_difference, run_folder, start_folder
 from hf_freeze.training.precision import AUTO, uses_bf16
 
 
@@ -50,16 +50,6 @@ def comparable(run: dict[str, Any], auto: bool | None) -> dict[str, Any]:
     if auto is not None:
         resolve_precision(settings, auto)
     return settings
-
-
-def first_difference(old: Any, new: Any, where: str = "") -> str | None:
-    """The first value in which two pieces of plain data differ, in words; None where they are equal."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in dict.fromkeys([*old, *new]):
-            if difference := first_difference(old.get(key), new.get(key), f"{where}.{key}".lstrip(".")):
-                return difference
-        return None
-    return None if old == new else f"{where} was {old!r}, now {new!r}"
 
 
 def check_other_grid(out: Path, run: dict[str, Any]) -> None:

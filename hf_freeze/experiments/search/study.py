@@ -15,10 +15,10 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from hf_freeze.experiments.recipes.space import Range, SearchSettings, Suggest
-from hf_freeze.experiments.runs.claim import first_difference
 from hf_freeze.experiments.search.costs import Costs
 from hf_freeze.experiments.search.halving import Point
 from hf_freeze.experiments.search.samplers import SeededByTrial
+from hf_freeze.run_folder import first_difference
 
 JOURNAL = "journal.log"
 _SEARCH = "search"  # the attribute of the study that says what is searched

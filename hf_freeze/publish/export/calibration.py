@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_freeze.publish.export.exported import CLASSES, ExportedConfig
 from hf_freeze.publish.export.folders import Export
 
-_TEXTS, _BATCH, _NEW_TOKENS = 64, 8, 16
+TEXTS, _BATCH, _NEW_TOKENS = 64, 8, 16
 _MAX_LENGTH = 128  # tokens of a text
 
 
@@ -50,7 +50,7 @@ def record_inputs(export: Export, runners: Mapping[str, Any]) -> dict[str, list[
 
     Raises ValueError for texts that are all empty.
     """
-    texts = list(itertools.islice((text for text in export.texts or () if text.strip()), _TEXTS))
+    texts = list(itertools.islice((text for text in export.texts or () if text.strip()), TEXTS))
     if not texts:
         raise ValueError("the texts to calibrate with are empty; give some that the model was trained on")
     recording = {name: _Recording(runner) for name, runner in runners.items()}

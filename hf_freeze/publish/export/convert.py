@@ -14,6 +14,7 @@ from hf_freeze.architectures.tasks import task_of
 from hf_freeze.compat.pipelines import max_positions
 from hf_freeze.io import whole_folder
 from hf_freeze.layers.integer_weights import merging_weights_alone
+from hf_freeze.methods._checks import check_share
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import load_model, load_tokenizer
 from hf_freeze.publish.export import (
@@ -28,6 +29,7 @@ from hf_freeze.publish.export import (
 )
 from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, digests, require
+from hf_freeze.publish.export.served import check_fidelity
 from hf_freeze.publish.sentence_files import copy_processors, copy_sentence_files
 
 FORMATS: dict[str, Any] = {
@@ -47,22 +49,26 @@ def export_model(
     out: str | os.PathLike[str] | None = None,
     quantization: str | None = None,
     force: bool = False,
-    texts: Iterable[str] | None = None,
+    texts: Iterable[Any] | None = None,
+    min_fidelity: float | None = None,
     say: Callable[[str], Any] = lambda text: None,
 ) -> Path:
     """Write the model of a directory or Hub id in another format; returns the folder, which needs no hf_freeze.
 
     `format`: one of `FORMATS`. `quantization`: the type of the weights, one of the format's `QUANTIZATIONS`; None means fp32, or
     for `dense` the dtype of the model. `out` defaults to SOURCE-FORMAT or SOURCE-FORMAT-QUANTIZATION. An earlier export in this
-    folder is replaced, any other content only with `force`. `texts`: to calibrate int8-static with. The tokenizer and the
-    generation settings are exported too. `say` is called with a message before each slow step.
+    folder is replaced, any other content only with `force`. `texts`: to calibrate int8-static with, by the first ones, and for
+    `min_fidelity`, by the others: the smallest `Fidelity.score` of the exported model that is accepted, from 0 to 1. Models of
+    images or sound are compared on those. The tokenizer and the generation settings are exported too. `say` is called with a
+    message before each slow step.
 
     `onnx`, `torch`, `aotinductor` and `executorch` keep the methods of a variant: what is smaller stays smaller. For
     `ctranslate2` and `dense` they are merged, and `say` gets what that costs in bytes. The exported model is compared with
     PyTorch before it is quantized.
 
     Raises ValueError for an unknown format or quantization, a missing package, a source without a model, a model that the
-    format cannot represent, an `out` that must not be replaced, and an engine whose results differ from PyTorch's.
+    format cannot represent, an `out` that must not be replaced, an engine whose results differ from PyTorch's, and a
+    fidelity below `min_fidelity`.
     """
     if format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; choose from {list(FORMATS)}")
@@ -71,6 +77,14 @@ def export_model(
         choices = f"choose from {list(writer.QUANTIZATIONS)}" if writer.QUANTIZATIONS else "it has none"
         raise ValueError(f"unknown quantization {quantization!r} for {format}; {choices}")
     is_calibrated = quantization in getattr(writer, "CALIBRATED", ())
+    compared: list[Any] = []
+    if min_fidelity is not None:
+        check_share(min_fidelity, "export_model", "min_fidelity")
+        texts = [text for text in texts or () if not isinstance(text, str) or text.strip()]
+        compared = texts[calibration.TEXTS if is_calibrated else 0 :]
+        if not compared:
+            more = f", beyond the {calibration.TEXTS} to calibrate with" if is_calibrated else ""
+            raise ValueError(f"min_fidelity needs texts to compare with the original on{more}: --texts FILE")
     if is_calibrated:
         calibration.check(str(quantization), texts)
     for package in writer.PACKAGES:
@@ -124,6 +138,9 @@ def export_model(
         }
         mark |= {"max_positions": positions, "files": digests(written)}
         (written / MARK).write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
+        if min_fidelity is not None:
+            say("comparing with the original on the texts")
+            check_fidelity(source, written, compared, min_fidelity, say)
     return folder
 
 

@@ -25,6 +25,7 @@ from hf_freeze.publish.export.caches import past_of, start_of
 from hf_freeze.publish.export.calibration import record_inputs
 from hf_freeze.publish.export.comparison import Runner, largest_difference, tolerance
 from hf_freeze.publish.export.folders import Export, require
+from hf_freeze.publish.export.onnx_int4 import keep_four_bits
 from hf_freeze.publish.export.onnx_int8 import exact, integer_product, keep_large_integers, quantized
 from hf_freeze.publish.export.onnx_nodes import SMALL, computed, quiet
 from hf_freeze.publish.export.parts import Part, parts_of
@@ -158,6 +159,7 @@ def _traced(part: Part) -> Any:
         # The limits keep products of factors, and all that is computed from stored weights, as they are.
         optimizer.optimize(graph, input_size_limit=SMALL // 4, output_size_limit=SMALL // 4)
     keep_large_integers(graph)
+    keep_four_bits(graph)
     symbols = {str(v.shape[axis]): name for v in graph.graph.inputs for axis, name in part.axes[v.name].items()}
     values = [*graph.graph.inputs, *graph.graph.initializers.values()]
     for node in graph.graph.all_nodes():
@@ -329,6 +331,7 @@ class OnnxTranslator(Translator):
         self._search = _Search(Path(folder), **options)
 
     def translate_ids(self, encoded: list[list[int]], config: Any, batch_size: int) -> list[list[list[int]]]:
+        """See `Translator.translate_ids`. Raises ValueError for banned words of several tokens."""
         banned = config.bad_words_ids or []
         if any(len(word) > 1 for word in banned):
             raise ValueError(f"bad_words_ids={banned}: this greedy search can ban single tokens only")

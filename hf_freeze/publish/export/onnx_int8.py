@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from hf_freeze.publish.export.onnx_int4 import multiply_in_fp32, round_inputs
 from hf_freeze.publish.export.onnx_nodes import SMALL, computed, folded, initializer, quiet, replace, without_unused
 
 LEVELS = 64  # the largest weight of a product with unsigned bytes
@@ -68,6 +69,7 @@ def exact(model: Any) -> Any:
                 value = computed(copy.graph, node, "Sub", value, zero)
             centred.append(value)
         node.outputs[0].replace_all_uses_with(computed(copy.graph, node, "MatMul", *centred))
+    multiply_in_fp32(copy.graph)
     return without_unused(copy)
 
 
@@ -106,6 +108,7 @@ def quantized(model: Any, recorded: list[dict[str, Tensor]] | None) -> Any:
             )
         result: Any = onnx_ir.load(int8)
         onnx_ir.external_data.load_to_model(result)
+    round_inputs(result.graph)
     _quantize_tables(result.graph)
     _compute_again(model.graph, result.graph)
     without_unused(result)
@@ -219,9 +222,9 @@ def _int8_bytes(value: Any) -> int:
 
 
 def _is_weight(value: Any) -> bool:
-    """Whether an initializer is a matrix, or what one is computed from; a bias, or the scale of a norm, is neither."""
+    """Whether an initializer is a matrix, or what one is computed from; a bias, a step, or the scale of a norm, is neither."""
     kinds = {use.node.op_type for use in value.uses()}
-    if value.name.endswith("_scale"):
+    if value.name.removesuffix(_SOURCE).endswith(("_scale", ".scales")):
         return False
     return len(value.shape) > 1 or value.name.endswith(_SOURCE) or bool(kinds & {"Gather", "ScatterElements"})
 

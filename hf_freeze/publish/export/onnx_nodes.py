@@ -38,7 +38,7 @@ def folded(model: Any) -> Any:
     return copy
 
 
-def computed(graph: Any, next_node: Any, kind: str, *inputs: Any, **attributes: Any) -> Any:
+def computed(graph: Any, next_node: Any, kind: str, *inputs: Any, domain: str = "", **attributes: Any) -> Any:
     """The output of a new node before `next_node`. An input may be an array."""
     import onnx_ir
 
@@ -49,7 +49,7 @@ def computed(graph: Any, next_node: Any, kind: str, *inputs: Any, **attributes: 
         if isinstance(value, np.ndarray | np.generic):
             value = initializer(graph, f"{_NEW}{number}.{position}", np.asarray(value))
         values.append(value)
-    node = onnx_ir.node(kind, values, attributes, name=f"{_NEW}{number}")
+    node = onnx_ir.node(kind, values, attributes, domain=domain, name=f"{_NEW}{number}")
     node.outputs[0].name = f"{_NEW}{number}.result"
     graph.insert_before(next_node, node)
     return node.outputs[0]

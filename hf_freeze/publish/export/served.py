@@ -1,8 +1,7 @@
 """Answers of a model as it is served: in PyTorch, or in the engine of an exported folder, with its own tokenizer.
 
-    original, small = opened("MODEL"), opened("MODEL-onnx-int8")
-    expected = answers(original, texts)                             # once, for any number of smaller models
-    compare_answers(expected, answers(small, texts, like=expected)).score
+`opened` opens it, `answers` asks it, and `analysis.answers.compare_answers` compares its answers with those of the original,
+which are needed once for any number of smaller models.
 
 Shapes: B rows, T tokens, V vocabulary, C classes, D hidden size.
 """
@@ -11,7 +10,7 @@ import contextlib
 import copy
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoFeatureExtractor, AutoImageProcessor
 
-from hf_freeze.analysis.answers import SPEECH, Answers, compare_answers
+from hf_freeze.analysis.answers import SPEECH, Answers, aligned, compare_answers
 from hf_freeze.architectures.tasks import task_of
+from hf_freeze.data import sample
 from hf_freeze.model.fidelity import Fidelity
 from hf_freeze.model.loading import load_model, load_tokenizer
 from hf_freeze.model.running import in_eval_mode, without_cache
@@ -34,6 +34,7 @@ from hf_freeze.publish.export.translator import token_ids
 from hf_freeze.publish.sentence_files import read_sentence_files
 
 TOP = 64  # tokens of which the probability is kept, at each position
+_COMPARED = 512  # of the texts of an export
 _BATCH = 4096  # padded tokens of a batch
 _NUMBERS = 1 << 26  # of the outputs of a batch
 _MASKED = 0.15  # of the tokens, for masked language models
@@ -96,6 +97,18 @@ def served_fidelity(
     first = opened(original, tokenizer)
     expected = answers(first, items)
     return compare_answers(expected, answers(opened(served, first.tokenizer), items, like=expected))
+
+
+def check_fidelity(original: Any, folder: Path, items: Sequence[Any], least: float, say: Callable[[str], Any]) -> None:
+    """Raises ValueError if the model in `folder` is less faithful to `original` than `least`, on a sample of `items`."""
+    found = served_fidelity(original, folder, sample(items, _COMPARED))
+    low, high = found.intervals["score"]
+    measured = f"fidelity {found.score:.4f} (95 % interval {low:.4f} to {high:.4f}) on {found.compared} texts"
+    if not (found.score or 0.0) >= least:
+        raise ValueError(
+            f"{measured}, below min_fidelity={least:g}: choose another quantization or none, or a lower limit"
+        )
+    say(measured)
 
 
 @torch.no_grad()
@@ -165,14 +178,13 @@ def _rows_of_batch(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     ids, rows = tensors.get("input_ids"), []
     for number in range(len(next(iter(tensors.values()), ()))):
         row = {name: value[number] for name, value in tensors.items()}
-        if ids is not None and ids.dim() < 4:
+        if ids is not None:
             mask = row.get("attention_mask", torch.ones_like(row["input_ids"])).bool()
-            cut = (
-                [{name: value[i][mask[i]].tolist() for name, value in row.items()} for i in range(len(mask))]
-                if ids.dim() == 3
-                else []
-            )
-            row = {"choices": cut} if cut else {name: value[mask].tolist() for name, value in row.items()}
+            if ids.dim() == 3:
+                texts = [{name: value[i][mask[i]].tolist() for name, value in row.items()} for i in range(len(mask))]
+                row = {"choices": texts}
+            else:
+                row = {name: value[mask].tolist() for name, value in row.items()}
         rows.append(row)
     return rows
 
@@ -220,24 +232,23 @@ class _Asked:
             result = self.served.model(**batch)
             for place, number in enumerate(chosen):
                 found = {name: result[name][place].float() for name in _OUTPUTS if result.get(name) is not None}
-                length, padded = (
-                    len(rows[number].get("input_ids", ())),
-                    batch.get("input_ids", torch.empty(0, 0)).shape[1],
-                )
-                per_token = padded and self.served.task in _PER_TOKEN
-                yield number, {name: value[:length] if per_token else value for name, value in found.items()}
+                if "input_ids" in batch and self.served.task in _PER_TOKEN:
+                    found = {name: value[: len(rows[number]["input_ids"])] for name, value in found.items()}
+                yield number, found
 
-    def choices(self, number: int, log_probs: Tensor, tokens: list[str]) -> dict[str, Any]:
-        """The probabilities of tokens, (N, V), where these tokens are; nothing if the original has read others."""
-        answer = {"tokens": tokens, "best": log_probs.argmax(-1).numpy()}
+    def choices(self, number: int, log_probs: Tensor, at: Sequence[int] | None = None) -> dict[str, Any]:
+        """What is kept of the probabilities of tokens, (N, V). `at`: which of the original's positions these are."""
+        answer = {"best": log_probs.argmax(-1).numpy()}
         if self.like is None or self.numbers is None:
             values, top = log_probs.topk(min(TOP, log_probs.shape[-1]))
-            return answer | {"top": top.int().numpy(), "log_probs": values.numpy()}
-        theirs = self.like.items[number]
-        if theirs.get("tokens") != tokens or "top" not in theirs:
-            return {}
-        top = self.numbers[torch.from_numpy(theirs["top"]).long()].clamp(min=0)
-        return answer | {"log_probs": log_probs.gather(1, top).numpy()}
+            return answer | {"top": top.int().numpy(), "log_probs": values.numpy(), "at": np.arange(len(log_probs))}
+        top = self.like.items[number]["top"][at]
+        ids = self.numbers[torch.from_numpy(top).long()].clamp(min=0)
+        return answer | {"log_probs": log_probs.gather(1, ids).numpy(), "at": np.array(at, dtype=int)}
+
+    def aligned(self, number: int, tokens: list[str]) -> tuple[list[int], list[int]]:
+        """(positions of the original, positions here) that have the same tokens."""
+        return aligned(tokens if self.like is None else self.like.items[number].get("tokens", []), tokens)
 
 
 def _size(row: Mapping[str, Any]) -> int:
@@ -298,27 +309,34 @@ def _spans(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
 def _next_tokens(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, found in asked.outputs():
         ids = asked.rows[number]["input_ids"]
-        log_probs = found["logits"].log_softmax(-1)
-        if answer := asked.choices(number, log_probs, asked.tokens(ids)):
-            yield number, answer | {"nats": _nats(log_probs[:-1], ids[1:])}
+        tokens, log_probs = asked.tokens(ids), found["logits"].log_softmax(-1)
+        theirs, ours = asked.aligned(number, tokens)
+        if ours:
+            nats = {"nats": _nats(log_probs[:-1], ids[1:])}
+            yield number, {"tokens": tokens} | asked.choices(number, log_probs[ours], theirs) | nats
 
 
 def _masked_tokens(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
     mask, rows, places = asked.served.tokenizer.mask_token_id, [], []
-    for row in asked.rows:
-        ids = list(row["input_ids"])
+    for number, row in enumerate(asked.rows):
+        ids, tokens = row["input_ids"], asked.tokens(row["input_ids"])
         masked = [i for i, token in enumerate(ids) if token == mask]
         if not masked and (words := asked.words(ids)):
-            draw = np.random.default_rng(zlib.crc32(" ".join(asked.tokens(ids)).encode()))
+            draw = np.random.default_rng(zlib.crc32(" ".join(tokens).encode()))
             masked = sorted(draw.choice(words, max(1, round(_MASKED * len(words))), replace=False).tolist())
-        places.append(masked)
+        at = [*range(len(masked))]
+        if asked.like is not None:  # the same words as there
+            here = dict(zip(*asked.aligned(number, tokens), strict=True))
+            theirs = asked.like.items[number].get("places", [])
+            at, masked = [n for n, i in enumerate(theirs) if i in here], [here[i] for i in theirs if i in here]
+        places.append((masked, at))
         rows.append(row | {"input_ids": [mask if i in masked and mask is not None else t for i, t in enumerate(ids)]})
     for number, found in asked.outputs(rows):
-        if not (masked := places[number]):
-            continue
-        log_probs, ids = found["logits"][masked].log_softmax(-1), asked.rows[number]["input_ids"]
-        if answer := asked.choices(number, log_probs, asked.tokens(rows[number]["input_ids"])):
-            true = [ids[i] for i in masked]
+        masked, at = places[number]
+        if masked:
+            ids = asked.rows[number]["input_ids"]
+            true, log_probs = [ids[i] for i in masked], found["logits"][masked].log_softmax(-1)
+            answer = {"tokens": asked.tokens(ids), "places": masked} | asked.choices(number, log_probs, at)
             yield number, answer | ({} if mask in true else {"nats": _nats(log_probs, true)})
 
 
@@ -352,7 +370,9 @@ def _written(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
     """Of models that write: the text of greedy search, and the probabilities of the tokens that the original wrote."""
     tokenizer = asked.served.tokenizer
     for chosen, batch in asked.batches():
-        starts, written = _greedy(asked.served, batch, [asked.rows[i] for i in chosen])
+        starts, written = _greedy(asked, chosen, batch)
+        if "input_ids" in batch:  # whatever the batch that a text is in
+            written = [ids[: _most_new(asked.rows[i])] for ids, i in zip(written, chosen, strict=True)]
         targets, found = written, [{"text": tokenizer.decode(ids, skip_special_tokens=True)} for ids in written]
         if asked.like is not None and asked.numbers is not None:
             theirs = [asked.like.items[i].get("target", np.empty(0)) for i in chosen]
@@ -365,34 +385,43 @@ def _written(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
             ids = targets[place]
             if log_probs.dim() == 1:  # of the target alone
                 found[place]["nats"] = -log_probs.numpy()
-            elif answer := asked.choices(chosen[place], log_probs, asked.tokens(ids)):
-                found[place] |= answer | {"nats": _nats(log_probs, ids)}
+            elif asked.like is None or "top" in asked.like.items[chosen[place]]:
+                at = [*range(len(ids))]
+                found[place] |= asked.choices(chosen[place], log_probs, at) | {"nats": _nats(log_probs, ids)}
         yield from zip(chosen, found, strict=True)
 
 
-def _greedy(served: Served, batch: dict[str, Tensor], rows: list[dict[str, Any]]) -> tuple[list[int], list[list[int]]]:
-    """(first token of each decoder, what it writes, up to the end)"""
-    limit = {"max_new_tokens": _most_new(served, batch)} if "input_ids" in batch else {}
-    if isinstance(served.model, CTranslate2Translator):
-        config = copy.deepcopy(served.model.generation_config)
+def _greedy(asked: _Asked, chosen: list[int], batch: dict[str, Tensor]) -> tuple[list[list[int]], list[list[int]]]:
+    """(what each decoder reads first, what it writes then, up to the end)"""
+    model = asked.served.model
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None) or MOST_TOKENS
+    most = max(_most_new(asked.rows[i]) for i in chosen)
+    limit = {"max_new_tokens": min(most, positions - 1)} if "input_ids" in batch else {}
+    if isinstance(model, CTranslate2Translator):
+        config = copy.deepcopy(model.generation_config)
         config.update(num_beams=1, num_return_sequences=1, **limit)
-        found = served.model.translate_ids([row["input_ids"] for row in rows], config, len(rows))
-        return [0] * len(rows), [returned[0] for returned in found]
-    found = served.model.generate(**batch, num_beams=1, do_sample=False, **limit)
-    start = served.model.generation_config.decoder_start_token_id
-    starts = found[:, 0].tolist() if "input_ids" in batch else [start] * len(found)
-    ends = token_ids(served.model.generation_config.eos_token_id)
-    ids = [
-        row[1 if row[0] == first else 0 :]
-        for row, first in zip(found.tolist(), starts, strict=True)
-    ]
-    return starts, [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in ids]
+        found = model.translate_ids([asked.rows[i]["input_ids"] for i in chosen], config, len(chosen))
+        return [[] for _ in chosen], [returned[0] for returned in found]
+    found, config = model.generate(**batch, num_beams=1, do_sample=False, **limit).tolist(), model.generation_config
+    starts = [ids[:1] for ids in found]
+    if hasattr(config, "no_timestamps_token_id"):  # Whisper returns what follows these tokens
+        starts = [[config.decoder_start_token_id] for _ in found]
+        if getattr(config, "is_multilingual", False):
+            task = config.task_to_id[getattr(config, "task", None) or "transcribe"]
+            starts = [
+                [*start, language, task]
+                for start, language in zip(starts, model.detect_language(**batch).tolist(), strict=True)
+            ]
+        starts = [[*start, config.no_timestamps_token_id] for start in starts]
+    else:
+        found = [ids[1:] for ids in found]
+    ends = token_ids(config.eos_token_id)
+    return starts, [ids[: next((n + 1 for n, token in enumerate(ids) if token in ends), len(ids))] for ids in found]
 
 
-def _most_new(served: Served, batch: dict[str, Tensor]) -> int:
+def _most_new(row: Mapping[str, Any]) -> int:
     """As many new tokens as a translation may need."""
-    positions = getattr(getattr(served.model, "config", None), "max_position_embeddings", None) or MOST_TOKENS
-    return min(2 * batch["input_ids"].shape[1] + 10, MOST_TOKENS, positions - 1)
+    return min(2 * len(row.get("input_ids", ())) + 10, MOST_TOKENS)
 
 
 def _forced(
@@ -400,7 +429,7 @@ def _forced(
     batch: dict[str, Tensor],
     places: list[int],
     sources: list[list[int]],
-    starts: list[int],
+    starts: list[list[int]],
     targets: list[list[int]],
 ) -> list[Tensor]:
     """Log-probabilities where the decoder reads the targets: (T, V) of each text, or (T,), of its tokens, in CTranslate2."""
@@ -409,11 +438,12 @@ def _forced(
     if isinstance(served.model, CTranslate2Translator):
         scores = served.model.log_probabilities(sources, [targets[place] for place in places])
         return [torch.tensor(score) for score in scores]
-    read = [torch.tensor([starts[place], *targets[place][:-1]]) for place in places]
+    read = [torch.tensor([*starts[place], *targets[place][:-1]]) for place in places]
     ids = nn.utils.rnn.pad_sequence(read, batch_first=True)
     inputs = {name: value[places] for name, value in batch.items()}
     logits = served.model(**inputs, decoder_input_ids=ids)["logits"]
-    return [row[: len(each)].float().log_softmax(-1) for row, each in zip(logits, read, strict=True)]
+    ranges = [slice(len(each) - len(targets[place]), len(each)) for each, place in zip(read, places, strict=True)]
+    return [row[part].float().log_softmax(-1) for row, part in zip(logits, ranges, strict=True)]
 
 
 def _heard(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:

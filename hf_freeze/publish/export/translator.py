@@ -65,7 +65,7 @@ class Translator:
         return [result[0] for result in results] if all(len(result) == 1 for result in results) else results
 
     def translate_ids(self, encoded: list[list[int]], config: Any, batch_size: int) -> list[list[list[int]]]:
-        """ids of each text -> ids of each sequence that is returned for it."""
+        """ids of each text -> ids of each sequence that is returned for it. Raises ValueError for settings that it lacks."""
         raise NotImplementedError
 
     def _encode(self, text: Any, truncation: bool) -> list[int]:

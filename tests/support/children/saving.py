@@ -120,15 +120,15 @@ def names(folder):
 
 
 def kills(folder):
-    """At every operation, of the second direction at every other one: the folder holds the old model or the new one. After some,
-    more saves, the first of them ended somewhere as well. With HF_FREEZE_TESTS=all at all of both, and after all."""
+    """At every second operation, of the second direction at every third one: the folder holds the old model or the new one. After
+    some, more saves, the first of them ended somewhere as well. With HF_FREEZE_TESTS=all at all of both, and after all."""
     found = {"kills": 0, "old": 0, "new": 0}
-    for old, new, step in ((SHARDS, WHOLE, 1), (WHOLE, SHARDS, 1 if ALL else 2)):
+    for old, new, step in ((SHARDS, WHOLE, 1 if ALL else 2), (WHOLE, SHARDS, 1 if ALL else 3)):
         start = folder / "start"
         shutil.rmtree(start, ignore_errors=True)
         save(1, start, old)
         (start / "tokenizer_config.json").write_text("{}")
-        for number in itertools.count(1, step):
+        for number in itertools.count(step, step):
             at = folder / f"at-{number}"
             shutil.copytree(start, at)
             killed = save(2, at, new, number)
@@ -150,7 +150,7 @@ def kills(folder):
 
 
 def adapters(folder):
-    """The same of adapters of PEFT, which other settings are for."""
+    """The same of adapters of PEFT, which other settings are for, at every other operation."""
 
     def adapted(alpha):
         model = model_of(1)
@@ -164,7 +164,7 @@ def adapters(folder):
     expected = {model.peft_config["default"].lora_alpha: weights(model) for model in (old, new)}
     old.save_pretrained(folder / "start")
     found = {"kills": 0, "old": 0, "new": 0}
-    for number in itertools.count(1):
+    for number in itertools.count(1, 1 if ALL else 2):
         at = folder / f"at-{number}"
         shutil.copytree(folder / "start", at)
         code = forked(lambda at=at: new.save_pretrained(at), lambda n=number: end_before(n))

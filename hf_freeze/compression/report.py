@@ -1,0 +1,242 @@
+"""What a compression came to, for people: a table, a picture, a page that needs no network, and a record."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from matplotlib.figure import Figure
+
+from hf_freeze._version import __version__
+from hf_freeze.compression.budget import in_bytes
+from hf_freeze.compression.compress import Compressed, Compression, Measured, Tried
+from hf_freeze.compression.progress import duration
+from hf_freeze.compression.shape import share_kept
+from hf_freeze.io import write_whole
+
+FILES = ("report.html", "report.md", "report.png", "compressed.json")
+_BLUE, _ORANGE, _GREY, _RED = "#0072B2", "#E69F00", "#777777", "#D55E00"  # Okabe and Ito's, with different markers
+_ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.PackageLoader("hf_freeze.publish", "templates"),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def write_report(compression: Compression, result: Compressed | None = None, *, stopped: str = "") -> list[str]:
+    """Write `FILES` into the folder of the compression, as far as it is; returns the lines that tell the result."""
+    out, lines = compression.out, [] if result is None else sentences(compression, result)
+    out.mkdir(parents=True, exist_ok=True)
+    rows = rows_of(compression, result)
+    parts = parts_of(compression)
+    if rows:
+        figure = picture(compression, rows, parts)
+        figure.savefig(out / "report.png", dpi=150)
+    page = _ENVIRONMENT.get_template("compressed.html").render(
+        title=f"{Path(compression.source).name}, {'compressed' if result else 'being compressed'}",
+        finished=result is not None,
+        stopped=stopped,
+        now=compression.progress.last.text,
+        left=None if (left := compression.progress.last.seconds_left) is None else duration(left),
+        budget=compression.budget.words(),
+        lines=lines,
+        rows=rows,
+        tried=[_tried_row(one) for one in compression.tried],
+        picture=_data_uri(out / "report.png") if rows else "",
+        command=compression.command,
+        version=__version__,
+        phases=compression.phases.seconds_by_phase,
+    )
+    write_whole(out / "report.html", page)
+    if result is not None:
+        table = _markdown(rows)
+        write_whole(
+            out / "report.md",
+            "\n\n".join(
+                [
+                    "# Compressed",
+                    table,
+                    "![what it costs, and what is kept](report.png)",
+                    *lines,
+                    f"`{compression.command}`",
+                ]
+            )
+            + "\n",
+        )
+        record: dict[str, Any] = json.loads(json.dumps(asdict(result), default=str))
+        record |= {
+            "command": compression.command,
+            "hf_freeze_version": __version__,
+            "budget": compression.budget.to_dict(),
+        }
+        record |= {
+            "tried": [asdict(one) for one in compression.tried],
+            "seconds_by_phase": compression.phases.seconds_by_phase,
+        }
+        write_whole(out / "compressed.json", json.dumps(record, indent=1) + "\n")
+    return lines
+
+
+def rows_of(compression: Compression, result: Compressed | None) -> list[dict[str, str]]:
+    """A row for the model as it is in the engine, and for what came of it."""
+    engine = compression.engine.name
+    whole = compression.whole_measured
+    if whole is None:
+        return []
+    rows = [{"": "the model", "folder": in_bytes(compression.original_bytes), **_blank(whole)}]
+    rows.append(_row(f"whole, in {engine}", whole))
+    if result is not None and result.after is not whole:
+        rows.append(_row(f"compressed, in {engine}", result.after))
+    return rows
+
+
+def _row(label: str, measured: Measured) -> dict[str, str]:
+    found = measured.fidelity
+    low, high = found.intervals.get("score", (None, None))
+    shown = (
+        "–" if found.score is None else f"{found.score:.4f}" + ("" if low is None else f" ({low:.4f} to {high:.4f})")
+    )
+    row = {"": label, "folder": in_bytes(measured.bytes)}
+    row |= {} if measured.ms is None else {"ms a text": f"{measured.ms:.2f}"}
+    row |= {"fidelity (95 %)": shown}
+    return row | ({} if found.kl is None else {"KL": f"{found.kl:.4f}"})
+
+
+def _blank(measured: Measured) -> dict[str, str]:
+    """Of the model itself, which is as faithful to itself as can be."""
+    row = {} if measured.ms is None else {"ms a text": "–"}
+    row |= {"fidelity (95 %)": "1"}
+    return row | ({} if measured.fidelity.kl is None else {"KL": "0"})
+
+
+def _tried_row(tried: Tried) -> dict[str, str]:
+    row = {"kept": tried.words, "folder": f"~{in_bytes(tried.bytes)}"}
+    row |= {} if tried.ms is None else {"ms a text": f"~{tried.ms:.2f}"}
+    return row | {"loss": f"{tried.loss:.4f}", "expected": f"{tried.expected:.4f}"}
+
+
+def sentences(compression: Compression, result: Compressed) -> list[str]:
+    """What came of it, a sentence each."""
+    after, inputs = result.after, compression.inputs
+    small = f"{in_bytes(after.bytes)}, {after.bytes / result.original_bytes:.1%} of the model's {in_bytes(result.original_bytes)}"
+    if after.ms is not None and result.whole.ms:
+        small += f"; {after.ms:.2f} ms a text, {after.ms / result.whole.ms:.0%} of the whole model's in the same engine"
+    lines = [f"Kept: {result.kept}.", f"Budget: {compression.budget.words()}. It is {small}."]
+    score, (low, high) = after.fidelity.score, after.fidelity.intervals.get("score", (0.0, 0.0))
+    compared = f"{after.fidelity.compared:,} texts that took no part in it"
+    if after.fidelity.left_out:
+        compared += f" ({after.fidelity.left_out:,} more could not be compared: their tokens differ)"
+    lines.append(f"Fidelity to the original: {score:.4f} (95 % interval {low:.4f} to {high:.4f}), on {compared}.")
+    if result.healed is not None:
+        healed = result.healed
+        effect = (
+            f"held-out loss {healed.loss_before:.4g} to {healed.loss_after:.4g}"
+            if healed.better
+            else "it did not help, and was undone"
+        )
+        lines.append(f"Healed for {duration(healed.seconds)}, {healed.epochs:.2g} epochs of the texts: {effect}.")
+    lines.append(f"Made from {len(inputs.learnt):,} texts without labels, in {duration(result.seconds)}.")
+    where = f"Written: {after.folder} (to serve)" + (f", {result.model} (to train on)" if result.model else "")
+    return [*lines, f"{where}, {compression.out / 'report.html'}."]
+
+
+def parts_of(compression: Compression) -> list[tuple[str, float, str]]:
+    """(kind of part, share that is kept, in words) of the chosen shape; empty before there is one."""
+    shape = compression.chosen
+    if shape is None:
+        return []
+    parts = []
+    for stack, kept in shape.layers.items():
+        depth = compression.depths[stack]
+        parts.append((f"{stack}: layers", len(kept) / depth, f"{len(kept)} of {depth}"))
+        for kind in ("heads", "neurons"):
+            share = share_kept(shape, compression.blocks, stack, kind)
+            if share is not None:
+                parts.append((f"{stack}: {kind} in these layers", share, f"{share:.0%}"))
+    total = compression.token_count
+    if shape.tokens is not None and total:
+        parts.append(("tokens", shape.tokens / total, f"{shape.tokens:,} of {total:,}"))
+    bits = [shape.bits[name] * block.weights for name, block in compression.blocks.items() if shape.has(block)]
+    weights = sum(block.weights for block in compression.blocks.values() if shape.has(block))
+    parts.append(
+        ("bits of a weight in layers", sum(bits) / max(weights, 1) / 32, f"{sum(bits) / max(weights, 1):.2g} of 32")
+    )
+    return parts
+
+
+def picture(
+    compression: Compression, rows: Sequence[dict[str, str]], parts: Sequence[tuple[str, float, str]]
+) -> Figure:
+    """How far each shape that was tried is from the original, against its size; and what the chosen one keeps."""
+    figure = Figure(figsize=(9.5, 4.2), layout="constrained")
+    axes: Any
+    axes, bars = figure.subplots(1, 2, width_ratios=[3, 2])
+    sizes = [compression.original_bytes, *(one.bytes for one in compression.tried)]
+    unit, name = (1e6, "MB") if max(sizes) >= 1e6 else (1e3, "kB")
+    whole = compression.whole_measured
+    if whole is not None:
+        axes.plot(
+            whole.bytes / unit,
+            whole.fidelity.distance,
+            "s",
+            color=_BLUE,
+            markersize=9,
+            label="the whole model in the engine",
+        )
+    if compression.tried:
+        xs, ys = zip(*((one.bytes / unit, one.loss) for one in compression.tried), strict=True)
+        axes.plot(xs, ys, "o", color=_ORANGE, markersize=8, label="tried, before healing; bytes estimated")
+    if compression.after is not None:
+        after = compression.after
+        axes.plot(
+            after.bytes / unit,
+            after.fidelity.distance,
+            "D",
+            color=_RED,
+            markersize=10,
+            label="compressed, in the engine",
+        )
+    if compression.budget.max_bytes:
+        axes.axvline(compression.budget.max_bytes / unit, color=_GREY, linestyle="--", label="budget")
+    axes.set(
+        xlabel=f"size of the served folder, {name}",
+        ylabel="distance from the original (lower is better)",
+        ylim=(0, None),
+    )
+    axes.set_xlim(0, None)
+    axes.grid(alpha=0.4)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize=8)
+    names = [part[0] for part in parts]
+    bars.barh(names, [100.0] * len(parts), color="#cccccc", height=0.6)
+    bars.barh(names, [100 * part[1] for part in parts], color=_BLUE, height=0.6)
+    for label, _, words in parts:
+        bars.annotate(
+            words,
+            (100, label),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            annotation_clip=False,
+        )
+    bars.set(xlim=(0, 100), xlabel="kept, % of the model's")
+    bars.tick_params(axis="y", labelsize=8)
+    bars.invert_yaxis()
+    bars.set_visible(bool(parts))
+    return figure
+
+
+def _markdown(rows: Sequence[dict[str, str]]) -> str:
+    heads = list(rows[0])
+    lines = ["| " + " | ".join(heads) + " |", "| --- |" + " ---: |" * (len(heads) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row.get(head, "–") for head in heads) + " |" for row in rows)])
+
+
+def _data_uri(path: Path) -> str:
+    import base64
+
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()

@@ -1,0 +1,77 @@
+"""Make a trained model small enough for a budget, from texts alone."""
+
+from collections.abc import Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers.utils import logging
+
+from hf_freeze.compression.budget import Budget
+from hf_freeze.compression.compress import Compressed, Compression
+from hf_freeze.compression.heal import DEFAULT, HealLimit
+from hf_freeze.compression.progress import Callback
+from hf_freeze.compression.report import write_report
+
+
+def compress(
+    model: str | PathLike[str],
+    *,
+    texts: Sequence[Any],
+    budget: Budget,
+    out: str | PathLike[str],
+    engine: str | None = None,
+    samples: int = 512,
+    heal: HealLimit = DEFAULT,
+    native: bool = False,
+    keep_vocabulary: bool = False,
+    min_fidelity: float | None = None,
+    seed: int = 1,
+    command: str = "",
+    callback: Callback | None = None,
+    console: Console | None = None,
+) -> Compressed:
+    """Make the trained model of a directory or Hub id small enough for `budget`, without labels; returns what came of it.
+
+    `texts`: what the model reads, of any task: see `publish.export.served.answers`. A fifth of them, at most 256, is only
+    compared on; `samples` of the others tell what parts are worth, and all others choose the tokens and heal. `out`: the folder
+    for the model and all that leads to it. Called again with the same arguments, a stopped compression goes on.
+
+    `engine`: onnx, ctranslate2 or torch; by default CTranslate2 for translators that it knows, else ONNX Runtime. `heal`: a short
+    training by the outputs of the original: 0, "10min", "1epoch", or by default a tenth of the time of an epoch, at least a
+    minute. `native`: equal widths in all layers, in multiples of 64, and no code of hf_freeze in the folder. `keep_vocabulary`:
+    all tokens stay. `min_fidelity`: from 0 to 1, what the result must reach. `callback`: gets a `Step` and stops by returning
+    True.
+
+    If the whole model is within the budget in the engine, that is the answer.
+
+    Raises ValueError for wrong settings, too few texts, a budget that is out of reach and a result that misses it.
+    """
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # a bar for each of the many small models would hide what is said
+    compression = Compression(
+        *(fspath(model), texts, budget, Path(out)),
+        engine=engine,
+        samples=samples,
+        heal=heal,
+        native=native,
+        keep_vocabulary=keep_vocabulary,
+        min_fidelity=min_fidelity,
+        seed=seed,
+        console=console,
+        command=command,
+        callback=callback,
+        watch=write_report,
+    )
+    try:
+        result = compression.run()
+    except Exception as error:
+        write_report(compression, stopped=str(error))
+        raise
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    for line in write_report(compression, result):
+        compression.say(line)
+    return result

@@ -1,0 +1,246 @@
+"""A compression from texts alone: the integer program against all shapes, the budget, the command, going on, and wrong inputs."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from support.tokenizers_of_each_kind import wordpiece
+from transformers import BertConfig, BertModel
+from typer.testing import CliRunner
+
+import hf_freeze
+from hf_freeze.cli import app
+from hf_freeze.compression.blocks import Block, blocks_of
+from hf_freeze.compression.budget import Budget
+from hf_freeze.compression.choose import Options, Program, levels
+from hf_freeze.compression.inputs import Inputs
+from hf_freeze.compression.losses import Losses
+from hf_freeze.compression.prices import Prices, Sizes
+from hf_freeze.compression.progress import Stopped
+from hf_freeze.model.samples import samples_of
+from hf_freeze.solvers.columns import Elimination
+
+WORDS = [
+    "a",
+    "dog",
+    "runs",
+    "over",
+    "the",
+    "green",
+    "field",
+    "while",
+    "two",
+    "men",
+    "look",
+    "at",
+    "an",
+    "old",
+    "red",
+    "car",
+    "near",
+    "some",
+    "trees",
+]
+
+
+def texts(count=60):
+    generator = torch.Generator().manual_seed(3)
+    return [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (8,), generator=generator)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """A sentence encoder of two layers, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("encoder")
+    tokenizer = wordpiece(texts())
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=256,
+        max_position_embeddings=40,
+        initializer_range=0.2,
+    )
+    BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def block(name, units, heads, generator):
+    losses = torch.rand(units, generator=generator, dtype=torch.float64).cumsum(0)
+    order = Elimination(torch.randperm(units, generator=generator), torch.cat([torch.zeros(1), losses]).double())
+    return Block(name, units * 100, 100.0, order, tuple((unit,) for unit in range(units)) if heads else ())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("uniform", [False, True])
+def test_the_program_finds_the_best_of_all_shapes(seed, uniform):
+    generator = torch.Generator().manual_seed(seed)
+    blocks = {
+        f"encoder.{layer}.{kind}": block(f"encoder.{layer}.{kind}", 3, kind == "self", generator)
+        for layer in range(2)
+        for kind in ("self", "ffn")
+    }
+    losses = Losses(
+        layers={"encoder": {2: ((0, 1), 0.0), 1: ((1,), 0.9)}},
+        factors={"heads": 1.5, "neurons": 0.7},
+        four_bits={"tables": 0.4} | dict.fromkeys(blocks, 0.15),
+        tokens={30: 0.0, 20: 0.25},
+    )
+    prices = Prices(blocks, {"encoder": 2}, Sizes(of_token=10, tokens=30, token_bytes=2.0, bits=8, bytes=3000.0))
+    options = Options(bits=(8, 4), uniform=uniform)
+    program = Program(blocks, losses, prices, options)
+    for limit in (900.0, 1300.0, 2000.0, 2900.0):
+        best = math.inf
+        for depth, (tokens, bits) in itertools.product((2, 1), itertools.product((30, 20), (8, 4))):
+            kept, loss = losses.layers["encoder"][depth]
+            of_tables = prices.of_tables(tokens, bits)[0]
+            table_loss = losses.tokens[tokens] + losses.of_bits("tables", bits, 1.0)
+            some = [b for b in blocks.values() if b.place[1] in kept]
+            choices = [list(itertools.product(levels(b, options), options.bits)) for b in some]
+            for chosen in itertools.product(*choices):
+                pairs = list(zip(some, chosen, strict=True))
+                widths = {(b.kind, value) for b, value in pairs}
+                if uniform and len(widths) > 2:
+                    continue
+                size = prices.fixed_bytes + of_tables + sum(prices.of_block(b, *value)[0] for b, value in pairs)
+                total = loss + table_loss
+                total += sum(losses.of_units(b, u) + losses.of_bits(b.name, n, u / b.units) for b, (u, n) in pairs)
+                if size <= limit:
+                    best = min(best, total)
+        found = program.solve(limit, None)
+        if found is None:
+            assert best == math.inf
+        else:
+            shape, loss = found
+            assert loss == pytest.approx(best, rel=2e-3, abs=1e-9)
+            assert prices.cost(shape)[0] <= limit + 1e-6
+
+
+def test_prices_of_time_are_those_of_the_measured_shapes():
+    generator = torch.Generator().manual_seed(0)
+    blocks = {"encoder.0.ffn": block("encoder.0.ffn", 8, False, generator)}
+    options = Options()
+    sizes = Sizes(of_token=0, tokens=0, token_bytes=0.0, bits=8, bytes=3000.0)
+    plain = Prices(blocks, {"encoder": 1}, sizes)
+    whole = Program(blocks, Losses(layers={"encoder": {1: ((0,), 0.0)}}, tokens={0: 0.0}), plain, options).smallest(
+        "ms"
+    )
+    half = type(whole)(layers=whole.layers, units={"encoder.0.ffn": 4}, bits=whole.bits, tokens=0)
+    full = type(whole)(layers=whole.layers, units={"encoder.0.ffn": 8}, bits=whole.bits, tokens=0)
+    prices = Prices(blocks, {"encoder": 1}, sizes, [(full, 3.0), (half, 2.0)])
+    assert prices.cost(full)[1] == pytest.approx(3.0)
+    assert prices.cost(half)[1] == pytest.approx(2.0, rel=1e-6)
+
+
+def test_blocks_name_all_attentions_and_ffns(encoder):
+    model, tokenizer = BertModel.from_pretrained(encoder).eval(), wordpiece(texts())
+    blocks = blocks_of(model, samples_of(model, texts(), tokenizer))
+    assert {name: (one.kind, one.units) for name, one in blocks.items()} == {
+        "encoder.0.self": ("heads", 4),
+        "encoder.1.self": ("heads", 4),
+        "encoder.0.ffn": ("neurons", 256),
+        "encoder.1.ffn": ("neurons", 256),
+    }
+    for one in blocks.values():
+        assert (one.order.losses.diff() >= 0).all()
+        assert Block.from_dict(json.loads(json.dumps(one.to_dict()))).kept(2) == one.kept(2)
+
+
+def test_the_budget_is_met_and_a_finished_one_is_read_again(encoder, tmp_path):
+    settings = {
+        "texts": texts(),
+        "budget": Budget(max_bytes="45%"),
+        "out": tmp_path / "small",
+        "engine": "torch",
+        "heal": 0,
+    }
+    result = hf_freeze.compress(encoder, **settings)
+    assert result.after.bytes <= 0.45 * result.original_bytes
+    assert 0.3 < result.after.fidelity.score < 1
+    assert "%" in result.kept or "layers" in result.kept
+    for name in ("report.html", "report.md", "report.png", "compressed.json"):
+        assert (tmp_path / "small" / name).stat().st_size > 200
+    page = (tmp_path / "small" / "report.html").read_text()
+    assert "Fidelity to the original" in page
+    again = hf_freeze.compress(encoder, **settings)
+    assert again.after == result.after
+    assert again.kept == result.kept
+
+
+def test_one_that_a_callback_stops_goes_on(encoder, tmp_path):
+    steps = []
+
+    def stop(step):
+        steps.append(step)
+        return len(steps) == 4
+
+    settings = {
+        "texts": texts(),
+        "budget": Budget(max_bytes="45%"),
+        "out": tmp_path / "small",
+        "engine": "torch",
+        "heal": 0,
+    }
+    with pytest.raises(Stopped, match="the same call goes on from there"):
+        hf_freeze.compress(encoder, callback=stop, **settings)
+    assert "Stopped" in (tmp_path / "small" / "report.html").read_text()
+    done = json.loads((tmp_path / "small" / "phases.json").read_text())["results"]
+    result = hf_freeze.compress(encoder, **settings)
+    after = json.loads((tmp_path / "small" / "phases.json").read_text())["results"]
+    assert done
+    assert all(after[name] == value for name, value in done.items())
+    assert result.after.bytes <= 0.45 * result.original_bytes
+
+
+def test_what_the_engine_alone_reaches_is_not_cut(encoder, tmp_path):
+    command = ["compress", str(encoder), "--out", str(tmp_path / "small"), "--max-bytes", "99%", "--texts"]
+    (tmp_path / "texts.txt").write_text("\n".join(texts()))
+    found = CliRunner().invoke(app, [*command, str(tmp_path / "texts.txt")])
+    assert found.exit_code == 0, found.output
+    assert "nothing is cut" in found.output
+    assert json.loads((tmp_path / "small" / "compressed.json").read_text())["model"] is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"budget": Budget(max_bytes=2000)},
+            r"out of reach: the smallest shape .* needs about .*; give it at least that",
+        ),
+        ({"texts": ["a dog"] * 3}, r"3 texts: give at least 16"),
+        ({"engine": "tflite"}, r"unknown engine 'tflite'; choose from \['onnx', 'ctranslate2', 'torch'\]"),
+        ({"heal": "soon"}, r"heal='soon': give 0, a time"),
+        ({"min_fidelity": 1.0}, r"min_fidelity=1: the compressed model in .* has 0\.\d+ on held-out texts"),
+        ({"budget": Budget(max_loss=1)}, r"give max_bytes or max_ms"),
+    ],
+)
+def test_wrong_settings_are_refused(encoder, tmp_path, settings, message):
+    defaults = {"texts": texts(), "budget": Budget(max_bytes="45%"), "engine": "torch", "heal": 0}
+    with pytest.raises(ValueError, match=message):
+        hf_freeze.compress(encoder, out=tmp_path / "small", **defaults | settings)
+
+
+def test_another_compression_is_not_overwritten(encoder, tmp_path):
+    defaults = {"budget": Budget(max_bytes=2000), "out": tmp_path / "small", "engine": "torch", "heal": 0}
+    with pytest.raises(ValueError, match="out of reach"):
+        hf_freeze.compress(encoder, texts=texts(), **defaults)
+    with pytest.raises(ValueError, match="holds another compression"):
+        hf_freeze.compress(encoder, texts=texts(61), **defaults)
+
+
+def test_texts_to_compare_on_are_never_learnt():
+    inputs = Inputs.of([f"text {number}" for number in range(100)], 1)
+    assert not {*inputs.learnt} & {*inputs.compared}
+    assert len(inputs.learnt) + len(inputs.compared) == 100
+
+
+def test_the_command_wants_texts_or_labels(tmp_path):
+    found = CliRunner().invoke(app, ["compress", "x", "--out", str(tmp_path), "--max-bytes", "1MB"])
+    assert found.exit_code == 2
+    assert "give --texts, or --data with labels" in found.output
