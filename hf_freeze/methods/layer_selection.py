@@ -110,10 +110,8 @@ class LayerSelection(Method):
                 source = old.base_model.get_submodule(description.layers.format(old_number))
                 moved = {name: first[name] for name in description.unread} if number == 0 else {}
                 surgery.take_values(source, new.base_model.get_submodule(description.layers.format(number)), moved)
-        for stack in (
-            new.architecture.stacks if statistics is not None else ()
-        ):  # a decoder reads what the encoder gives
-            if stack in kept:
+        if statistics is not None:
+            for stack in filter(kept.__contains__, new.architecture.stacks):  # a decoder reads what the encoder gives
                 self._bridge_gaps(old, new, stack, kept[stack], statistics)
 
     def _bridge_gaps(self, old: Any, new: Any, stack: str, numbers: list[int], statistics: Statistics) -> None:

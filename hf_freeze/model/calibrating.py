@@ -155,7 +155,7 @@ class CalibrationPass:
         norms: Sequence[str] = (),
     ) -> Iterator[dict[str, Moments | None]]:
         self._at = None
-        # Of experts, some have too few tokens to fit more than what reads their neurons.
+        # Not experts: some see too few tokens to fit all of their weights.
         alone = [
             name for name in names if fit and paging.active() is None and surgery.owner_of(self._old, name) == name
         ]
