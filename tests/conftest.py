@@ -21,8 +21,6 @@ from unittest import mock
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; children inherit it
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="hf_freeze-tests-")  # text and tokens are cached there
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # transformers' bars too
-# A server of a test shares two cores with the tests; ten seconds, the default, were once too few for its answer.
-os.environ["HF_HUB_ETAG_TIMEOUT"] = os.environ["HF_HUB_DOWNLOAD_TIMEOUT"] = "120"
 
 import pytest
 import tiers

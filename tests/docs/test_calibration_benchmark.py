@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import os
 import re
 import sys
 
@@ -22,7 +23,10 @@ BATCH = {
 @pytest.fixture(autouse=True)
 def folder(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
+    before = dict(os.environ)  # a job goes offline when it is imported; a later test, with a Hub of its own, must not
     yield
+    os.environ.clear()
+    os.environ.update(before)
     for file in FOLDER.glob("*.py"):
         sys.modules.pop(file.stem, None)
 

@@ -206,7 +206,7 @@ def test_settings_that_are_wrong(place, tmp_path):
     refused(r"trainer_class=.*Local: .* define it at the top level of a file", trainer_class=Local)
     refused(r"--set 'epochs': write KEY=VALUE", settings=["epochs"])
     error = one_line_error("compress", place / "model", "--data", place / "recipe.yaml", "--out", tmp_path / "out")
-    assert "a budget limits bytes or time" in error
+    assert "a budget limits bytes, time or loss" in error
     where = ("compress", place / "model", "--data", place / "recipe.yaml", "--out", tmp_path / "out")
     error = one_line_error(*where, "--max-bytes", "30%", "--targets", "model", "--engine", "onnx")
     assert "targets='model' is for the task 'translation', not 'sequence-classification'; leave it out" in error
