@@ -4,8 +4,8 @@
 
 Claims: none; the table says what comes of it.
 
-The captions train.1.en.gz to train.5.en.gz of a folder are of the same images, a line each. Those of the last 5,000 images are kept
-out; all others are the texts. For each budget, MODEL is compressed. Then the model itself, the whole of it in int8, and each
+The captions train.1.en.gz to train.5.en.gz of a folder are of the same images, a line each. Those of the last 5,000 images are
+kept out; all others are the texts. For each budget, MODEL is compressed. Then the model itself, the whole of it in int8, and each
 compressed folder, in ONNX Runtime, search caption 1 of each image that was kept out by its caption 5. Columns:
 
 - folder: MB of all files, tokenizer included, and the share of the model's;
