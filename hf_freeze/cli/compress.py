@@ -35,6 +35,16 @@ def compress(
     min_fidelity: Annotated[
         float | None, typer.Option(min=0, max=1, help="With --texts: the fidelity that the result must reach.")
     ] = None,
+    max_loss: Annotated[
+        float | None,
+        typer.Option(
+            help="With --texts: points of fidelity, in %, that may be lost; bytes are then as few as possible."
+        ),
+    ] = None,
+    front: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --texts, without limits: so many sizes at once, as a table and a picture."),
+    ] = None,
     max_bytes: Annotated[
         str | None,
         typer.Option(
@@ -84,21 +94,23 @@ def compress(
             raise ValueError("give --texts, or --data with labels")
         from hf_freeze.compression.budget import Budget
 
-        budget = Budget(max_bytes=max_bytes, max_ms=max_ms, min_score=min_score)
+        settings_of_texts: dict[str, Any] = {
+            "engine": engine,
+            "samples": samples,
+            "heal": 0 if heal == "0" else heal,
+            "native": native,
+            "keep_vocabulary": keep_vocabulary,
+            "min_fidelity": min_fidelity,
+            "seed": seed,
+        }
+        if texts is not None and front is not None:
+            if (max_bytes, max_ms, max_loss) != (None, None, None):
+                raise ValueError("--front chooses the sizes itself: leave --max-bytes, --max-ms and --max-loss out")
+            _from_texts(model, options.sampled_texts(texts, column, _MOST), front, None, out, settings_of_texts)
+            return
+        budget = Budget(max_bytes=max_bytes, max_ms=max_ms, min_score=min_score, max_loss=max_loss)
         if texts is not None:
-            _from_texts(
-                model,
-                options.sampled_texts(texts, column, _MOST),
-                budget=budget,
-                out=out,
-                engine=engine,
-                samples=samples,
-                heal=0 if heal == "0" else heal,
-                native=native,
-                keep_vocabulary=keep_vocabulary,
-                min_fidelity=min_fidelity,
-                seed=seed,
-            )
+            _from_texts(model, options.sampled_texts(texts, column, _MOST), None, budget, out, settings_of_texts)
             return
         from hf_freeze.search import compress as compress_model
 
@@ -119,8 +131,14 @@ def compress(
         )
 
 
-def _from_texts(model: str, lines: list[str], **settings: Any) -> None:
-    from hf_freeze.compression.run import compress as compress_model
+def _from_texts(
+    model: str, lines: list[str], front: int | None, budget: Any, out: Path, settings: dict[str, Any]
+) -> None:
+    from hf_freeze.compression import run
 
     command = " ".join(["hf-freeze", *map(shlex.quote, sys.argv[1:])])
-    compress_model(model, texts=lines, command=command, console=terminal.console, **settings)
+    settings |= {"texts": lines, "out": out, "command": command, "console": terminal.console}
+    if front is not None:
+        run.front(model, count=front, **settings)
+    else:
+        run.compress(model, budget=budget, **settings)

@@ -1,6 +1,7 @@
 """The story of a compression: measure the model, find out what its parts are worth, choose what stays, cut with calibration,
 heal, export, and measure again."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -39,6 +40,8 @@ from hf_freeze.publish.trimming import named_tokens
 
 _COVERAGES = (1.0, 0.999, 0.995, 0.98, 0.95)  # of all tokens of the texts
 _TIGHTER = 4  # times that a shape is chosen again because its folder is above the budget
+_LARGEST, _SMALLEST = 0.9, 1.05  # of a front: times the whole model and the smallest shape
+_HALVINGS = 5  # of the range of sizes, when bytes are to be fewest for a loss
 _MARGIN = 0.002  # share of a limit of bytes that is left free then
 _MUCH_WORSE = 3.0  # times the expected loss of the best, from which a candidate is not measured
 _POOLING = {"cls": "cls", "lasttoken": "last"}  # of sentence-transformers -> of `heal`
@@ -82,6 +85,11 @@ class Compressed:
     healed: Healed | None
     seconds: float
 
+    @property
+    def loss(self) -> float:
+        """Points of fidelity, in %, below the original."""
+        return 100 * (1 - (self.after.fidelity.score or 0.0))
+
 
 class Compression:
     """One compression in the folder `out`; called again with the same settings, it goes on where it was stopped.
@@ -110,8 +118,6 @@ class Compression:
         watch: Callable[["Compression"], Any] = lambda compression: None,
     ) -> None:
         parse_limit(heal)
-        if not budget.limits_bytes and not budget.limits_time:
-            raise ValueError("compression from texts needs a limit of bytes or time: give max_bytes or max_ms")
         self.source, self.budget, self.out, self.command, self.seed = source, budget, out, command, seed
         self.console = console or Console()
         self.min_fidelity, self._heal, self._samples = min_fidelity, heal, samples
@@ -130,7 +136,7 @@ class Compression:
         may_go -= {"tokens"} if keep_vocabulary or not self._can_lose_tokens() else set()
         may_go -= {"heads"} if native or self.engine.uniform else set()  # few native configs have a size of a head
         bits = self.engine.bits
-        if not budget.limits_bytes:
+        if budget.limits_time and not budget.limits_bytes:
             bits = bits[:1]  # 4 bits save bytes, not time
         self.options = Options(
             bits=bits,
@@ -147,7 +153,7 @@ class Compression:
         self.tried: list[Tried] = []
         self.chosen: Shape | None = None
         self.blocks: dict[str, Block] = {}
-        self.whole_measured: Measured | None = None
+        self.whole_measured: Any = None  # `Measured` from the first measurement on
         self.after: Measured | None = None
         self.original_bytes = 0
         self._subjects: dict[int | None, Subject] = {}
@@ -156,47 +162,105 @@ class Compression:
         self.console.print(text, markup=False, highlight=False)
 
     def run(self) -> Compressed:
-        try:
-            return self._run()
-        finally:
-            if self._stopwatch is not None:
-                self._stopwatch.close()
+        """Within the budget. Raises ValueError for one that is out of reach, and for less than `min_fidelity`."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close)
+            result = self._run()
+            self._check_fidelity(result.after)
+            return result
 
     def _run(self) -> Compressed:
-        original_bytes = self._bytes_of_source()
-        whole_model = self._measure("whole", lambda: self.folder)
-        self.whole_measured, self.original_bytes = whole_model, original_bytes
-        self.budget = self.budget.resolved(original_bytes, whole_model.ms)
-        self.say(f"the model: {in_bytes(original_bytes)}; in {self.engine.name}: {self.figures(whole_model)}")
+        self._original()
         self.say(f"the budget: {self.budget.words()}")
-        everything = whole(self.depths, {}, self.options.bits[0])
-        if not self.budget.excess(whole_model.bytes, whole_model.ms):
+        if self.budget.max_loss is not None and not (self.budget.limits_bytes or self.budget.limits_time):
+            return self._of_fewest_bytes(self.budget.max_loss)
+        if not self.budget.excess(self.whole_measured.bytes, self.whole_measured.ms):
             self.say(f"met by {self.engine.name} alone, in {self.options.bits[0]} bits: nothing is cut")
-            return self._result(everything, "everything", None, whole_model, whole_model, None)
-        self.blocks = self._blocks()
-        losses = self._losses()
-        prices = self._prices(whole_model)
-        program = Program(self.blocks, losses, prices, self.options)
-        self._check_reach(program, prices)
-        limits = self._limits()
-        for attempt in range(1, _TIGHTER + 1):
-            shape = self._chosen(losses, prices, limits, attempt)
-            self.chosen = shape
-            folder, healed = self._made(shape)
-            after = self._measure(f"served-{shape.digest}", lambda folder=folder: folder)
-            self.after = after
-            excess = self.budget.excess(after.bytes, after.ms)
-            if not excess:
-                break
-            self.say(f"above the budget: {', '.join(excess)}; choosing again, for less")
-            limits = self._tightened(limits, prices.cost(shape), after)
-        else:
+            return self._nothing_cut()
+        self._prepare()
+        return self._within(self.budget)
+
+    def front(self, count: int) -> list[Compressed]:
+        """The whole model in the engine, and `count` smaller ones down to the smallest, from one set of statistics."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close)
+            self._original()
+            self._prepare()
+            least = self.prices.cost(self.program.smallest("bytes"))[0]
+            found = [self._nothing_cut()]
+            for size in np.geomspace(_LARGEST * self.whole_measured.bytes, _SMALLEST * least, count):
+                self.say(f"within {in_bytes(size)}:")
+                try:
+                    found.append(self._within(Budget(max_bytes=int(size))))
+                except ValueError as error:  # the estimate of the smallest ones may be wrong
+                    self.say(str(error))
+            return found
+
+    def _of_fewest_bytes(self, max_loss: float) -> Compressed:
+        """The smallest folder whose fidelity is at most so many points below 1, by halving the range of sizes."""
+        best = self._nothing_cut()
+        if (loss := best.loss) > max_loss:
             raise ValueError(
-                f"the budget of {self.budget.words()} was missed {_TIGHTER} times, at last: {', '.join(excess)}"
+                f"max_loss={max_loss:g}: the whole model in {self.engine.name} loses {loss:.2f} points already; ask for less, "
+                "or choose another engine"
             )
-        self._check_fidelity(after)
-        kept = in_words(shape, self.blocks, self.depths, self.token_count)
-        return self._result(shape, kept, folder, whole_model, after, healed)
+        self._prepare()
+        least, most = self.prices.cost(self.program.smallest("bytes"))[0], float(best.after.bytes)
+        for _ in range(_HALVINGS):
+            size = math.sqrt(least * most)
+            self.say(f"within {in_bytes(size)}:")
+            try:
+                found = self._within(Budget(max_bytes=int(size)))
+            except ValueError as error:
+                self.say(str(error))
+                least = size
+                continue
+            self.say(f"{in_bytes(found.after.bytes)} lose {found.loss:.2f} points")
+            if found.loss <= max_loss:
+                best, most = found, float(found.after.bytes)
+            else:
+                least = size
+        self.after, self.chosen = best.after, best.shape if best.model is not None else None
+        return best
+
+    def _original(self) -> None:
+        """Measure the model as it is."""
+        self.original_bytes = self._bytes_of_source()
+        self.whole_measured = self._measure("whole", lambda: self.folder)
+        self.budget = self.budget.resolved(self.original_bytes, self.whole_measured.ms)
+        figures = self.figures(self.whole_measured)
+        self.say(f"the model: {in_bytes(self.original_bytes)}; in {self.engine.name}: {figures}")
+
+    def _prepare(self) -> None:
+        """What parts are worth, and what they cost."""
+        self.blocks = self._blocks()
+        self.losses = self._losses()
+        self.prices = self._prices(self.whole_measured)
+        self.program = Program(self.blocks, self.losses, self.prices, self.options)
+
+    def _within(self, budget: Budget) -> Compressed:
+        self.budget = budget
+        self._check_reach(self.program, self.prices)
+        limits, excess = self._limits(), [""]
+        for _ in range(_TIGHTER):
+            shape = self.chosen = self._chosen(self.losses, self.prices, limits)
+            folder, healed = self._made(shape)
+            after = self.after = self._measure(f"served-{shape.digest}", lambda folder=folder: folder)
+            excess = budget.excess(after.bytes, after.ms)
+            if not excess:
+                kept = in_words(shape, self.blocks, self.depths, self.token_count)
+                return self._result(shape, kept, folder, after, healed)
+            self.say(f"above the budget: {', '.join(excess)}; choosing again, for less")
+            limits = self._tightened(limits, self.prices.cost(shape), after)
+        raise ValueError(f"the budget of {budget.words()} was missed {_TIGHTER} times, at last: {', '.join(excess)}")
+
+    def _nothing_cut(self) -> Compressed:
+        everything = whole(self.depths, {}, self.options.bits[0])
+        return self._result(everything, "everything", None, self.whole_measured, None)
+
+    def _close(self) -> None:
+        if self._stopwatch is not None:
+            self._stopwatch.close()
 
     # -- the model as it is ----------------------------------------------------------------------------------------------------
 
@@ -380,7 +444,7 @@ class Compression:
                     f"({in_words(shape, self.blocks, self.depths, self.token_count)}) needs about {shown}; give it at least that"
                 )
 
-    def _chosen(self, losses: Losses, prices: Prices, limits: tuple[float, float | None], attempt: int) -> Shape:
+    def _chosen(self, losses: Losses, prices: Prices, limits: tuple[float, float | None]) -> Shape:
         """The best of some shapes, each cut with calibration and compared with the original."""
         candidates: list[tuple[Shape, float]] = []
         without = [frozenset(), frozenset({"layers"}), frozenset({"heads"}), frozenset({"bits"})]
@@ -520,14 +584,14 @@ class Compression:
             )
 
     def _result(
-        self, shape: Shape, kept: str, model: Path | None, whole_model: Measured, after: Measured, healed: Healed | None
+        self, shape: Shape, kept: str, model: Path | None, after: Measured, healed: Healed | None
     ) -> Compressed:
         return Compressed(
             shape=shape,
             kept=kept,
             model=model,
             original_bytes=self.original_bytes,
-            whole=whole_model,
+            whole=self.whole_measured,
             after=after,
             healed=healed,
             seconds=self.phases.seconds,

@@ -81,6 +81,39 @@ def write_report(compression: Compression, result: Compressed | None = None, *, 
     return lines
 
 
+def write_front(compression: Compression, results: Sequence[Compressed]) -> list[str]:
+    """Write the table and the picture of a front, and the page; returns the lines that tell it."""
+    rows = [{"kept": one.kept, **_row("", one.after)} for one in results]
+    rows = [{name: cell for name, cell in row.items() if name} for row in rows]
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    axes = figure.subplots()
+    unit, name = (1e6, "MB") if results[0].after.bytes >= 1e6 else (1e3, "kB")
+    sizes = [one.after.bytes / unit for one in results]
+    scores = [one.after.fidelity.score or 0.0 for one in results]
+    ends = [
+        one.after.fidelity.intervals.get("score", (score, score)) for one, score in zip(results, scores, strict=True)
+    ]
+    errors = [[max(score - low, 0.0) for score, (low, _) in zip(scores, ends, strict=True)]]
+    errors.append([max(high - score, 0.0) for score, (_, high) in zip(scores, ends, strict=True)])
+    axes.errorbar(
+        sizes[1:], scores[1:], [one[1:] for one in errors], fmt="D-", color=_RED, capsize=3, label="compressed"
+    )
+    axes.plot(sizes[:1], scores[:1], "s", color=_BLUE, markersize=9, label="the whole model in the engine")
+    axes.set(
+        xlabel=f"size of the served folder, {name}",
+        ylabel="fidelity to the original (higher is better)",
+        xlim=(0, None),
+    )
+    axes.grid(alpha=0.4)
+    axes.legend()
+    figure.savefig(compression.out / "front.png", dpi=150)
+    table = _markdown(rows)
+    text = ["# Sizes and fidelity", table, "![fidelity against size](front.png)", f"`{compression.command}`"]
+    write_whole(compression.out / "front.md", "\n\n".join(text) + "\n")
+    write_report(compression)
+    return [table, f"Written: {compression.out / 'front.md'}, {compression.out / 'front.png'}"]
+
+
 def rows_of(compression: Compression, result: Compressed | None) -> list[dict[str, str]]:
     """A row for the model as it is in the engine, and for what came of it."""
     engine = compression.engine.name

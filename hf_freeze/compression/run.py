@@ -1,6 +1,7 @@
 """Make a trained model small enough for a budget, from texts alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hf_freeze.compression.budget import Budget
 from hf_freeze.compression.compress import Compressed, Compression
 from hf_freeze.compression.heal import DEFAULT, HealLimit
 from hf_freeze.compression.progress import Callback
-from hf_freeze.compression.report import write_report
+from hf_freeze.compression.report import write_front, write_report
 
 
 def compress(
@@ -48,30 +49,51 @@ def compress(
 
     Raises ValueError for wrong settings, too few texts, a budget that is out of reach and a result that misses it.
     """
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # a bar for each of the many small models would hide what is said
-    compression = Compression(
-        *(fspath(model), texts, budget, Path(out)),
-        engine=engine,
-        samples=samples,
-        heal=heal,
-        native=native,
-        keep_vocabulary=keep_vocabulary,
-        min_fidelity=min_fidelity,
-        seed=seed,
-        console=console,
-        command=command,
-        callback=callback,
-        watch=write_report,
-    )
-    try:
+    options = {"engine": engine, "samples": samples, "heal": heal, "native": native, "keep_vocabulary": keep_vocabulary}
+    options |= {
+        "min_fidelity": min_fidelity,
+        "seed": seed,
+        "command": command,
+        "callback": callback,
+        "console": console,
+    }
+    with _reported(model, texts, budget, out, options) as compression:
         result = compression.run()
+        for line in write_report(compression, result):
+            compression.say(line)
+        return result
+
+
+def front(
+    model: str | PathLike[str], *, texts: Sequence[Any], count: int = 8, out: str | PathLike[str], **options: Any
+) -> list[Compressed]:
+    """The whole model in the engine and `count` smaller ones, down to the smallest, each as `compress` makes it, from one set of
+    statistics; with a table, a picture and a page in `out`. `options`: of `compress`.
+
+    Raises ValueError as `compress`, and for a count below 1.
+    """
+    if count < 1:
+        raise ValueError(f"front={count}: must be at least 1")
+    with _reported(model, texts, Budget(max_loss=100), out, options) as compression:
+        results = compression.front(count)
+        for line in write_front(compression, results):
+            compression.say(line)
+        return results
+
+
+@contextmanager
+def _reported(
+    model: str | PathLike[str], texts: Sequence[Any], budget: Budget, out: str | PathLike[str], options: dict[str, Any]
+) -> Iterator[Compression]:
+    """A compression whose page says why it has stopped. Its many small models show no bars, which would hide what is said."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    compression = Compression(fspath(model), texts, budget, Path(out), watch=write_report, **options)
+    try:
+        yield compression
     except Exception as error:
         write_report(compression, stopped=str(error))
         raise
     finally:
         if shown:
             logging.enable_progress_bar()
-    for line in write_report(compression, result):
-        compression.say(line)
-    return result

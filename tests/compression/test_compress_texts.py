@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from support.tokenizers_of_each_kind import wordpiece
-from transformers import BertConfig, BertModel
+from transformers import AutoModel, BertConfig, BertModel
 from typer.testing import CliRunner
 
 import hf_freeze
@@ -217,7 +217,10 @@ def test_what_the_engine_alone_reaches_is_not_cut(encoder, tmp_path):
         ({"engine": "tflite"}, r"unknown engine 'tflite'; choose from \['onnx', 'ctranslate2', 'torch'\]"),
         ({"heal": "soon"}, r"heal='soon': give 0, a time"),
         ({"min_fidelity": 1.0}, r"min_fidelity=1: the compressed model in .* has 0\.\d+ on held-out texts"),
-        ({"budget": Budget(max_loss=1)}, r"give max_bytes or max_ms"),
+        (
+            {"budget": Budget(max_loss=1e-9), "engine": "onnx"},
+            r"max_loss=1e-09: the whole model in onnx loses \d+\.\d+ points",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(encoder, tmp_path, settings, message):
@@ -244,3 +247,36 @@ def test_the_command_wants_texts_or_labels(tmp_path):
     found = CliRunner().invoke(app, ["compress", "x", "--out", str(tmp_path), "--max-bytes", "1MB"])
     assert found.exit_code == 2
     assert "give --texts, or --data with labels" in found.output
+
+
+def test_bytes_are_fewest_for_a_loss(encoder, tmp_path):
+    found = []
+    for loss in (3, 30):
+        settings = {"budget": Budget(max_loss=loss), "engine": "torch", "heal": 0}
+        found.append(hf_freeze.compress(encoder, texts=texts(), out=tmp_path / str(loss), **settings))
+        assert found[-1].loss <= loss
+    assert found[1].after.bytes < found[0].after.bytes <= found[0].whole.bytes
+
+
+def test_a_front_goes_from_the_whole_to_the_smallest(encoder, tmp_path):
+    (tmp_path / "texts.txt").write_text("\n".join(texts()))
+    command = ["compress", str(encoder), "--texts", str(tmp_path / "texts.txt"), "--engine", "torch", "--heal", "0"]
+    found = CliRunner().invoke(app, [*command, "--front", "3", "--out", str(tmp_path / "front")])
+    assert found.exit_code == 0, found.output
+    lines = [line for line in (tmp_path / "front" / "front.md").read_text().splitlines() if line.startswith("| ")]
+    sizes = [float(line.split("|")[2].split()[0].replace(",", "")) for line in lines[2:]]
+    assert len(sizes) >= 3
+    assert sizes == sorted(sizes, reverse=True)
+    assert (tmp_path / "front" / "front.png").stat().st_size > 1000
+    again = CliRunner().invoke(app, [*command, "--front", "3", "--max-bytes", "1MB", "--out", str(tmp_path / "front")])
+    assert "--front chooses the sizes itself" in again.output
+
+
+def test_a_native_model_needs_no_code_of_ours(encoder, tmp_path):
+    settings = {"budget": Budget(max_bytes="70%"), "heal": 0, "native": True}
+    result = hf_freeze.compress(encoder, texts=texts(), out=tmp_path / "small", **settings)
+    config = json.loads((result.after.folder / "config.json").read_text())
+    assert config["model_type"] == "bert"
+    assert "auto_map" not in config
+    assert config["intermediate_size"] % 64 == 0
+    AutoModel.from_pretrained(result.after.folder)
