@@ -38,6 +38,7 @@ from hf_freeze.publish.export.served import Served, answers, opened
 from hf_freeze.publish.sentence_files import copy_processors, copy_sentence_files
 from hf_freeze.publish.trimming import named_tokens
 
+_WRITTEN = 2048  # inputs whose outputs tell which tokens a model writes
 _COVERAGES = (1.0, 0.999, 0.995, 0.98, 0.95)  # of all tokens of the texts
 _TIGHTER = 4  # times that a shape is chosen again because its folder is above the budget
 _LARGEST, _SMALLEST = 0.9, 1.05  # of a front: times the whole model and the smallest shape
@@ -315,7 +316,20 @@ class Compression:
 
     @cached_property
     def _counts(self) -> Any:
-        return count_tokens(self.original.tokenizer, self.inputs.texts)
+        """How often each token occurs in the texts, and in what the model writes for them."""
+        counts = count_tokens(self.original.tokenizer, self.inputs.texts)
+        if self.original.task == "seq2seq-lm":
+            for token, count in enumerate(self.phases.once("written", self._written_counts)[: len(counts)]):
+                counts[token] += count
+        return counts
+
+    def _written_counts(self) -> list[int]:
+        self.say("looking at what the model writes")
+        counts = np.zeros(self.token_count, dtype=np.int64)
+        for batch in batches_of(self.original, self.inputs.learnt[:_WRITTEN]).batches:
+            ids = batch["labels"] if "decoder_input_ids" not in batch else batch["decoder_input_ids"]
+            counts += np.bincount(ids[ids >= 0].numpy().ravel(), minlength=len(counts))
+        return counts.tolist()
 
     # -- what parts are worth --------------------------------------------------------------------------------------------------
 

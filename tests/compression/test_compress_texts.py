@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from support.tokenizers_of_each_kind import wordpiece
-from transformers import AutoModel, BertConfig, BertModel
+from support.tokenizers_of_each_kind import word_level, wordpiece
+from transformers import AutoModel, BertConfig, BertModel, MarianConfig, MarianMTModel
 from typer.testing import CliRunner
 
 import hf_freeze
@@ -15,7 +15,8 @@ from hf_freeze.cli import app
 from hf_freeze.compression.blocks import Block, blocks_of
 from hf_freeze.compression.budget import Budget
 from hf_freeze.compression.choose import Options, Program, levels
-from hf_freeze.compression.inputs import Inputs
+from hf_freeze.compression.compress import Compression
+from hf_freeze.compression.inputs import Inputs, batches_of
 from hf_freeze.compression.losses import Losses
 from hf_freeze.compression.prices import Prices, Sizes
 from hf_freeze.compression.progress import Stopped
@@ -280,3 +281,30 @@ def test_a_native_model_needs_no_code_of_ours(encoder, tmp_path):
     assert "auto_map" not in config
     assert config["intermediate_size"] % 64 == 0
     AutoModel.from_pretrained(result.after.folder)
+
+
+def test_tokens_that_a_translator_writes_are_kept(tmp_path):
+    """Texts of the source language alone must not cost the target language its tokens."""
+    folder = tmp_path / "translator"
+    torch.manual_seed(0)
+    tokenizer = word_level(())
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = MarianConfig(
+        **sizes,
+        vocab_size=len(tokenizer),
+        d_model=16,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        max_position_embeddings=64,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+        init_std=1.0,
+    )
+    MarianMTModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    compression = Compression(str(folder), ["a dog"] * 40, Budget(max_bytes="80%"), tmp_path / "out", engine="torch")
+    written = batches_of(compression.original, compression.inputs.learnt).batches
+    tokens = {token for batch in written for token in batch["decoder_input_ids"].unique().tolist()}
+    assert len(tokens) > 3
+    assert all(compression._counts[token] for token in tokens)
