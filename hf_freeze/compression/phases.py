@@ -63,6 +63,7 @@ class Phases:
         self._write()
 
     def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self._path, json.dumps(self._state, indent=1) + "\n")
 
 
