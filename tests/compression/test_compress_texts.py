@@ -253,7 +253,7 @@ def test_the_command_wants_texts_or_labels(tmp_path):
 
 def test_bytes_are_fewest_for_a_loss(encoder, tmp_path):
     found = []
-    for loss in (3, 30):
+    for loss in (0.5, 30):
         settings = {"budget": Budget(max_loss=loss), "engine": "torch", "heal": 0}
         found.append(hf_freeze.compress(encoder, texts=texts(), out=tmp_path / str(loss), **settings))
         assert found[-1].loss <= loss
