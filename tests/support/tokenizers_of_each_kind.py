@@ -1,7 +1,9 @@
 """A fast tokenizer of each kind, trained in place on the sentences of `support.text`. Each function ignores its argument, the
 folder that `support.text.marian_tokenizer` needs."""
 
+import itertools
 import json
+from collections import Counter
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import BertTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
@@ -34,13 +36,18 @@ def byte_level(_):
 
 
 def wordpiece(_):
-    """As BERT's, with special tokens among the others."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    """As BERT's, with special tokens among the others. The pieces are counted here: a WordPieceTrainer breaks ties in an order
+    that differs from process to process."""
     specials = ["[PAD]", "[unused1]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=specials, show_progress=False)
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    made = BertTokenizer(vocab=tokenizer.get_vocab(), strip_accents=False)
+    counts = Counter()
+    for text in TEXTS:
+        for word, _ in pre_tokenizers.BertPreTokenizer().pre_tokenize_str(text):
+            for start, end in itertools.combinations(range(len(word) + 1), 2):
+                counts["##" * bool(start) + word[start:end]] += end - start
+    ranked = sorted(counts, key=lambda piece: (len(piece.removeprefix("##")) > 1, -counts[piece], piece))
+    made = BertTokenizer(
+        vocab={token: number for number, token in enumerate([*specials, *ranked][:120])}, strip_accents=False
+    )
     made.add_tokens(["<entity>"])
     return made
 
