@@ -25,7 +25,8 @@ def compress(
     heal: Annotated[
         str,
         typer.Option(
-            help="With --texts: training by the outputs of the original: 0, 10min, 1epoch; else a minute or more."
+            help="With --texts: short training by the outputs of the original: 0 for none, 10min, 1epoch; by default a tenth of "
+            "the time of an epoch, at least a minute."
         ),
     ] = "default",
     native: Annotated[
@@ -92,6 +93,16 @@ def compress(
     with terminal.one_line_errors():
         if (data is None) == (texts is None):
             raise ValueError("give --texts, or --data with labels")
+        of_texts = {
+            "--max-loss": max_loss,
+            "--front": front,
+            "--min-fidelity": min_fidelity,
+            "--native": native or None,
+        }
+        of_labels = {"--min-score": min_score, "--hours": hours, "--epochs": epochs, "--set": settings}
+        for name, value in (of_labels if data is None else of_texts).items():
+            if value is not None:
+                raise ValueError(f"{name} is for {'--data' if data is None else '--texts'}: leave it out")
         from hf_freeze.compression.budget import Budget
 
         settings_of_texts: dict[str, Any] = {

@@ -1,12 +1,13 @@
 """The attentions and FFNs of a model, and what each loses with fewer heads or neurons, from one pass over the texts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hf_freeze import methods, surgery
+from hf_freeze.architectures.base import Attention
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.methods.head_pruning import eliminated_heads
 from hf_freeze.model.calibrating import CalibrationPass
@@ -63,43 +64,32 @@ class Block:
         return [head for unit in units for head in self.heads[unit]] if self.heads else units
 
 
-def blocks_of(model: Any, samples: Samples, *, curvature: bool = True) -> dict[str, Block]:
+def blocks_of(model: Any, samples: Samples) -> dict[str, Block]:
     """Those whose heads or neurons can go, by name, such as "encoder.0.self" or "decoder.1.ffn"."""
     architecture = architecture_for(model)
-    found: dict[str, tuple[str, Callable[[Any], tuple[Elimination, tuple[tuple[int, ...], ...]]]]] = {}
-
-    def by_heads(attention: Any) -> Any:
-        def order(moments: Any) -> Any:
-            groups, elimination = eliminated_heads(model, attention, moments)
-            return elimination, tuple(map(tuple, groups))
-
-        return order
-
-    def by_neurons(output: str) -> Any:
-        def order(moments: Any) -> Any:
-            linear = model.base_model.get_submodule(output)
-            return eliminate(surgery.effective_weight(linear), linear.bias, moments), ()
-
-        return order
-
+    found: dict[str, tuple[str, Attention | None]] = {}  # the last linear -> its block, and the attention
     for name, attention in architecture.attentions(model.config).items():
         if _can_lose(model, methods.HeadPruning(share=0.5, layers=_only(name))):
-            found[attention.o] = name, by_heads(attention)
+            found[attention.o] = name, attention
     for name, neurons in surgery.neurons_of(architecture, model.config).items():
         if isinstance(neurons, LinearNeurons):
-            found[neurons.linears[-1]] = name, by_neurons(neurons.linears[-1])
+            found[neurons.linears[-1]] = name, None
     sizes = _weights(model)
     blocks = {}
-    with (
-        warned_once(),
-        CalibrationPass(model, model, samples.batches, Report(), lambda *_: model).running() as statistics,
-    ):
-        for moments in statistics.walk(list(found), curvature=curvature):
+    running = CalibrationPass(model, model, samples.batches, Report(), lambda *_: model).running()
+    with warned_once(), running as statistics:
+        for moments in statistics.walk(list(found), curvature=True):
             for output, moment in moments.items():
-                name, order = found[output]
-                if moment is not None and name in sizes:
-                    elimination, heads = order(moment)
-                    blocks[name] = Block(name, sizes[name], sizes[name] / len(elimination.order), elimination, heads)
+                name, attention = found[output]
+                if moment is None or name not in sizes:
+                    continue
+                heads: list[list[int]] = []
+                if attention is not None:
+                    heads, order = eliminated_heads(model, attention, moment)
+                else:
+                    linear = model.base_model.get_submodule(output)
+                    order = eliminate(surgery.effective_weight(linear), linear.bias, moment)
+                blocks[name] = Block(name, sizes[name], sizes[name] / len(order.order), order, tuple(map(tuple, heads)))
     return {name: blocks[name] for name in sizes if name in blocks}
 
 

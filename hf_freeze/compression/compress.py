@@ -4,6 +4,7 @@ heal, export, and measure again."""
 import contextlib
 import dataclasses
 import math
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -24,13 +25,14 @@ from hf_freeze.compression.choose import Options, Program
 from hf_freeze.compression.engine import FILES, Engine, Stopwatch, engine_for, files_of, new_tokens_of, serve
 from hf_freeze.compression.heal import DEFAULT, Healed, HealLimit, heal, parse_limit
 from hf_freeze.compression.inputs import Inputs, batches_of
-from hf_freeze.compression.losses import SHARES, Losses, Subject, bit_losses, factor_of, layer_losses, token_loss
+from hf_freeze.compression.losses import SHARES, Losses, Subject, TokenLoss, bit_losses, factor_of, layer_losses
 from hf_freeze.compression.phases import Phases, digest_of
 from hf_freeze.compression.prices import Prices, Sizes
 from hf_freeze.compression.progress import Callback, Progress
 from hf_freeze.compression.shape import Shape, few_bits, in_words, methods_of, whole
 from hf_freeze.data.trimming import check_kind, trim_tokenizer
 from hf_freeze.io import bytes_of, whole_folder
+from hf_freeze.methods import VocabularyTrimming
 from hf_freeze.model.calibration import digest_of as digest_of_items
 from hf_freeze.model.fidelity import Fidelity
 from hf_freeze.model.make import make_variant
@@ -46,7 +48,7 @@ _HALVINGS = 5  # of the range of sizes, when bytes are to be fewest for a loss
 _MARGIN = 0.002  # share of a limit of bytes that is left free then
 _MUCH_WORSE = 3.0  # times the expected loss of the best, from which a candidate is not measured
 _POOLING = {"cls": "cls", "lasttoken": "last"}  # of sentence-transformers -> of `heal`
-NATIVE_MULTIPLE = 64
+_NATIVE_MULTIPLE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +129,10 @@ class Compression:
         self.folder = (
             Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=[*FILES, "*/*"]))
         )
-        self.architecture = architecture_for(self.original.model)
-        self.engine: Engine = engine_for(
-            "torch" if native else engine, self.original.task, self.architecture.model_type
-        )
-        self.native = native
-        self.depths = self.architecture.depths(self.original.model.config)
+        architecture = architecture_for(self.original.model)
+        self.engine: Engine = engine_for("torch" if native else engine, self.original.task, architecture.model_type)
+        self._native = native
+        self.depths = architecture.depths(self.original.model.config)
         may_go = {"layers", "heads", "neurons", "tokens"}
         may_go -= {"tokens"} if keep_vocabulary or not self._can_lose_tokens() else set()
         may_go -= {"heads"} if native or self.engine.uniform else set()  # few native configs have a size of a head
@@ -142,14 +142,14 @@ class Compression:
         self.options = Options(
             bits=bits,
             uniform=native or self.engine.uniform,
-            multiple=NATIVE_MULTIPLE if native else 8,
+            multiple=_NATIVE_MULTIPLE if native else 8,
             may_go=frozenset(may_go),
         )
         identity: dict[str, Any] = {"model": digest_of(source), "budget": budget.to_dict(), "engine": self.engine.name}
         identity |= {"inputs": [len(items), _digest(items)], "samples": samples, "seed": seed, "heal": str(heal)}
         identity |= {"native": native, "may_go": sorted(may_go)}
         self.phases = Phases(out, identity)
-        self.progress = Progress(self.phases, self.say, callback, lambda: watch(self))
+        self.progress = Progress(self.say, callback, lambda: watch(self))
         self._stopwatch: Stopwatch | None = None
         self.tried: list[Tried] = []
         self.chosen: Shape | None = None
@@ -236,15 +236,15 @@ class Compression:
         """What parts are worth, and what they cost."""
         self.blocks = self._blocks()
         self.losses = self._losses()
-        self.prices = self._prices(self.whole_measured)
+        self.prices = self._prices()
         self.program = Program(self.blocks, self.losses, self.prices, self.options)
 
     def _within(self, budget: Budget) -> Compressed:
         self.budget = budget
-        self._check_reach(self.program, self.prices)
+        self._check_reach()
         limits, excess = self._limits(), [""]
         for _ in range(_TIGHTER):
-            shape = self.chosen = self._chosen(self.losses, self.prices, limits)
+            shape = self.chosen = self._chosen(limits)
             folder, healed = self._made(shape)
             after = self.after = self._measure(f"served-{shape.digest}", lambda folder=folder: folder)
             excess = budget.excess(after.bytes, after.ms)
@@ -302,17 +302,16 @@ class Compression:
         return self._subjects[tokens]
 
     def _trimmed(self, tokens: int) -> Served:
-        keep = self._kept_tokens(tokens)
+        keep = self._kept_tokens(size=tokens)
         model = make_variant(self.original.model, [keep])
         tokenizer = trim_tokenizer(self.original.tokenizer, keep.keep)
         model = model if hasattr(self.original.model, "methods") else model.merge()
         return replace(self.original, model=model.eval(), tokenizer=tokenizer)
 
-    def _kept_tokens(self, tokens: int) -> Any:
-        always = named_tokens(self.original.model)
-        return choose_vocabulary(
-            self.original.tokenizer, [], size=tokens, characters="all", always=always, counts=self._counts
-        )
+    def _kept_tokens(self, **limit: Any) -> VocabularyTrimming:
+        """`limit`: the `size` or the `coverage` of `choose_vocabulary`."""
+        settings = {"characters": "all", "always": named_tokens(self.original.model), "counts": self._counts}
+        return choose_vocabulary(self.original.tokenizer, [], **limit, **settings)
 
     @cached_property
     def _counts(self) -> Any:
@@ -365,8 +364,9 @@ class Compression:
             factors[kind] = self.phases.once(f"factor-{kind}", check)
         four_bits = {}
         if 4 in self.options.bits:
-            self.progress.step("4 bits")
-            four_bits = self.phases.once("four-bits", lambda: bit_losses(self.subject(), self.blocks))
+            four_bits = self.phases.once(
+                "four-bits", lambda: bit_losses(self.subject(), self.blocks, self.progress.step)
+            )
         tokens = {self.token_count: 0.0}
         if "tokens" in self.options.may_go:
             found = self.phases.once("tokens", self._token_losses)
@@ -375,34 +375,33 @@ class Compression:
 
     def _token_losses(self) -> dict[int, float]:
         found: dict[int, float] = {}
-        always = named_tokens(self.original.model)
+        loss_of = TokenLoss(self.original, self.inputs.compared, self.expected)
         for coverage in _COVERAGES:
-            keep = choose_vocabulary(
-                self.original.tokenizer, [], coverage=coverage, characters="all", always=always, counts=self._counts
-            ).keep
+            keep = self._kept_tokens(coverage=coverage).keep
             if len(keep) >= self.token_count or len(keep) in found:
                 continue
             self.progress.step(f"{len(keep):,} of {self.token_count:,} tokens")
-            loss = token_loss(self.original, self._trimmed(len(keep)), self.inputs.compared, self.expected)
-            found[len(keep)] = max([loss, 0.0, *found.values()])
+            found[len(keep)] = max([loss_of(self._trimmed(len(keep))), 0.0, *found.values()])
         return found
 
     # -- what parts cost -------------------------------------------------------------------------------------------------------
 
-    def _prices(self, whole_model: Measured) -> Prices:
+    def _prices(self) -> Prices:
         vocabulary = self.token_count
         rows = {
             id(p): p
             for p in self.original.model.parameters()
             if p.ndim == 2 and p.shape[0] == vocabulary and vocabulary
         }
-        files = [p for p in whole_model.folder.iterdir() if p.is_file() and ("token" in p.name or "vocab" in p.name)]
+        files = [
+            p for p in self.whole_measured.folder.iterdir() if p.is_file() and ("token" in p.name or "vocab" in p.name)
+        ]
         sizes = Sizes(
             of_token=sum(p.shape[1] for p in rows.values()),
             tokens=vocabulary,
             token_bytes=sum(path.stat().st_size for path in files) / max(vocabulary, 1),
             bits=self.options.bits[0],
-            bytes=whole_model.bytes,
+            bytes=self.whole_measured.bytes,
         )
         probes: list[tuple[Shape, float]] = []
         if self.budget.limits_time:
@@ -428,14 +427,15 @@ class Compression:
         return found
 
     def _times(self, shapes: dict[str, Shape]) -> dict[str, float]:
-        folders = {"whole": self.out / "engine" / "whole"}
+        folders = {"whole": self.whole_measured.folder}
         for name, shape in shapes.items():
-            if name != "whole":
-                self.say(f"exporting {name}, to learn what it costs in {self.engine.name}")
-                model = make_variant(self.original.model, methods_of(shape, self.blocks, self.depths))
-                folders[name] = self._served(
-                    f"probe-{shape.digest}", self._save(model, self.original.tokenizer, "probe")
-                )
+            if name == "whole":
+                continue
+            self.say(f"exporting {name}, to learn what it costs in {self.engine.name}")
+            model = make_variant(self.original.model, methods_of(shape, self.blocks, self.depths))
+            with tempfile.TemporaryDirectory(dir=self.out) as temporary:
+                saved = self._save(model, self.original.tokenizer, Path(temporary) / "model")
+                folders[name] = self._served(f"probe-{shape.digest}", saved)
         return self._milliseconds(folders)
 
     # -- choosing and cutting --------------------------------------------------------------------------------------------------
@@ -444,13 +444,13 @@ class Compression:
         size = math.inf if self.budget.max_bytes is None else float(self.budget.max_bytes)
         return size, self.budget.max_ms and self.budget.max_ms * (1 - TIME_RESERVE)
 
-    def _check_reach(self, program: Program, prices: Prices) -> None:
+    def _check_reach(self) -> None:
         size, ms = self._limits()
         for number, (cost, limit) in enumerate((("bytes", size), ("ms", ms))):
             if limit is None or math.isinf(limit):
                 continue
-            shape = program.smallest(cost)
-            least = prices.cost(shape)[number]
+            shape = self.program.smallest(cost)
+            least = self.prices.cost(shape)[number]
             if least > limit:
                 shown = in_bytes(least) if cost == "bytes" else f"{least:.2f} ms"
                 raise ValueError(
@@ -458,7 +458,7 @@ class Compression:
                     f"({in_words(shape, self.blocks, self.depths, self.token_count)}) needs about {shown}; give it at least that"
                 )
 
-    def _chosen(self, losses: Losses, prices: Prices, limits: tuple[float, float | None]) -> Shape:
+    def _chosen(self, limits: tuple[float, float | None]) -> Shape:
         """The best of some shapes, each cut with calibration and compared with the original."""
         candidates: list[tuple[Shape, float]] = []
         without = [frozenset(), frozenset({"layers"}), frozenset({"heads"}), frozenset({"bits"})]
@@ -467,7 +467,7 @@ class Compression:
                 continue
             bits = self.options.bits[:1] if "bits" in gone else self.options.bits
             options = dataclasses.replace(self.options, may_go=self.options.may_go - gone, bits=bits)
-            found = Program(self.blocks, losses, prices, options).solve(*limits)
+            found = Program(self.blocks, self.losses, self.prices, options).solve(*limits)
             if found is not None and found[0] not in [shape for shape, _ in candidates]:
                 candidates.append(found)
         if not candidates:
@@ -477,21 +477,23 @@ class Compression:
         self.progress.plan(len(candidates))
         results = []
         for shape, expected in candidates:
-            loss = self.phases.once(f"tried-{shape.digest}", lambda shape=shape: self._loss_of(shape, losses))
-            size, ms = prices.cost(shape)
+            loss = self.phases.once(f"tried-{shape.digest}", lambda shape=shape: self._loss_of(shape))
+            size, ms = self.prices.cost(shape)
             words = in_words(shape, self.blocks, self.depths, self.token_count)
-            tried = Tried(words=words, loss=loss, expected=expected, bytes=size, ms=ms if prices.knows_time else None)
+            tried = Tried(
+                words=words, loss=loss, expected=expected, bytes=size, ms=ms if self.prices.knows_time else None
+            )
             self.tried += [tried] if tried not in self.tried else []
             self.say(f"candidate: {words}: about {in_bytes(size)}; loss {loss:.4f} (expected {expected:.4f})")
             results.append(loss)
         return candidates[results.index(min(results))][0]
 
-    def _loss_of(self, shape: Shape, losses: Losses) -> float:
+    def _loss_of(self, shape: Shape) -> float:
         """Its distance from the original, that of its tokens included."""
         self.progress.step(in_words(shape, self.blocks, self.depths, self.token_count))
         subject = self.subject(shape.tokens)
         variant = subject.cut(methods_of(shape, self.blocks, self.depths))
-        return subject.distance(variant) + losses.tokens.get(shape.tokens or 0, 0.0)
+        return subject.distance(variant) + self.losses.tokens.get(shape.tokens or 0, 0.0)
 
     def _made(self, shape: Shape) -> tuple[Path, Healed | None]:
         """The saved variant of a shape, healed; and what came of the healing."""
@@ -521,9 +523,9 @@ class Compression:
                 )
             if bits:
                 variant = make_variant(variant, bits, calibration=subject.samples)
-            if self.native:
+            if self._native:
                 variant = variant.merge()
-            self._save(variant, subject.tokenizer, name)
+            self._save(variant, subject.tokenizer, folder)
             return asdict(healed) if healed else None
 
         found = self.phases.once(name, make)
@@ -541,12 +543,8 @@ class Compression:
 
     # -- in the engine ---------------------------------------------------------------------------------------------------------
 
-    def _save(self, model: Any, tokenizer: Any, name: str) -> Path:
-        folder = self.out / name if name.startswith("model-") else self.out / "saved" / name
-        if name == "probe" and folder.exists():
-            for path in folder.iterdir():
-                path.unlink()
-            folder.rmdir()
+    def _save(self, model: Any, tokenizer: Any, folder: Path) -> Path:
+        """With what reads its inputs, unless the folder is there."""
         if not folder.exists():
             with whole_folder(folder) as written:
                 model.save_pretrained(written)
@@ -559,7 +557,7 @@ class Compression:
         return folder
 
     def _served(self, name: str, source: Path) -> Path:
-        return serve(source, self.engine, self.out / "engine" / name)
+        return serve(source, self.engine.format, self.engine.quantization, self.out / "engine" / name)
 
     def _measure(self, name: str, source: Callable[[], Path]) -> Measured:
         def measure() -> dict[str, Any]:
@@ -579,8 +577,8 @@ class Compression:
             raise ValueError("max_ms: times are measured of models that read single texts; give max_bytes")
         if self._stopwatch is None:
             written = [item["text"] for item in self.expected.items if "text" in item]
-            count = new_tokens_of(folders["whole"], self.original.task, self.inputs.compared, written)
-            self._stopwatch = Stopwatch(self.inputs.compared, count, lambda line: None)
+            count = new_tokens_of(folders["whole"], self.original.task, written)
+            self._stopwatch = Stopwatch(self.inputs.compared, count)
         ms = self.phases.kept("measured-whole")
         unit = ("whole", ms["ms"]) if ms is not None and ms["ms"] else None
         return self._stopwatch.milliseconds(folders, unit)

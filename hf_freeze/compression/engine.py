@@ -2,10 +2,9 @@
 
 import importlib.util
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -58,13 +57,14 @@ def engine_for(name: str | None, task: str, model_type: str) -> Engine:
     return ENGINES[name]
 
 
-def serve(source: Path, engine: Engine, out: Path) -> Path:
-    """The folder `out`, for the engine, from the saved model in `source`; written whole, and not again."""
+def serve(source: Path, format: str | None, quantization: str | None, out: Path) -> Path:
+    """The folder `out`, for an engine, from the saved model in `source`; written whole, and not again. `format`,
+    `quantization`: of `export_model`; without a format, PyTorch reads the model as it is saved."""
     if out.exists():
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
-    if engine.format is not None:
-        return export_model(source, engine.format, quantization=engine.quantization, out=out)
+    if format is not None:
+        return export_model(source, format, quantization=quantization, out=out)
     with whole_folder(out) as written:
         for path in files_of(source):
             target = written / path.relative_to(source)
@@ -81,8 +81,8 @@ def files_of(folder: Path) -> list[Path]:
 class Stopwatch:
     """Measures the time of one text alone on one thread, in milliseconds. One process answers for all folders; `close` it."""
 
-    def __init__(self, texts: Sequence[str], new_tokens: int, say: Callable[[str], Any]) -> None:
-        self._texts, self._new_tokens, self._say = list(texts), new_tokens, say
+    def __init__(self, texts: Sequence[str], new_tokens: int) -> None:
+        self._texts, self._new_tokens = list(texts), new_tokens
         self._worker: Worker | None = None
 
     def milliseconds(self, folders: Mapping[str, Path], unit: tuple[str, float] | None = None) -> dict[str, float]:
@@ -97,7 +97,6 @@ class Stopwatch:
             new_tokens=self._new_tokens,
             exactly=True,
             rounds=_ROUNDS,
-            say=self._say,
             worker=self._worker,
         )
         times = dict(zip(measured, results, strict=True))
@@ -112,7 +111,7 @@ class Stopwatch:
         self._worker = None
 
 
-def new_tokens_of(folder: Path, task: str, texts: Sequence[str], written: Sequence[str]) -> int:
+def new_tokens_of(folder: Path, task: str, written: Sequence[str]) -> int:
     """As many as the original writes in the mean; of language models a fixed number."""
     if task == "seq2seq-lm" and written:
         tokenizer = load_tokenizer(folder)

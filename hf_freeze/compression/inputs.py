@@ -56,9 +56,7 @@ def batches_of(served: Served, items: Sequence[Any]) -> Samples:
         return samples_of(served.model, _of_signals(served, items)).whole()
     if served.task == "multiple-choice":
         return samples_of(served.model, [_of_choices(served, *item) for item in items]).whole()
-    prompt = served.sentence.get("prompt", "")
-    if prompt:
-        items = [prompt + item if isinstance(item, str) else item for item in items]
+    items = [served.read(item) if isinstance(item, str) else item for item in items]
     return samples_of(served.model, items, served.tokenizer).whole()
 
 

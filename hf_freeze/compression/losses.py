@@ -1,7 +1,7 @@
 """What smaller parts lose: closed forms for heads and neurons, and a few measurements of whole models for the rest."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from hf_freeze import methods
 from hf_freeze.analysis.answers import Answers, compare_answers
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compression.blocks import Block
-from hf_freeze.compression.shape import Shape, methods_of, quantized, whole
+from hf_freeze.compression.shape import methods_of, quantized, whole
 from hf_freeze.methods.base import Method
 from hf_freeze.model.fidelity import fidelity_on
 from hf_freeze.model.make import make_variant
@@ -68,19 +68,6 @@ class Losses:
         """`share`: of the weights that stay."""
         return self.four_bits.get(name, 0.0) * share if bits == 4 else 0.0
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Losses":
-        """From JSON, whose keys are strings."""
-        layers = {
-            stack: {int(depth): (tuple(kept), loss) for depth, (kept, loss) in depths.items()}
-            for stack, depths in values["layers"].items()
-        }
-        tokens = {int(count): loss for count, loss in values["tokens"].items()}
-        return cls(layers=layers, factors=values["factors"], four_bits=values["four_bits"], tokens=tokens)
-
 
 def layer_losses(subject: Subject, stack: str, say: Callable[[str], Any]) -> dict[int, tuple[tuple[int, ...], float]]:
     """Number of layers -> (which stay, loss with calibration). The layer goes whose loss without calibration is least, one after
@@ -122,35 +109,42 @@ def factor_of(subject: Subject, blocks: Mapping[str, Block], kind: str, share: f
     removed = allocate(curves, removals, most=most, step=step)
     expected = sum(curve[gone] for curve, gone in zip(curves, removed, strict=True))
     depths = architecture_for(subject.model).depths(subject.model.config)
-    shape = whole(depths, blocks, 8)
-    units = shape.units | {block.name: block.units - gone for block, gone in zip(some, removed, strict=True)}
-    shape = Shape(layers=shape.layers, units=units, bits=shape.bits)
     if expected <= 0:
         return None
+    shape = whole(depths, blocks, 8)
+    units = {block.name: block.units - gone for block, gone in zip(some, removed, strict=True)}
+    shape = replace(shape, units=shape.units | units)
     return subject.distance(subject.cut(methods_of(shape, blocks, depths))) / expected
 
 
-def bit_losses(subject: Subject, blocks: Mapping[str, Block]) -> dict[str, float]:
+def bit_losses(subject: Subject, blocks: Mapping[str, Block], say: Callable[[str], Any]) -> dict[str, float]:
     """Block or "tables" -> loss of 4 bits. That of all blocks together is measured and divided by their weights."""
+    say("4 bits")
     tables = subject.distance(subject.cut([quantized(["embeddings"])]))
     linears = subject.distance(subject.cut([quantized(["ffn", "attention"])]))
     weights = sum(block.weights for block in blocks.values())
     return {"tables": tables} | {name: linears * block.weights / weights for name, block in blocks.items()}
 
 
-def token_loss(original: Served, trimmed: Served, items: Sequence[Any], expected: Answers) -> float:
+class TokenLoss:
     """What fewer tokens cost on `items`, to which the original answers `expected`.
 
     Of models that predict tokens: how many more nats the trimmed one needs for the same texts, for each token of the original,
     since a text is in other tokens there. Of others: the distance of the answers.
     """
-    if original.task not in ("causal-lm", "seq2seq-lm"):
-        return compare_answers(expected, answers(trimmed, items, like=expected)).distance
-    if original.task == "seq2seq-lm":
-        written = [(item, answer["text"]) for item, answer in zip(items, expected.items, strict=True)]
-        items = [(item if isinstance(item, str) else item[0], text) for item, text in written if text]
-    (before, count), (after, _) = (_nats(served, items) for served in (original, trimmed))
-    return (after - before) / max(count, 1)
+
+    def __init__(self, original: Served, items: Sequence[Any], expected: Answers) -> None:
+        self._items, self._expected = items, expected
+        if original.task == "seq2seq-lm":
+            written = [(item, answer["text"]) for item, answer in zip(items, expected.items, strict=True)]
+            self._items = [(item if isinstance(item, str) else item[0], text) for item, text in written if text]
+        self._before = _nats(original, self._items) if original.task in ("causal-lm", "seq2seq-lm") else None
+
+    def __call__(self, trimmed: Served) -> float:
+        if self._before is None:
+            return compare_answers(self._expected, answers(trimmed, self._items, like=self._expected)).distance
+        before, count = self._before
+        return (_nats(trimmed, self._items)[0] - before) / max(count, 1)
 
 
 @torch.no_grad()

@@ -15,14 +15,13 @@ _BYTES = {32: 4.0, 16: 2.0, 8: 1.01, 4: 0.5 + 4 / GROUP}  # of a weight, with it
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """`of_token`: numbers in the tables for each token; `token_bytes`: of the tokenizer's files; `bits`: of the whole model in
-    the engine, `bytes` and `ms`: of its folder, None where no time was measured."""
+    the engine, `bytes`: of its folder."""
 
     of_token: int
     tokens: int
     token_bytes: float
     bits: int
     bytes: float
-    ms: float | None = None
 
 
 class Prices:

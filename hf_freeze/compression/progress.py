@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_freeze.compression.phases import Phases
-
 _PAUSE = 10.0  # seconds between two pages, at least
+_SHARE = 0.01  # of the time that may go into pages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +32,11 @@ class Stopped(Exception):
 
 
 class Progress:
-    """`say` gets a line for each step, `write` is called after steps, for the page, at most once in `_PAUSE` seconds."""
+    """`say` gets a line for each step. `write` is called after steps, for the page: at most once in `_PAUSE` seconds, and for
+    `_SHARE` of the time."""
 
-    def __init__(
-        self, phases: Phases, say: Callable[[str], Any], callback: Callback | None, write: Callable[[], Any]
-    ) -> None:
-        self._phases, self._say, self._callback, self._write = phases, say, callback, write
+    def __init__(self, say: Callable[[str], Any], callback: Callback | None, write: Callable[[], Any]) -> None:
+        self._say, self._callback, self._write = say, callback, write
         self._planned, self._ends, self._next_page = 0, [time.monotonic()], 0.0
         self.last = Step(phase="", text="starting", share=0.0, seconds_left=None)
 
@@ -71,9 +69,10 @@ class Progress:
 
     def _tell(self, step: Step) -> None:
         self.last = step
-        if time.monotonic() >= self._next_page:
+        if (began := time.monotonic()) >= self._next_page:
             self._write()
-            self._next_page = time.monotonic() + _PAUSE
+            ended = time.monotonic()
+            self._next_page = ended + max(_PAUSE, (ended - began) / _SHARE)
         if self._callback is not None and self._callback(step) is True:
             raise Stopped(f"the callback stopped it at “{step.text}”; the same call goes on from there")
 

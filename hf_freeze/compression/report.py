@@ -1,5 +1,6 @@
 """What a compression came to, for people: a table, a picture, a page that needs no network, and a record."""
 
+import base64
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,8 +16,8 @@ from hf_freeze.compression.compress import Compressed, Compression, Measured, Tr
 from hf_freeze.compression.progress import duration
 from hf_freeze.compression.shape import share_kept
 from hf_freeze.io import write_whole
+from hf_freeze.publish.markdown import markdown_table
 
-FILES = ("report.html", "report.md", "report.png", "compressed.json")
 _BLUE, _ORANGE, _GREY, _RED = "#0072B2", "#E69F00", "#777777", "#D55E00"  # Okabe and Ito's, with different markers
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("hf_freeze.publish", "templates"),
@@ -28,14 +29,13 @@ _ENVIRONMENT = jinja2.Environment(
 
 
 def write_report(compression: Compression, result: Compressed | None = None, *, stopped: str = "") -> list[str]:
-    """Write `FILES` into the folder of the compression, as far as it is; returns the lines that tell the result."""
+    """Write report.html and report.png, and at the end report.md and compressed.json, into the folder of the compression;
+    returns the lines that tell the result."""
     out, lines = compression.out, [] if result is None else sentences(compression, result)
     out.mkdir(parents=True, exist_ok=True)
     rows = rows_of(compression, result)
-    parts = parts_of(compression)
     if rows:
-        figure = picture(compression, rows, parts)
-        figure.savefig(out / "report.png", dpi=150)
+        picture(compression, parts_of(compression)).savefig(out / "report.png", dpi=150)
     page = _ENVIRONMENT.get_template("compressed.html").render(
         title=f"{Path(compression.source).name}, {'compressed' if result else 'being compressed'}",
         finished=result is not None,
@@ -53,31 +53,17 @@ def write_report(compression: Compression, result: Compressed | None = None, *, 
     )
     write_whole(out / "report.html", page)
     if result is not None:
-        table = _markdown(rows)
-        write_whole(
-            out / "report.md",
-            "\n\n".join(
-                [
-                    "# Compressed",
-                    table,
-                    "![what it costs, and what is kept](report.png)",
-                    *lines,
-                    f"`{compression.command}`",
-                ]
-            )
-            + "\n",
-        )
-        record: dict[str, Any] = json.loads(json.dumps(asdict(result), default=str))
-        record |= {
+        picture_of = "![what it costs, and what is kept](report.png)"
+        text = ["# Compressed", _markdown(rows), picture_of, *lines, f"`{compression.command}`"]
+        write_whole(out / "report.md", "\n\n".join(text) + "\n")
+        facts = {
             "command": compression.command,
             "hf_freeze_version": __version__,
             "budget": compression.budget.to_dict(),
-        }
-        record |= {
             "tried": [asdict(one) for one in compression.tried],
             "seconds_by_phase": compression.phases.seconds_by_phase,
         }
-        write_whole(out / "compressed.json", json.dumps(record, indent=1) + "\n")
+        write_whole(out / "compressed.json", json.dumps(asdict(result) | facts, default=str, indent=1) + "\n")
     return lines
 
 
@@ -201,38 +187,25 @@ def parts_of(compression: Compression) -> list[tuple[str, float, str]]:
     return parts
 
 
-def picture(
-    compression: Compression, rows: Sequence[dict[str, str]], parts: Sequence[tuple[str, float, str]]
-) -> Figure:
+def picture(compression: Compression, parts: Sequence[tuple[str, float, str]]) -> Figure:
     """How far each shape that was tried is from the original, against its size; and what the chosen one keeps."""
     figure = Figure(figsize=(9.5, 4.2), layout="constrained")
     axes: Any
     axes, bars = figure.subplots(1, 2, width_ratios=[3, 2])
-    sizes = [compression.original_bytes, *(one.bytes for one in compression.tried)]
-    unit, name = (1e6, "MB") if max(sizes) >= 1e6 else (1e3, "kB")
-    whole = compression.whole_measured
-    if whole is not None:
-        axes.plot(
-            whole.bytes / unit,
-            whole.fidelity.distance,
-            "s",
-            color=_BLUE,
-            markersize=9,
-            label="the whole model in the engine",
-        )
-    if compression.tried:
-        xs, ys = zip(*((one.bytes / unit, one.loss) for one in compression.tried), strict=True)
-        axes.plot(xs, ys, "o", color=_ORANGE, markersize=8, label="tried, before healing; bytes estimated")
-    if compression.after is not None:
-        after = compression.after
-        axes.plot(
-            after.bytes / unit,
-            after.fidelity.distance,
-            "D",
-            color=_RED,
-            markersize=10,
-            label="compressed, in the engine",
-        )
+    unit, name = (1e6, "MB") if compression.original_bytes >= 1e6 else (1e3, "kB")
+    tried = [(one.bytes, one.loss) for one in compression.tried]
+    whole, after = (
+        [] if one is None else [(one.bytes, one.fidelity.distance)]
+        for one in (compression.whole_measured, compression.after)
+    )
+    for points, marker, color, label in (
+        (whole, "s", _BLUE, "the whole model in the engine"),
+        (tried, "o", _ORANGE, "tried, before healing; bytes estimated"),
+        (after, "D", _RED, "compressed, in the engine"),
+    ):
+        if points:
+            sizes, losses = zip(*points, strict=True)
+            axes.plot([size / unit for size in sizes], losses, marker, color=color, markersize=9, label=label)
     if compression.budget.max_bytes:
         axes.axvline(compression.budget.max_bytes / unit, color=_GREY, linestyle="--", label="budget")
     axes.set(
@@ -264,12 +237,9 @@ def picture(
 
 
 def _markdown(rows: Sequence[dict[str, str]]) -> str:
-    heads = list(rows[0])
-    lines = ["| " + " | ".join(heads) + " |", "| --- |" + " ---: |" * (len(heads) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row.get(head, "–") for head in heads) + " |" for row in rows)])
+    headings = list(rows[0])
+    return "\n".join(markdown_table(headings, [[row.get(name, "–") for name in headings] for row in rows], left=1))
 
 
 def _data_uri(path: Path) -> str:
-    import base64
-
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()

@@ -24,17 +24,10 @@ class Shape:
     bits: dict[str, int]
     tokens: int | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @property
     def digest(self) -> str:
         """A short name for folders."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Shape":
-        return cls(**{**values, "layers": {stack: tuple(numbers) for stack, numbers in values["layers"].items()}})
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
     def has(self, block: Block) -> bool:
         stack, layer = block.place

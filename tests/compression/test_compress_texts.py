@@ -310,3 +310,16 @@ def test_tokens_that_a_translator_writes_are_kept(tmp_path):
     read = count_tokens(tokenizer, ["a dog"])
     assert any(not read[token] for token in tokens)
     assert all(compression._counts[token] for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--data", "x", "--front", "3"], "--front is for --texts: leave it out"),
+        (["--texts", "x", "--hours", "1"], "--hours is for --data: leave it out"),
+    ],
+)
+def test_options_of_the_other_way_are_refused(tmp_path, given, message):
+    found = CliRunner().invoke(app, ["compress", "x", "--out", str(tmp_path), "--max-bytes", "1MB", *given])
+    assert found.exit_code == 2
+    assert message in found.output

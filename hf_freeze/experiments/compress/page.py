@@ -8,6 +8,7 @@ import matplotlib as mpl
 from markupsafe import Markup
 
 from hf_freeze.compression.budget import Budget, in_bytes
+from hf_freeze.compression.progress import duration
 from hf_freeze.experiments.compress.compress import Compressed, Compression
 from hf_freeze.experiments.compress.pictures import curves_figure, draw_picture, front_figures, parts_figure
 from hf_freeze.experiments.compress.progress import Step
@@ -87,7 +88,7 @@ def page(story: Story) -> str:
         now=step.text[:1].upper() + step.text[1:],
         share=f"{step.share:.3f}",
         percent=f"{step.share:.0%}",
-        left="" if step.seconds_left is None else _duration(step.seconds_left),
+        left="" if step.seconds_left is None else duration(step.seconds_left),
         answer=answer,
         findings=findings,
         figures=rows_of(story.result, scoring) if story.result is not None else [],
@@ -121,9 +122,3 @@ def _row(trial: Trial, scoring: Scoring) -> dict[str, Any]:
         row["ms a text"] = f"{mark}{trial.ms:.2f}"
     row |= {"epochs": f"{trial.epochs:g}", "dev loss": "–" if trial.loss is None else f"{trial.loss:.3f}"}
     return row | {f"{scoring.name}, dev": "–" if trial.score is None else scoring.shown(trial.score)}
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

@@ -9,11 +9,11 @@ from hf_freeze.compression.budget import in_bytes
 from hf_freeze.experiments.compress.compress import Compressed, Compression
 from hf_freeze.experiments.compress.scores import Scoring
 from hf_freeze.experiments.compress.serving import Served
-from hf_freeze.experiments.report.markdown import markdown_table
 from hf_freeze.experiments.runs.environment import environment
 from hf_freeze.io import write_whole
 from hf_freeze.publish.cards import COMPRESSION, model_card, read_trained_model
 from hf_freeze.publish.hub import write_record
+from hf_freeze.publish.markdown import markdown_table
 
 FILES = ("compressed.json", "report.md")
 _PUBLISHED = {  # task -> its pipeline, its score in a card, and the unit of that score

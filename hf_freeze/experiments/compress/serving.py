@@ -1,6 +1,5 @@
 """The engine that a compressed model is served by: folders for it, what they cost and how good they are."""
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +9,14 @@ import numpy as np
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
+from hf_freeze.compression.engine import serve as write_served
 from hf_freeze.experiments.tasks.items import bleu_items
 from hf_freeze.experiments.tasks.labelled import columns_of
-from hf_freeze.io import whole_folder
 from hf_freeze.model.loading import load_tokenizer
-from hf_freeze.publish.export.convert import export_model
 from hf_freeze.publish.export.ctranslate2 import CTranslate2Translator
 from hf_freeze.publish.latency import Worker, measure
 from hf_freeze.training.decoding import most_new_tokens, translate
 
-_SERVED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")  # of a saved model with its tokenizer
 _BATCH = 32
 _ROUNDS = 3
 
@@ -59,16 +56,7 @@ class Served:
 
 def serve(source: Path, engine: Engine, out: Path) -> Path:
     """The folder `out`, for the engine, from the saved model in `source`; written whole, and not again."""
-    if out.exists():
-        return out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if engine.format is not None:
-        return export_model(source, engine.format, quantization=engine.quantization, out=out)
-    with whole_folder(out) as written:
-        for pattern in _SERVED:
-            for path in source.glob(pattern):
-                shutil.copyfile(path, written / path.name)
-    return out
+    return write_served(source, engine.format, engine.quantization, out)
 
 
 def milliseconds(

@@ -1,8 +1,5 @@
 """A report as a Markdown page."""
 
-import re
-from collections.abc import Sequence
-
 from hf_freeze.experiments.report.findings import answer, findings
 from hf_freeze.experiments.report.report import Report
 from hf_freeze.experiments.report.table import table_cells
@@ -16,17 +13,18 @@ from hf_freeze.experiments.report.wording import (
     pair_cells,
     signatures,
 )
+from hf_freeze.publish.markdown import escape, markdown_table
 
 
 def markdown(report: Report) -> str:
-    lines = [f"# {report.title}", "", f"**{_escape(answer(report))}**", ""]
+    lines = [f"# {report.title}", "", f"**{escape(answer(report))}**", ""]
     lines += [*markdown_table(*table_cells(report), left=2), ""]
     against = "trained share" if "share" in report.axes else "parameters"
     lines += [f"![{report.task.name} against {against} and stored size]({report.picture('report')})", ""]
     lines += [report.tested_on, ""] * bool(report.tested_on)
     lines += [f"**{note}**" for note in report.notes] + [""] * bool(report.notes)
     lines += [" ".join(line[0].upper() + line[1:] for line in legend(report)), ""]
-    lines += [f"- {_escape(what)}: {_escape(sentence)}" for what, sentence in findings(report)] + [""]
+    lines += [f"- {escape(what)}: {escape(sentence)}" for what, sentence in findings(report)] + [""]
     if report.measured:
         picture = report.picture("heads")
         lines += ["## Attention heads", "", f"![what the heads are worth]({picture})", "", head_scores(report), ""]
@@ -46,14 +44,3 @@ def markdown(report: Report) -> str:
     lines += [f"Command: `{command}`" for command in report.commands] + [""] * bool(report.commands)
     lines += [f"Seeds {', '.join(map(str, report.seeds))}. " + "; ".join(f"`{s}`" for s in signatures(report)), ""]
     return "\n".join([*lines, *machines(report)]) + "\n"
-
-
-def markdown_table(headings: Sequence[str], cells: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Lines of a table, whose first `left` columns are texts and the others numbers."""
-    lines = ["| " + " | ".join(headings) + " |", "|" + " --- |" * left + " ---: |" * (len(headings) - left)]
-    return lines + ["| " + " | ".join(map(_escape, row)) + " |" for row in cells]
-
-
-def _escape(text: str) -> str:
-    """What a label holds is text, and no Markdown table or HTML."""
-    return re.sub(r"<(?=[a-zA-Z/!?])", "&lt;", " ".join(text.split()).replace("|", "\\|"))

@@ -57,6 +57,11 @@ class Served:
     sentence: Mapping[str, Any] = field(default_factory=dict)
     longest: int = MOST_TOKENS
 
+    def read(self, text: str) -> str:
+        """What the model reads of a text: a sentence encoder may put a prompt before it, and take small letters."""
+        text = self.sentence.get("prompt", "") + text
+        return text.lower() if self.sentence.get("lower") else text
+
 
 def opened(source: str | os.PathLike[str], tokenizer: Any = None) -> Served:
     """The model of a directory or Hub id, a variant or an exported folder of any format. `tokenizer`: if there is none beside it.
@@ -159,8 +164,7 @@ def _rows(served: Served, item: Any) -> list[dict[str, Any]]:
 
 def _encoded(served: Served, item: Any) -> dict[str, Any]:
     if isinstance(item, str):
-        item = served.sentence.get("prompt", "") + item
-        item = item.lower() if served.sentence.get("lower") else item
+        item = served.read(item)
     if served.task == "seq2seq-lm" and not isinstance(item, str):
         item = item[0]  # a pair with a target, which is not needed
     if served.task == "question-answering":
