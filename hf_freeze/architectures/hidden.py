@@ -91,6 +91,8 @@ def _check_idle(probe: Probe, idle: Iterable[Places], flipped: Iterable[Places])
 
 def _with_sizes(probe: Probe, channels: Channels) -> Channels:
     """With the `sizes` outside attention, if the forward does not run as long as they are as before."""
+    if not any(channels.axes.values()):
+        return channels  # refused by `_field`
     size = _size(probe.model, channels)
     try:
         _outputs(thinned(probe.model, channels, range(size // 2)), probe.inputs)
