@@ -37,8 +37,17 @@ def _holding(native: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
     def read(module: Any, *, name: str) -> torch.Tensor:
         return module.get_submodule(_HELD + name).matrices()
 
+    def reduce(module: Any) -> Any:  # no file has this class: it is made again
+        return _empty, (native, names), vars(module)
+
     properties = {name: property(functools.partial(read, name=name)) for name in names}
-    return type(native.__name__, (native,), {"native_class": native, "held": names, **properties})
+    own = {"native_class": native, "held": names, "__reduce__": reduce}
+    return type(native.__name__, (native,), own | properties)
+
+
+def _empty(native: type[nn.Module], names: tuple[str, ...]) -> Any:
+    holding = _holding(native, names)
+    return holding.__new__(holding)
 
 
 def _copied(experts: Any) -> Any:

@@ -1,6 +1,7 @@
 """Quantize of experts whose matrices lie in one parameter: the grid, outputs, files, and what it merges to."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -60,6 +61,8 @@ def test_each_row_of_each_expert_is_rounded(backbone, weights, granularity, tmp_
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "variant")
     assert torch.equal(logits(loaded), logits(variant))
     assert torch.equal(logits(copy.deepcopy(variant)), logits(variant))
+    experts = variant.base_model.layers[-1].mlp.experts
+    assert torch.equal(pickle.loads(pickle.dumps(experts)).down_proj, experts.down_proj)
 
     merged = loaded.merge()
     assert type(merged) is type(backbone)
@@ -97,3 +100,16 @@ def test_models_without_experts_and_random_experts_are_refused():
         make_variant(native_model(tiny_config("llama"), "causal-lm"), [method])
     with pytest.raises(ValueError, match=r"draws '.*experts.*' from a seed"):
         make_variant(native_model(tiny_config("mixtral"), "causal-lm"), [Freeze(ffn="random", seed=1), method])
+
+
+def test_a_calibration_changes_nothing_and_says_so_and_the_rest_trains():
+    backbone = native_model(tiny_config("qwen3_moe"), "causal-lm")
+    method = Quantize(components=["experts"], weights="int4")
+    ids = {"input_ids": architecture_of(backbone.config).tiny_inputs("causal-lm")["input_ids"]}
+    plain, calibrated = make_variant(backbone, [method]), make_variant(backbone, [method], calibration=[ids])
+    assert torch.equal(logits(calibrated), logits(plain))
+    assert (
+        "quantize: the matrices of experts are rounded as without a calibration" in calibrated.calibration_report.notes
+    )
+    plain.train()(**ids, labels=ids["input_ids"]).loss.backward()
+    assert plain.base_model.layers[0].self_attn.q_proj.weight.grad.any()
