@@ -17,12 +17,11 @@ class Budget:
     `max_bytes`: of all its files, tokenizer included, as a number or such as "2MB" (1 MB is 10**6 bytes). `max_ms`: for one text
     alone on one thread.
 
-    `min_score`: on the dev split, in the engine, where a recipe gives labels. `max_loss`: points that the score of the task may
-    fall on labelled data, or fidelity, in %, without labels.
+    Both may be shares, such as "30%": bytes of the model's own files, time of what the whole model takes in the same engine.
+    Their limits are None until `resolved`, and `bytes_share` and `ms_share` hold the shares. Times are then those of the model,
+    times the ratio to it in the same measurement.
 
-    Both may be shares, such as "30%": time of what the whole model takes in the same engine; bytes of the model's own files, or,
-    with labelled data, of its folder in the same engine. Their limits are None until `resolved`, and `bytes_share` and `ms_share`
-    hold the shares. Times are then those of the model, times the ratio to it in the same measurement.
+    `max_loss`: points that the score may fall where there are labels, or fidelity, in %, on the inputs that shapes are chosen by.
 
     Raises ValueError for a limit that is not above 0, a share of 100 % or more, text that is no number, and where nothing is
     limited.
@@ -30,18 +29,12 @@ class Budget:
 
     max_bytes: int | None
     max_ms: float | None
-    min_score: float | None
     max_loss: float | None
     bytes_share: float | None
     ms_share: float | None
 
     def __init__(
-        self,
-        *,
-        max_bytes: int | str | None = None,
-        max_ms: float | str | None = None,
-        min_score: float | None = None,
-        max_loss: float | None = None,
+        self, *, max_bytes: int | str | None = None, max_ms: float | str | None = None, max_loss: float | None = None
     ) -> None:
         size, bytes_share = _limit("max_bytes", max_bytes, read_bytes)
         ms, ms_share = _limit("max_ms", max_ms, _read_ms)
@@ -49,14 +42,7 @@ class Budget:
             raise ValueError(f"max_loss={max_loss!r}: must be above 0, in points of the score, or of fidelity in %")
         if max_bytes is None and max_ms is None and max_loss is None:
             raise ValueError("a budget limits bytes, time or loss: give max_bytes, max_ms or max_loss")
-        self._set(
-            max_bytes=size,
-            max_ms=ms,
-            min_score=min_score,
-            max_loss=max_loss,
-            bytes_share=bytes_share,
-            ms_share=ms_share,
-        )
+        self._set(max_bytes=size, max_ms=ms, max_loss=max_loss, bytes_share=bytes_share, ms_share=ms_share)
 
     def _set(self, **values: Any) -> "Budget":
         for name, value in values.items():
@@ -82,7 +68,7 @@ class Budget:
 
     def to_dict(self) -> dict[str, Any]:
         """The limits as they were given, for JSON."""
-        values: dict[str, Any] = {"max_bytes": self.max_bytes, "max_ms": self.max_ms, "min_score": self.min_score}
+        values: dict[str, Any] = {"max_bytes": self.max_bytes, "max_ms": self.max_ms}
         values |= {"max_loss": self.max_loss} if self.max_loss is not None else {}
         for name, share in (("max_bytes", self.bytes_share), ("max_ms", self.ms_share)):
             if share is not None:
@@ -98,17 +84,15 @@ class Budget:
             found.append(f"{self.time(ms)}{', of' if self.ms_share else ' of'} {self.limit('ms')}")
         return found
 
-    def with_reserve(self) -> "Budget":
-        """For choosing a shape: with less time."""
-        limits = {"max_ms": self.max_ms, "ms_share": self.ms_share}
-        return copy.copy(self)._set(**{name: v and v * (1 - TIME_RESERVE) for name, v in limits.items()})
-
     def words(self) -> str:
-        """The limits, such as "at most 2.00 MB, a score of at least 30"."""
+        """The limits, such as "at most 2.00 MB, a loss of at most 1 point"."""
         limits = [f"at most {self.limit('bytes')}"] if self.max_bytes or self.bytes_share else []
         limits += [f"at most {self.limit('ms')} a text"] if self.limits_time else []
-        limits += [f"a score of at least {self.min_score:g}"] if self.min_score is not None else []
-        limits += [f"a loss of at most {self.max_loss:g} points"] if self.max_loss is not None else []
+        limits += (
+            [f"a loss of at most {self.max_loss:g} point{'s' * (self.max_loss != 1)}"]
+            if self.max_loss is not None
+            else []
+        )
         return ", ".join(limits)
 
     def limit(self, cost: str) -> str:

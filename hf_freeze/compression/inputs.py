@@ -1,4 +1,4 @@
-"""The inputs of a compression: which of them it learns from, and which it is compared on."""
+"""The inputs of a compression: those that it learns from, is chosen by, and is compared on at the end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,25 +7,29 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_freeze.compression.labels import Labels
 from hf_freeze.data.sampling import sample
 from hf_freeze.model.running import in_eval_mode
 from hf_freeze.model.samples import Samples, samples_of
 from hf_freeze.publish.export.served import Served
 
 LEAST = 16  # inputs
-_HELD_OUT, _MOST_HELD_OUT = 0.2, 256  # share and number of those to compare on
+_HELD_OUT, _MOST_HELD_OUT = 0.2, 256  # share and number of those to choose by, and of those for the final comparison
 _ROWS = 16  # images or sounds of a batch
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """`learnt`: for statistics (the first ones), the choice of tokens and healing. `compared`: never seen by any of them."""
+    """`learnt`: for statistics (the first ones), the choice of tokens and healing. `dev`: shapes are compared and chosen on them.
+    `test`: nothing is chosen by them. `labels`: of dev and test, if there are any."""
 
     learnt: list[Any]
-    compared: list[Any]
+    dev: list[Any]
+    test: list[Any]
+    labels: Labels | None = None
 
     @classmethod
-    def of(cls, items: Sequence[Any], seed: int) -> "Inputs":
+    def of(cls, items: Sequence[Any], seed: int, labels: Labels | None = None) -> "Inputs":
         """Raises ValueError for fewer than `LEAST`."""
         items = [item for item in items if not isinstance(item, str) or item.strip()]
         if len(items) < LEAST:
@@ -33,8 +37,15 @@ class Inputs:
                 f"{len(items)} texts: give at least {LEAST}, better some hundred, to learn from and to compare on"
             )
         drawn = sample(items, len(items), seed)
+        if labels is not None:
+            return cls(drawn, [item for item, _ in labels.dev], [item for item, _ in labels.test], labels)
         count = min(max(round(_HELD_OUT * len(items)), LEAST // 4), _MOST_HELD_OUT)
-        return cls(learnt=drawn[count:], compared=drawn[:count])
+        return cls(drawn[2 * count :], drawn[count : 2 * count], drawn[:count])
+
+    @property
+    def compared(self) -> list[Any]:
+        """Those of dev by which shapes are compared in PyTorch."""
+        return self.dev[:_MOST_HELD_OUT]
 
     @property
     def texts(self) -> list[str]:

@@ -165,7 +165,7 @@ def test_the_budget_is_met_and_a_finished_one_is_read_again(encoder, tmp_path):
     assert result.after.bytes <= 0.45 * result.original_bytes
     assert 0.3 < result.after.fidelity.score < 1
     assert "%" in result.kept or "layers" in result.kept
-    for name in ("report.html", "report.md", "report.png", "compressed.json"):
+    for name in ("report.html", "README.md", "report.png", "compressed.json"):
         assert (tmp_path / "small" / name).stat().st_size > 200
     page = (tmp_path / "small" / "report.html").read_text()
     assert "Fidelity to the original" in page
@@ -241,8 +241,9 @@ def test_another_compression_is_not_overwritten(encoder, tmp_path):
 
 def test_texts_to_compare_on_are_never_learnt():
     inputs = Inputs.of([f"text {number}" for number in range(100)], 1)
-    assert not {*inputs.learnt} & {*inputs.compared}
-    assert len(inputs.learnt) + len(inputs.compared) == 100
+    parts = [inputs.learnt, inputs.dev, inputs.test]
+    assert [len(part) for part in parts] == [60, 20, 20]
+    assert len({text for part in parts for text in part}) == 100
 
 
 def test_the_command_wants_texts_or_labels(tmp_path):
@@ -305,18 +306,18 @@ def test_tokens_that_a_translator_writes_are_kept(tmp_path):
     MarianMTModel(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     compression = Compression(str(folder), ["a dog"] * 40, Budget(max_bytes="80%"), tmp_path / "out", engine="torch")
-    written = batches_of(compression.original, compression.inputs.learnt).batches
+    written = batches_of(compression.original.served, compression.inputs.learnt).batches
     tokens = {token for batch in written for token in batch["decoder_input_ids"].unique().tolist()}
     read = count_tokens(tokenizer, ["a dog"])
     assert any(not read[token] for token in tokens)
-    assert all(compression._counts[token] for token in tokens)
+    assert all(compression.original.counts[token] for token in tokens)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--data", "x", "--front", "3"], "--front is for --texts: leave it out"),
-        (["--texts", "x", "--hours", "1"], "--hours is for --data: leave it out"),
+        (["--texts", "x", "--label", "y"], "--label is for --data: leave it out"),
+        (["--texts", "x", "--hours", "1"], "--hours is gone: there are no trial trainings"),
     ],
 )
 def test_options_of_the_other_way_are_refused(tmp_path, given, message):
