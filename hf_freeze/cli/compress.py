@@ -19,8 +19,8 @@ def compress(
     data: Annotated[
         str | None,
         typer.Option(
-            help="With labels, which give a score: files, a folder with train*, dev* and test*, or a recipe. Without a dev or test "
-            "file, a tenth of the training data is taken."
+            help="With labels, which give a score: files, a folder with train*, dev* and test*, or a recipe. Without a dev or "
+            "test file, a tenth of the training data is taken."
         ),
     ] = None,
     column: Annotated[

@@ -72,7 +72,7 @@ class _Metric:
 
 
 def check_labels(original: Served, labels: Labels) -> None:
-    """Raises ValueError for no labels, a task without a metric, an unknown metric, and labels that are no classes of the model."""
+    """Raises ValueError for no labels, a task without a metric, an unknown metric, and labels that the model has not."""
     metric_of(original, labels)
     if not labels.dev or not labels.test:
         raise ValueError(

@@ -17,6 +17,7 @@ from hf_freeze.compression.progress import duration
 from hf_freeze.compression.results import Compressed, Measured, Tried
 from hf_freeze.compression.shape import share_kept
 from hf_freeze.io import write_whole
+from hf_freeze.publish.cards import COMPRESSION
 from hf_freeze.publish.markdown import markdown_table
 
 _BLUE, _ORANGE, _GREY, _RED = "#0072B2", "#E69F00", "#777777", "#D55E00"  # Okabe and Ito's, with different markers
@@ -71,6 +72,11 @@ def write_card(compression: Compression, result: Compressed, lines: Sequence[str
     text += ["Bias and harmful output were not measured. Other kinds of inputs than these may get worse results."]
     text += [f"Made by hf_freeze {__version__}:", f"```bash\n{compression.command or 'hf_freeze.compress(...)'}\n```"]
     write_whole(compression.out / "README.md", "\n\n".join(text) + "\n")
+    if result.model is not None:  # for `hf-freeze card` and `push`
+        record: dict[str, Any] = {"budget": compression.budget.words(), "table": rows_of(compression), "facts": lines}
+        record |= {"parts": [(kind, words) for kind, _, words in parts_of(compression)]}
+        record |= {"engine": compression.engine.name, "served": result.after.folder.name}
+        write_whole(result.model / COMPRESSION, json.dumps(record, indent=1) + "\n")
 
 
 def write_front(compression: Compression, results: Sequence[Compressed]) -> list[str]:
