@@ -195,10 +195,10 @@ class Compression:
         def find() -> dict[str, Any]:
             self.say("measuring what each head and neuron is worth")
             subject = self.original.subject()
-            return {name: block.to_dict() for name, block in blocks_of(subject.model, subject.samples).items()}
+            return {name: asdict(block) for name, block in blocks_of(subject.model, subject.samples).items()}
 
         found = self.phases.once("blocks", find)
-        self.blocks = {name: Block.from_dict(values) for name, values in found.items()}
+        self.blocks = {name: Block(**values) for name, values in found.items()}
         options = self.options
         self.losses = measured_losses(
             self.original, self.blocks, options.may_go, options.bits, self.phases.once, self.progress
@@ -310,8 +310,8 @@ class Compression:
                 self.progress.tell("heal", "healing")
                 samples = replace(batches_of(subject.served, self.inputs.learnt), held_out=subject.held_out)
                 pooling = _POOLING.get(subject.served.sentence.get("mode", "mean"), "mean")
-                said: Any = {"callback": self.progress.heard, "console": self.console, "seed": self.seed}
-                healed = heal(variant, subject.model, samples, self.out, limit=self._heal, pooling=pooling, **said)
+                options: Any = {"limit": self._heal, "pooling": pooling, "seed": self.seed}
+                healed = heal(variant, subject.model, samples, self.out, callback=self.progress.heard, **options)
             if bits:
                 variant = make_variant(variant, bits, calibration=subject.samples)
             self.original.save(variant.merge() if self._native else variant, subject.tokenizer, folder)

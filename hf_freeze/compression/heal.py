@@ -10,14 +10,13 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -64,21 +63,18 @@ def heal(
     out: Path,
     *,
     limit: HealLimit = DEFAULT,
-    kept: Sequence[int] | None = None,
     pooling: str = "mean",
     seed: int = 0,
     lora: bool | None = None,
     learning_rate: float | None = None,
     callback: Report | None = None,
-    console: Console | None = None,
 ) -> Healed:
     """Train `student` in place, on its device, to give the outputs of `original`; leave it as it was if the held-out loss rises.
 
-    `samples`: inputs of the original. A student that has kept the tokens `kept` reads the same tokens, renumbered; texts with
-    other tokens are left out.
+    `samples`: inputs of both, which have the same tokens.
 
     The loss of next tokens, classes and spans is KL(original ‖ student), a mean over the real tokens or the texts: of the K most
-    probable tokens and all others as one, among the kept tokens, at temperature 2 and times 4 (spans: at 1). Numbers and classes
+    probable tokens and all others as one, at temperature 2 and times 4 (spans: at 1). Numbers and classes
     of which several may apply have the squared error. Models without a head: 1 - cosine of the sentence vectors, by `pooling`
     "mean", "cls" or "last", plus the squared distance of the directions of the token states, a mean over the text.
 
@@ -99,8 +95,8 @@ def heal(
     learns = {name for name, p in student.named_parameters() if p.requires_grad}
     if not learns:
         raise ValueError(f"no parameter of the {type(student).__name__} is trainable: there is nothing to heal")
-    objective = Objective(pooling, kept)
-    train, held_out = texts_of(original, samples, kept, seed)
+    objective = Objective(pooling)
+    train, held_out = texts_of(original, samples, seed)
     if lora is None:
         lora = student.num_parameters() > _LORA_FROM
     rate = learning_rate or (_LORA_RATE if lora else _RATE)
@@ -139,7 +135,7 @@ def heal(
         model.merge_and_unload() if better else model.unload()  # in place: the layers are those of the student
         for name, p in student.named_parameters():
             p.requires_grad_(name in learns)
-    result = Healed(
+    return Healed(
         epochs=healer.state.global_step / train.steps(seed),
         steps=healer.state.global_step,
         seconds=time.monotonic() - began,
@@ -150,10 +146,6 @@ def heal(
         better=better,
         bytes_per_token=bytes_of(folder / "outputs") / texts.tokens,
     )
-    if console is not None:
-        told = "" if better else ": not better, so the model stays as it was"
-        console.print(f"healed for {result.seconds:.0f} s: held-out loss {loss_before:.4g} -> {loss_after:.4g}{told}")
-    return result
 
 
 def parse_limit(limit: HealLimit) -> tuple[float | None, float | None]:

@@ -4,18 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from hf_freeze.compression.labels import Labels
 from hf_freeze.data.sampling import sample
 from hf_freeze.model.running import in_eval_mode
 from hf_freeze.model.samples import Samples, samples_of
-from hf_freeze.publish.export.served import Served
+from hf_freeze.publish.export.served import Served, forward_batches
 
 LEAST = 16  # inputs
 _HELD_OUT, _MOST_HELD_OUT = 0.2, 256  # share and number of those to choose by, and of those for the final comparison
-_ROWS = 16  # images or sounds of a batch
 
 
 @dataclass(frozen=True)
@@ -60,35 +58,15 @@ class Inputs:
 
 def batches_of(served: Served, items: Sequence[Any]) -> Samples:
     """For a forward of the model; models that write read what they themselves write."""
-    first = items[0]
-    if isinstance(first, dict):
+    if isinstance(items[0], dict):
         return samples_of(served.model, items).whole()
-    if served.extractor is not None:
-        return samples_of(served.model, _of_signals(served, items)).whole()
-    if served.task == "multiple-choice":
-        return samples_of(served.model, [_of_choices(served, *item) for item in items]).whole()
-    items = [served.read(item) if isinstance(item, str) else item for item in items]
-    return samples_of(served.model, items, served.tokenizer).whole()
-
-
-def _of_choices(served: Served, text: str, choices: Sequence[str]) -> dict[str, Any]:
-    encoded = [served.tokenizer(text, choice, truncation=True, max_length=served.longest) for choice in choices]
-    padded = served.tokenizer.pad(encoded, return_tensors="pt", padding_side="right")
-    return {name: value[None] for name, value in padded.items()}
-
-
-def _of_signals(served: Served, items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Of images, and of sound of any length."""
-    is_sound = hasattr(served.extractor, "sampling_rate")
-    rate = {"sampling_rate": served.extractor.sampling_rate} if is_sound else {}
-    batches = []
-    rows = 1 if is_sound and served.task == "ctc" else _ROWS
-    for start in range(0, len(items), rows):
-        some: Any = list(items[start : start + rows])
-        some = [np.asarray(one) for one in some] if is_sound else some
-        batch = dict(served.extractor(some, **rate, return_tensors="pt"))
-        batches.append(batch | (_own_targets(served.model, batch) if served.task == "speech-seq2seq" else {}))
-    return batches
+    if served.extractor is None and served.task != "multiple-choice":
+        items = [served.read(item) if isinstance(item, str) else item for item in items]
+        return samples_of(served.model, items, served.tokenizer).whole()
+    batches = forward_batches(served, items)
+    if served.task == "speech-seq2seq":
+        batches = [batch | _own_targets(served.model, batch) for batch in batches]
+    return samples_of(served.model, batches).whole()
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ class Losses:
     tokens: dict[int, float] = field(default_factory=dict)
 
     def of_units(self, block: Block, units: int) -> float:
-        return self.factors.get(block.kind, 1.0) * float(block.order.losses[block.units - units])
+        return self.factors.get(block.kind, 1.0) * block.losses[block.units - units]
 
     def of_bits(self, name: str, bits: int, share: float) -> float:
         """`share`: of the weights that stay."""
@@ -123,7 +123,7 @@ def layer_losses(subject: Subject, stack: str, say: Callable[[str], Any]) -> dic
 def factor_of(subject: Subject, blocks: Mapping[str, Block], kind: str, share: float) -> float | None:
     """How many times the loss of the closed forms is measured when this share of all heads or neurons stays."""
     some = [block for block in blocks.values() if block.kind == kind]
-    curves = [block.order.losses.tolist() for block in some]
+    curves = [block.losses for block in some]
     most = [block.units - 1 for block in some]
     step = 8 if kind == "neurons" and min(block.units for block in some) >= 64 else 1
     removals = min(round((1 - share) * sum(block.units for block in some)), sum(count // step * step for count in most))

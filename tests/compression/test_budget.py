@@ -40,7 +40,9 @@ def test_a_limit_may_be_a_share_of_what_the_model_takes():
     assert not budget.excess(1e9, 1e9), "it is not known yet"
     found = budget.resolved(3_000_000, 2.5)
     assert (found.max_bytes, found.max_ms) == (990_000, 1.25)
-    assert found.words().startswith("at most 990.0 kB (33 % of the model's), at most 1.25 ms (50 % of the model's) a text")
+    assert found.words().startswith(
+        "at most 990.0 kB (33 % of the model's), at most 1.25 ms (50 % of the model's) a text"
+    )
     assert found.excess(999_000, 1.3) == [
         "999.0 kB, 33.3 % of the model's, of 990.0 kB (33 % of the model's)",
         "1.30 ms, 52 % of the model's, of 1.25 ms (50 % of the model's)",
@@ -53,10 +55,16 @@ def test_a_limit_may_be_a_share_of_what_the_model_takes():
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"max_bytes": "0%"}, r"max_bytes='0%': a share of what the model takes is above 0 % and below 100 %, such as 33%"),
+        (
+            {"max_bytes": "0%"},
+            r"max_bytes='0%': a share of what the model takes is above 0 % and below 100 %, such as 33%",
+        ),
         ({"max_ms": "120 %"}, r"max_ms='120 %': a share of what the model takes is above 0 % and below 100 %"),
         ({"max_ms": "-5%"}, r"max_ms='-5%': a share of what the model takes"),
-        ({"max_bytes": "half"}, r"'half' is no number of bytes; write it as 2MB, .*, or as a share of the model's, such as"),
+        (
+            {"max_bytes": "half"},
+            r"'half' is no number of bytes; write it as 2MB, .*, or as a share of the model's, such as",
+        ),
         ({"max_ms": "half"}, r"max_ms='half' is no number of milliseconds; write it as 5 or 0.8, or as a share"),
         ({"max_ms": "0"}, r"max_ms=0.0: must be above 0"),
     ],
