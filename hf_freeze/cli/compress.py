@@ -10,12 +10,24 @@ import typer
 from hf_freeze.cli import options, terminal
 
 _MOST = 200_000  # texts that are taken of the files
+_Gone = Annotated[str | None, typer.Option(hidden=True)]  # of an earlier version, for a clear error
+_NO_TRAININGS = "there are no trial trainings any more; --heal, such as 30min or 2epochs, limits the one that is left"
+_INSTEAD = {
+    "min-score": "give --max-loss, in points below the model's score",
+    "targets": "models that write always learn from what the original writes",
+}
 
 
 def compress(
     model: Annotated[str, typer.Argument(help="Directory or Hub id of a trained model, with its tokenizer.")],
     out: Annotated[Path, typer.Option(help="Folder for the smaller model and all that leads to it.")],
-    texts: options.CalibrationTexts = None,
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="What the model reads, without labels: a text per line, or a table, such as CSV; for vision and speech a folder "
+            "of images or WAV files; repeatable."
+        ),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -70,11 +82,13 @@ def compress(
     keep_vocabulary: Annotated[bool, typer.Option("--keep-vocabulary", help="All tokens stay.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn, and of healing.")] = 1,
     settings: options.Settings = None,
-    min_score: Annotated[str | None, typer.Option(hidden=True)] = None,
-    hours: Annotated[str | None, typer.Option(hidden=True)] = None,
-    epochs: Annotated[str | None, typer.Option(hidden=True)] = None,
-    targets: Annotated[str | None, typer.Option(hidden=True)] = None,
-    jobs: Annotated[str | None, typer.Option(hidden=True)] = None,
+    min_score: _Gone = None,
+    hours: _Gone = None,
+    epochs: _Gone = None,
+    targets: _Gone = None,
+    jobs: _Gone = None,
+    report_to: _Gone = None,
+    smoke: Annotated[bool, typer.Option("--smoke", hidden=True)] = False,
 ) -> None:
     """Make a trained model small enough for a budget of bytes and milliseconds, and say what that costs.
 
@@ -89,16 +103,10 @@ def compress(
     Example: hf-freeze compress MODEL --data reviews.csv --max-bytes 25% --max-loss 1 --out small
     """
     with terminal.one_line_errors():
-        gone = {
-            "--min-score": (min_score, "give --max-loss, in points below the model's score"),
-            "--hours": (hours, "there are no trial trainings any more; --heal 30min limits the one that is left"),
-            "--epochs": (epochs, "there are no trial trainings any more; give --heal, such as 2epochs"),
-            "--targets": (targets, "models that write always learn from what the original writes"),
-            "--jobs": (jobs, "there are no trial trainings any more"),
-        }
-        for name, (value, instead) in gone.items():
-            if value is not None:
-                raise ValueError(f"{name} is gone: {instead}")
+        gone = {"min-score": min_score, "hours": hours, "epochs": epochs, "targets": targets, "jobs": jobs}
+        gone |= {"report-to": report_to, "smoke": smoke or None}
+        if given := [name for name, value in gone.items() if value is not None]:
+            raise ValueError(f"--{given[0]} is gone: {_INSTEAD.get(given[0], _NO_TRAININGS)}")
         if (data is None) == (texts is None):
             raise ValueError("give --texts, or --data with labels")
         for name, value in (("--label", label), ("--set", settings)):
@@ -111,7 +119,7 @@ def compress(
         budget = None if front is not None else Budget(max_bytes=max_bytes, max_ms=max_ms, max_loss=max_loss)
         of_inputs: dict[str, Any] = {}
         if texts is not None:
-            of_inputs["texts"] = options.sampled_texts(texts, column or "text", _MOST)
+            of_inputs["texts"] = _signals(model, texts) or options.sampled_texts(texts, column or "text", _MOST)
         else:
             from hf_freeze.experiments.labelled import inputs_and_labels
 
@@ -135,3 +143,18 @@ def compress(
             run.front(model, count=front or 0, **of_inputs, **settings_of_all)
         else:
             run.compress(model, budget=budget, **of_inputs, **settings_of_all)
+
+
+def _signals(model: str, paths: list[Path]) -> list[Any]:
+    """The images or sounds in these files and folders; none where they are texts."""
+    from hf_freeze.data.files import found
+    from hf_freeze.data.signals import kind_of_signals, read_image, read_sound
+
+    files = found(paths)
+    kind = kind_of_signals(files)
+    if kind == "sounds":
+        from transformers import AutoFeatureExtractor
+
+        rate = AutoFeatureExtractor.from_pretrained(model).sampling_rate
+        return [read_sound(file, rate) for file in files]
+    return [read_image(file) for file in files] if kind == "images" else []

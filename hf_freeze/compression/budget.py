@@ -68,31 +68,27 @@ class Budget:
 
     def to_dict(self) -> dict[str, Any]:
         """The limits as they were given, for JSON."""
-        values: dict[str, Any] = {"max_bytes": self.max_bytes, "max_ms": self.max_ms}
-        values |= {"max_loss": self.max_loss} if self.max_loss is not None else {}
-        for name, share in (("max_bytes", self.bytes_share), ("max_ms", self.ms_share)):
-            if share is not None:
-                values[name] = f"{100 * share:.10g}%"
-        return values
+        size, ms = (
+            limit if share is None else f"{100 * share:.10g}%"
+            for limit, share in ((self.max_bytes, self.bytes_share), (self.max_ms, self.ms_share))
+        )
+        return {"max_bytes": size, "max_ms": ms, "max_loss": self.max_loss}
 
     def excess(self, size: float, ms: float | None) -> list[str]:
         """What is above its limit, in words."""
         found = []
         if self.max_bytes is not None and size > self.max_bytes:
-            found.append(f"{self.size(size)}{', of' if self.bytes_share else ' of'} {self.limit('bytes')}")
+            found.append(f"{in_bytes(size)} of {self.limit('bytes')}")
         if self.max_ms is not None and ms is not None and ms > self.max_ms:
-            found.append(f"{self.time(ms)}{', of' if self.ms_share else ' of'} {self.limit('ms')}")
+            found.append(f"{ms:.2f} ms of {self.limit('ms')}")
         return found
 
     def words(self) -> str:
         """The limits, such as "at most 2.00 MB, a loss of at most 1 point"."""
-        limits = [f"at most {self.limit('bytes')}"] if self.max_bytes or self.bytes_share else []
+        limits = [f"at most {self.limit('bytes')}"] if self.limits_bytes else []
         limits += [f"at most {self.limit('ms')} a text"] if self.limits_time else []
-        limits += (
-            [f"a loss of at most {self.max_loss:g} point{'s' * (self.max_loss != 1)}"]
-            if self.max_loss is not None
-            else []
-        )
+        if self.max_loss is not None:
+            limits.append(f"a loss of at most {self.max_loss:g} point{'s' * (self.max_loss != 1)}")
         return ", ".join(limits)
 
     def limit(self, cost: str) -> str:
@@ -103,14 +99,6 @@ class Budget:
         if share is None:
             return in_bytes(value) if cost == "bytes" else f"{value:g} ms"
         return f"{in_bytes(value) if cost == 'bytes' else f'{value:.2f} ms'} ({_percent(share)} of the model's)"
-
-    def size(self, size: float) -> str:
-        """Such as "1.20 MB", or "1.20 MB, 32 % of the model's" where the limit is a share."""
-        return _and_share(in_bytes(size), size, self.max_bytes, self.bytes_share)
-
-    def time(self, ms: float) -> str:
-        """Such as "0.56 ms", or "0.56 ms, 49 % of the model's" where the limit is a share."""
-        return _and_share(f"{ms:.2f} ms", ms, self.max_ms, self.ms_share)
 
 
 def _limit(name: str, value: Any, read: Any) -> tuple[Any, float | None]:
@@ -126,12 +114,6 @@ def _limit(name: str, value: Any, read: Any) -> tuple[Any, float | None]:
     if number is not None and not number > 0:
         raise ValueError(f"{name}={number!r}: must be above 0")
     return number, None
-
-
-def _and_share(words: str, value: float, limit: float | None, share: float | None) -> str:
-    if limit is None or share is None:
-        return words
-    return f"{words}, {_percent(value / limit * share)} of the model's"
 
 
 def _percent(share: float) -> str:

@@ -109,8 +109,8 @@ class Compression:
         self.tried: list[Tried] = []
         self.chosen: Shape | None = None
         self.blocks: dict[str, Block] = {}
-        self.whole: Measured | None = None  # the model as it is, in the engine; `after`: compressed
-        self.after: Measured | None = None
+        self.whole: Measured | None = None  # the model as it is, in the engine; `results`: smaller ones
+        self.results: list[Measured] = []
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False)
@@ -376,9 +376,9 @@ class Compression:
     def _finished(self, made: Made) -> Compressed:
         """Compared on the inputs that nothing was chosen by."""
         assert self.whole is not None
-        self.after = self.whole if made.model is None else self._measured(made)
-        self.chosen = made.shape if made.model is not None else None
-        fidelity = self.after.fidelity.score
+        after = self.whole if made.model is None else self._measured(made)
+        self.chosen, self.results = (None, []) if made.model is None else (made.shape, [*self.results, after])
+        fidelity = after.fidelity.score
         if self.min_fidelity is not None and fidelity is not None and fidelity < self.min_fidelity:
             raise ValueError(
                 f"min_fidelity={self.min_fidelity:g}: the compressed model in {made.folder} has {fidelity:.4f} on held-out "
@@ -390,7 +390,7 @@ class Compression:
             model=made.model,
             original_bytes=self.original.bytes,
             whole=self.whole,
-            after=self.after,
+            after=after,
             healed=made.healed,
             seconds=self.phases.seconds,
         )

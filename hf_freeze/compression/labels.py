@@ -134,7 +134,7 @@ def _read(original: Served, labels: Labels, part: Labelled) -> list[Any]:
         raise ValueError(
             f"label {wrong[0]!r} is no class: they have the numbers 0 to {len(labels.classes or theirs) - 1}"
         )
-    return [numbers[labels.classes[label]] for label in found] if labels.classes else found
+    return [numbers[labels.classes[int(label)]] for label in found] if labels.classes else found
 
 
 def _right(one: _Answer, label: int) -> list[float]:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,7 @@ from hf_freeze.compression.progress import duration
 from hf_freeze.compression.results import Compressed, Measured, Tried
 from hf_freeze.compression.shape import share_kept
 from hf_freeze.io import write_whole
-from hf_freeze.publish.cards import COMPRESSION
+from hf_freeze.publish.cards import COMPRESSION, without_folder
 from hf_freeze.publish.markdown import markdown_table
 
 _BLUE, _ORANGE, _GREY, _RED = "#0072B2", "#E69F00", "#777777", "#D55E00"  # Okabe and Ito's, with different markers
@@ -64,69 +65,50 @@ def write_report(compression: Compression, result: Compressed | None = None, *, 
 
 
 def write_card(compression: Compression, result: Compressed, lines: Sequence[str]) -> None:
-    """A model card, beside the folder that is served: there it would take bytes of the budget."""
+    """A model card, beside the folder that is served: there it would take bytes of the budget. Without paths of this machine."""
     name = Path(compression.source).name
     parts = [{"part": kind, "kept": words} for kind, _, words in parts_of(compression)]
     text = [f"# {name}, compressed", _markdown(rows_of(compression)), "![what it costs, and what is kept](report.png)"]
-    text += ["\n".join(f"- {line}" for line in lines), *([_markdown(parts)] if parts else [])]
+    text += ["\n".join(f"- {line}" for line in lines[:-1]), *([_markdown(parts)] if parts else [])]
     text += ["Bias and harmful output were not measured. Other kinds of inputs than these may get worse results."]
-    text += [f"Made by hf_freeze {__version__}:", f"```bash\n{compression.command or 'hf_freeze.compress(...)'}\n```"]
+    command = shlex.join(map(without_folder, shlex.split(compression.command))) or "hf_freeze.compress(...)"
+    text += [f"Made by hf_freeze {__version__}:", f"```bash\n{command}\n```"]
     write_whole(compression.out / "README.md", "\n\n".join(text) + "\n")
     if result.model is not None:  # for `hf-freeze card` and `push`
-        record: dict[str, Any] = {"budget": compression.budget.words(), "table": rows_of(compression), "facts": lines}
+        record: dict[str, Any] = {
+            "budget": compression.budget.words(),
+            "table": rows_of(compression),
+            "facts": lines[:-1],
+        }
         record |= {"parts": [(kind, words) for kind, _, words in parts_of(compression)]}
         record |= {"engine": compression.engine.name, "served": result.after.folder.name}
         write_whole(result.model / COMPRESSION, json.dumps(record, indent=1) + "\n")
 
 
 def write_front(compression: Compression, results: Sequence[Compressed]) -> list[str]:
-    """Write the table and the picture of a front, and the page; returns the lines that tell it."""
-    rows = [{"kept": one.kept, **_row("", one.after)} for one in results]
-    rows = [{name: cell for name, cell in row.items() if name} for row in rows]
-    points = [_value(one.after) for one in results]
-    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
-    axes = figure.subplots()
-    unit, name = _unit(results[0].after.bytes)
-    sizes = [one.after.bytes / unit for one in results]
-    errors = [
-        [max(value - low, 0.0) for value, low, _ in points],
-        [max(high - value, 0.0) for value, _, high in points],
-    ]
-    values, bars = [value for value, _, _ in points], [one[1:] for one in errors]
-    axes.errorbar(sizes[1:], values[1:], bars, fmt="D-", color=_RED, capsize=3, label="compressed")
-    axes.plot(sizes[:1], values[:1], "s", color=_BLUE, markersize=9, label="the whole model in the engine")
-    score = results[0].after.score
-    what = "fidelity to the original" if score is None else f"{score.name}, points below the model's as less than 0"
-    axes.set(xlabel=f"size of the served folder, {name}", ylabel=f"{what} (higher is better)", xlim=(0, None))
-    axes.grid(alpha=0.4)
-    axes.legend()
-    figure.savefig(compression.out / "front.png", dpi=150)
-    table = _markdown(rows)
-    text = ["# Sizes and what they lose", table, "![quality against size](front.png)", f"`{compression.command}`"]
-    write_whole(compression.out / "front.md", "\n\n".join(text) + "\n")
+    """Write the table of a front, with the picture and the page; returns the lines that tell it."""
+    rows = [{"kept": one.kept} | {name: cell for name, cell in _row("", one.after).items() if name} for one in results]
     write_report(compression)
-    return [table, f"Written: {compression.out / 'front.md'}, {compression.out / 'front.png'}"]
-
-
-def _value(measured: Measured) -> tuple[float, float, float]:
-    """(what a front shows, ends of its interval)"""
-    if measured.score is not None:
-        return measured.score.difference, measured.score.low, measured.score.high
-    value = measured.fidelity.score or 0.0
-    return value, *measured.fidelity.intervals.get("score", (value, value))
+    text = [
+        "# Sizes and what they lose",
+        table := _markdown(rows),
+        "![distance from the original against size](report.png)",
+    ]
+    write_whole(compression.out / "front.md", "\n\n".join([*text, f"`{compression.command}`"]) + "\n")
+    return [table, f"Written: {compression.out / 'front.md'}, {compression.out / 'report.png'}"]
 
 
 def rows_of(compression: Compression) -> list[dict[str, str]]:
     """A row for the model as it is, for the whole of it in the engine, and for what came of it."""
-    whole, after, engine = compression.whole, compression.after, compression.engine.name
+    whole, engine = compression.whole, compression.engine.name
     if whole is None:
         return []
     original = _row("the model", whole) | {"folder": in_bytes(compression.original.bytes)}
     original |= {name: cell for name, cell in (("ms a text", "–"), (_FIDELITY, "1"), ("KL", "0")) if name in original}
     if whole.score is not None:
         original |= {whole.score.name: whole.score.shown(whole.score.original), _DIFFERENCE: "–"}
-    rows = [original, _row(f"whole, in {engine}", whole)]
-    return rows + ([] if after is None or after is whole else [_row(f"compressed, in {engine}", after)])
+    smaller = [_row(f"compressed, in {engine}", one) for one in compression.results]
+    return [original, _row(f"whole, in {engine}", whole), *smaller]
 
 
 _FIDELITY, _DIFFERENCE = "fidelity (95 %)", "points to the model (95 %)"
@@ -203,7 +185,8 @@ def picture(compression: Compression, parts: Sequence[tuple[str, float, str]]) -
     axes, bars = figure.subplots(1, 2, width_ratios=[3, 2])
     unit, name = _unit(compression.original.bytes)
     whole, after = (
-        [] if one is None else [(one.bytes, one.fidelity.distance)] for one in (compression.whole, compression.after)
+        [(one.bytes, one.fidelity.distance) for one in some if one is not None]
+        for some in ([compression.whole], compression.results)
     )
     for points, marker, color, label in (
         (whole, "s", _BLUE, "the whole model in the engine"),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+import numpy as np
 
 from hf_freeze.architectures.tasks import task_of as head_of
 from hf_freeze.compression.labels import Labelled, Labels
@@ -12,6 +12,7 @@ from hf_freeze.data import read_images, sample
 from hf_freeze.data.questions import LETTERS
 from hf_freeze.experiments.init.data import data_section
 from hf_freeze.experiments.recipes.check import check
+from hf_freeze.experiments.recipes.find import find_recipe
 from hf_freeze.experiments.recipes.load import read_recipe
 from hf_freeze.experiments.tasks.data_forms import SPLITS
 from hf_freeze.experiments.tasks.registry import task_of
@@ -39,6 +40,10 @@ def inputs_and_labels(
 
     Raises ValueError for a task that has no labels here, another task than that of the recipe, and as the readers do.
     """
+    names_files = Path(data).is_dir() or "," in data
+    names_files = names_files or (Path(data).is_file() and Path(data).suffix not in (".yaml", ".yml"))
+    if not names_files:
+        find_recipe(data)
     empty = empty_model(model)
     head = head_of(empty)
     if head not in _TASKS:
@@ -47,7 +52,7 @@ def inputs_and_labels(
     if head == "sequence-classification" and empty.config.num_labels == 1:
         task = "regression"
     metric = ""
-    if Path(data).is_dir() or (Path(data).is_file() and Path(data).suffix not in (".yaml", ".yml")) or "," in data:
+    if names_files:
         if settings:
             raise ValueError(f"--set {settings[0]} is for a recipe, and --data {data} names files")
         section = data_section(task, data, None, None, columns, label)
@@ -104,14 +109,12 @@ _PAIRS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
 }
 
 
-def _images(settings: dict[str, Any]) -> dict[str, list[tuple[Image.Image, int]]]:
+def _images(settings: dict[str, Any]) -> dict[str, list[tuple[np.ndarray, int]]]:
     """Of pairs of idx files, images and their classes."""
-    splits: dict[str, list[tuple[Image.Image, int]]] = {}
+    splits: dict[str, list[tuple[np.ndarray, int]]] = {}
     for name in (name for name in SPLITS if name in settings):
         pixels, classes = read_images(*paths_of(settings, settings[name]))
-        splits[name] = [
-            (Image.fromarray(one).convert("RGB"), int(label)) for one, label in zip(pixels, classes, strict=True)
-        ]
+        splits[name] = [(np.stack([one] * 3, -1), int(label)) for one, label in zip(pixels, classes, strict=True)]
     train = splits["train"]
     drawn = {} if "dev" in splits else {"holdout": min(len(train) // 10, 1000)}
     parts = held_out(len(train), drawn | settings)

@@ -125,10 +125,10 @@ def _without_folders(value: Any) -> Any:
         return {name: _without_folders(entry) for name, entry in value.items() if name != "root"}
     if isinstance(value, list):
         return [_without_folders(entry) for entry in value]
-    return _without_folder(value) if isinstance(value, str) else value
+    return without_folder(value) if isinstance(value, str) else value
 
 
-def _without_folder(word: str) -> str:
+def without_folder(word: str) -> str:
     """The file name of an absolute path, which may follow `KEY=`; other words are unchanged."""
     key, equals, value = word.rpartition("=")
     return key + equals + (Path(value).name if Path(value).is_absolute() else value)
@@ -336,13 +336,13 @@ def _training(source: TrainedModel) -> list[str]:
     record, environment = source.record, source.record["environment"]
     commands = [shlex.split(command) for command in commands_of(source.grid)]
     start = source.settings.get("backbone", {}).get("pretrained")
-    start = f"the weights of {_without_folder(start)}" if start else "fresh weights"
+    start = f"the weights of {without_folder(start)}" if start else "fresh weights"
     if "start" in source.settings:
         start = f"the model of row {source.settings['start']['row']}"
     steps = f"{record['steps']:,} steps, {record['epochs_trained']:g} epochs, seed {record['seed']}, from {start}"
     facts = [f"Data: {_data_name(source).split(' (')[0]}. {steps}."]
     if commands:
-        listed = "; ".join(f"`{shlex.join(map(_without_folder, words))}`" for words in commands)
+        listed = "; ".join(f"`{shlex.join(map(without_folder, words))}`" for words in commands)
         facts.append(f"Command: {listed}" if len(commands) == 1 else f"Commands of the grid of this model: {listed}")
     minutes = record["seconds"]["train"] / 60
     where = f"{environment['device']}, threads: {environment['threads']}, processes: {record['processes']}"

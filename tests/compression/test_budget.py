@@ -44,8 +44,8 @@ def test_a_limit_may_be_a_share_of_what_the_model_takes():
         "at most 990.0 kB (33 % of the model's), at most 1.25 ms (50 % of the model's) a text"
     )
     assert found.excess(999_000, 1.3) == [
-        "999.0 kB, 33.3 % of the model's, of 990.0 kB (33 % of the model's)",
-        "1.30 ms, 52 % of the model's, of 1.25 ms (50 % of the model's)",
+        "999.0 kB of 990.0 kB (33 % of the model's)",
+        "1.30 ms of 1.25 ms (50 % of the model's)",
     ]
     for one in (budget, found, Budget(max_bytes="2MB", max_ms="0.5")):
         assert Budget(**one.to_dict()).to_dict() == one.to_dict()

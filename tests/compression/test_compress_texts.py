@@ -272,7 +272,7 @@ def test_a_front_goes_from_the_whole_to_the_smallest(encoder, tmp_path):
     sizes = [float(line.split("|")[2].split()[0].replace(",", "")) for line in lines[2:]]
     assert len(sizes) >= 3
     assert sizes == sorted(sizes, reverse=True)
-    assert (tmp_path / "front" / "front.png").stat().st_size > 1000
+    assert (tmp_path / "front" / "report.png").stat().st_size > 1000
     again = CliRunner().invoke(app, [*command, "--front", "3", "--max-bytes", "1MB", "--out", str(tmp_path / "front")])
     assert "--front chooses the sizes itself" in again.output
 
@@ -320,6 +320,8 @@ def test_tokens_that_a_translator_writes_are_kept(tmp_path):
     [
         (["--texts", "x", "--label", "y"], "--label is for --data: leave it out"),
         (["--texts", "x", "--hours", "1"], "--hours is gone: there are no trial trainings"),
+        (["--data", "x", "--min-score", "1"], "--min-score is gone: give --max-loss"),
+        (["--data", "x", "--smoke"], "--smoke is gone: there are no trial trainings"),
     ],
 )
 def test_options_of_the_other_way_are_refused(tmp_path, given, message):

@@ -176,10 +176,8 @@ def test_images_have_classes(tmp_path):
     images = [Image.fromarray(draw.integers(0, 255, (16, 16, 3), dtype=np.uint8)) for _ in range(12)]
     served = opened(tmp_path)
     said = [int(answer["log_probs"].argmax()) for answer in answers(served, images).items]
-    pairs = [
-        (image, label if number % 3 else (label + 1) % 4)
-        for number, (image, label) in enumerate(zip(images, said, strict=True))
-    ]
+    labels = [label if number % 3 else (label + 1) % 4 for number, label in enumerate(said)]
+    pairs = list(zip(images, labels, strict=True))
     assert score(served, pairs).value == pytest.approx(100 * 8 / 12)
 
 
@@ -217,13 +215,8 @@ def test_a_csv_file_gives_a_score_on_what_nothing_was_chosen_by(classifier, tmp_
     assert 50 < after["score"]["value"] < 100
     assert after["score"]["low"] <= after["score"]["difference"] <= after["score"]["high"] <= 0
     assert after["score"]["difference"] == pytest.approx(after["score"]["value"] - 100)
-    # The scores of the engine are those of the folder, loaded anew.
-    served, (row,) = (
-        opened(after["folder"]),
-        [row for row in (out / "README.md").read_text().splitlines() if "compressed, in" in row],
-    )
+    (row,) = [row for row in (out / "README.md").read_text().splitlines() if "compressed, in" in row]
     assert f" {after['score']['value']:.1f} " in row
-    assert served.task == "sequence-classification"
     assert json.loads((Path(record["model"]) / "hf_freeze_compression.json").read_text())["engine"] == "torch"
 
 
@@ -237,7 +230,7 @@ def test_bytes_are_fewest_for_points_of_the_score(classifier, tmp_path):
 
 
 def test_a_loss_above_the_limit_is_refused(classifier, tmp_path):
-    options = ["--max-bytes", "50%", "--max-loss", "0.5"]
+    options = ["--max-bytes", "23%", "--max-loss", "0.5"]
     found = CliRunner().invoke(app, command(classifier, tmp_path / "small", *options))
     assert found.exit_code == 2
     assert "points on the inputs that shapes are chosen by; give more bytes" in " ".join(found.output.split())
