@@ -24,16 +24,17 @@ from hf_freeze.compression.inputs import Inputs, batches_of
 from hf_freeze.compression.labels import Labels, Score, check_labels, score_of
 from hf_freeze.compression.losses import measured_losses
 from hf_freeze.compression.original import Original
-from hf_freeze.compression.phases import Phases, digest_of
+from hf_freeze.compression.phases import Phases
 from hf_freeze.compression.prices import Prices, probe_shapes, sizes_of
 from hf_freeze.compression.progress import Callback, Progress
 from hf_freeze.compression.results import Compressed, Made, Measured, Tried, points_lost
 from hf_freeze.compression.shape import Shape, few_bits, in_words, methods_of, whole
 from hf_freeze.io import bytes_of
-from hf_freeze.model.calibration import digest_of as digest_of_items
+from hf_freeze.model.calibration import digest_of
 from hf_freeze.model.fidelity import Fidelity
 from hf_freeze.model.make import make_variant
 from hf_freeze.publish.export.served import answers, opened
+from hf_freeze.seeded.tensor import fingerprint
 
 _TIGHTER = 4  # times that a shape is chosen again because its folder is above the budget
 _LARGEST, _SMALLEST = 0.9, 1.05  # of a front: times the whole model and the smallest shape
@@ -87,7 +88,7 @@ class Compression:
             check_labels(served, labels)
         kind = architecture_for(served.model).model_type
         self.engine = engine_for("torch" if native else engine, served.task, kind)
-        identity: dict[str, Any] = {"model": digest_of(source), "budget": budget.to_dict(), "engine": self.engine.name}
+        identity: dict[str, Any] = {"model": fingerprint(served.model), "budget": budget.to_dict(), "engine": self.engine.name}
         identity |= {"inputs": [len(items), _digest(list(items))], "samples": samples, "seed": seed, "heal": str(heal)}
         identity |= {"labels": labels and _digest([*asdict(labels).values()])}
         identity |= {"native": native, "keep_vocabulary": keep_vocabulary}
@@ -340,8 +341,8 @@ class Compression:
         return Made(shape=shape, folder=self.out / "engine" / name, **self.phases.once(f"made-{name}", measure))
 
     def _milliseconds(self, folders: dict[str, Path]) -> dict[str, float]:
-        texts = [" ".join(item) if isinstance(item, tuple) else item for item in self.inputs.compared]
-        if not all(isinstance(text, str) for text in texts):
+        texts = [item if isinstance(item, str) else " ".join(self.inputs.words(item)) for item in self.inputs.compared]
+        if not any(texts):
             raise ValueError("max_ms: times are measured of models that read texts; give max_bytes")
         if self._stopwatch is None:
             written = [item["text"] for item in self.original.expected("compared").items if "text" in item]
@@ -404,4 +405,4 @@ def _digest(items: Any) -> str:
             return [plain(each) for each in item]
         return torch.from_numpy(np.array(item)) if hasattr(item, "__array_interface__") else item
 
-    return digest_of_items(plain(items), None)
+    return digest_of(plain(items), None)

@@ -4,12 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from hf_freeze.compression.labels import Labels
 from hf_freeze.data.sampling import sample
-from hf_freeze.model.running import in_eval_mode
-from hf_freeze.model.samples import Samples, samples_of
+from hf_freeze.model.samples import Samples, own_targets, samples_of
 from hf_freeze.publish.export.served import Served, forward_batches
 
 LEAST = 16  # inputs
@@ -48,12 +45,14 @@ class Inputs:
     @property
     def texts(self) -> list[str]:
         """What `learnt` has in words."""
-        found: list[str] = []
-        for item in self.learnt:
-            parts = [item] if isinstance(item, str) else list(item) if isinstance(item, tuple | list) else []
-            for part in parts:
-                found += [part] if isinstance(part, str) else [each for each in part if isinstance(each, str)]
-        return found
+        return [text for item in self.learnt for text in self.words(item)]
+
+    @classmethod
+    def words(cls, item: Any) -> list[str]:
+        """The texts of an input, which may be a pair, or a text with choices; none of an image."""
+        if isinstance(item, tuple | list):
+            return [text for part in item for text in cls.words(part)]
+        return [item] if isinstance(item, str) else []
 
 
 def batches_of(served: Served, items: Sequence[Any]) -> Samples:
@@ -65,19 +64,5 @@ def batches_of(served: Served, items: Sequence[Any]) -> Samples:
         return samples_of(served.model, items, served.tokenizer).whole()
     batches = forward_batches(served, items)
     if served.task == "speech-seq2seq":
-        batches = [batch | _own_targets(served.model, batch) for batch in batches]
+        batches = [batch | own_targets(served.model, batch) for batch in batches]
     return samples_of(served.model, batches).whole()
-
-
-@torch.no_grad()
-def _own_targets(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """What the decoder reads where it writes down what it hears."""
-    with in_eval_mode(model):
-        written = model.generate(**batch, num_beams=1, do_sample=False)
-    start = model.generation_config.decoder_start_token_id
-    if int(written[0, 0]) != start:
-        written = torch.cat([torch.full((len(written), 1), start), written], 1)
-    pad = model.generation_config.pad_token_id
-    mask = torch.ones_like(written) if pad is None else (written != pad).long()
-    mask[:, 0] = 1
-    return {"decoder_input_ids": written[:, :-1], "decoder_attention_mask": mask[:, :-1]}

@@ -81,12 +81,26 @@ def measured_losses(
 
 
 def _token_losses(original: Original, progress: Progress) -> dict[int, float]:
-    """Number of tokens that are kept -> loss, never less for fewer ones."""
+    """Number of tokens that are kept -> loss on the inputs that are compared, never less for fewer ones.
+
+    Of models that predict tokens: how many more nats the trimmed one needs for the same texts, for each token of the original,
+    since a text is in other tokens there. Of others: the distance of the answers.
+    """
+    items, expected = original.inputs.compared, original.expected("compared")
+    predicts = original.served.task in ("causal-lm", "seq2seq-lm")
+    if original.served.task == "seq2seq-lm":
+        written = [(item, answer["text"]) for item, answer in zip(items, expected.items, strict=True)]
+        items = [(item if isinstance(item, str) else item[0], text) for item, text in written if text]
+    before, count = _nats(original.served, items) if predicts else (0.0, 0)
     found: dict[int, float] = {}
-    loss_of = TokenLoss(original)
     for size in original.sizes(_COVERAGES):
         progress.step(f"{size:,} of {original.tokens:,} tokens")
-        found[size] = max([loss_of(original.trimmed(size)), 0.0, *found.values()])
+        trimmed = original.trimmed(size)
+        if predicts:
+            loss = (_nats(trimmed, items)[0] - before) / max(count, 1)
+        else:
+            loss = compare_answers(expected, answers(trimmed, items, like=expected)).distance
+        found[size] = max([loss, 0.0, *found.values()])
     return found
 
 
@@ -145,28 +159,6 @@ def bit_losses(subject: Subject, blocks: Mapping[str, Block], say: Callable[[str
     linears = subject.distance(subject.cut([quantized(["ffn", "attention"])]))
     weights = sum(block.weights for block in blocks.values())
     return {"tables": tables} | {name: linears * block.weights / weights for name, block in blocks.items()}
-
-
-class TokenLoss:
-    """What fewer tokens cost on the inputs that are compared.
-
-    Of models that predict tokens: how many more nats the trimmed one needs for the same texts, for each token of the original,
-    since a text is in other tokens there. Of others: the distance of the answers.
-    """
-
-    def __init__(self, original: Original) -> None:
-        self._items, self._expected = original.inputs.compared, original.expected("compared")
-        served = original.served
-        if served.task == "seq2seq-lm":
-            written = [(item, answer["text"]) for item, answer in zip(self._items, self._expected.items, strict=True)]
-            self._items = [(item if isinstance(item, str) else item[0], text) for item, text in written if text]
-        self._before = _nats(served, self._items) if served.task in ("causal-lm", "seq2seq-lm") else None
-
-    def __call__(self, trimmed: Served) -> float:
-        if self._before is None:
-            return compare_answers(self._expected, answers(trimmed, self._items, like=self._expected)).distance
-        before, count = self._before
-        return (_nats(trimmed, self._items)[0] - before) / max(count, 1)
 
 
 @torch.no_grad()

@@ -1,6 +1,5 @@
 """What a compression has found out so far, so that a stopped one goes on."""
 
-import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -51,16 +50,3 @@ class Phases:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._path, json.dumps(self._state, indent=1) + "\n")
         return self._state["results"][name]
-
-
-def digest_of(source: str) -> str:
-    """Of the weights in a folder; the name of a model on the Hub."""
-    files = sorted(Path(source).glob("*.safetensors"))
-    if not files:
-        return source
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            while part := file.read(1 << 24):
-                digest.update(part)
-    return digest.hexdigest()

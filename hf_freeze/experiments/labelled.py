@@ -11,7 +11,7 @@ from hf_freeze.compression.labels import Labelled, Labels
 from hf_freeze.data import read_images, sample
 from hf_freeze.data.questions import LETTERS
 from hf_freeze.experiments.init.data import data_section
-from hf_freeze.experiments.recipes.check import check
+from hf_freeze.experiments.recipes.check import check_data
 from hf_freeze.experiments.recipes.find import find_recipe
 from hf_freeze.experiments.recipes.load import read_recipe
 from hf_freeze.experiments.tasks.data_forms import SPLITS
@@ -63,8 +63,7 @@ def inputs_and_labels(
         recipe = read_recipe(data, settings)
         if recipe.get("task") != task:
             raise ValueError(f"--data {data} is for {recipe.get('task')!r}, and the model for {task!r}")
-        used = {key: recipe[key] for key in ("task", "data", "training", "metric") if key in recipe}
-        check(used | {"name": "compress", "seeds": [1], "backbone": {"pretrained": model}, "rows": {}}, data)
+        check_data(recipe, data)
         section, metric = recipe["data"], recipe.get("metric", "")
     splits = _images(section) if task == "image-classification" else task_of(task).load(section)  # type: ignore[union-attr]
     features = getattr(splits["train"], "features", {})
@@ -118,4 +117,5 @@ def _images(settings: dict[str, Any]) -> dict[str, list[tuple[np.ndarray, int]]]
     train = splits["train"]
     drawn = {} if "dev" in splits else {"holdout": min(len(train) // 10, 1000)}
     parts = held_out(len(train), drawn | settings)
-    return splits | {name: [train[i] for i in which] for name, which in parts.items()}
+    splits |= {name: [train[i] for i in which] for name, which in parts.items()}
+    return {name: split[: settings.get("limit")] for name, split in splits.items()}
