@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from hf_freeze.architectures.base import hidden_size
 from hf_freeze.compression.targets import Objective, Texts, texts_of
 from hf_freeze.io import bytes_of, write_whole
 from hf_freeze.model.running import in_eval_mode, without_cache
@@ -34,7 +35,8 @@ _UNITS = {"s": 1, "min": 60, "h": 3600}
 _PROBES, _SLOW = 6, 2  # steps that are timed before; the first ones are slower and do not count
 _PLANNED = 0.9  # share of the time to plan steps for; the rest is for steps that are slower than the timed ones
 _SAVED = 60.0  # seconds between two checkpoints
-_RATE, _LORA_RATE = 3e-4, 1e-3
+_RATE, _FASTEST, _LORA_RATE = 3e-4, 3e-3, 1e-3
+_WIDTH = 384  # from which on the rate is `_RATE`; narrower models learn faster by the square, up to `_FASTEST`
 _LORA_FROM = 500_000_000  # parameters
 
 Report = Callable[[dict[str, Any]], Any]
@@ -99,7 +101,8 @@ def heal(
     train, held_out = texts_of(original, samples, seed)
     if lora is None:
         lora = student.num_parameters() > _LORA_FROM
-    rate = learning_rate or (_LORA_RATE if lora else _RATE)
+    of_all = min(max(_RATE * (_WIDTH / hidden_size(student.config)) ** 2, _RATE), _FASTEST)
+    rate = learning_rate or (_LORA_RATE if lora else of_all)
     key = fingerprint(student) + fingerprint(original) + repr((limit, seed, lora, rate, objective))
     key = hashlib.sha256((key + train.digest + held_out.digest).encode()).hexdigest()
     folder, plan = out / "heal", _plan_in(out / "heal", key)
