@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--model", type=Path, nargs="+", required=True, help="a folder; of translators one for each seed")
     new.add_argument("--data", type=Path, default=Path(), help="folder of the captions, or of Multi30k")
     new.add_argument("--cuts", nargs="+", required=True, help="of run.py")
+    new.add_argument("--texts", type=int, help="how many, where not as many as in run.py")
     new.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="of the choice of texts")
     new.add_argument("--cache", type=Path, default=Path("runs/calibration/fitted"))
     return new
@@ -46,7 +47,7 @@ def main() -> None:
         def score(model: object, task: measures.Task = task) -> float:
             return float(measures.score_of(task.main)(task.measure(model)[task.main].sum(0)))
 
-        texts, batches = task.calibration(seed, measures.CALIBRATION_TEXTS[options.task])
+        texts, batches = task.calibration(seed, options.texts or measures.CALIBRATION_TEXTS[options.task])
         given = {"calibration": batches} if texts is None else {"calibration": texts, "tokenizer": task.tokenizer()}
         whole = score(task.whole)
         for cut in options.cuts:
