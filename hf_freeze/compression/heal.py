@@ -76,13 +76,14 @@ def heal(
     `samples`: inputs of both, which have the same tokens.
 
     The loss of next tokens, classes and spans is KL(original ‖ student), a mean over the real tokens or the texts: of the K most
-    probable tokens and all others as one, at temperature 2 and times 4 (spans: at 1). Numbers and classes
-    of which several may apply have the squared error. Models without a head: 1 - cosine of the sentence vectors, by `pooling`
+    probable tokens and all others as one, at temperature 2 and times 4 (spans: at 1). Numbers and classes of
+    which several may apply have the squared error. Models without a head: 1 - cosine of the sentence vectors, by `pooling`
     "mean", "cls" or "last", plus the squared distance of the directions of the token states, a mean over the text.
 
     `limit`: see `HealLimit`; by default a tenth of the time of one epoch, at least a minute. Times are of the whole call: steps
     are planned from the time of the first ones, and the learning rate falls faster if the machine becomes slower. `lora`: train
-    adapters of low rank and merge them (PEFT); None: for more than 500 million parameters. Frozen parameters stay frozen.
+    adapters of low rank and merge them (PEFT); None: for more than 500 million parameters. `learning_rate`: by default that of the
+    width. Frozen parameters stay frozen.
 
     `out / "heal"` has the stored outputs and checkpoints. A killed call resumes there, if called with the same arguments.
     `callback` receives {"stage":, "step":, "steps":} and, in training, "loss" and "seconds_left".
