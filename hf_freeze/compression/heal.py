@@ -82,7 +82,7 @@ def heal(
 
     `limit`: see `HealLimit`; by default a tenth of the time of one epoch, at least a minute. Times are of the whole call: steps
     are planned from the time of the first ones, and the learning rate falls faster if the machine becomes slower. `lora`: train
-    adapters of low rank and merge them (PEFT); None: for more than 500 million parameters. `learning_rate`: by default that of the
+    adapters of low rank and merge them (PEFT); None: for more than 500 million parameters. `learning_rate`: by default by the
     width. Frozen parameters stay frozen.
 
     `out / "heal"` has the stored outputs and checkpoints. A killed call resumes there, if called with the same arguments.

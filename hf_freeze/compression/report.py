@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from hf_freeze._version import __version__
 from hf_freeze.compression.budget import in_bytes
-from hf_freeze.compression.compress import Compression
+from hf_freeze.compression.compression import Compression
 from hf_freeze.compression.progress import duration
 from hf_freeze.compression.results import Compressed, Measured, Tried
 from hf_freeze.compression.shape import share_kept

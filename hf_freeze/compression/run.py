@@ -10,7 +10,7 @@ from rich.console import Console
 from transformers.utils import logging
 
 from hf_freeze.compression.budget import Budget
-from hf_freeze.compression.compress import Compression
+from hf_freeze.compression.compression import Compression
 from hf_freeze.compression.heal import DEFAULT, HealLimit
 from hf_freeze.compression.labels import Labels
 from hf_freeze.compression.progress import Callback

@@ -17,7 +17,7 @@ from hf_freeze.cli import app
 from hf_freeze.compression.blocks import Block, blocks_of
 from hf_freeze.compression.budget import Budget
 from hf_freeze.compression.choose import Options, Program, levels
-from hf_freeze.compression.compress import Compression
+from hf_freeze.compression.compression import Compression
 from hf_freeze.compression.inputs import Inputs, batches_of
 from hf_freeze.compression.losses import Losses
 from hf_freeze.compression.prices import Prices, Sizes

@@ -88,7 +88,11 @@ class Compression:
             check_labels(served, labels)
         kind = architecture_for(served.model).model_type
         self.engine = engine_for("torch" if native else engine, served.task, kind)
-        identity: dict[str, Any] = {"model": fingerprint(served.model), "budget": budget.to_dict(), "engine": self.engine.name}
+        identity: dict[str, Any] = {
+            "model": fingerprint(served.model),
+            "budget": budget.to_dict(),
+            "engine": self.engine.name,
+        }
         identity |= {"inputs": [len(items), _digest(list(items))], "samples": samples, "seed": seed, "heal": str(heal)}
         identity |= {"labels": labels and _digest([*asdict(labels).values()])}
         identity |= {"native": native, "keep_vocabulary": keep_vocabulary}
