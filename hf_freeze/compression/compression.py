@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 
 from hf_freeze.analysis.answers import compare_answers
@@ -20,7 +19,7 @@ from hf_freeze.compression.budget import TIME_RESERVE, Budget, in_bytes
 from hf_freeze.compression.choose import Options, Program
 from hf_freeze.compression.engine import Stopwatch, engine_for, new_tokens_of, serve
 from hf_freeze.compression.heal import DEFAULT, Healed, HealLimit, heal, parse_limit
-from hf_freeze.compression.inputs import Inputs, batches_of
+from hf_freeze.compression.inputs import Inputs, batches_of, digest_of_items
 from hf_freeze.compression.labels import Labels, Score, check_labels, score_of
 from hf_freeze.compression.losses import measured_losses
 from hf_freeze.compression.original import Original
@@ -30,7 +29,6 @@ from hf_freeze.compression.progress import Callback, Progress
 from hf_freeze.compression.results import Compressed, Made, Measured, Tried, points_lost
 from hf_freeze.compression.shape import Shape, few_bits, in_words, methods_of, whole
 from hf_freeze.io import bytes_of
-from hf_freeze.model.calibration import digest_of
 from hf_freeze.model.fidelity import Fidelity
 from hf_freeze.model.make import make_variant
 from hf_freeze.publish.export.served import answers, opened
@@ -93,8 +91,13 @@ class Compression:
             "budget": budget.to_dict(),
             "engine": self.engine.name,
         }
-        identity |= {"inputs": [len(items), _digest(list(items))], "samples": samples, "seed": seed, "heal": str(heal)}
-        identity |= {"labels": labels and _digest([*asdict(labels).values()])}
+        identity |= {
+            "inputs": [len(items), digest_of_items(list(items))],
+            "samples": samples,
+            "seed": seed,
+            "heal": str(heal),
+        }
+        identity |= {"labels": labels and digest_of_items([*asdict(labels).values()])}
         identity |= {"native": native, "keep_vocabulary": keep_vocabulary}
         self.phases = Phases(out, identity)
         self.progress = Progress(self.say, callback, lambda: watch(self))
@@ -205,9 +208,8 @@ class Compression:
         found = self.phases.once("blocks", find)
         self.blocks = {name: Block(**values) for name, values in found.items()}
         options = self.options
-        self.losses = measured_losses(
-            self.original, self.blocks, options.may_go, options.bits, self.phases.once, self.progress
-        )
+        once, parts = self.phases.once, (self.blocks, options.may_go, options.bits)
+        self.losses = measured_losses(self.original, *parts, once, self.progress)
         full = replace(whole(self.depths, self.blocks, options.bits[0]), tokens=self.original.tokens)
         probes: list[tuple[Shape, float]] = []
         if self.budget.limits_time:
@@ -215,9 +217,8 @@ class Compression:
             times = self.phases.once("probes", lambda: self._times(shapes))
             probes = [(shape, times[name]) for name, shape in shapes.items()]
         assert self.whole is not None
-        sizes = sizes_of(
-            self.original.model, self.original.tokens, self.whole.folder, self.whole.bytes, options.bits[0]
-        )
+        original, everything = self.original, self.whole
+        sizes = sizes_of(original.model, original.tokens, everything.folder, everything.bytes, options.bits[0])
         self.prices = Prices(self.blocks, self.depths, sizes, probes)
         self.program = Program(self.blocks, self.losses, self.prices, options)
 
@@ -399,14 +400,3 @@ class Compression:
             healed=made.healed,
             seconds=self.phases.seconds,
         )
-
-
-def _digest(items: Any) -> str:
-    """Of texts, batches, images, sound, and pairs of them."""
-
-    def plain(item: Any) -> Any:
-        if isinstance(item, list | tuple):
-            return [plain(each) for each in item]
-        return torch.from_numpy(np.array(item)) if hasattr(item, "__array_interface__") else item
-
-    return digest_of(plain(items), None)

@@ -4,8 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
 from hf_freeze.compression.labels import Labels
 from hf_freeze.data.sampling import sample
+from hf_freeze.model.calibration import digest_of
 from hf_freeze.model.samples import Samples, own_targets, samples_of
 from hf_freeze.publish.export.served import Served, forward_batches
 
@@ -66,3 +70,14 @@ def batches_of(served: Served, items: Sequence[Any]) -> Samples:
     if served.task == "speech-seq2seq":
         batches = [batch | own_targets(served.model, batch) for batch in batches]
     return samples_of(served.model, batches).whole()
+
+
+def digest_of_items(items: Any) -> str:
+    """Of texts, batches, images, sound, and pairs of them."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, list | tuple):
+            return [plain(each) for each in item]
+        return torch.from_numpy(np.array(item)) if hasattr(item, "__array_interface__") else item
+
+    return digest_of(plain(items), None)

@@ -270,7 +270,7 @@ def test_data_that_do_not_fit(classifier, tmp_path, monkeypatch, options, messag
 def test_a_model_without_a_metric_is_refused(tmp_path):
     saved(tmp_path, AutoModel)
     found = CliRunner().invoke(
-        app, ["compress", str(tmp_path), "--data", "x", "--out", str(tmp_path / "o"), "--max-bytes", "1MB"]
+        app, ["compress", str(tmp_path), "--data", "theseus", "--out", str(tmp_path / "o"), "--max-bytes", "1MB"]
     )
     assert found.exit_code == 2
     assert "there are no labels for a feature-extraction model" in found.output
