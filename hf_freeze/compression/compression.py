@@ -232,8 +232,6 @@ class Compression:
                 folders[name] = self._served(f"probe-{shape.digest}", saved)
         return self._milliseconds(folders)
 
-    # -- choosing and cutting --------------------------------------------------------------------------------------------------
-
     def _within(self, budget: Budget) -> Made:
         """The best shape that was found, cut, healed and exported."""
         self.budget = budget
@@ -328,8 +326,6 @@ class Compression:
 
     def words(self, shape: Shape) -> str:
         return in_words(shape, self.blocks, self.depths, self.original.tokens)
-
-    # -- in the engine ---------------------------------------------------------------------------------------------------------
 
     def _served(self, name: str, source: Path) -> Path:
         return serve(source, self.engine.format, self.engine.quantization, self.out / "engine" / name)
