@@ -132,6 +132,7 @@ class CalibrationPass:
             str, list[Tensor]
         ] = {}  # "old" and "new" -> of each batch, what comes into the present layer
         self._fitted: list[str] = []  # modules that are fitted together, layer by layer
+        self._channels: Sequence[int] = ()  # of the old states, those that the new model has; all if none are given
 
     @contextmanager
     def running(self) -> Iterator["CalibrationPass"]:
@@ -153,8 +154,9 @@ class CalibrationPass:
         curvature: bool = False,
         fit: bool = False,
         norms: Sequence[str] = (),
+        channels: Sequence[int] = (),
     ) -> Iterator[dict[str, Moments | None]]:
-        self._at = None
+        self._at, self._channels = None, channels
         # Not experts: some see too few tokens to fit all of their weights.
         alone = [
             name for name in names if fit and paging.active() is None and surgery.owner_of(self._old, name) == name
@@ -219,6 +221,8 @@ class CalibrationPass:
                     routed = x.dim() == 2 and rows is None  # other tokens in both models
                     if y is not None and (routed or y.shape[:-1] != x.shape[:-1]):
                         y = None
+                    elif y is not None and (of_norm or self._is_narrower(name)):
+                        y = self._left(y)
                     sums[name].add(_selected(x, rows), None if y is None else _selected(y, rows))
         moments = {name: each.moments(name) for name, each in sums.items()}
         if owner != names[0]:
@@ -236,11 +240,12 @@ class CalibrationPass:
     ) -> None:
         """Add to the sums of a linear, or of those of experts, what it sees where its outputs are added to the states."""
         own = self._joined("old", place, number, owner, stream)
-        with swapped(self._old, self._new, dict.fromkeys((*before, owner))):  # it may have no values yet
+        without_values = () if self._channels else dict.fromkeys((*before, owner))
+        with swapped(self._old, self._new, without_values):
             new = self._joined("new", place, number, owner, stream)
-        if own is None or new is None or own[2].shape != new[2].shape:
+        if own is None or new is None or (states := self._left(own[2])).shape != new[2].shape:
             return
-        (x, output, joined), wanted = new, own[2].reshape(new[1].shape)
+        (x, output, joined), wanted = new, states.reshape(new[1].shape)
         lacking = wanted - joined.reshape(output.shape)
         rows = self._rows(owner, place, self._batches[number], x.states if isinstance(x, Routed) else x)
         if isinstance(x, Routed):
@@ -343,11 +348,20 @@ class CalibrationPass:
         return {**inputs, "": end}, outputs[0] if len(outputs) == 1 else None
 
     def _is_as_wide(self, name: str, before: Sequence[str]) -> bool:
-        """Whether the stream that a linear writes to has as many channels in both models."""
-        old, new = (surgery.linear_at(model, name) for model in (self._old, self._new))
-        return (
-            name in before or any(name.startswith(f"{module}.") for module in before) or features(old) == features(new)
-        )
+        """Whether the stream that a linear writes to has as many channels in both models, of those that are left."""
+        if name in before or any(name.startswith(f"{module}.") for module in before):
+            return True
+        old, new = (features(surgery.linear_at(model, name)) for model in (self._old, self._new))
+        return old == new or self._is_narrower(name)
+
+    def _is_narrower(self, name: str) -> bool:
+        """Whether a linear writes to a stream that has lost channels (it has its other weights already)."""
+        old, new = (features(surgery.linear_at(model, name))[1] for model in (self._old, self._new))
+        return len(self._channels) == new < old
+
+    def _left(self, states: Tensor) -> Tensor:
+        """The channels of old states that the new model has."""
+        return states[..., self._channels] if self._channels else states
 
     def _prefix(self, place: Place) -> str:
         return self._architecture.stacks[place[0]].layers.format(place[1]) + "."

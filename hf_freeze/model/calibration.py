@@ -251,6 +251,7 @@ class StoredMoments:
         curvature: bool = False,
         fit: bool = False,
         norms: Sequence[str] = (),
+        channels: Sequence[int] = (),
     ) -> Iterator[dict[str, Moments | None]]:
         widths = {name: features(linear)[0] for name, linear in surgery.modules(self._old, names)}
         fitting = {
