@@ -11,8 +11,8 @@ from torch import nn
 from transformers import initialization
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, full_name
-from hf_freeze.layers import fake_quantized, integer_weights
+from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, full_name, in_layers
+from hf_freeze.layers import fake_quantized, integer_experts, integer_weights
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
 from hf_freeze.layers.grids import ACTIVATION_RANGES, GRANULARITIES, GROUP, WEIGHT_RANGES, WIDTHS, Grid
 from hf_freeze.layers.low_rank import LowRankLinear
@@ -59,9 +59,11 @@ class Quantize(LinearMethod):
     https://arxiv.org/abs/2210.17323), so that their outputs change least on what they see, and corrects their biases; `scheme`,
     tables and what is trained stay as without.
 
-    `components`: the linears of `"attention"` and `"ffn"`, in `layers`, and `"embeddings"`: the token tables and the output
-    matrix, tied or not. Position tables, norms, biases and the heads of other tasks stay unchanged. Fresh weights of a config are
-    drawn as usual and then quantised. All other parameters train unless Freeze names them.
+    `components`: the linears of `"attention"` and `"ffn"`, in `layers`; `"embeddings"`: the token tables and the output matrix,
+    tied or not; and `"experts"`: the matrices of a mixture's experts that lie in one parameter, where each output of each expert
+    has steps of its own (`weights` without `train` and `activations`; rounded as without also with a calibration). Position
+    tables, norms, biases and the heads of other tasks stay unchanged. Fresh weights of a config are drawn as usual and then
+    quantised. All other parameters train unless Freeze names them.
 
     Of LowRank, both factors are quantised; of FactorizedEmbedding, the table, while the projection is trained. Of a pruning that
     is finalized, the non-zero weights are (`weights` only), and of TensorTrain, the cores (`weights` without `activations`, see
@@ -84,7 +86,7 @@ class Quantize(LinearMethod):
     calibrates: ClassVar[bool] = True
     converts_fresh: ClassVar[bool] = True
     replaces: ClassVar[tuple[type[nn.Module], ...]] = (LowRankLinear, SparseLinear, TensorTrainLinear)
-    choices: ClassVar[tuple[str, ...]] = (*LINEAR_COMPONENTS, "embeddings")
+    choices: ClassVar[tuple[str, ...]] = (*LINEAR_COMPONENTS, "embeddings", "experts")
 
     scheme: str | None = None
     components: list[str] = field(default_factory=lambda: ["ffn", "attention"])
@@ -100,6 +102,11 @@ class Quantize(LinearMethod):
         super().__post_init__()
         check_one_given("Quantize", scheme=self.scheme, weights=self.weights)
         check_bool(self.train, "Quantize", "train")
+        if "experts" in self.components and (self.weights is None or self.train or self.activations is not None):
+            raise ValueError(
+                "Quantize(components=['experts']): the matrices of experts are rounded to integers at once, and their inputs are "
+                f"not rounded: give weights= one of {list(WIDTHS)} without train and activations"
+            )
         if self.scheme is not None:
             check_choice(self.scheme, SCHEMES, "Quantize", "scheme")
             for setting in fields(self)[-6:]:
@@ -139,13 +146,18 @@ class Quantize(LinearMethod):
 
     @property
     def _linear_components(self) -> list[str]:
-        return [component for component in self.components if component != "embeddings"]
+        return [component for component in self.components if component in LINEAR_COMPONENTS]
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
+        if "experts" in self.components and not self._experts(architecture, config):
+            raise ValueError(
+                f"Quantize(components={self.components!r}): {architecture.model_type} has no experts with matrices in one "
+                "parameter, in these layers; leave 'experts' out"
+            )
         if self._linear_components:
             super().check(architecture, config)
-        elif self.layers is not None:
+        elif self.layers is not None and "experts" not in self.components:
             raise ValueError(f"Quantize(layers={self.layers!r}): embeddings lie in no layer; leave layers out")
 
     def linear_names(self, architecture: Architecture, config: Any) -> list[str]:
@@ -179,6 +191,12 @@ class Quantize(LinearMethod):
                 rounding.active = not self.begin
         return layer
 
+    def _experts(self, architecture: Architecture, config: Any) -> list[str]:
+        """The modules, below the base model, of the experts that the method rounds."""
+        return (
+            list(in_layers(architecture.experts(config), self.layers).values()) if "experts" in self.components else []
+        )
+
     def _tables(self, model: Model, architecture: Architecture) -> dict[str, Any]:
         """Full name -> module, for each module with a row for each token."""
         return surgery.vocabulary_modules(model, architecture) if "embeddings" in self.components else {}
@@ -194,6 +212,10 @@ class Quantize(LinearMethod):
                 )
         self._check_stored(model, architecture)
         super().restructure(model, architecture)
+        for name in self._experts(architecture, model.config):
+            surgery.replace(
+                model, name, integer_experts.with_integers(surgery.native_experts(model, name, self.name), self.grid)
+            )
         tables = self._tables(model, architecture)
         self._check_sources(model, architecture, tables)
         for name, module in tables.items():
@@ -214,6 +236,9 @@ class Quantize(LinearMethod):
         """Raise ValueError if an earlier method draws one of the weights from a seed."""
         names = [full_name(model, name) for name in self.linear_names(architecture, model.config)]
         names += self._tables(model, architecture)
+        for name in self._experts(architecture, model.config):
+            experts = model.base_model.get_submodule(name)
+            names += [f"{full_name(model, name)}.{matrices}" for matrices in experts._parameters]
         for method in model.methods_now:
             for name, definition in method.freeze(model, architecture):
                 if definition is not None and name.removesuffix(".weight") in names:
@@ -260,6 +285,12 @@ class Quantize(LinearMethod):
             if isinstance(module, factors):
                 surgery.set_values(module.weight, weight)
             cast(Any, module).start()
+        for name in self._experts(architecture, new.config):
+            for matrices, module in integer_experts.held_matrices(new.base_model.get_submodule(name)):
+                module.fill(old.base_model.get_submodule(name).get_parameter(matrices).flatten(0, 1))
+            if statistics is not None:
+                statistics.note(f"{self.name}: the matrices of experts are rounded as without a calibration")
+            surgery.release(old, [name])
         modules = dict(self.modules(new, architecture))
         if statistics is not None and (self.train or self.scheme is not None):
             setting = "train=True" if self.train else f"scheme={self.scheme!r}"
@@ -346,6 +377,8 @@ class Quantize(LinearMethod):
                 "class does"
             )
         super().merge(model, architecture)
+        for name in self._experts(architecture, model.config):
+            surgery.replace(model, name, integer_experts.native_experts(model.base_model.get_submodule(name)))
         for name, module in self._tables(model, architecture).items():
             is_table = isinstance(module, nn.Embedding)
             dense = surgery.dense_table(module) if is_table else surgery.dense_linear(module)

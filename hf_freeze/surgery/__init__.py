@@ -46,6 +46,7 @@ from hf_freeze.surgery.replacing import linear_at as linear_at
 from hf_freeze.surgery.replacing import linear_names as linear_names
 from hf_freeze.surgery.replacing import make_releasable as make_releasable
 from hf_freeze.surgery.replacing import modules as modules
+from hf_freeze.surgery.replacing import native_experts as native_experts
 from hf_freeze.surgery.replacing import native_module as native_module
 from hf_freeze.surgery.replacing import neuron_features as neuron_features
 from hf_freeze.surgery.replacing import neuron_magnitudes as neuron_magnitudes

@@ -16,6 +16,7 @@ from hf_freeze.surgery.replacing import (
     feature_origins,
     finished,
     is_removed,
+    native_experts,
     neuron_features,
     neuron_magnitudes,
     release,
@@ -172,7 +173,7 @@ class ExpertNeurons:
         return self._matrices(model)[1].shape[2]
 
     def check_selectable(self, model: Any, method: str) -> None:
-        """No method replaces experts."""
+        native_experts(model, self.module, method)
 
     def outputs(self, model: Any) -> list[str]:
         return [f"{self.module}.{EXPERT_OUTPUT}.{number}" for number in range(len(self._matrices(model)[1]))]
