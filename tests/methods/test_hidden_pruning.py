@@ -267,6 +267,8 @@ def test_a_family_without_proof_is_refused():
         ValueError, match=r"'hidden_pruning' does not support 'longformer'; .*does not matter for the outputs"
     ):
         make_variant(AutoModel.from_config(config), [HiddenPruning(width=8)])
+    pooled = architecture_of(small_config("siglip_vision_model")).refusals["hidden"]
+    assert pooled == "what follows another order of its hidden channels was not found"
 
 
 @pytest.mark.parametrize(
