@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from hf_freeze import surgery
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.architectures.roles import EXPERT_OUTPUT
 from hf_freeze.compat.transformers import mask_of_frames
 from hf_freeze.layers.derived import Derived, SelfInitialized, features
 from hf_freeze.methods.base import Method
@@ -265,6 +266,27 @@ class CalibrationPass:
             for batch in self._batches:
                 self._old(**batch)
         return counts
+
+    def routed(self, modules: Sequence[str]) -> dict[str, Tensor]:
+        matrices = {name: self._old.base_model.get_submodule(name).get_parameter(EXPERT_OUTPUT) for name in modules}
+        found = {name: torch.zeros(len(each), dtype=torch.float64) for name, each in matrices.items()}
+        batch: Batch = {}
+
+        def add(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+            x = read_by(module, args, kwargs)
+            rows = self._rows(name, self._architecture.layer_of(f"{name}."), batch, x.states)
+            for number, total in enumerate(found[name]):
+                tokens, factors = x.tokens(number, rows)
+                total += (factors * x.outputs(number, tokens)).double().square().sum().cpu()
+
+        with ExitStack() as handles:
+            for name in modules:
+                hook = functools.partial(add, name)
+                module = self._old.base_model.get_submodule(name)
+                handles.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            for batch in track(self._batches, "Calibrating", len(self._batches)):
+                self._old(**batch)
+        return found
 
     def output_moments(self) -> Moments | None:
         output = self._old.get_output_embeddings()

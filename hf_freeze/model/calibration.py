@@ -289,6 +289,9 @@ class StoredMoments:
     def lookups(self, tables: Any) -> Tensor | None:
         """None: nothing is known of tokens."""
 
+    def routed(self, modules: Any) -> None:
+        """None: nothing is known of factors of experts."""
+
     def output_moments(self) -> Moments | None:
         """None: nothing is known of the output matrix."""
 

@@ -218,11 +218,15 @@ class ExpertNeurons:
     def first(self, model: Any, count: int) -> Kept:
         return [list(range(count)) for _ in self._matrices(model)[1]]
 
-    @torch.no_grad()
     def largest(self, model: Any, count: int) -> Kept:
+        return _largest(self.magnitudes(model), count)
+
+    @torch.no_grad()
+    def magnitudes(self, model: Any) -> torch.Tensor:
+        """fp32 (E, W): the product of the norms of the weights of each neuron."""
         before, after = (parameter.float() for parameter in self._matrices(model))
         parts = torch.stack([part.norm(dim=2) for part in before.split(after.shape[2], dim=1)])
-        return _largest(parts.prod(0) * after.norm(dim=1), count)
+        return parts.prod(0) * after.norm(dim=1)
 
     def origins(self, model: Any, kept: Kept) -> dict[str, Origin]:
         names = (expert_input(self._experts(model)), EXPERT_OUTPUT)
