@@ -3,15 +3,16 @@ Molchanov et al., 2017, https://arxiv.org/abs/1611.06440).
 """
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type, in_layers, set_fields
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.methods._budget import AUTO, Competing, size_of
 from hf_freeze.methods._checks import (
     check_any_selected,
     check_numbers_by_name,
@@ -25,7 +26,7 @@ from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
 from hf_freeze.solvers.allocation import allocate
-from hf_freeze.solvers.columns import eliminate
+from hf_freeze.solvers.columns import Elimination, eliminate
 from hf_freeze.solvers.moments import Moments
 
 _WIDE = 64  # neurons from which FFNs keep multiples of 8, where each has its own number
@@ -51,7 +52,7 @@ class FFNPruning(Method):
 
     With a calibration, those neurons stay whose loss would change the outputs most, and the matrix that reads them is refitted:
     in an FFN, or in each expert, on the tokens that it gets. An expert that no or too few tokens reach is cut as without.
-    `share`, which needs a calibration, is for FFNs of linears.
+    `share`, which needs a calibration, is for FFNs of linears; "auto" is what `budget=` of `make_variant` leaves them.
 
     The magnitude of a neuron is the product of the norm of its input weights and the norm of its output weights. `merge()`
     gives a native model: of the smaller width if all layers have the same width, otherwise padded with zero neurons.
@@ -73,7 +74,7 @@ class FFNPruning(Method):
     layers: dict[str, list[int]] | None = None
     expert_width: int | None = None
     experts: int | dict[str, list[int]] | None = None
-    share: float | None = None
+    share: float | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         check_layers_type(self.layers)
@@ -84,7 +85,7 @@ class FFNPruning(Method):
             check_one_given(
                 "FFNPruning", width=self.width, keep=self.keep, expert_width=self.expert_width, share=self.share
             )
-        if self.share is not None:
+        if self.share is not None and self.share != AUTO:
             check_share(self.share, "FFNPruning", "share")
         if self.width is not None:
             check_positive(self.width, "FFNPruning", "width")
@@ -325,6 +326,17 @@ class FFNPruning(Method):
 
     def _allocated(self, old: Any, architecture: Architecture, statistics: Statistics) -> "FFNPruning":
         """The neurons of all FFNs compete: those stay whose removal would change the predictions most."""
+        orders = self._orders(old, architecture, statistics)
+        widths = {block: len(order.order) for block, order in orders.items()}
+        step = _step(widths.values())
+        removals = round((1 - self.share) * sum(widths.values()))  # type: ignore[operator]
+        curves = [order.losses.tolist() for order in orders.values()]
+        removed = allocate(curves, removals, most=[width - step for width in widths.values()], step=step)
+        counts = {block: widths[block] - gone for block, gone in zip(orders, removed, strict=True)}
+        return FFNPruning(keep={block: orders[block].kept(count) for block, count in counts.items()})
+
+    def _orders(self, old: Any, architecture: Architecture, statistics: Statistics) -> dict[str, Elimination]:
+        """FFN -> the order in which its neurons go."""
         blocks = in_layers(surgery.neurons_of(architecture, old.config), self.layers)
         linears = architecture.ffns(old.config)
         outputs = _outputs(old, {block: (neurons, 0) for block, neurons in blocks.items() if block in linears})
@@ -334,13 +346,21 @@ class FFNPruning(Method):
                 if moment is not None:
                     linear = old.base_model.get_submodule(name)
                     orders[outputs[name]] = eliminate(surgery.effective_weight(linear), linear.bias, moment)
-        widths = {block: blocks[block].count(old) for block in orders}
-        step = _MULTIPLE if min(widths.values()) >= _WIDE else 1
-        removals = round((1 - self.share) * sum(widths.values()))  # type: ignore[operator]
-        curves = [order.losses.tolist() for order in orders.values()]
-        removed = allocate(curves, removals, most=[width - step for width in widths.values()], step=step)
-        counts = {block: widths[block] - gone for block, gone in zip(orders, removed, strict=True)}
-        return FFNPruning(keep={block: orders[block].kept(count) for block, count in counts.items()})
+        return orders
+
+    def competing(self, old: Any, architecture: Architecture, statistics: Statistics) -> dict[str, Competing]:
+        """FFN -> its neurons, for `share="auto"`."""
+        orders = self._orders(old, architecture, statistics)
+        ffns, step = architecture.ffns(old.config), _step(len(order.order) for order in orders.values())
+        return {
+            block: Competing(
+                order.losses.tolist(), len(order.order) - step, step, size_of(old, ffns[block], len(order.order))
+            )
+            for block, order in orders.items()
+        }
+
+    def with_share(self, share: float) -> "FFNPruning":
+        return replace(self, share=share)
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         if self.experts is not None:
@@ -359,6 +379,11 @@ class FFNPruning(Method):
 def _outputs(model: Any, blocks: Mapping[str, tuple[surgery.Neurons, int]]) -> dict[str, str]:
     """Linear that reads neurons -> their FFN."""
     return {output: block for block, (neurons, _) in blocks.items() for output in neurons.outputs(model)}
+
+
+def _step(widths: Iterable[int]) -> int:
+    """How many neurons of an FFN go at once, where each has its own number."""
+    return _MULTIPLE if min(widths) >= _WIDE else 1
 
 
 def _of_experts(kept: Any) -> bool:

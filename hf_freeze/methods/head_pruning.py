@@ -4,14 +4,15 @@ https://arxiv.org/abs/1905.10650).
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.hard_concrete import HardConcrete
 from hf_freeze.layers.masked_heads import MaskedHeads
+from hf_freeze.methods._budget import AUTO, Competing, size_of
 from hf_freeze.methods._checks import (
     check_any_selected,
     check_choice,
@@ -48,7 +49,7 @@ class HeadPruning(Method):
     gives a native model whose removed heads are zero.
 
     With a calibration, `share` keeps the heads that the outputs need most, and refits what stays; with `scope="global"`, it is
-    the share of all heads, and each attention keeps at least one.
+    the share of all heads, and each attention keeps at least one. "auto" is that which `budget=` of `make_variant` leaves them.
 
     With `begin` or `end`, heads are removed while the model is trained: the share of heads falls from 1 to `share` between these
     shares of training (None: 0 and 1), as `ramp` says: "linear", "cosine" or "cubic" (fast at first, as for magnitude pruning).
@@ -80,7 +81,7 @@ class HeadPruning(Method):
     by_layer: ClassVar[tuple[str, ...]] = ("heads",)
     calibrates: ClassVar[bool] = True
     heads: dict[str, list[int]] | None = None
-    share: float | None = None
+    share: float | Literal["auto"] | None = None
     layers: dict[str, list[int]] | None = None
     begin: float | None = None
     end: float | None = None
@@ -101,7 +102,10 @@ class HeadPruning(Method):
                         f"HeadPruning({field}={value!r}): is for heads that are removed during training: give share, and begin "
                         "or end"
                     )
-        if self.share is not None:
+        if self.share == AUTO:
+            if self.finalizable:
+                raise ValueError("HeadPruning(share='auto'): is decided before training: leave begin and end out")
+        elif self.share is not None:
             check_share(self.share, "HeadPruning", "share")
         if self.penalty is not None:
             check_number(self.penalty, 0, _MOST_PENALTY, "HeadPruning", "penalty")
@@ -238,12 +242,7 @@ class HeadPruning(Method):
 
     def _kept_by(self, statistics: Statistics, old: Any, attentions: dict[str, Attention]) -> dict[str, list[int]]:
         """Attention -> the heads that stay by what the model sees; with `scope="global"` the heads of all attentions compete."""
-        outputs = {attention.o: name for name, attention in attentions.items()}
-        found = {}
-        for moments in statistics.walk(list(outputs), curvature=True):
-            for output, moment in moments.items():
-                if moment is not None:
-                    found[outputs[output]] = eliminated_heads(old, attentions[outputs[output]], moment)
+        found = _orders(statistics, old, attentions)
         share: Any = self.share
         units = {name: len(groups[0]) for name, (groups, _) in found.items()}
         heads = {name: len(groups) * units[name] for name, (groups, _) in found.items()}
@@ -295,7 +294,21 @@ class HeadPruning(Method):
             heads = surgery.count_heads(old, attention, self.name)
             removed[name] = [head for head in range(heads) if head not in kept[name]]
         removed = {name: heads for name, heads in removed.items() if heads}
-        return HeadPruning(heads=removed) if removed else self
+        return HeadPruning(heads=removed) if removed else HeadPruning(share=1.0, layers=self.layers)
+
+    def competing(self, old: Any, architecture: Architecture, statistics: Statistics) -> dict[str, Competing]:
+        """Attention -> its heads, or groups of heads that go together, for `share="auto"`."""
+        attentions = self._with_heads(old, architecture)
+        found = _orders(statistics, old, attentions)
+        return {
+            name: Competing(
+                order.losses.tolist(), len(groups) - 1, 1, size_of(old, attentions[name].linears, len(groups))
+            )
+            for name, (groups, order) in found.items()
+        }
+
+    def with_share(self, share: float) -> "HeadPruning":
+        return replace(self, share=share, scope="global")
 
     def must_decide(self, architecture: Architecture, config: Any) -> bool:
         """Whether heads differ in more than their weights, or attentions keep different numbers: the config must name them."""
@@ -321,7 +334,7 @@ class HeadPruning(Method):
 
     def finalize(self, model: Model, architecture: Architecture) -> "HeadPruning":
         if self.share is not None:
-            self.mask(model, architecture, self.share)
+            self.mask(model, architecture, self.share)  # type: ignore[arg-type]
         attentions, kept = self._attentions(architecture, model.config), {}
         for name, module in self.masked(model, architecture).items():
             each = self.per_mask(model, attentions[name])
@@ -346,6 +359,19 @@ class HeadPruning(Method):
             heads = attention.head_count(model.config)
             kept = self._kept(name, attention, model, heads) if attention.knows_heads else None
             surgery.pad_heads(model, attention, kept)
+
+
+def _orders(
+    statistics: Statistics, old: Any, attentions: dict[str, Attention]
+) -> dict[str, tuple[list[list[int]], Elimination]]:
+    """Attention -> as `eliminated_heads`."""
+    outputs = {attention.o: name for name, attention in attentions.items()}
+    found = {}
+    for moments in statistics.walk(list(outputs), curvature=True):
+        for output, moment in moments.items():
+            if moment is not None:
+                found[outputs[output]] = eliminated_heads(old, attentions[outputs[output]], moment)
+    return found
 
 
 def eliminated_heads(model: Any, attention: Attention, moments: Moments) -> tuple[list[list[int]], Elimination]:

@@ -23,6 +23,7 @@ from hf_freeze.architectures.base import base_name
 from hf_freeze.architectures.registry import architecture_for, architecture_of
 from hf_freeze.architectures.tasks import AUTO_CLASSES, native_class, native_classes
 from hf_freeze.compat.transformers import copy_attention_implementation, copy_quantizer, is_quantized
+from hf_freeze.methods._budget import AUTO, check_budget, decide_shares
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import needs_config
 from hf_freeze.methods.parts import InitialValues, SeededValues, Selection
@@ -55,6 +56,7 @@ def make_variant(
     components: Mapping[str, Any] | None = None,
     calibration: Any = None,
     tokenizer: Any = None,
+    budget: float | None = None,
 ) -> Any:
     """Apply `methods`, in order, to a backbone; returns a variant, which is an instance of the backbone's class.
 
@@ -67,12 +69,15 @@ def make_variant(
     weights of another model, Hub id or directory of the same architecture and sizes there; its depth or other widths may differ.
     `calibration`: some hundred unlabelled texts for `tokenizer`, or batches, or "samples" of a causal language model itself, or
     what `analysis.calibrate` has found: then methods choose what goes by what the model sees there, and refit what stays
-    (docs/calibration.md); `variant.calibration_report` says what that changed.
+    (docs/calibration.md); `variant.calibration_report` says what that changed. `budget`: with a calibration and methods with
+    `share="auto"`, the share that stays of the weights of all heads and neurons that these may remove; which go, their costs
+    across layers and parts decide.
 
-    Raises ValueError for an unsupported backbone, task, init or method setting, and a calibration of no texts, of another model
-    or for a backbone without weights; FileNotFoundError for a missing directory.
+    Raises ValueError for an unsupported backbone, task, init or method setting, a budget that cannot be met, and a calibration
+    of no texts, of another model or for a backbone without weights; FileNotFoundError for a missing directory.
     """
     _check_arguments(backbone, methods, task, init)
+    check_budget(methods, budget, calibration)
     if calibration is None and (needing := next((method for method in methods if method.needs_calibration), None)):
         raise ValueError(f"{needing} needs a calibration: give make_variant trained weights and calibration=")
     if calibration is not None and isinstance(backbone, PreTrainedConfig):
@@ -90,11 +95,13 @@ def make_variant(
     if isinstance(backbone, PreTrainedConfig):
         variant = _from_config(backbone, methods, task, init, seed)
     elif isinstance(backbone, PreTrainedModel):
-        variant = _from_model(backbone, methods, copy=copy, seed=seed, calibration=(calibration, tokenizer))
+        seen = (calibration, tokenizer)
+        variant = _from_model(backbone, methods, copy=copy, seed=seed, calibration=seen, budget=budget)
     else:
         check_exists(backbone)
         model = AUTO_CLASSES[str(task)].from_pretrained(backbone)
-        variant = _from_model(model, methods, copy=False, seed=seed, calibration=(calibration, tokenizer))
+        seen = (calibration, tokenizer)
+        variant = _from_model(model, methods, copy=False, seed=seed, calibration=seen, budget=budget)
     for method in methods:
         if (teacher := getattr(method, "teacher", None)) is not None:
             variant.set_teacher(teacher)
@@ -162,6 +169,7 @@ def _from_model(
     copy: bool,
     seed: int,
     calibration: tuple[Any, Any] = (None, None),
+    budget: float | None = None,
 ) -> Any:
     """A variant with the weights of `model`, by way of one model for each method that changes the structure.
     `calibration`: and its tokenizer."""
@@ -215,6 +223,8 @@ def _from_model(
 
     for number in sorted({*structural, *seeding, *redrawing, len(added)}):
         if number and not on_meta:
+            if budget is not None and calibrator is not None and getattr(added[number - 1], "share", None) == AUTO:
+                added = _shared_out(added, budget, current, calibrator)
             added[number - 1] = _decided(added[number - 1], current, calibrator, has_alignment(settings))
         if number in structural:
             if not on_meta:  # which heads go, the weights tell
@@ -239,6 +249,18 @@ def _from_model(
     if getattr(current, "generation_config", None) is not None:
         renumber_token_ids(current.generation_config, added, vocabulary_size(model.config))
     return current
+
+
+def _shared_out(methods: list[Method], budget: float, old: Any, calibrator: Calibrator) -> list[Method]:
+    """`methods`, with shares in place of "auto"."""
+    if not calibrator.runs:
+        raise ValueError(
+            f"budget={budget:g}: costs of different parts are compared by their gradients, which a saved calibration does not "
+            "have: give texts"
+        )
+    with calibrator.statistics(old, old) as statistics:
+        shares = decide_shares(methods, budget, old, architecture_for(old), statistics)
+    return [shares.get(number, method) for number, method in enumerate(methods)]
 
 
 def _plain(model: Any, method: Method) -> Any:

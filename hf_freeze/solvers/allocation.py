@@ -16,18 +16,32 @@ def allocate(costs: Sequence[Sequence[float]], removals: int, *, most: Sequence[
     """
     if removals > sum(most):
         raise ValueError(f"cannot remove {removals} units: at most {sum(most)} may go")
-    slopes = [_hull(list(part)[: limit // step * step + 1 : step]) for part, limit in zip(costs, most, strict=True)]
+    return allocate_sizes(costs, removals, most=most, steps=[step] * len(costs), sizes=[1] * len(costs))
+
+
+def allocate_sizes(
+    costs: Sequence[Sequence[float]],
+    size: float,
+    *,
+    most: Sequence[int],
+    steps: Sequence[int],
+    sizes: Sequence[float],
+) -> list[int]:
+    """As `allocate`, for units of different `sizes`, those of each part, which go in `steps` of its own: at least `size` goes,
+    or all that may, where the cost is least for what it frees."""
+    parts = zip(costs, most, steps, strict=True)
+    slopes = [_hull(list(part)[: limit // step * step + 1 : step]) for part, limit, step in parts]
+    frees = [step * each for step, each in zip(steps, sizes, strict=True)]
     removed = [0] * len(slopes)
-    ready = [(part[0], number) for number, part in enumerate(slopes) if part]
+    ready = [(part[0] / frees[number], number) for number, part in enumerate(slopes) if part]
     heapq.heapify(ready)
-    for _ in range(-(-removals // step)):
-        if not ready:
-            break
+    while ready and size > 1e-9 * max(frees):
         _, number = heapq.heappop(ready)
         removed[number] += 1
+        size -= frees[number]
         if removed[number] < len(slopes[number]):
-            heapq.heappush(ready, (slopes[number][removed[number]], number))
-    return [count * step for count in removed]
+            heapq.heappush(ready, (slopes[number][removed[number]] / frees[number], number))
+    return [count * step for count, step in zip(removed, steps, strict=True)]
 
 
 def _hull(costs: list[float]) -> list[float]:
