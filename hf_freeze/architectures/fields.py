@@ -164,17 +164,17 @@ def _expert_count(config: Any, integers: dict[str, int], stack: Stack) -> tuple[
     before, after = (dict(_tensors(_built(config, **{field: count}))) for count in (old, new))
     axes: dict[str, int] = {}
     for name, tensor in before.items():
-        match = re.match(rf"{stack.layer_pattern}\.", name)
-        inside = match is not None and name[match.end() :].startswith(parents)
-        if inside and not tensor.is_floating_point():
+        inside = re.sub(rf"^{stack.layer_pattern}\.", "", name)
+        is_ours = inside != name and inside.startswith(parents)
+        if is_ours and not tensor.is_floating_point():
             return None, {}
-        shape, other = tensor.shape, after[name].shape if name in after else ()
-        moved = [axis for axis, sizes in enumerate(zip(shape, other, strict=False)) if sizes[0] != sizes[1]]
+        shape, other = tuple(tensor.shape), tuple(after[name].shape) if name in after else ()
         if shape == other:
             continue
-        if not inside or len(shape) != len(other) or [(shape[axis], other[axis]) for axis in moved] != [(old, new)]:
+        moved = [axis for axis, size in enumerate(shape) if other[axis : axis + 1] != (size,)]
+        if not is_ours or [(shape[axis], other[axis : axis + 1]) for axis in moved] != [(old, (new,))]:
             return None, {}
-        axes[name[match.end() :]] = moved[0]
+        axes[inside] = moved[0]
     matrices = [name for name in axes if name.rpartition(".")[0] in stack.experts]
     return (field, axes) if len(axes) > len(matrices) >= 2 * len(stack.experts) else (None, {})
 

@@ -222,7 +222,10 @@ class FFNPruning(Method):
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         if self.experts is not None:
-            surgery.keep_experts(model, architecture, self._experts_left(architecture, model.config))
+            kept = self._experts_left(architecture, model.config)
+            if len(next(iter(kept.values()))) == surgery.mixtures_of(architecture, model.config).count:
+                warnings.warn(f"{self} keeps all experts: nothing is removed", stacklevel=2)
+            surgery.keep_experts(model, architecture, kept)
             return
         removed = 0
         for block, (neurons, count) in self._blocks(architecture, model.config).items():
@@ -313,6 +316,7 @@ class FFNPruning(Method):
         return self.share is not None or isinstance(self.experts, int)
 
     def _best_experts(self, old: Any, architecture: Architecture, statistics: Statistics | None) -> "FFNPruning":
+        self._experts_left(architecture, old.config)  # which checks their number
         blocks, mixtures = architecture.experts(old.config), surgery.mixtures_of(architecture, old.config)
         scores = {module: surgery.expert_magnitudes(old, module) for module in blocks.values()}
         if statistics is not None and (masses := statistics.routed(list(scores))) is not None:
