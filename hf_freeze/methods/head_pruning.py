@@ -49,7 +49,7 @@ class HeadPruning(Method):
     gives a native model whose removed heads are zero.
 
     With a calibration, `share` keeps the heads that the outputs need most, and refits what stays; with `scope="global"`, it is
-    the share of all heads, and each attention keeps at least one. "auto" is that which `budget=` of `make_variant` leaves them.
+    the share of all heads, and each attention keeps at least one. "auto" is what `budget=` of `make_variant` leaves them.
 
     With `begin` or `end`, heads are removed while the model is trained: the share of heads falls from 1 to `share` between these
     shares of training (None: 0 and 1), as `ramp` says: "linear", "cosine" or "cubic" (fast at first, as for magnitude pruning).
