@@ -54,7 +54,8 @@ class LinearMethod(Method):
         with_linears = [component for component in LINEAR_COMPONENTS if architecture.linears(config, component)]
         (default,) = (field.default_factory() for field in fields(cls) if field.name == "components")  # type: ignore[misc]
         given = "" if set(default) & set(with_linears) else f"give components={with_linears}: "
-        return f"{given}the matrices of its experts stay as they are"
+        more = ", unless components name 'experts'" if "experts" in cls.choices else ""
+        return f"{given}the matrices of its experts stay as they are{more}"
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)

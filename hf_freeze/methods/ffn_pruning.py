@@ -225,7 +225,7 @@ class FFNPruning(Method):
             kept = self._experts_left(architecture, model.config)
             if len(next(iter(kept.values()))) == surgery.mixtures_of(architecture, model.config).count:
                 warnings.warn(f"{self} keeps all experts: nothing is removed", stacklevel=2)
-            surgery.keep_experts(model, architecture, kept)
+            surgery.keep_experts(model, architecture, kept, self.name)
             return
         removed = 0
         for block, (neurons, count) in self._blocks(architecture, model.config).items():
@@ -317,6 +317,8 @@ class FFNPruning(Method):
 
     def _best_experts(self, old: Any, architecture: Architecture, statistics: Statistics | None) -> "FFNPruning":
         self._experts_left(architecture, old.config)  # which checks their number
+        for module in architecture.experts(old.config).values():
+            surgery.check_experts(old, module, self.name)
         blocks, mixtures = architecture.experts(old.config), surgery.mixtures_of(architecture, old.config)
         scores = {module: surgery.expert_magnitudes(old, module) for module in blocks.values()}
         if statistics is not None and (masses := statistics.routed(list(scores))) is not None:

@@ -11,10 +11,12 @@ from torch import nn
 from transformers import initialization
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, full_name
+from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, full_name, in_layers
+from hf_freeze.architectures.roles import EXPERT_OUTPUT
 from hf_freeze.layers import fake_quantized, integer_weights
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
 from hf_freeze.layers.grids import ACTIVATION_RANGES, GRANULARITIES, GROUP, WEIGHT_RANGES, WIDTHS, Grid
+from hf_freeze.layers.integer_experts import IntegerExperts
 from hf_freeze.layers.low_rank import LowRankLinear
 from hf_freeze.layers.quantized import SCHEMES, STORED, QuantizedEmbedding, QuantizedLinear, check_installed
 from hf_freeze.layers.quantized_cores import FakeQuantizedTensorTrainLinear, IntegerTensorTrainLinear
@@ -32,7 +34,7 @@ from hf_freeze.methods.base import Model, Statistics
 from hf_freeze.methods.parts import Part, Schedule
 from hf_freeze.methods.registry import register_method
 from hf_freeze.solvers.moments import Moments, loss, projected, without_outputs
-from hf_freeze.solvers.rounding import Symmetric, gptq
+from hf_freeze.solvers.rounding import Rounded, Symmetric, gptq
 
 
 @register_method("quantize", example={"scheme": "nf4", "components": ["ffn", "embeddings"]}, shrinks=True)
@@ -59,9 +61,11 @@ class Quantize(LinearMethod):
     https://arxiv.org/abs/2210.17323), so that their outputs change least on what they see, and corrects their biases; `scheme`,
     tables and what is trained stay as without.
 
-    `components`: the linears of `"attention"` and `"ffn"`, in `layers`, and `"embeddings"`: the token tables and the output
-    matrix, tied or not. Position tables, norms, biases and the heads of other tasks stay unchanged. Fresh weights of a config are
-    drawn as usual and then quantised. All other parameters train unless Freeze names them.
+    `components`: the linears of `"attention"` and `"ffn"`, in `layers`; `"experts"`: the matrices of a mixture that lie in one
+    parameter (`weights` alone, without `activations` and `train`), each rounded by GPTQ for the tokens that its expert gets, of
+    a saved calibration only the last ones; and `"embeddings"`: the token tables and the output matrix, tied or not. Position
+    tables, norms, biases and the heads of other tasks stay unchanged. Fresh weights of a config are drawn as usual and then
+    quantised. All other parameters train unless Freeze names them.
 
     Of LowRank, both factors are quantised; of FactorizedEmbedding, the table, while the projection is trained. Of a pruning that
     is finalized, the non-zero weights are (`weights` only), and of TensorTrain, the cores (`weights` without `activations`, see
@@ -84,7 +88,7 @@ class Quantize(LinearMethod):
     calibrates: ClassVar[bool] = True
     converts_fresh: ClassVar[bool] = True
     replaces: ClassVar[tuple[type[nn.Module], ...]] = (LowRankLinear, SparseLinear, TensorTrainLinear)
-    choices: ClassVar[tuple[str, ...]] = (*LINEAR_COMPONENTS, "embeddings")
+    choices: ClassVar[tuple[str, ...]] = (*LINEAR_COMPONENTS, "experts", "embeddings")
 
     scheme: str | None = None
     components: list[str] = field(default_factory=lambda: ["ffn", "attention"])
@@ -100,6 +104,11 @@ class Quantize(LinearMethod):
         super().__post_init__()
         check_one_given("Quantize", scheme=self.scheme, weights=self.weights)
         check_bool(self.train, "Quantize", "train")
+        if "experts" in self.components and (self.weights is None or self.train or self.activations is not None):
+            raise ValueError(
+                f"Quantize(components={self.components!r}): the matrices of experts are stored as integers, not trained and not "
+                f"multiplied with integers: give weights= one of {list(WIDTHS)}, without scheme, train and activations"
+            )
         if self.scheme is not None:
             check_choice(self.scheme, SCHEMES, "Quantize", "scheme")
             for setting in fields(self)[-6:]:
@@ -139,13 +148,23 @@ class Quantize(LinearMethod):
 
     @property
     def _linear_components(self) -> list[str]:
-        return [component for component in self.components if component != "embeddings"]
+        return [component for component in self.components if component in LINEAR_COMPONENTS]
+
+    def _experts(self, architecture: Architecture, config: Any) -> list[str]:
+        """The modules of experts that the method replaces, below the base model."""
+        found = in_layers(architecture.experts(config), self.layers)
+        return list(found.values()) if "experts" in self.components else []
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
         if self._linear_components:
             super().check(architecture, config)
-        elif self.layers is not None:
+        if "experts" in self.components and not self._experts(architecture, config):
+            raise ValueError(
+                f"Quantize(components={self.components!r}): {architecture.model_type} has no experts with matrices in one "
+                "parameter, in these layers; leave 'experts' out"
+            )
+        if self.components == ["embeddings"] and self.layers is not None:
             raise ValueError(f"Quantize(layers={self.layers!r}): embeddings lie in no layer; leave layers out")
 
     def linear_names(self, architecture: Architecture, config: Any) -> list[str]:
@@ -194,6 +213,9 @@ class Quantize(LinearMethod):
                 )
         self._check_stored(model, architecture)
         super().restructure(model, architecture)
+        for name in self._experts(architecture, model.config):
+            surgery.check_experts(model, name, self.name)
+            surgery.replace(model, name, IntegerExperts(model.base_model.get_submodule(name), self.grid))
         tables = self._tables(model, architecture)
         self._check_sources(model, architecture, tables)
         for name, module in tables.items():
@@ -214,9 +236,11 @@ class Quantize(LinearMethod):
         """Raise ValueError if an earlier method draws one of the weights from a seed."""
         names = [full_name(model, name) for name in self.linear_names(architecture, model.config)]
         names += self._tables(model, architecture)
+        inside = tuple(f"{full_name(model, name)}." for name in self._experts(architecture, model.config))
         for method in model.methods_now:
             for name, definition in method.freeze(model, architecture):
-                if definition is not None and name.removesuffix(".weight") in names:
+                is_ours = name.removesuffix(".weight") in names or name.startswith(inside)
+                if definition is not None and is_ours:
                     raise ValueError(
                         f"method {self.name!r}: {method.name!r} draws {name!r} from a seed and stores nothing for it; leave it "
                         "out by components= or layers="
@@ -260,13 +284,21 @@ class Quantize(LinearMethod):
             if isinstance(module, factors):
                 surgery.set_values(module.weight, weight)
             cast(Any, module).start()
-        modules = dict(self.modules(new, architecture))
+        modules: dict[str, Any] = dict(self.modules(new, architecture))
+        experts = self._experts(architecture, new.config)
+        of_experts = {f"{e}.{n}": e for e in experts for n in _matrices(old.base_model.get_submodule(e))}
         if statistics is not None and (self.train or self.scheme is not None):
             setting = "train=True" if self.train else f"scheme={self.scheme!r}"
             statistics.note(f"{self.name}: {setting} is the same with a calibration as without")
             statistics = None
-        walk = [dict.fromkeys(modules)] if statistics is None or not modules else statistics.walk(list(modules))
+        walk: Any = [dict.fromkeys(modules), *({f"{e}.{EXPERT_OUTPUT}.0": None} for e in experts)]
+        if statistics is not None and (modules or experts):
+            walk = statistics.walk([*modules, *of_experts], {name: (owner,) for name, owner in of_experts.items()})
         for moments in walk:
+            if (owner := of_experts.get(next(iter(moments), ""))) is not None:
+                self._round_experts(owner, old, new, moments, statistics)
+                surgery.release(old, [owner])
+                continue
             for name, moment in moments.items():
                 module, linear = modules[name], old.base_model.get_submodule(name)
                 if moment is None or statistics is None:
@@ -291,6 +323,30 @@ class Quantize(LinearMethod):
         if self.train:
             cast(Any, module).start()
 
+    def _round_experts(self, owner: str, old: Any, new: Model, moments: Any, statistics: Statistics | None) -> None:
+        """Round the matrices of experts, each to the nearest, or by its moments."""
+        experts, integers = (model.base_model.get_submodule(owner) for model in (old, new))
+        for parameter, matrices in experts.named_parameters():
+            layer = integers.get_submodule(parameter)
+            layer.fill(matrices.flatten(0, 1))
+            numbers, steps = (
+                values.view(len(matrices), -1, values.shape[1]).clone() for values in (layer.integers(), layer.steps())
+            )
+            plain = layer.dense_weight().view(matrices.shape)
+            for number, matrix in enumerate(matrices.detach()):
+                moment = moments.get(name := f"{owner}.{parameter}.{number}")
+                if moment is not None and statistics is not None:
+                    found = self._gptq(matrix, None, moment)
+                    numbers[number], steps[number] = found.numbers, found.steps
+                    statistics.record(
+                        name, loss(matrix, plain[number], moment), loss(matrix, found.weight().to(matrix), moment)
+                    )
+            layer.set_grid(numbers.flatten(0, 1), steps.flatten(0, 1))
+
+    def _gptq(self, weight: Any, bias: Any, moments: Moments) -> Rounded:
+        group = None if self.granularity == "channel" else GROUP
+        return gptq(weight, bias, moments, Symmetric(self.grid.levels), group=group)
+
     def _round(self, module: Any, linear: Any, moments: Moments, name: str, statistics: Statistics) -> None:
         """Round `linear` again, so that what comes out of the layer changes least; its bias follows."""
         weight, bias = surgery.effective_weight(linear), linear.bias
@@ -311,8 +367,7 @@ class Quantize(LinearMethod):
 
     def _set_rounded(self, module: Any, weight: Any, bias: Any, moments: Moments) -> torch.Tensor | None:
         """Round W (O, I) to the grid, and return its bias (O,) or None."""
-        group = None if self.granularity == "channel" else GROUP
-        rounded = gptq(weight, bias, moments, Symmetric(self.grid.levels), group=group)
+        rounded = self._gptq(weight, bias, moments)
         module.set_grid(rounded.numbers, rounded.steps)
         return rounded.bias
 
@@ -346,10 +401,17 @@ class Quantize(LinearMethod):
                 "class does"
             )
         super().merge(model, architecture)
+        for name in self._experts(architecture, model.config):
+            surgery.replace(model, name, cast(Any, model.base_model.get_submodule(name)).with_parameters())
         for name, module in self._tables(model, architecture).items():
             is_table = isinstance(module, nn.Embedding)
             dense = surgery.dense_table(module) if is_table else surgery.dense_linear(module)
             surgery.replace_by_full_name(model, name, dense)
+
+
+def _matrices(experts: Any) -> list[str]:
+    """The matrices of each of the experts of a module, as names below it."""
+    return [f"{name}.{number}" for name, each in experts.named_parameters() for number in range(len(each))]
 
 
 # Class of what is replaced -> the layers of `scheme`, of `weights`, and of the training for these.

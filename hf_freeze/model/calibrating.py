@@ -366,10 +366,10 @@ class CalibrationPass:
 
     def _is_as_wide(self, name: str, before: Sequence[str]) -> bool:
         """Whether the stream that a linear writes to has as many channels in both models."""
+        if name in before or any(name.startswith(f"{module}.") for module in before):
+            return True
         old, new = (surgery.linear_at(model, name) for model in (self._old, self._new))
-        return (
-            name in before or any(name.startswith(f"{module}.") for module in before) or features(old) == features(new)
-        )
+        return features(old) == features(new)
 
     def _prefix(self, place: Place) -> str:
         return self._architecture.stacks[place[0]].layers.format(place[1]) + "."
@@ -629,7 +629,8 @@ def _add_routed(
     rows: Tensor | None,
     joined: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Add a call of experts to the sums of their last linears. Each is to give what it gives in the call `y` of the model before.
+    """Add a call of experts to the sums of their linears. The last ones are to give what they give in the call `y` of the model
+    before.
 
     joined: (T, H) twice, what lacks in the states that their outputs are added to, and these states. Then the experts of a token
     are to add that, in proportion to their factors: so the outputs of each change least. An error of an expert counts by the
@@ -637,13 +638,18 @@ def _add_routed(
     """
     y = y if y is not None and y.states.shape == x.states.shape else None
     for name, each in sums.items():
-        number = int(name.rpartition(".")[2])
+        _, parameter, last = name.rsplit(".", 2)
+        number = int(last)
         tokens, factors = x.tokens(number, rows)
-        wanted, weights = None if y is None else y.outputs(number, tokens), factors.square()
+        weights = factors.square()
+        if joined is not None:
+            weights = weights * _weights(joined[1][tokens])
+        if parameter != EXPERT_OUTPUT:
+            each.add(x.states[tokens], None, weights)
+            continue
+        wanted = None if y is None else y.outputs(number, tokens)
         if wanted is not None and joined is not None:
-            lacking, states = (each[tokens] for each in joined)
-            wanted = wanted + lacking * (factors / x.factors[tokens].square().sum(-1, keepdim=True))
-            weights = weights * _weights(states)
+            wanted = wanted + joined[0][tokens] * (factors / x.factors[tokens].square().sum(-1, keepdim=True))
         each.add(x.neurons(number, tokens), wanted, weights)
 
 

@@ -35,6 +35,7 @@ from hf_freeze.surgery.layers import take_layers as take_layers
 from hf_freeze.surgery.layers import take_values as take_values
 from hf_freeze.surgery.neurons import Kept as Kept
 from hf_freeze.surgery.neurons import Neurons as Neurons
+from hf_freeze.surgery.neurons import check_experts as check_experts
 from hf_freeze.surgery.neurons import neurons_of as neurons_of
 from hf_freeze.surgery.refitting import refit_inputs as refit_inputs
 from hf_freeze.surgery.replacing import call_when_finished as call_when_finished

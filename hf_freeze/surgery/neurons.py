@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.architectures.roles import EXPERT_OUTPUT, EXPERT_WIDTHS, expert_input
+from hf_freeze.architectures.roles import EXPERT_OUTPUT, EXPERT_WIDTHS, are_experts, expert_input
 from hf_freeze.compat.transformers import mark_uninitialized
 from hf_freeze.layers.derived import features
 from hf_freeze.seeded import Origin, take
@@ -56,7 +56,8 @@ class Neurons(Protocol):
         ...
 
     def outputs(self, model: Any) -> list[str]:
-        """The linears that read them: one, none if a method has removed the FFN, or that of each expert (`linear_at`)."""
+        """The linears that read them: one, or that of each expert (`linear_at`); none if a method has removed the FFN, or
+        replaced the experts."""
         ...
 
     def resize(self, model: Any, count: int) -> None:
@@ -172,9 +173,11 @@ class ExpertNeurons:
         return self._matrices(model)[1].shape[2]
 
     def check_selectable(self, model: Any, method: str) -> None:
-        """No method replaces experts."""
+        check_experts(model, self.module, method)
 
     def outputs(self, model: Any) -> list[str]:
+        if not are_experts(self._experts(model)):
+            return []
         return [f"{self.module}.{EXPERT_OUTPUT}.{number}" for number in range(len(self._matrices(model)[1]))]
 
     @property
@@ -252,6 +255,16 @@ class ExpertNeurons:
         lists: Any = kept
         rows = tuple(tuple(start + neuron for start in starts for neuron in neurons) for neurons in lists)
         return [(1, rows), (2, tuple(map(tuple, lists)))]
+
+
+def check_experts(model: Any, name: str, method: str) -> None:
+    """Raise ValueError if another method than `method` has replaced the module `name` of experts."""
+    experts = model.base_model.get_submodule(name)
+    if not are_experts(experts):
+        raise ValueError(
+            f"method {method!r}: {name!r} is a {type(experts).__name__} already, which another method made; put {method!r} "
+            "before that method, or merge() first"
+        )
 
 
 def _largest(scores: torch.Tensor, count: int) -> Any:
