@@ -27,17 +27,17 @@ from matplotlib.figure import Figure
 
 from hf_freeze.analysis.significance import compare
 from hf_freeze.compression.budget import Budget, in_bytes
-from hf_freeze.experiments.compress import serving
+from hf_freeze.compression.engine import Stopwatch, new_tokens_of
 from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.report.plots.draw import save_png
 from hf_freeze.experiments.report.plots.style import STYLE
+from hf_freeze.experiments.scored import items_of
 from hf_freeze.experiments.tasks.registry import task_of
 from hf_freeze.experiments.tasks.scoring import SCORING
 from hf_freeze.io import bytes_of
-from hf_freeze.model.loading import load_tokenizer
 
 _COLORS, _MARKERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"), "sDo^v"  # Okabe and Ito
-_LIMITS = ("max_bytes", "max_ms", "min_score")
+_LIMITS = ("max_bytes", "max_ms")
 
 
 @dataclass
@@ -57,8 +57,8 @@ def rows_of(folders: list[Path], labels: list[tuple[str, str]]) -> list[Row]:
         budget = Budget(**{name: record["budget"][name] for name in _LIMITS})
         name = ", ".join([budget.words(), *(label for text, label in labels if text in record["command"])])
         row = rows.setdefault(name, Row(name, budget, [], []))
-        row.kept.append(record["words"])
-        row.folders.append(folder / "served")
+        row.kept.append(record["kept"])
+        row.folders.append(folder / "engine" / Path(record["after"]["folder"]).name)
     return sorted(rows.values(), key=lambda row: (-(row.budget.max_bytes or 0), row.budget.max_ms or 0))
 
 
@@ -69,7 +69,6 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, required=True, help="the recipe that they had")
     parser.add_argument("--set", action="append", default=[], help="change a setting of the recipe")
-    parser.add_argument("--engine", default="ctranslate2", choices=list(serving.ENGINES))
     parser.add_argument("--label", nargs=2, action="append", default=[], metavar=("TEXT", "NAME"), help="see above")
     parser.add_argument("--loss", type=float, default=1.0, help="points of the score")
     parser.add_argument("--picture", type=Path, help="a PNG file")
@@ -78,19 +77,15 @@ def main() -> None:
     recipe = load_recipe(options.data, options.set)
     whole, rows = options.folders[0] / "engine" / "whole", rows_of(options.folders, options.label)
     splits = task_of(recipe["task"]).load(recipe["data"])
-    items = items_of(
-        [whole, *(folder for row in rows for folder in row.folders)], options.engine, recipe, splits["test"]
-    )
-    names = {str(folder): folder for folder in items}
-    times = serving.milliseconds(names, recipe["task"], splits["dev"], load_tokenizer(whole), print)
-    report(options, SCORING[recipe["task"]], whole, rows, items, {names[name]: ms for name, ms in times.items()})
-
-
-def items_of(folders: list[Path], engine: str, recipe: dict[str, Any], test: Any) -> dict[Path, np.ndarray]:
-    decoding = recipe.get("decoding", {})
-    return {
-        folder: serving.items_of(folder, serving.ENGINES[engine], recipe["task"], test, decoding) for folder in folders
-    }
+    folders, decoding = [whole, *(folder for row in rows for folder in row.folders)], recipe.get("decoding", {})
+    items = {folder: items_of(folder, recipe["task"], splits["test"], decoding) for folder in folders}
+    translates = recipe["task"] == "translation"
+    texts = list(splits["dev"]["source" if translates else "sentence"])
+    written = list(splits["dev"]["target"]) if translates else []
+    stopwatch = Stopwatch(whole, texts, new_tokens_of(whole, "seq2seq-lm" if translates else "", written))
+    times = stopwatch.milliseconds({str(folder): folder for folder in folders})
+    stopwatch.close()
+    report(options, SCORING[recipe["task"]], whole, rows, items, {Path(name): ms for name, ms in times.items()})
 
 
 def report(

@@ -44,7 +44,7 @@ from transformers.utils import logging
 
 from hf_freeze import analysis, data, make_variant, methods
 from hf_freeze.analysis.significance import Difference, compare
-from hf_freeze.experiments.compress import serving
+from hf_freeze.experiments.scored import items_of
 from hf_freeze.experiments.tasks.items import accuracy
 from hf_freeze.publish.export import export_model
 from hf_freeze.publish.export.folders import MARK
@@ -125,9 +125,7 @@ def classifier(options: argparse.Namespace, out: Path, claims: dict[str, list[An
         for row, run in find_rows(options.classifier, seed).items():
             folders[-1][row] = in_every_engine(f"{row}-{seed}", run / "model", list(texts["sentence"][:1000]), out)
             for engine, path in folders[-1][row].items():
-                items.setdefault((row, engine), []).append(
-                    serving.items_of(path, serving.ENGINES["onnx"], "sequence-classification", test, {})
-                )
+                items.setdefault((row, engine), []).append(items_of(path, "sequence-classification", test, {}))
     accuracies = accuracy_table(items, claims)
     return f"{accuracies}\n\n{times_table(folders[0], list(test['sentence']), options.rounds, claims)}"
 

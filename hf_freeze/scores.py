@@ -1,8 +1,12 @@
 """Scores from sums over test items, so that any resample of a test set can be scored.
 
-Each takes sums `(..., k)` and returns `(...)`; 0 where it is 0 / 0.
+Most take sums `(..., k)` and return `(...)`; 0 where it is 0 / 0.
 """
 
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +65,25 @@ def bleu(sums: np.ndarray) -> np.ndarray:
         brevity = np.where(words < reference_words, np.exp(1 - reference_words / words), 1.0)
         score = 100 * brevity * np.exp(np.log(halved / ngrams).mean(-1))
     return np.where(matches.any(-1) & (ngrams > 0).all(-1), score, 0.0)
+
+
+def squad(answer: str, right: Sequence[str]) -> tuple[float, float]:
+    """(F1 of words, exact match) with that of the `right` answers that is most alike; no right answer is the empty one. Case,
+    punctuation and articles do not count (Rajpurkar et al., 2016)."""
+    said = _words(answer)
+    scores = []
+    for text in right or [""]:
+        words = _words(text)
+        common = sum((Counter(said) & Counter(words)).values())
+        both_empty = not said and not words
+        f1 = 1.0 if both_empty else 2 * common / (len(said) + len(words))
+        scores.append((f1, float(said == words)))
+    return max(f1 for f1, _ in scores), max(exact for _, exact in scores)
+
+
+def _words(text: str) -> list[str]:
+    text = "".join(character for character in text.lower() if character not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
 def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:

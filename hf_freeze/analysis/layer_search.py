@@ -1,16 +1,19 @@
 """Search for the layers to keep: sub-networks of a trained model are compared on held-out data."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
-from hf_freeze.analysis._probe import check_model
+import torch
+
+from hf_freeze.analysis._probe import check_model, loss_of
 from hf_freeze.analysis.depth import extract_depth
-from hf_freeze.analysis.sensitivity import total_loss
+from hf_freeze.analysis.head_importance import count_labels
 from hf_freeze.methods import LayerSelection
 from hf_freeze.methods._checks import check_positive
 from hf_freeze.model.make import make_variant
+from hf_freeze.model.running import in_eval_mode, on_device, without_cache
 from hf_freeze.progress import track
 
 Kept = tuple[tuple[int, ...], ...]  # the layers of each stack
@@ -98,3 +101,17 @@ def _neighbours(kept: Kept, depths: Sequence[int], leading: Sequence[bool]) -> I
                 continue
             changed = tuple(sorted({*numbers, new} - {out}))
             yield (*kept[:stack], changed, *kept[stack + 1 :])
+
+
+def total_loss(model: Any, batches: Iterable[Mapping[str, Any]]) -> tuple[float, int]:
+    """The loss of `model` in nats, summed over the labels of all batches, and the number of labels. In eval mode.
+
+    Raises ValueError for batches without labels.
+    """
+    total, labels = 0.0, 0
+    with in_eval_mode(model), without_cache(model), torch.no_grad():
+        for batch in batches:
+            batch = on_device(model, batch)
+            count = count_labels(model, batch)
+            total, labels = total + float(loss_of(model, batch, "total_loss")) * count, labels + count
+    return total, labels

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_freeze.architectures.roles import EXPERT_OUTPUT, are_experts, is_norm
+from hf_freeze.architectures.roles import EXPERT_OUTPUT, are_experts, is_norm, parts_of
 
 _SAME = 2e-4  # relative difference below which two tensors are alike
 _LESS = 0.98  # a change is a step towards an order if it leaves at most this share of the difference
@@ -38,12 +38,14 @@ class Channels:
 
     `axes`: every parameter and buffer -> its axes along the channels, most of them none. `reads`: those of `axes` that are
     summed over, as the inputs of a linear; the others write to the stream, or scale it. `norms`: a module that reads -> the norm
-    whose outputs it gets, if it gets those of one.
+    whose outputs it gets, if it gets those of one. `sizes`: (module, attribute) that hold their number, of modules that have no
+    channels of their own.
     """
 
     axes: dict[str, tuple[int, ...]]
     reads: frozenset[tuple[str, int]]
     norms: dict[str, str] = field(default_factory=dict)
+    sizes: frozenset[tuple[str, str]] = frozenset()
 
 
 class _Wrong(Exception):
@@ -274,9 +276,10 @@ class Finder:
 
     # -- the proof -------------------------------------------------------------------------------------------------------
 
-    def check(self, flipped: frozenset[Places]) -> None:
-        """Each dimension matters: in the order of the others, or out of it, it changes the outputs. Raises NotFound for one that
-        does not, as those of modules which are not used."""
+    def idle(self, flipped: frozenset[Places]) -> list[Places]:
+        """The dimensions that do not matter: in the order of the others, or out of it, they do not change the outputs, as those
+        of modules which are not used."""
+        found = []
         for unit in self.units:
             # What a head computes from the states may well be in another order.
             one = (
@@ -285,7 +288,8 @@ class Finder:
                 else self.first_wrong(frozenset({unit}), strict=True)
             )
             if one[0] == len(self.expected):
-                raise NotFound(f"{unit[0][0]!r} does not matter for the outputs on small inputs")
+                found.append(unit)
+        return found
 
     def channels(self, flipped: frozenset[Places]) -> Channels:
         """What is found, for any model of this kind. Raises NotFound where layers of one list differ."""
@@ -357,6 +361,28 @@ def thin(module: nn.Module, axes: Mapping[str, Sequence[int]], index: Sequence[i
             value = value.index_select(axis, torch.tensor(index, dtype=torch.long, device=value.device))
         own[name] = nn.Parameter(value.detach(), own[name].requires_grad) if own is module._parameters else value
     set_sizes(module, axes, size, len(index))
+
+
+def sizes_outside_attention(model: Any, channels: Channels, size: int) -> frozenset[tuple[str, str]]:
+    """The attributes that may be `Channels.sizes`: those of this value outside attention, where it may be that of all heads."""
+    own = {name.rpartition(".")[0] for name, axes in channels.axes.items() if axes}
+    attentions = tuple(f"{name}." for name in parts_of(model).attentions)
+    return frozenset(
+        (pattern, attribute)
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("transformers.") and not f"{name}.".startswith(attentions)
+        for attribute, value in vars(module).items()
+        if type(value) is int and value == size and (pattern := pattern_of(model, name)) not in own
+    )
+
+
+def set_sizes_around(model: Any, channels: Channels, before: int, after: int) -> None:
+    """Set `Channels.sizes` of a model."""
+    for name, module in model.named_modules() if channels.sizes else ():
+        pattern = pattern_of(model, name)
+        for attribute in [attribute for place, attribute in channels.sizes if place == pattern]:
+            if getattr(module, attribute, None) == before:
+                setattr(module, attribute, after)
 
 
 def set_sizes(module: Any, axes: Mapping[str, Sequence[int]], before: int, after: int) -> None:

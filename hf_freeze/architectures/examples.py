@@ -52,6 +52,15 @@ def probe_inputs(config: Any, model: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in batch.items() if name in known}
 
 
+def masks_for(config: Any, model: Any) -> dict[str, torch.Tensor]:
+    """Further inputs, with which a forward uses what it keeps for patches that are masked."""
+    known = inspect.signature(model.forward).parameters
+    if "bool_masked_pos" not in known or type(getattr(config, "patch_size", None)) is not int:
+        return {}
+    patches = (config.image_size // config.patch_size) ** 2
+    return {"bool_masked_pos": torch.arange(patches).remainder(2).bool().repeat(2, 1)}
+
+
 def _inputs(config: Any, mask: list[list[int]]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
 

@@ -13,7 +13,7 @@ from transformers import AutoModel
 
 from hf_freeze.architectures.base import Architecture, Stack, read
 from hf_freeze.architectures.roles import EXPERT_OUTPUT
-from hf_freeze.architectures.shrink import EXPERT_COUNTS, integer_fields, sizes_in
+from hf_freeze.architectures.shrink import EXPERT_COUNTS, TABLE_WIDTHS, integer_fields, sizes_in
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -60,6 +60,14 @@ def change(config: Any, **changes: Any) -> Any:
             inner = inner[part]
         inner[last] = value
     return type(config).from_dict(data)
+
+
+def hidden_sizes(config: Any, field: str, value: int) -> dict[str, int]:
+    """The config fields to set for `value` hidden channels: `field`, and those of token tables that are as wide by now."""
+    sizes = dict(integer_fields(config.to_dict()))
+    path = field.rpartition(".")[0]
+    widths = [f"{path}.{name}" if path else name for name in TABLE_WIDTHS]
+    return {name: value for name in (field, *widths) if name in sizes and sizes[name] == sizes[field]}
 
 
 def per_layer_fields(config: Any, depth_field: str) -> tuple[str, ...]:

@@ -13,13 +13,25 @@ from torch import nn
 from transformers import AutoModel
 
 from hf_freeze.architectures.base import full_name, set_fields
-from hf_freeze.architectures.channels import Channels, Finder, NotFound, pattern_of, reads, tensors_in, thin
+from hf_freeze.architectures.channels import (
+    Channels,
+    Finder,
+    NotFound,
+    Places,
+    pattern_of,
+    reads,
+    set_sizes_around,
+    sizes_outside_attention,
+    tensors_in,
+    thin,
+)
 from hf_freeze.architectures.describe import first_line
-from hf_freeze.architectures.fields import change
+from hf_freeze.architectures.examples import masks_for
+from hf_freeze.architectures.fields import change, hidden_sizes
 from hf_freeze.architectures.probe import Probe, adds_one, difference, on_cpu, tie
 from hf_freeze.architectures.roles import stacks_of
 from hf_freeze.architectures.shrink import HEAD_SIZE, integer_fields, shrink
-from hf_freeze.architectures.tasks import native_classes
+from hf_freeze.architectures.tasks import AUTO_CLASSES, native_classes
 from hf_freeze.compat.transformers import quiet
 
 _SAME = 2e-4
@@ -51,15 +63,42 @@ def _found(native_class: Any, small: Any) -> tuple[Probe, Channels]:
         with quiet(), torch.random.fork_rng(devices=[]), on_cpu():
             try:
                 probe = Probe(small, task or "feature-extraction")
+                masks = masks_for(small, probe.model)
+                with suppress(Exception):  # whatever the native forward raises for inputs that it does not take
+                    probe.run(**masks)
+                    probe.inputs |= masks
                 finder = Finder(probe.model, probe.inputs, stacks_of(probe.model))
                 flipped = finder.find()
-                finder.check(flipped)
-                _FOUND[key] = probe, finder.channels(flipped)
+                _check_idle(probe, finder.idle(flipped), flipped)
+                _FOUND[key] = probe, _with_sizes(probe, finder.channels(flipped))
             except Exception as error:  # whatever the native forward raises
                 _FOUND[key] = NotFound(first_line(error))
     if isinstance(_FOUND[key], NotFound):
         raise _FOUND[key]
     return _FOUND[key]
+
+
+def _check_idle(probe: Probe, idle: Iterable[Places], flipped: Iterable[Places]) -> None:
+    """Raise NotFound for dimensions that do not matter, as a mask token for a classifier, unless the base model tells."""
+    base = AUTO_CLASSES["feature-extraction"]._model_mapping[type(probe.config)]
+    for unit in idle:
+        axes = {} if type(probe.model) is base else _found(base, probe.config)[1].axes
+        for name, axis in unit:
+            known = axes.get(pattern_of(probe.model, name).removeprefix(f"{probe.model.base_model_prefix}."))
+            if known is None or (axis in known) != (unit in flipped):
+                raise NotFound(f"{name!r} does not matter for the outputs on small inputs")
+
+
+def _with_sizes(probe: Probe, channels: Channels) -> Channels:
+    """With the `sizes` outside attention, if the forward does not run as long as they are as before."""
+    if not any(channels.axes.values()):
+        return channels  # refused by `_field`
+    size = _size(probe.model, channels)
+    try:
+        _outputs(thinned(probe.model, channels, range(size // 2)), probe.inputs)
+    except Exception:  # whatever the native forward raises for other shapes
+        return replace(channels, sizes=sizes_outside_attention(probe.model, channels, size))
+    return channels
 
 
 def prove(probe: Probe, config: Any) -> str:
@@ -100,6 +139,7 @@ def prove(probe: Probe, config: Any) -> str:
 def thinned(model: Any, channels: Channels, index: Sequence[int]) -> Any:
     """A copy of a native `model` with the channels `index`."""
     narrow = copy.deepcopy(model)
+    set_sizes_around(narrow, channels, _size(model, channels), len(index))
     for module, axes in places_in(narrow, channels):
         thin(module, axes, index)
     tie(narrow)
@@ -161,7 +201,7 @@ def _pair(model: nn.Module, channels: Channels, size: int) -> None:
 def _set_everywhere(model: nn.Module, field: str, value: int) -> None:
     for module in model.modules():
         if hasattr(module, "config"):
-            set_fields(module.config, {field: value})
+            set_fields(module.config, hidden_sizes(module.config, field, value))
 
 
 def _field(config: Any, channels: Channels) -> str:
@@ -173,7 +213,7 @@ def _field(config: Any, channels: Channels) -> str:
     for name, value in integer_fields(config.to_dict()):
         if value == size and not name.endswith("token_id"):
             with suppress(Exception):  # a config class may refuse the value
-                if set(_sizes_on_meta(change(config, **{name: 2 * size}), channels)) == {2 * size}:
+                if set(_sizes_on_meta(change(config, **hidden_sizes(config, name, 2 * size)), channels)) == {2 * size}:
                     return name
     raise NotFound("no field of the config holds the number of its hidden channels")
 
@@ -232,7 +272,7 @@ def _narrow(probe: Probe, channels: Channels, small: Any, field: str, tables: It
     reason = Exception()
     for fields in ({}, {"head_dim": HEAD_SIZE}):
         try:
-            native = Probe(change(small, **{field: size // 2}, **fields), probe.task).model
+            native = Probe(change(small, **hidden_sizes(small, field, size // 2), **fields), probe.task).model
             native.load_state_dict(state)
             break
         except Exception as error:  # whatever the native class raises for this config, or other shapes

@@ -55,7 +55,11 @@ _SMALL: tuple[tuple[str, int, str | None], ...] = (
 _COMPILED = [(re.compile(pattern), size, kind) for pattern, size, kind in _SMALL]
 _GROUPS = re.compile(r"(?:num_|n_)(?:key_value|kv)_heads|n_head_kv|kv_n_heads|(?:en|de)coder_key_value_heads")
 _HEAD_SIZE = re.compile(r"head_dim|d_kv|global_head_dim|kv_channels|d_head|attention_head_size")
-_INNER = ("embedding_size", "word_embed_proj_dim", "input_embedding_size")  # of tables narrower than the hidden size
+TABLE_WIDTHS = (
+    "embedding_size",
+    "word_embed_proj_dim",
+    "input_embedding_size",
+)  # of tables that may be narrower than the hidden size
 _TOKEN = re.compile(r"\w*token_(?:ids?|index)|(?:image|im|slice)_(?:start|end|patch|newline)_id|newline_id")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
 
@@ -171,7 +175,7 @@ def _small(name: str, value: Any, heads: int | None, hidden: int | None, depth: 
         return HEADS if heads is not None and value >= heads else 1 if value == 1 else GROUPS
     if _HEAD_SIZE.fullmatch(name):
         return HEAD_SIZE if heads is None or hidden is None or value * heads == hidden else WIDER_HEAD
-    if name in _INNER:
+    if name in TABLE_WIDTHS:
         return HIDDEN if value == hidden else 24
     size = next((size for pattern, size, _ in _COMPILED if pattern.fullmatch(name)), value)
     return min(value, size) if re.fullmatch(rf"{_CHOSEN}|{_PERIODS}", name) else size

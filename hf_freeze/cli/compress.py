@@ -10,42 +10,37 @@ import typer
 from hf_freeze.cli import options, terminal
 
 _MOST = 200_000  # texts that are taken of the files
+_Gone = Annotated[str | None, typer.Option(hidden=True)]  # of an earlier version, for a clear error
+_NO_TRAININGS = "there are no trial trainings any more; --heal, such as 30min or 2epochs, limits the one that is left"
+_INSTEAD = {
+    "min-score": "give --max-loss, in points below the model's score",
+    "targets": "models that write always learn from what the original writes",
+}
 
 
 def compress(
     model: Annotated[str, typer.Argument(help="Directory or Hub id of a trained model, with its tokenizer.")],
-    out: Annotated[Path, typer.Option(help="Folder for the smaller model and the runs that lead to it.")],
+    out: Annotated[Path, typer.Option(help="Folder for the smaller model and all that leads to it.")],
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="What the model reads, without labels: a text per line, or a table, such as CSV; for vision and speech a folder "
+            "of images or WAV files; repeatable."
+        ),
+    ] = None,
     data: Annotated[
-        Path | None,
-        typer.Option(help="With labels: a recipe, a file or a name; its task, data, training and decoding are used."),
+        str | None,
+        typer.Option(
+            help="With labels, which give a score: files, a folder with train*, dev* and test*, or a recipe. Without a dev or "
+            "test file, a tenth of the training data is taken."
+        ),
     ] = None,
-    texts: options.CalibrationTexts = None,
-    column: options.Column = "text",
+    column: Annotated[
+        str | None,
+        typer.Option(help="Column of the texts in tables; with --data two are a pair, such as source,target."),
+    ] = None,
+    label: Annotated[str | None, typer.Option(help="With --data: column of the labels; label if not given.")] = None,
     samples: options.Samples = 512,
-    heal: Annotated[
-        str,
-        typer.Option(
-            help="With --texts: short training by the outputs of the original: 0 for none, 10min, 1epoch; by default a tenth of "
-            "the time of an epoch, at least a minute."
-        ),
-    ] = "default",
-    native: Annotated[
-        bool, typer.Option("--native", help="With --texts: equal widths in all layers, and no code of hf_freeze.")
-    ] = False,
-    keep_vocabulary: Annotated[bool, typer.Option("--keep-vocabulary", help="With --texts: all tokens stay.")] = False,
-    min_fidelity: Annotated[
-        float | None, typer.Option(min=0, max=1, help="With --texts: the fidelity that the result must reach.")
-    ] = None,
-    max_loss: Annotated[
-        float | None,
-        typer.Option(
-            help="With --texts: points of fidelity, in %, that may be lost; bytes are then as few as possible."
-        ),
-    ] = None,
-    front: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --texts, without limits: so many sizes at once, as a table and a picture."),
-    ] = None,
     max_bytes: Annotated[
         str | None,
         typer.Option(
@@ -57,55 +52,81 @@ def compress(
         str | None,
         typer.Option(help="Milliseconds of one text alone, on one thread; or a share of the model's, such as 50%."),
     ] = None,
-    min_score: Annotated[
-        float | None, typer.Option(help="BLEU or accuracy on the dev split that the result must have in the engine.")
+    max_loss: Annotated[
+        float | None,
+        typer.Option(
+            help="Points of the score that may be lost, or of fidelity in % without labels. Without other limits, bytes are then "
+            "as few as possible."
+        ),
     ] = None,
-    hours: Annotated[float | None, typer.Option(help="Time limit; trainings become shorter if needed.")] = None,
+    front: Annotated[
+        int | None, typer.Option(min=1, help="Without limits: so many sizes at once, as a table and a picture.")
+    ] = None,
+    min_fidelity: Annotated[float | None, typer.Option(min=0, max=1, help="What the result must reach.")] = None,
+    heal: Annotated[
+        str,
+        typer.Option(
+            help="Short training by the outputs of the original: 0 for none, 10min, 1epoch; by default a tenth of the time of an "
+            "epoch, at least a minute."
+        ),
+    ] = "default",
     engine: Annotated[
         str | None,
         typer.Option(
             help="What serves the model: ctranslate2 or onnx, in int8; or torch. By default one for the task."
         ),
     ] = None,
-    epochs: Annotated[
-        float | None, typer.Option(help="Epochs of all trainings together; four times the recipe's if not given.")
-    ] = None,
-    targets: Annotated[
-        str,
-        typer.Option(help="What translators learn from: data; or model, its own translations of the training texts."),
-    ] = "data",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the trainings.")] = 1,
+    native: Annotated[
+        bool, typer.Option("--native", help="Equal widths in all layers, and no code of hf_freeze in the folder.")
+    ] = False,
+    keep_vocabulary: Annotated[bool, typer.Option("--keep-vocabulary", help="All tokens stay.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn, and of healing.")] = 1,
     settings: options.Settings = None,
-    smoke: options.Smoke = False,
-    report_to: options.ReportTo = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Trainings at the same time, each in its own process.")] = 1,
+    min_score: _Gone = None,
+    hours: _Gone = None,
+    epochs: _Gone = None,
+    targets: _Gone = None,
+    jobs: _Gone = None,
+    report_to: _Gone = None,
+    smoke: Annotated[bool, typer.Option("--smoke", hidden=True)] = False,
 ) -> None:
     """Make a trained model small enough for a budget of bytes and milliseconds, and say what that costs.
 
-    From texts alone (--texts): finds what layers, heads, neurons, tokens and bits are worth, cuts with calibration, heals for a
-    short time, exports, and compares with the original.
+    Finds what layers, heads, neurons, tokens and bits are worth on the texts, cuts with calibration, heals for a short time by
+    the outputs of the original, exports, and compares with it on inputs that nothing was chosen by.
 
-    With labels (--data): chooses what to keep by short trainings, and trains it with distillation from the model. The test split
-    is used once, at the end. The same command resumes a stopped one.
+    Needs no labels (--texts). With labels (--data), the score of the task is told too, with the interval of the difference. The
+    same command resumes a stopped one.
 
     Example: hf-freeze compress sentence-transformers/all-MiniLM-L6-v2 --texts passages.txt --max-bytes 30% --out small
+
+    Example: hf-freeze compress MODEL --data reviews.csv --max-bytes 25% --max-loss 1 --out small
     """
     with terminal.one_line_errors():
+        gone = {"min-score": min_score, "hours": hours, "epochs": epochs, "targets": targets, "jobs": jobs}
+        gone |= {"report-to": report_to, "smoke": smoke or None}
+        if given := [name for name, value in gone.items() if value is not None]:
+            raise ValueError(f"--{given[0]} is gone: {_INSTEAD.get(given[0], _NO_TRAININGS)}")
         if (data is None) == (texts is None):
             raise ValueError("give --texts, or --data with labels")
-        of_texts = {
-            "--max-loss": max_loss,
-            "--front": front,
-            "--min-fidelity": min_fidelity,
-            "--native": native or None,
-        }
-        of_labels = {"--min-score": min_score, "--hours": hours, "--epochs": epochs, "--set": settings}
-        for name, value in (of_labels if data is None else of_texts).items():
-            if value is not None:
-                raise ValueError(f"{name} is for {'--data' if data is None else '--texts'}: leave it out")
+        for name, value in (("--label", label), ("--set", settings)):
+            if texts is not None and value is not None:
+                raise ValueError(f"{name} is for --data: leave it out")
+        if front is not None and (max_bytes, max_ms, max_loss) != (None, None, None):
+            raise ValueError("--front chooses the sizes itself: leave --max-bytes, --max-ms and --max-loss out")
         from hf_freeze.compression.budget import Budget
 
-        settings_of_texts: dict[str, Any] = {
+        budget = None if front is not None else Budget(max_bytes=max_bytes, max_ms=max_ms, max_loss=max_loss)
+        of_inputs: dict[str, Any] = {}
+        if texts is not None:
+            of_inputs["texts"] = _signals(model, texts) or options.sampled_texts(texts, column or "text", _MOST)
+        else:
+            from hf_freeze.experiments.labelled import inputs_and_labels
+
+            columns = None if column is None else [name.strip() for name in column.split(",")]
+            of_inputs["texts"], of_inputs["labels"] = inputs_and_labels(model, data or "", columns, label, settings)
+        settings_of_all: dict[str, Any] = {
+            "out": out,
             "engine": engine,
             "samples": samples,
             "heal": 0 if heal == "0" else heal,
@@ -113,43 +134,27 @@ def compress(
             "keep_vocabulary": keep_vocabulary,
             "min_fidelity": min_fidelity,
             "seed": seed,
+            "command": " ".join(["hf-freeze", *map(shlex.quote, sys.argv[1:])]),
+            "console": terminal.console,
         }
-        if texts is not None and front is not None:
-            if (max_bytes, max_ms, max_loss) != (None, None, None):
-                raise ValueError("--front chooses the sizes itself: leave --max-bytes, --max-ms and --max-loss out")
-            _from_texts(model, options.sampled_texts(texts, column, _MOST), front, None, out, settings_of_texts)
-            return
-        budget = Budget(max_bytes=max_bytes, max_ms=max_ms, min_score=min_score, max_loss=max_loss)
-        if texts is not None:
-            _from_texts(model, options.sampled_texts(texts, column, _MOST), None, budget, out, settings_of_texts)
-            return
-        from hf_freeze.search import compress as compress_model
+        from hf_freeze.compression import run
 
-        compress_model(
-            model,
-            data=data,  # type: ignore[arg-type]
-            budget=budget,
-            out=out,
-            hours=hours,
-            engine=engine or "ctranslate2",
-            epochs=epochs,
-            seed=seed,
-            targets=targets,
-            settings=[*(settings or ()), *([f"report_to={report_to}"] if report_to else [])],
-            smoke=smoke,
-            jobs=jobs,
-            console=terminal.console,
-        )
+        if budget is None:
+            run.front(model, count=front or 0, **of_inputs, **settings_of_all)
+        else:
+            run.compress(model, budget=budget, **of_inputs, **settings_of_all)
 
 
-def _from_texts(
-    model: str, lines: list[str], front: int | None, budget: Any, out: Path, settings: dict[str, Any]
-) -> None:
-    from hf_freeze.compression import run
+def _signals(model: str, paths: list[Path]) -> list[Any]:
+    """The images or sounds in these files and folders; none where they are texts."""
+    from hf_freeze.data.files import found
+    from hf_freeze.data.signals import kind_of_signals, read_image, read_sound
 
-    command = " ".join(["hf-freeze", *map(shlex.quote, sys.argv[1:])])
-    settings |= {"texts": lines, "out": out, "command": command, "console": terminal.console}
-    if front is not None:
-        run.front(model, count=front, **settings)
-    else:
-        run.compress(model, budget=budget, **settings)
+    files = found(paths)
+    kind = kind_of_signals(files)
+    if kind == "sounds":
+        from transformers import AutoFeatureExtractor
+
+        rate = AutoFeatureExtractor.from_pretrained(model).sampling_rate
+        return [read_sound(file, rate) for file in files]
+    return [read_image(file) for file in files] if kind == "images" else []

@@ -76,10 +76,6 @@ def init(
         if goal not in _GOALS:
             raise ValueError(f"--goal {goal}: choose from {list(_GOALS)}")
         full_task = full_names[task]
-        if goal == "budget" and full_task not in ("translation", "sequence-classification"):
-            raise ValueError(
-                f"--goal budget is for translation and classification, not for {task}: choose study or shrink"
-            )
         of_files = {"dev": dev, "test": test, "columns": columns, "label": label}
         for option, value in of_files.items():
             if value is not None and answers["data"] == "builtin":

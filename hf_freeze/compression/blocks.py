@@ -1,10 +1,8 @@
 """The attentions and FFNs of a model, and what each loses with fewer heads or neurons, from one pass over the texts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from hf_freeze import methods, surgery
 from hf_freeze.architectures.base import Attention
@@ -13,7 +11,7 @@ from hf_freeze.methods.head_pruning import eliminated_heads
 from hf_freeze.model.calibrating import CalibrationPass
 from hf_freeze.model.calibration import Report, warned_once
 from hf_freeze.model.samples import Samples
-from hf_freeze.solvers.columns import Elimination, eliminate
+from hf_freeze.solvers.columns import eliminate
 from hf_freeze.surgery.neurons import LinearNeurons
 
 
@@ -21,32 +19,20 @@ from hf_freeze.surgery.neurons import LinearNeurons
 class Block:
     """An attention (`heads`: those of each unit that goes at once) or an FFN (`heads` empty, a unit is a neuron).
 
-    `order`: in which units go, with what each removal adds to the distance of the model's outputs from the original's, as the
+    `order`: in which units go; `losses`: by 0 removals and more, the distance of the model's outputs from the original's, as the
     quadratic approximation has it. `weights`: the numbers in its matrices, of which a unit has `per_unit`.
     """
 
     name: str
     weights: int
     per_unit: float
-    order: Elimination
-    heads: tuple[tuple[int, ...], ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        order, losses = self.order.order.tolist(), self.order.losses.tolist()
-        return {"name": self.name, "weights": self.weights, "per_unit": self.per_unit, "heads": self.heads} | {
-            "order": order,
-            "losses": losses,
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Block":
-        order = Elimination(torch.tensor(values["order"]), torch.tensor(values["losses"], dtype=torch.float64))
-        heads = tuple(tuple(unit) for unit in values["heads"])
-        return cls(values["name"], values["weights"], values["per_unit"], order, heads)
+    order: Sequence[int]
+    losses: Sequence[float]
+    heads: Sequence[Sequence[int]] = ()
 
     @property
     def units(self) -> int:
-        return len(self.order.order)
+        return len(self.order)
 
     @property
     def kind(self) -> str:
@@ -60,7 +46,7 @@ class Block:
 
     def kept(self, count: int) -> list[int]:
         """The numbers of the neurons or heads that stay if `count` units do."""
-        units = self.order.kept(count)
+        units = sorted(self.order[len(self.order) - count :])
         return [head for unit in units for head in self.heads[unit]] if self.heads else units
 
 
@@ -85,11 +71,12 @@ def blocks_of(model: Any, samples: Samples) -> dict[str, Block]:
                     continue
                 heads: list[list[int]] = []
                 if attention is not None:
-                    heads, order = eliminated_heads(model, attention, moment)
+                    heads, found_order = eliminated_heads(model, attention, moment)
                 else:
                     linear = model.base_model.get_submodule(output)
-                    order = eliminate(surgery.effective_weight(linear), linear.bias, moment)
-                blocks[name] = Block(name, sizes[name], sizes[name] / len(order.order), order, tuple(map(tuple, heads)))
+                    found_order = eliminate(surgery.effective_weight(linear), linear.bias, moment)
+                order, losses = found_order.order.tolist(), found_order.losses.tolist()
+                blocks[name] = Block(name, sizes[name], sizes[name] / len(order), order, losses, heads)
     return {name: blocks[name] for name in sizes if name in blocks}
 
 

@@ -17,12 +17,11 @@ class Budget:
     `max_bytes`: of all its files, tokenizer included, as a number or such as "2MB" (1 MB is 10**6 bytes). `max_ms`: for one text
     alone on one thread.
 
-    `min_score`: on the dev split, in the engine, where a recipe gives labels. `max_loss`: points that the score of the task may
-    fall on labelled data, or fidelity, in %, without labels.
+    Both may be shares, such as "30%": bytes of the model's own files, time of what the whole model takes in the same engine.
+    Their limits are None until `resolved`, and `bytes_share` and `ms_share` hold the shares. Times are then those of the model,
+    times the ratio to it in the same measurement.
 
-    Both may be shares, such as "30%": time of what the whole model takes in the same engine; bytes of the model's own files, or,
-    with labelled data, of its folder in the same engine. Their limits are None until `resolved`, and `bytes_share` and `ms_share`
-    hold the shares. Times are then those of the model, times the ratio to it in the same measurement.
+    `max_loss`: points that the score may fall where there are labels, or fidelity, in %, on the inputs that shapes are chosen by.
 
     Raises ValueError for a limit that is not above 0, a share of 100 % or more, text that is no number, and where nothing is
     limited.
@@ -30,18 +29,12 @@ class Budget:
 
     max_bytes: int | None
     max_ms: float | None
-    min_score: float | None
     max_loss: float | None
     bytes_share: float | None
     ms_share: float | None
 
     def __init__(
-        self,
-        *,
-        max_bytes: int | str | None = None,
-        max_ms: float | str | None = None,
-        min_score: float | None = None,
-        max_loss: float | None = None,
+        self, *, max_bytes: int | str | None = None, max_ms: float | str | None = None, max_loss: float | None = None
     ) -> None:
         size, bytes_share = _limit("max_bytes", max_bytes, read_bytes)
         ms, ms_share = _limit("max_ms", max_ms, _read_ms)
@@ -49,14 +42,7 @@ class Budget:
             raise ValueError(f"max_loss={max_loss!r}: must be above 0, in points of the score, or of fidelity in %")
         if max_bytes is None and max_ms is None and max_loss is None:
             raise ValueError("a budget limits bytes, time or loss: give max_bytes, max_ms or max_loss")
-        self._set(
-            max_bytes=size,
-            max_ms=ms,
-            min_score=min_score,
-            max_loss=max_loss,
-            bytes_share=bytes_share,
-            ms_share=ms_share,
-        )
+        self._set(max_bytes=size, max_ms=ms, max_loss=max_loss, bytes_share=bytes_share, ms_share=ms_share)
 
     def _set(self, **values: Any) -> "Budget":
         for name, value in values.items():
@@ -82,33 +68,27 @@ class Budget:
 
     def to_dict(self) -> dict[str, Any]:
         """The limits as they were given, for JSON."""
-        values: dict[str, Any] = {"max_bytes": self.max_bytes, "max_ms": self.max_ms, "min_score": self.min_score}
-        values |= {"max_loss": self.max_loss} if self.max_loss is not None else {}
-        for name, share in (("max_bytes", self.bytes_share), ("max_ms", self.ms_share)):
-            if share is not None:
-                values[name] = f"{100 * share:.10g}%"
-        return values
+        size, ms = (
+            limit if share is None else f"{100 * share:.10g}%"
+            for limit, share in ((self.max_bytes, self.bytes_share), (self.max_ms, self.ms_share))
+        )
+        return {"max_bytes": size, "max_ms": ms, "max_loss": self.max_loss}
 
     def excess(self, size: float, ms: float | None) -> list[str]:
         """What is above its limit, in words."""
         found = []
         if self.max_bytes is not None and size > self.max_bytes:
-            found.append(f"{self.size(size)}{', of' if self.bytes_share else ' of'} {self.limit('bytes')}")
+            found.append(f"{in_bytes(size)} of {self.limit('bytes')}")
         if self.max_ms is not None and ms is not None and ms > self.max_ms:
-            found.append(f"{self.time(ms)}{', of' if self.ms_share else ' of'} {self.limit('ms')}")
+            found.append(f"{ms:.2f} ms of {self.limit('ms')}")
         return found
 
-    def with_reserve(self) -> "Budget":
-        """For choosing a shape: with less time."""
-        limits = {"max_ms": self.max_ms, "ms_share": self.ms_share}
-        return copy.copy(self)._set(**{name: v and v * (1 - TIME_RESERVE) for name, v in limits.items()})
-
     def words(self) -> str:
-        """The limits, such as "at most 2.00 MB, a score of at least 30"."""
-        limits = [f"at most {self.limit('bytes')}"] if self.max_bytes or self.bytes_share else []
+        """The limits, such as "at most 2.00 MB, a loss of at most 1 point"."""
+        limits = [f"at most {self.limit('bytes')}"] if self.limits_bytes else []
         limits += [f"at most {self.limit('ms')} a text"] if self.limits_time else []
-        limits += [f"a score of at least {self.min_score:g}"] if self.min_score is not None else []
-        limits += [f"a loss of at most {self.max_loss:g} points"] if self.max_loss is not None else []
+        if self.max_loss is not None:
+            limits.append(f"a loss of at most {self.max_loss:g} point{'s' * (self.max_loss != 1)}")
         return ", ".join(limits)
 
     def limit(self, cost: str) -> str:
@@ -119,14 +99,6 @@ class Budget:
         if share is None:
             return in_bytes(value) if cost == "bytes" else f"{value:g} ms"
         return f"{in_bytes(value) if cost == 'bytes' else f'{value:.2f} ms'} ({_percent(share)} of the model's)"
-
-    def size(self, size: float) -> str:
-        """Such as "1.20 MB", or "1.20 MB, 32 % of the model's" where the limit is a share."""
-        return _and_share(in_bytes(size), size, self.max_bytes, self.bytes_share)
-
-    def time(self, ms: float) -> str:
-        """Such as "0.56 ms", or "0.56 ms, 49 % of the model's" where the limit is a share."""
-        return _and_share(f"{ms:.2f} ms", ms, self.max_ms, self.ms_share)
 
 
 def _limit(name: str, value: Any, read: Any) -> tuple[Any, float | None]:
@@ -142,12 +114,6 @@ def _limit(name: str, value: Any, read: Any) -> tuple[Any, float | None]:
     if number is not None and not number > 0:
         raise ValueError(f"{name}={number!r}: must be above 0")
     return number, None
-
-
-def _and_share(words: str, value: float, limit: float | None, share: float | None) -> str:
-    if limit is None or share is None:
-        return words
-    return f"{words}, {_percent(value / limit * share)} of the model's"
 
 
 def _percent(share: float) -> str:

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,16 +15,8 @@ from hf_freeze.publish.export import ctranslate2
 from hf_freeze.publish.export.convert import export_model
 from hf_freeze.publish.latency import Worker, measure
 
-FILES = (
-    "*.json",
-    "*.safetensors",
-    "*.model",
-    "*.txt",
-    "*.jinja",
-    "*.py",
-    "*.spm",
-    "[0-9]_*/*",
-)  # of a saved model, with what reads its inputs
+# Of a saved model, with what reads its inputs.
+FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "*.spm", "[0-9]_*/*")
 _ROUNDS = 3
 _GENERATED = ("seq2seq-lm", "causal-lm")
 _WRITTEN = 16  # tokens, when times of language models are measured
@@ -79,31 +72,24 @@ def files_of(folder: Path) -> list[Path]:
 
 
 class Stopwatch:
-    """Measures the time of one text alone on one thread, in milliseconds. One process answers for all folders; `close` it."""
+    """Measures the time of one text alone on one thread, in milliseconds. One process answers for all folders; `close` it.
+    `whole`: the folder of the whole model, which takes turns with the others."""
 
-    def __init__(self, texts: Sequence[str], new_tokens: int) -> None:
-        self._texts, self._new_tokens = list(texts), new_tokens
+    def __init__(self, whole: Path, texts: Sequence[str], new_tokens: int) -> None:
+        self._whole, self._texts, self._new_tokens = whole, list(texts), new_tokens
         self._worker: Worker | None = None
 
-    def milliseconds(self, folders: Mapping[str, Path], unit: tuple[str, float] | None = None) -> dict[str, float]:
-        """The median of each folder; they take turns. `unit`: the name of one of them and its time: those of the others are that
-        time, times the median ratio to it, because other work on the machine makes all of them slower alike."""
+    def milliseconds(self, folders: Mapping[str, Path], unit: float | None = None) -> dict[str, float]:
+        """The median of each folder. `unit`: the time of the whole model: those of the others are that time, times the median
+        ratio to it, because other work on the machine makes all of them slower alike."""
         self._worker = self._worker or Worker()
-        measured = list(dict.fromkeys(folders.values()))
-        results = measure(
-            measured,
-            self._texts,
-            batches=(1,),
-            new_tokens=self._new_tokens,
-            exactly=True,
-            rounds=_ROUNDS,
-            worker=self._worker,
-        )
+        measured = list(dict.fromkeys([self._whole, *folders.values()]))
+        options: Any = {"batches": (1,), "new_tokens": self._new_tokens, "exactly": True, "rounds": _ROUNDS}
+        results = measure(measured, self._texts, worker=self._worker, **options)
         times = dict(zip(measured, results, strict=True))
-        if unit is None:
-            return {name: times[folder].percentile(1, 50) for name, folder in folders.items()}
-        first = times[folders[unit[0]]]
-        return {name: unit[1] * times[folder].ratio_to(first, 1)[0] for name, folder in folders.items()}
+        first = times[self._whole]
+        unit = unit or first.percentile(1, 50)
+        return {name: unit * times[folder].ratio_to(first, 1)[0] for name, folder in folders.items()}
 
     def close(self) -> None:
         if self._worker is not None:

@@ -10,17 +10,17 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from hf_freeze.architectures.base import hidden_size
 from hf_freeze.compression.targets import Objective, Texts, texts_of
 from hf_freeze.io import bytes_of, write_whole
 from hf_freeze.model.running import in_eval_mode, without_cache
@@ -35,7 +35,8 @@ _UNITS = {"s": 1, "min": 60, "h": 3600}
 _PROBES, _SLOW = 6, 2  # steps that are timed before; the first ones are slower and do not count
 _PLANNED = 0.9  # share of the time to plan steps for; the rest is for steps that are slower than the timed ones
 _SAVED = 60.0  # seconds between two checkpoints
-_RATE, _LORA_RATE = 3e-4, 1e-3
+_RATE, _FASTEST, _LORA_RATE = 3e-4, 3e-3, 1e-3
+_WIDTH = 384  # from which on the rate is `_RATE`; narrower models learn faster by the square, up to `_FASTEST`
 _LORA_FROM = 500_000_000  # parameters
 
 Report = Callable[[dict[str, Any]], Any]
@@ -64,27 +65,25 @@ def heal(
     out: Path,
     *,
     limit: HealLimit = DEFAULT,
-    kept: Sequence[int] | None = None,
     pooling: str = "mean",
     seed: int = 0,
     lora: bool | None = None,
     learning_rate: float | None = None,
     callback: Report | None = None,
-    console: Console | None = None,
 ) -> Healed:
     """Train `student` in place, on its device, to give the outputs of `original`; leave it as it was if the held-out loss rises.
 
-    `samples`: inputs of the original. A student that has kept the tokens `kept` reads the same tokens, renumbered; texts with
-    other tokens are left out.
+    `samples`: inputs of both, which have the same tokens.
 
     The loss of next tokens, classes and spans is KL(original ‖ student), a mean over the real tokens or the texts: of the K most
-    probable tokens and all others as one, among the kept tokens, at temperature 2 and times 4 (spans: at 1). Numbers and classes
-    of which several may apply have the squared error. Models without a head: 1 - cosine of the sentence vectors, by `pooling`
+    probable tokens and all others as one, at temperature 2 and times 4 (spans: at 1). Numbers and classes of
+    which several may apply have the squared error. Models without a head: 1 - cosine of the sentence vectors, by `pooling`
     "mean", "cls" or "last", plus the squared distance of the directions of the token states, a mean over the text.
 
     `limit`: see `HealLimit`; by default a tenth of the time of one epoch, at least a minute. Times are of the whole call: steps
     are planned from the time of the first ones, and the learning rate falls faster if the machine becomes slower. `lora`: train
-    adapters of low rank and merge them (PEFT); None: for more than 500 million parameters. Frozen parameters stay frozen.
+    adapters of low rank and merge them (PEFT); None: for more than 500 million parameters. `learning_rate`: by default by the
+    width. Frozen parameters stay frozen.
 
     `out / "heal"` has the stored outputs and checkpoints. A killed call resumes there, if called with the same arguments.
     `callback` receives {"stage":, "step":, "steps":} and, in training, "loss" and "seconds_left".
@@ -99,11 +98,12 @@ def heal(
     learns = {name for name, p in student.named_parameters() if p.requires_grad}
     if not learns:
         raise ValueError(f"no parameter of the {type(student).__name__} is trainable: there is nothing to heal")
-    objective = Objective(pooling, kept)
-    train, held_out = texts_of(original, samples, kept, seed)
+    objective = Objective(pooling)
+    train, held_out = texts_of(original, samples, seed)
     if lora is None:
         lora = student.num_parameters() > _LORA_FROM
-    rate = learning_rate or (_LORA_RATE if lora else _RATE)
+    of_all = min(max(_RATE * (_WIDTH / hidden_size(student.config)) ** 2, _RATE), _FASTEST)
+    rate = learning_rate or (_LORA_RATE if lora else of_all)
     key = fingerprint(student) + fingerprint(original) + repr((limit, seed, lora, rate, objective))
     key = hashlib.sha256((key + train.digest + held_out.digest).encode()).hexdigest()
     folder, plan = out / "heal", _plan_in(out / "heal", key)
@@ -139,7 +139,7 @@ def heal(
         model.merge_and_unload() if better else model.unload()  # in place: the layers are those of the student
         for name, p in student.named_parameters():
             p.requires_grad_(name in learns)
-    result = Healed(
+    return Healed(
         epochs=healer.state.global_step / train.steps(seed),
         steps=healer.state.global_step,
         seconds=time.monotonic() - began,
@@ -150,10 +150,6 @@ def heal(
         better=better,
         bytes_per_token=bytes_of(folder / "outputs") / texts.tokens,
     )
-    if console is not None:
-        told = "" if better else ": not better, so the model stays as it was"
-        console.print(f"healed for {result.seconds:.0f} s: held-out loss {loss_before:.4g} -> {loss_after:.4g}{told}")
-    return result
 
 
 def parse_limit(limit: HealLimit) -> tuple[float | None, float | None]:

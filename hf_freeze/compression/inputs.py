@@ -1,4 +1,4 @@
-"""The inputs of a compression: which of them it learns from, and which it is compared on."""
+"""The inputs of a compression: those that it learns from, is chosen by, and is compared on at the end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,25 +7,28 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_freeze.compression.labels import Labels
 from hf_freeze.data.sampling import sample
-from hf_freeze.model.running import in_eval_mode
-from hf_freeze.model.samples import Samples, samples_of
-from hf_freeze.publish.export.served import Served
+from hf_freeze.model.calibration import digest_of
+from hf_freeze.model.samples import Samples, own_targets, samples_of
+from hf_freeze.publish.export.served import Served, forward_batches
 
 LEAST = 16  # inputs
-_HELD_OUT, _MOST_HELD_OUT = 0.2, 256  # share and number of those to compare on
-_ROWS = 16  # images or sounds of a batch
+_HELD_OUT, _MOST_HELD_OUT = 0.2, 256  # share and number of those to choose by, and of those for the final comparison
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """`learnt`: for statistics (the first ones), the choice of tokens and healing. `compared`: never seen by any of them."""
+    """`learnt`: for statistics (the first ones), the choice of tokens and healing. `dev`: shapes are compared and chosen on them.
+    `test`: nothing is chosen by them. `labels`: of dev and test, if there are any."""
 
     learnt: list[Any]
-    compared: list[Any]
+    dev: list[Any]
+    test: list[Any]
+    labels: Labels | None = None
 
     @classmethod
-    def of(cls, items: Sequence[Any], seed: int) -> "Inputs":
+    def of(cls, items: Sequence[Any], seed: int, labels: Labels | None = None) -> "Inputs":
         """Raises ValueError for fewer than `LEAST`."""
         items = [item for item in items if not isinstance(item, str) or item.strip()]
         if len(items) < LEAST:
@@ -33,62 +36,48 @@ class Inputs:
                 f"{len(items)} texts: give at least {LEAST}, better some hundred, to learn from and to compare on"
             )
         drawn = sample(items, len(items), seed)
+        if labels is not None:
+            return cls(drawn, [item for item, _ in labels.dev], [item for item, _ in labels.test], labels)
         count = min(max(round(_HELD_OUT * len(items)), LEAST // 4), _MOST_HELD_OUT)
-        return cls(learnt=drawn[count:], compared=drawn[:count])
+        return cls(drawn[2 * count :], drawn[count : 2 * count], drawn[:count])
+
+    @property
+    def compared(self) -> list[Any]:
+        """Those of dev by which shapes are compared in PyTorch."""
+        return self.dev[:_MOST_HELD_OUT]
 
     @property
     def texts(self) -> list[str]:
         """What `learnt` has in words."""
-        found: list[str] = []
-        for item in self.learnt:
-            parts = [item] if isinstance(item, str) else list(item) if isinstance(item, tuple | list) else []
-            for part in parts:
-                found += [part] if isinstance(part, str) else [each for each in part if isinstance(each, str)]
-        return found
+        return [text for item in self.learnt for text in self.words(item)]
+
+    @classmethod
+    def words(cls, item: Any) -> list[str]:
+        """The texts of an input, which may be a pair, or a text with choices; none of an image."""
+        if isinstance(item, tuple | list):
+            return [text for part in item for text in cls.words(part)]
+        return [item] if isinstance(item, str) else []
 
 
 def batches_of(served: Served, items: Sequence[Any]) -> Samples:
     """For a forward of the model; models that write read what they themselves write."""
-    first = items[0]
-    if isinstance(first, dict):
+    if isinstance(items[0], dict):
         return samples_of(served.model, items).whole()
-    if served.extractor is not None:
-        return samples_of(served.model, _of_signals(served, items)).whole()
-    if served.task == "multiple-choice":
-        return samples_of(served.model, [_of_choices(served, *item) for item in items]).whole()
-    items = [served.read(item) if isinstance(item, str) else item for item in items]
-    return samples_of(served.model, items, served.tokenizer).whole()
+    if served.extractor is None and served.task != "multiple-choice":
+        items = [served.read(item) if isinstance(item, str) else item for item in items]
+        return samples_of(served.model, items, served.tokenizer).whole()
+    batches = forward_batches(served, items)
+    if served.task == "speech-seq2seq":
+        batches = [batch | own_targets(served.model, batch) for batch in batches]
+    return samples_of(served.model, batches).whole()
 
 
-def _of_choices(served: Served, text: str, choices: Sequence[str]) -> dict[str, Any]:
-    encoded = [served.tokenizer(text, choice, truncation=True, max_length=served.longest) for choice in choices]
-    padded = served.tokenizer.pad(encoded, return_tensors="pt", padding_side="right")
-    return {name: value[None] for name, value in padded.items()}
+def digest_of_items(items: Any) -> str:
+    """Of texts, batches, images, sound, and pairs of them."""
 
+    def plain(item: Any) -> Any:
+        if isinstance(item, list | tuple):
+            return [plain(each) for each in item]
+        return torch.from_numpy(np.array(item)) if hasattr(item, "__array_interface__") else item
 
-def _of_signals(served: Served, items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Of images, and of sound of any length."""
-    is_sound = hasattr(served.extractor, "sampling_rate")
-    rate = {"sampling_rate": served.extractor.sampling_rate} if is_sound else {}
-    batches = []
-    rows = 1 if is_sound and served.task == "ctc" else _ROWS
-    for start in range(0, len(items), rows):
-        some: Any = list(items[start : start + rows])
-        some = [np.asarray(one) for one in some] if is_sound else some
-        batch = dict(served.extractor(some, **rate, return_tensors="pt"))
-        batches.append(batch | (_own_targets(served.model, batch) if served.task == "speech-seq2seq" else {}))
-    return batches
-
-
-@torch.no_grad()
-def _own_targets(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """What the decoder reads where it writes down what it hears."""
-    with in_eval_mode(model):
-        written = model.generate(**batch, num_beams=1, do_sample=False)
-    start = model.generation_config.decoder_start_token_id
-    if int(written[0, 0]) != start:
-        written = torch.cat([torch.full((len(written), 1), start), written], 1)
-    pad = model.generation_config.pad_token_id
-    mask = torch.ones_like(written) if pad is None else (written != pad).long()
-    mask[:, 0] = 1
-    return {"decoder_input_ids": written[:, :-1], "decoder_attention_mask": mask[:, :-1]}
+    return digest_of(plain(items), None)

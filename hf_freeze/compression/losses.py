@@ -8,46 +8,23 @@ import torch
 from torch.nn import functional
 
 from hf_freeze import methods
-from hf_freeze.analysis.answers import Answers, compare_answers
+from hf_freeze.analysis.answers import compare_answers
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compression.blocks import Block
+from hf_freeze.compression.original import Original, Subject
+from hf_freeze.compression.progress import Progress
 from hf_freeze.compression.shape import methods_of, quantized, whole
-from hf_freeze.methods.base import Method
-from hf_freeze.model.fidelity import fidelity_on
 from hf_freeze.model.make import make_variant
 from hf_freeze.model.running import in_eval_mode, without_cache
-from hf_freeze.model.samples import Samples, samples_of
+from hf_freeze.model.samples import samples_of
 from hf_freeze.publish.export.served import Served, answers
 from hf_freeze.solvers.allocation import allocate
 
 _GREEDY = 8  # layers of a stack up to which each removal is chosen anew
 _DEPTHS = 6  # of a stack, whose loss is measured
 _FEW = 4  # batches by which removals of a layer are compared
-SHARES = (0.5, 0.25)  # of heads or neurons that stay when closed forms are checked
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model with what it is calibrated and compared on. Its variants are compared with it on `held_out`, batches for it."""
-
-    served: Served
-    samples: Samples
-    held_out: list[dict[str, Any]]
-
-    @property
-    def model(self) -> Any:
-        return self.served.model
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.served.tokenizer
-
-    def cut(self, found: Sequence[Method]) -> Any:
-        """The variant that these methods make with the calibration; the model itself for none."""
-        return make_variant(self.model, list(found), calibration=self.samples) if found else self.model
-
-    def distance(self, variant: Any, batches: int | None = None) -> float:
-        return fidelity_on(self.model, variant, self.held_out[:batches]).distance
+_SHARES = (0.5, 0.25)  # of heads or neurons that stay when closed forms are checked
+_COVERAGES = (1.0, 0.999, 0.995, 0.98, 0.95)  # of all tokens of the texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +39,69 @@ class Losses:
     tokens: dict[int, float] = field(default_factory=dict)
 
     def of_units(self, block: Block, units: int) -> float:
-        return self.factors.get(block.kind, 1.0) * float(block.order.losses[block.units - units])
+        return self.factors.get(block.kind, 1.0) * block.losses[block.units - units]
 
     def of_bits(self, name: str, bits: int, share: float) -> float:
         """`share`: of the weights that stay."""
         return self.four_bits.get(name, 0.0) * share if bits == 4 else 0.0
+
+
+def measured_losses(
+    original: Original,
+    blocks: Mapping[str, Block],
+    may_go: frozenset[str],
+    bits: Sequence[int],
+    once: Callable[[str, Callable[[], Any]], Any],
+    progress: Progress,
+) -> Losses:
+    """Of a model, where parts of these kinds may go. `once`: of `Phases`."""
+    depths = original.depths
+    stacks = [stack for stack in depths if "layers" in may_go]
+    kinds = [kind for kind in ("heads", "neurons") if kind in may_go and any(b.kind == kind for b in blocks.values())]
+    progress.plan(sum(min(depths[stack], _DEPTHS) for stack in stacks) + len(_SHARES) * len(kinds) + 4)
+    layers: dict[str, Any] = {stack: {depth: (tuple(range(depth)), 0.0)} for stack, depth in depths.items()}
+    for stack in stacks:
+        found = once(f"layers-{stack}", lambda stack=stack: layer_losses(original.subject(), stack, progress.step))
+        layers[stack] = {int(depth): (tuple(kept), loss) for depth, (kept, loss) in found.items()}
+
+    def factor(kind: str) -> float:
+        found = []
+        for share in _SHARES:
+            progress.step(f"{share:.0%} of the {kind}")
+            found.append(factor_of(original.subject(), blocks, kind, share))
+        return max([one for one in found if one is not None], default=1.0)
+
+    factors = {kind: once(f"factor-{kind}", lambda kind=kind: factor(kind)) for kind in kinds}
+    four_bits = once("four-bits", lambda: bit_losses(original.subject(), blocks, progress.step)) if 4 in bits else {}
+    tokens = {original.tokens: 0.0}
+    if "tokens" in may_go:
+        found = once("tokens", lambda: _token_losses(original, progress))
+        tokens |= {int(count): loss for count, loss in found.items()}
+    return Losses(layers=layers, factors=factors, four_bits=four_bits, tokens=tokens)
+
+
+def _token_losses(original: Original, progress: Progress) -> dict[int, float]:
+    """Number of tokens that are kept -> loss on the inputs that are compared, never less for fewer ones.
+
+    Of models that predict tokens: how many more nats the trimmed one needs for the same texts, for each token of the original,
+    since a text is in other tokens there. Of others: the distance of the answers.
+    """
+    items, expected = original.inputs.compared, original.expected("compared")
+    predicts = original.served.task in ("causal-lm", "seq2seq-lm")
+    if original.served.task == "seq2seq-lm":
+        written = [(item, answer["text"]) for item, answer in zip(items, expected.items, strict=True)]
+        items = [(item if isinstance(item, str) else item[0], text) for item, text in written if text]
+    before, count = _nats(original.served, items) if predicts else (0.0, 0)
+    found: dict[int, float] = {}
+    for size in original.sizes(_COVERAGES):
+        progress.step(f"{size:,} of {original.tokens:,} tokens")
+        trimmed = original.trimmed(size)
+        if predicts:
+            loss = (_nats(trimmed, items)[0] - before) / max(count, 1)
+        else:
+            loss = compare_answers(expected, answers(trimmed, items, like=expected)).distance
+        found[size] = max([loss, 0.0, *found.values()])
+    return found
 
 
 def layer_losses(subject: Subject, stack: str, say: Callable[[str], Any]) -> dict[int, tuple[tuple[int, ...], float]]:
@@ -102,7 +137,7 @@ def layer_losses(subject: Subject, stack: str, say: Callable[[str], Any]) -> dic
 def factor_of(subject: Subject, blocks: Mapping[str, Block], kind: str, share: float) -> float | None:
     """How many times the loss of the closed forms is measured when this share of all heads or neurons stays."""
     some = [block for block in blocks.values() if block.kind == kind]
-    curves = [block.order.losses.tolist() for block in some]
+    curves = [block.losses for block in some]
     most = [block.units - 1 for block in some]
     step = 8 if kind == "neurons" and min(block.units for block in some) >= 64 else 1
     removals = min(round((1 - share) * sum(block.units for block in some)), sum(count // step * step for count in most))
@@ -124,27 +159,6 @@ def bit_losses(subject: Subject, blocks: Mapping[str, Block], say: Callable[[str
     linears = subject.distance(subject.cut([quantized(["ffn", "attention"])]))
     weights = sum(block.weights for block in blocks.values())
     return {"tables": tables} | {name: linears * block.weights / weights for name, block in blocks.items()}
-
-
-class TokenLoss:
-    """What fewer tokens cost on `items`, to which the original answers `expected`.
-
-    Of models that predict tokens: how many more nats the trimmed one needs for the same texts, for each token of the original,
-    since a text is in other tokens there. Of others: the distance of the answers.
-    """
-
-    def __init__(self, original: Served, items: Sequence[Any], expected: Answers) -> None:
-        self._items, self._expected = items, expected
-        if original.task == "seq2seq-lm":
-            written = [(item, answer["text"]) for item, answer in zip(items, expected.items, strict=True)]
-            self._items = [(item if isinstance(item, str) else item[0], text) for item, text in written if text]
-        self._before = _nats(original, self._items) if original.task in ("causal-lm", "seq2seq-lm") else None
-
-    def __call__(self, trimmed: Served) -> float:
-        if self._before is None:
-            return compare_answers(self._expected, answers(trimmed, self._items, like=self._expected)).distance
-        before, count = self._before
-        return (_nats(trimmed, self._items)[0] - before) / max(count, 1)
 
 
 @torch.no_grad()

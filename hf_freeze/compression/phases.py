@@ -1,6 +1,5 @@
 """What a compression has found out so far, so that a stopped one goes on."""
 
-import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -35,17 +34,9 @@ class Phases:
         """Of all phases that are done."""
         return sum(self._state["seconds"].values())
 
-    def seconds_but(self, *names: str) -> float:
-        """Of all phases that are done, without these."""
-        return sum(seconds for name, seconds in self._state["seconds"].items() if name not in names)
-
     @property
     def seconds_by_phase(self) -> dict[str, float]:
         return dict(self._state["seconds"])
-
-    def kept(self, name: str) -> Any:
-        """The result of a phase; None where it is not done."""
-        return self._state["results"].get(name)
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
         """The result of a phase as plain data: computed at the first call, then read. The time of phases within it is theirs."""
@@ -53,28 +44,9 @@ class Phases:
             began, spent = time.monotonic(), self._spent
             result = compute()
             self._state["results"][name] = json.loads(json.dumps(result))
-            self.spend(name, time.monotonic() - began - (self._spent - spent))
+            own = time.monotonic() - began - (self._spent - spent)
+            self._spent += own
+            self._state["seconds"][name] = own
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, json.dumps(self._state, indent=1) + "\n")
         return self._state["results"][name]
-
-    def spend(self, name: str, seconds: float) -> None:
-        """Count time for `name`. A phase in which it was spent does not count it again."""
-        self._spent += seconds
-        self._state["seconds"][name] = self._state["seconds"].get(name, 0.0) + seconds
-        self._write()
-
-    def _write(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self._path, json.dumps(self._state, indent=1) + "\n")
-
-
-def digest_of(source: str) -> str:
-    """Of the weights in a folder; the name of a model on the Hub."""
-    files = sorted(Path(source).glob("*.safetensors"))
-    if not files:
-        return source
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            while part := file.read(1 << 24):
-                digest.update(part)
-    return digest.hexdigest()

@@ -1,7 +1,9 @@
 """What parts cost in an engine: bytes by counting, milliseconds by a few measurements."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
@@ -22,6 +24,32 @@ class Sizes:
     token_bytes: float
     bits: int
     bytes: float
+
+
+def sizes_of(model: Any, tokens: int, folder: Path, size: int, bits: int) -> Sizes:
+    """`folder`, `size`: of the whole model in the engine, in `bits`."""
+    tables = {id(p): p for p in model.parameters() if tokens and p.ndim == 2 and p.shape[0] == tokens}
+    files = [path for path in folder.iterdir() if path.is_file() and ("token" in path.name or "vocab" in path.name)]
+    return Sizes(
+        of_token=sum(p.shape[1] for p in tables.values()),
+        tokens=tokens,
+        token_bytes=sum(path.stat().st_size for path in files) / max(tokens, 1),
+        bits=bits,
+        bytes=size,
+    )
+
+
+def probe_shapes(full: Shape, blocks: Mapping[str, Block], may_go: frozenset[str]) -> dict[str, Shape]:
+    """The whole, `full`, and it with one kind of part halved at a time, by their names in words."""
+    found = {"whole": full}
+    for stack, layers in full.layers.items():
+        if len(layers) > 1 and "layers" in may_go:
+            kept = full.layers | {stack: layers[: (len(layers) + 1) // 2]}
+            found[f"half of the layers of the {stack}"] = replace(full, layers=kept)
+        some = [block for block in blocks.values() if block.place[0] == stack and block.kind in may_go]
+        half = {block.name: max(block.units // 2, 1) for block in some}
+        found[f"half of the width of the {stack}"] = replace(full, units=full.units | half)
+    return found
 
 
 class Prices:

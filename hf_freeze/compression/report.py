@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,10 +13,12 @@ from matplotlib.figure import Figure
 
 from hf_freeze._version import __version__
 from hf_freeze.compression.budget import in_bytes
-from hf_freeze.compression.compress import Compressed, Compression, Measured, Tried
+from hf_freeze.compression.compression import Compression
 from hf_freeze.compression.progress import duration
+from hf_freeze.compression.results import Compressed, Measured, Tried
 from hf_freeze.compression.shape import share_kept
 from hf_freeze.io import write_whole
+from hf_freeze.publish.cards import COMPRESSION, without_folder
 from hf_freeze.publish.markdown import markdown_table
 
 _BLUE, _ORANGE, _GREY, _RED = "#0072B2", "#E69F00", "#777777", "#D55E00"  # Okabe and Ito's, with different markers
@@ -29,19 +32,19 @@ _ENVIRONMENT = jinja2.Environment(
 
 
 def write_report(compression: Compression, result: Compressed | None = None, *, stopped: str = "") -> list[str]:
-    """Write report.html and report.png, and at the end report.md and compressed.json, into the folder of the compression;
+    """Write report.html and report.png, and at the end README.md and compressed.json, into the folder of the compression;
     returns the lines that tell the result."""
     out, lines = compression.out, [] if result is None else sentences(compression, result)
     out.mkdir(parents=True, exist_ok=True)
-    rows = rows_of(compression, result)
+    rows, parts, left = rows_of(compression), parts_of(compression), compression.progress.last.seconds_left
     if rows:
-        picture(compression, parts_of(compression)).savefig(out / "report.png", dpi=150)
+        picture(compression, parts).savefig(out / "report.png", dpi=150)
     page = _ENVIRONMENT.get_template("compressed.html").render(
         title=f"{Path(compression.source).name}, {'compressed' if result else 'being compressed'}",
         finished=result is not None,
         stopped=stopped,
         now=compression.progress.last.text,
-        left=None if (left := compression.progress.last.seconds_left) is None else duration(left),
+        left=None if left is None else duration(left),
         budget=compression.budget.words(),
         lines=lines,
         rows=rows,
@@ -53,83 +56,74 @@ def write_report(compression: Compression, result: Compressed | None = None, *, 
     )
     write_whole(out / "report.html", page)
     if result is not None:
-        picture_of = "![what it costs, and what is kept](report.png)"
-        text = ["# Compressed", _markdown(rows), picture_of, *lines, f"`{compression.command}`"]
-        write_whole(out / "report.md", "\n\n".join(text) + "\n")
-        facts = {
-            "command": compression.command,
-            "hf_freeze_version": __version__,
-            "budget": compression.budget.to_dict(),
-            "tried": [asdict(one) for one in compression.tried],
-            "seconds_by_phase": compression.phases.seconds_by_phase,
-        }
+        facts = {"command": compression.command, "hf_freeze_version": __version__}
+        facts |= {"budget": compression.budget.to_dict(), "tried": [asdict(one) for one in compression.tried]}
+        facts |= {"seconds_by_phase": compression.phases.seconds_by_phase}
         write_whole(out / "compressed.json", json.dumps(asdict(result) | facts, default=str, indent=1) + "\n")
+        write_card(compression, result, lines)
     return lines
 
 
+def write_card(compression: Compression, result: Compressed, lines: Sequence[str]) -> None:
+    """A model card, beside the folder that is served: there it would take bytes of the budget. Without paths of this machine."""
+    name = Path(compression.source).name
+    parts = [{"part": kind, "kept": words} for kind, _, words in parts_of(compression)]
+    text = [f"# {name}, compressed", _markdown(rows_of(compression)), "![what it costs, and what is kept](report.png)"]
+    text += ["\n".join(f"- {line}" for line in lines[:-1]), *([_markdown(parts)] if parts else [])]
+    text += ["Bias and harmful output were not measured. Other kinds of inputs than these may get worse results."]
+    command = shlex.join(map(without_folder, shlex.split(compression.command))) or "hf_freeze.compress(...)"
+    text += [f"Made by hf_freeze {__version__}:", f"```bash\n{command}\n```"]
+    write_whole(compression.out / "README.md", "\n\n".join(text) + "\n")
+    if result.model is not None:  # for `hf-freeze card` and `push`
+        record: dict[str, Any] = {
+            "budget": compression.budget.words(),
+            "table": rows_of(compression),
+            "facts": lines[:-1],
+        }
+        record |= {"parts": [(kind, words) for kind, _, words in parts_of(compression)]}
+        record |= {"engine": compression.engine.name, "served": result.after.folder.name}
+        write_whole(result.model / COMPRESSION, json.dumps(record, indent=1) + "\n")
+
+
 def write_front(compression: Compression, results: Sequence[Compressed]) -> list[str]:
-    """Write the table and the picture of a front, and the page; returns the lines that tell it."""
-    rows = [{"kept": one.kept, **_row("", one.after)} for one in results]
-    rows = [{name: cell for name, cell in row.items() if name} for row in rows]
-    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
-    axes = figure.subplots()
-    unit, name = (1e6, "MB") if results[0].after.bytes >= 1e6 else (1e3, "kB")
-    sizes = [one.after.bytes / unit for one in results]
-    scores = [one.after.fidelity.score or 0.0 for one in results]
-    ends = [
-        one.after.fidelity.intervals.get("score", (score, score)) for one, score in zip(results, scores, strict=True)
-    ]
-    errors = [[max(score - low, 0.0) for score, (low, _) in zip(scores, ends, strict=True)]]
-    errors.append([max(high - score, 0.0) for score, (_, high) in zip(scores, ends, strict=True)])
-    axes.errorbar(
-        sizes[1:], scores[1:], [one[1:] for one in errors], fmt="D-", color=_RED, capsize=3, label="compressed"
-    )
-    axes.plot(sizes[:1], scores[:1], "s", color=_BLUE, markersize=9, label="the whole model in the engine")
-    axes.set(
-        xlabel=f"size of the served folder, {name}",
-        ylabel="fidelity to the original (higher is better)",
-        xlim=(0, None),
-    )
-    axes.grid(alpha=0.4)
-    axes.legend()
-    figure.savefig(compression.out / "front.png", dpi=150)
-    table = _markdown(rows)
-    text = ["# Sizes and fidelity", table, "![fidelity against size](front.png)", f"`{compression.command}`"]
-    write_whole(compression.out / "front.md", "\n\n".join(text) + "\n")
+    """Write the table of a front, with the picture and the page; returns the lines that tell it."""
+    rows = [{"kept": one.kept} | {name: cell for name, cell in _row("", one.after).items() if name} for one in results]
     write_report(compression)
-    return [table, f"Written: {compression.out / 'front.md'}, {compression.out / 'front.png'}"]
+    text = [
+        "# Sizes and what they lose",
+        table := _markdown(rows),
+        "![distance from the original against size](report.png)",
+    ]
+    write_whole(compression.out / "front.md", "\n\n".join([*text, f"`{compression.command}`"]) + "\n")
+    return [table, f"Written: {compression.out / 'front.md'}, {compression.out / 'report.png'}"]
 
 
-def rows_of(compression: Compression, result: Compressed | None) -> list[dict[str, str]]:
-    """A row for the model as it is in the engine, and for what came of it."""
-    engine = compression.engine.name
-    whole = compression.whole_measured
+def rows_of(compression: Compression) -> list[dict[str, str]]:
+    """A row for the model as it is, for the whole of it in the engine, and for what came of it."""
+    whole, engine = compression.whole, compression.engine.name
     if whole is None:
         return []
-    rows = [{"": "the model", "folder": in_bytes(compression.original_bytes), **_blank(whole)}]
-    rows.append(_row(f"whole, in {engine}", whole))
-    if result is not None and result.after is not whole:
-        rows.append(_row(f"compressed, in {engine}", result.after))
-    return rows
+    original = _row("the model", whole) | {"folder": in_bytes(compression.original.bytes)}
+    original |= {name: cell for name, cell in (("ms a text", "–"), (_FIDELITY, "1"), ("KL", "0")) if name in original}
+    if whole.score is not None:
+        original |= {whole.score.name: whole.score.shown(whole.score.original), _DIFFERENCE: "–"}
+    smaller = [_row(f"compressed, in {engine}", one) for one in compression.results]
+    return [original, _row(f"whole, in {engine}", whole), *smaller]
+
+
+_FIDELITY, _DIFFERENCE = "fidelity (95 %)", "points to the model (95 %)"
 
 
 def _row(label: str, measured: Measured) -> dict[str, str]:
-    found = measured.fidelity
-    low, high = found.intervals.get("score", (None, None))
-    shown = (
-        "–" if found.score is None else f"{found.score:.4f}" + ("" if low is None else f" ({low:.4f} to {high:.4f})")
-    )
+    found, score = measured.fidelity, measured.score
     row = {"": label, "folder": in_bytes(measured.bytes)}
     row |= {} if measured.ms is None else {"ms a text": f"{measured.ms:.2f}"}
-    row |= {"fidelity (95 %)": shown}
+    if score is not None:
+        difference = f"{score.difference:+.1f} ({score.low:+.1f} to {score.high:+.1f})"
+        row |= {score.name: score.shown(score.value), _DIFFERENCE: difference}
+    low, high = found.intervals["score"]
+    row |= {_FIDELITY: f"{found.score:.4f} ({low:.4f} to {high:.4f})"}
     return row | ({} if found.kl is None else {"KL": f"{found.kl:.4f}"})
-
-
-def _blank(measured: Measured) -> dict[str, str]:
-    """Of the model itself, which is as faithful to itself as can be."""
-    row = {} if measured.ms is None else {"ms a text": "–"}
-    row |= {"fidelity (95 %)": "1"}
-    return row | ({} if measured.fidelity.kl is None else {"KL": "0"})
 
 
 def _tried_row(tried: Tried) -> dict[str, str]:
@@ -140,23 +134,24 @@ def _tried_row(tried: Tried) -> dict[str, str]:
 
 def sentences(compression: Compression, result: Compressed) -> list[str]:
     """What came of it, a sentence each."""
-    after, inputs = result.after, compression.inputs
+    after, inputs, score, healed = result.after, compression.inputs, result.after.score, result.healed
     small = f"{in_bytes(after.bytes)}, {after.bytes / result.original_bytes:.1%} of the model's {in_bytes(result.original_bytes)}"
     if after.ms is not None and result.whole.ms:
         small += f"; {after.ms:.2f} ms a text, {after.ms / result.whole.ms:.0%} of the whole model's in the same engine"
     lines = [f"Kept: {result.kept}.", f"Budget: {compression.budget.words()}. It is {small}."]
-    score, (low, high) = after.fidelity.score, after.fidelity.intervals.get("score", (0.0, 0.0))
-    compared = f"{after.fidelity.compared:,} texts that took no part in it"
+    compared = f"{after.fidelity.compared:,} inputs that nothing was chosen by"
     if after.fidelity.left_out:
         compared += f" ({after.fidelity.left_out:,} more could not be compared: their tokens differ)"
-    lines.append(f"Fidelity to the original: {score:.4f} (95 % interval {low:.4f} to {high:.4f}), on {compared}.")
-    if result.healed is not None:
-        healed = result.healed
-        effect = (
-            f"held-out loss {healed.loss_before:.4g} to {healed.loss_after:.4g}"
-            if healed.better
-            else "it did not help, and was undone"
-        )
+    low, high = after.fidelity.intervals["score"]
+    interval = f"95 % interval {low:.4f} to {high:.4f}"
+    lines.append(f"Fidelity to the original: {after.fidelity.score:.4f} ({interval}), on {compared}.")
+    if score is not None:
+        change = f"{score.difference:+.1f} points (95 % interval {score.low:+.1f} to {score.high:+.1f})"
+        before, now = score.shown(score.original), score.shown(score.value)
+        lines.append(f"By the labels of {score.count:,} of them: {score.name} {before} before, {now} after, {change}.")
+    if healed is not None:
+        effect = f"held-out loss {healed.loss_before:.4g} to {healed.loss_after:.4g}"
+        effect = effect if healed.better else "it did not help, and was undone"
         lines.append(f"Healed for {duration(healed.seconds)}, {healed.epochs:.2g} epochs of the texts: {effect}.")
     lines.append(f"Made from {len(inputs.learnt):,} texts without labels, in {duration(result.seconds)}.")
     where = f"Written: {after.folder} (to serve)" + (f", {result.model} (to train on)" if result.model else "")
@@ -165,10 +160,9 @@ def sentences(compression: Compression, result: Compressed) -> list[str]:
 
 def parts_of(compression: Compression) -> list[tuple[str, float, str]]:
     """(kind of part, share that is kept, in words) of the chosen shape; empty before there is one."""
-    shape = compression.chosen
+    shape, parts = compression.chosen, []
     if shape is None:
         return []
-    parts = []
     for stack, kept in shape.layers.items():
         depth = compression.depths[stack]
         parts.append((f"{stack}: layers", len(kept) / depth, f"{len(kept)} of {depth}"))
@@ -176,15 +170,12 @@ def parts_of(compression: Compression) -> list[tuple[str, float, str]]:
             share = share_kept(shape, compression.blocks, stack, kind)
             if share is not None:
                 parts.append((f"{stack}: {kind} in these layers", share, f"{share:.0%}"))
-    total = compression.token_count
+    total = compression.original.tokens
     if shape.tokens is not None and total:
         parts.append(("tokens", shape.tokens / total, f"{shape.tokens:,} of {total:,}"))
-    bits = [shape.bits[name] * block.weights for name, block in compression.blocks.items() if shape.has(block)]
-    weights = sum(block.weights for block in compression.blocks.values() if shape.has(block))
-    parts.append(
-        ("bits of a weight in layers", sum(bits) / max(weights, 1) / 32, f"{sum(bits) / max(weights, 1):.2g} of 32")
-    )
-    return parts
+    some = [block for block in compression.blocks.values() if shape.has(block)]
+    bits = sum(shape.bits[block.name] * block.weights for block in some) / max(sum(block.weights for block in some), 1)
+    return [*parts, ("bits of a weight in layers", bits / 32, f"{bits:.2g} of 32")]
 
 
 def picture(compression: Compression, parts: Sequence[tuple[str, float, str]]) -> Figure:
@@ -192,15 +183,14 @@ def picture(compression: Compression, parts: Sequence[tuple[str, float, str]]) -
     figure = Figure(figsize=(9.5, 4.2), layout="constrained")
     axes: Any
     axes, bars = figure.subplots(1, 2, width_ratios=[3, 2])
-    unit, name = (1e6, "MB") if compression.original_bytes >= 1e6 else (1e3, "kB")
-    tried = [(one.bytes, one.loss) for one in compression.tried]
+    unit, name = _unit(compression.original.bytes)
     whole, after = (
-        [] if one is None else [(one.bytes, one.fidelity.distance)]
-        for one in (compression.whole_measured, compression.after)
+        [(one.bytes, one.fidelity.distance) for one in some if one is not None]
+        for some in ([compression.whole], compression.results)
     )
     for points, marker, color, label in (
         (whole, "s", _BLUE, "the whole model in the engine"),
-        (tried, "o", _ORANGE, "tried, before healing; bytes estimated"),
+        ([(one.bytes, one.loss) for one in compression.tried], "o", _ORANGE, "tried, before healing; bytes estimated"),
         (after, "D", _RED, "compressed, in the engine"),
     ):
         if points:
@@ -208,32 +198,25 @@ def picture(compression: Compression, parts: Sequence[tuple[str, float, str]]) -
             axes.plot([size / unit for size in sizes], losses, marker, color=color, markersize=9, label=label)
     if compression.budget.max_bytes:
         axes.axvline(compression.budget.max_bytes / unit, color=_GREY, linestyle="--", label="budget")
-    axes.set(
-        xlabel=f"size of the served folder, {name}",
-        ylabel="distance from the original (lower is better)",
-        ylim=(0, None),
-    )
-    axes.set_xlim(0, None)
+    axes.set(xlabel=f"size of the served folder, {name}", ylabel="distance from the original (lower is better)")
+    axes.set(xlim=(0, None), ylim=(0, None))
     axes.grid(alpha=0.4)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize=8)
     names = [part[0] for part in parts]
     bars.barh(names, [100.0] * len(parts), color="#cccccc", height=0.6)
     bars.barh(names, [100 * part[1] for part in parts], color=_BLUE, height=0.6)
+    beside: Any = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
     for label, _, words in parts:
-        bars.annotate(
-            words,
-            (100, label),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-            annotation_clip=False,
-        )
+        bars.annotate(words, (100, label), fontsize=8, **beside)
     bars.set(xlim=(0, 100), xlabel="kept, % of the model's")
     bars.tick_params(axis="y", labelsize=8)
     bars.invert_yaxis()
     bars.set_visible(bool(parts))
     return figure
+
+
+def _unit(size: float) -> tuple[float, str]:
+    return (1e6, "MB") if size >= 1e6 else (1e3, "kB")
 
 
 def _markdown(rows: Sequence[dict[str, str]]) -> str:

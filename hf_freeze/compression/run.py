@@ -1,4 +1,4 @@
-"""Make a trained model small enough for a budget, from texts alone."""
+"""Make a trained model small enough for a budget, from Python."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,10 +10,12 @@ from rich.console import Console
 from transformers.utils import logging
 
 from hf_freeze.compression.budget import Budget
-from hf_freeze.compression.compress import Compressed, Compression
+from hf_freeze.compression.compression import Compression
 from hf_freeze.compression.heal import DEFAULT, HealLimit
+from hf_freeze.compression.labels import Labels
 from hf_freeze.compression.progress import Callback
 from hf_freeze.compression.report import write_front, write_report
+from hf_freeze.compression.results import Compressed
 
 
 def compress(
@@ -22,6 +24,7 @@ def compress(
     texts: Sequence[Any],
     budget: Budget,
     out: str | PathLike[str],
+    labels: Labels | None = None,
     engine: str | None = None,
     samples: int = 512,
     heal: HealLimit = DEFAULT,
@@ -33,11 +36,12 @@ def compress(
     callback: Callback | None = None,
     console: Console | None = None,
 ) -> Compressed:
-    """Make the trained model of a directory or Hub id small enough for `budget`, without labels; returns what came of it.
+    """Make the trained model of a directory or Hub id small enough for `budget`; returns what came of it.
 
-    `texts`: what the model reads, of any task: see `publish.export.served.answers`. A fifth of them, at most 256, is only
-    compared on; `samples` of the others tell what parts are worth, and all others choose the tokens and heal. `out`: the folder
-    for the model and all that leads to it. Called again with the same arguments, a stopped compression goes on.
+    `texts`: what the model reads, of any task: see `publish.export.served.answers`. A fifth of them, at most 256, decides among
+    shapes, and as many are only compared on at the end; `samples` of the others tell what parts are worth, and all others choose
+    the tokens and heal. `labels`: inputs with labels, which decide and are compared on instead, and give a score. `out`: the
+    folder for the model and all that leads to it. Called again with the same arguments, a stopped compression goes on.
 
     `engine`: onnx, ctranslate2 or torch; by default CTranslate2 for translators that it knows, else ONNX Runtime. `heal`: a short
     training by the outputs of the original: 0, "10min", "1epoch", or by default a tenth of the time of an epoch, at least a
@@ -47,16 +51,12 @@ def compress(
 
     If the whole model is within the budget in the engine, that is the answer.
 
-    Raises ValueError for wrong settings, too few texts, a budget that is out of reach and a result that misses it.
+    Raises ValueError for wrong settings, too few texts, labels of another task, a budget that is out of reach and a result that
+    misses it.
     """
-    options = {"engine": engine, "samples": samples, "heal": heal, "native": native, "keep_vocabulary": keep_vocabulary}
-    options |= {
-        "min_fidelity": min_fidelity,
-        "seed": seed,
-        "command": command,
-        "callback": callback,
-        "console": console,
-    }
+    options: dict[str, Any] = {"labels": labels, "engine": engine, "samples": samples, "heal": heal, "native": native}
+    options |= {"keep_vocabulary": keep_vocabulary, "min_fidelity": min_fidelity, "seed": seed, "command": command}
+    options |= {"callback": callback, "console": console}
     with _reported(model, texts, budget, out, options) as compression:
         result = compression.run()
         for line in write_report(compression, result):

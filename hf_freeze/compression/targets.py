@@ -37,12 +37,11 @@ _NEVER = -1e4  # instead of -inf, of which fp16 and a gradient make nan
 class Texts(Dataset):
     """The rows of batches for the original, without padding at their ends, and what the original makes of them.
 
-    Training batches have few rows, of similar length, drawn by (seed, epoch). `numbers`: what the student calls a token, -1 for
-    none; None if it has the same tokens.
+    Training batches have few rows, of similar length, drawn by (seed, epoch).
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Tensor]], pad: int, numbers: Tensor | None) -> None:
-        self.rows, self._pad, self._numbers = rows, pad, numbers
+    def __init__(self, rows: Sequence[Mapping[str, Tensor]], pad: int) -> None:
+        self.rows, self._pad = rows, pad
         self.lengths = np.array([_length(row) for row in rows], dtype=np.int64)
         self.tokens = int(self.lengths.sum())
         self._targets: list[tuple[dict[str, Tensor], int, int]] = []
@@ -64,7 +63,7 @@ class Texts(Dataset):
 
     def some(self, count: int, seed: int) -> "Texts":
         chosen = np.sort(np.random.default_rng(seed).permutation(len(self))[:count])
-        return Texts([self.rows[index] for index in chosen], self._pad, self._numbers)
+        return Texts([self.rows[index] for index in chosen], self._pad)
 
     def steps(self, seed: int) -> int:
         """Of an epoch."""
@@ -80,8 +79,6 @@ class Texts(Dataset):
 
     def _collate(self, items: Sequence[tuple[Mapping[str, Tensor], dict[str, Tensor]]]) -> dict[str, Any]:
         batch: dict[str, Any] = self._batch([row for row, _ in items])
-        if self._numbers is not None:
-            batch |= {name: self._numbers[batch[name]] for name in _IDS if name in batch}
         batch["targets"] = {name: _padded([outputs[name] for _, outputs in items], 0) for name in items[0][1]}
         return batch
 
@@ -128,26 +125,21 @@ class Texts(Dataset):
             return float(torch.cat([objective.losses(model, batch).double() for batch in batches]).mean())
 
 
-def texts_of(original: Any, samples: Samples, kept: Sequence[int] | None, seed: int) -> tuple[Texts, Texts]:
+def texts_of(original: Any, samples: Samples, seed: int) -> tuple[Texts, Texts]:
     """What to train on, in random order, and what to compare the losses by."""
-    order, numbers = np.random.default_rng(seed), None
+    order = np.random.default_rng(seed)
     train, held_out = (
         [row for batch in part for row in _rows(original, batch)] for part in (samples.batches, samples.held_out)
     )
-    if kept is not None:
-        numbers = torch.full((original.get_input_embeddings().weight.shape[0],), -1)
-        numbers[list(kept)] = torch.arange(len(kept))
-        known = lambda row: all(bool((numbers[row[name]] >= 0).all()) for name in _IDS if name in row)  # noqa: E731
-        train, held_out = ([row for row in rows if known(row)] for rows in (train, held_out))
     train, held_out = ([rows[index] for index in order.permutation(len(rows))] for rows in (train, held_out))
     if not held_out:
         count = -(-len(train) // _ONE_OF)
         train, held_out = train[count:], train[:count]
     if not train or not held_out:
-        raise ValueError(f"healing needs at least two texts of known tokens, one to compare by; {len(held_out)} given")
-    pad = getattr(original.config, "pad_token_id", None) or (kept[0] if kept else 0)
+        raise ValueError(f"healing needs at least two texts, one to compare by; {len(held_out)} given")
+    pad = getattr(original.config, "pad_token_id", None) or 0
     fits = np.cumsum([_length(row) for row in held_out]) <= _HELD_OUT
-    return Texts(train, pad, numbers), Texts(held_out[: max(int(fits.sum()), 1)], pad, numbers)
+    return Texts(train, pad), Texts(held_out[: max(int(fits.sum()), 1)], pad)
 
 
 @dataclass(frozen=True)
@@ -155,7 +147,6 @@ class Objective:
     """What is stored of the outputs of the original, and the loss of those of the student, as `heal` says."""
 
     pooling: str
-    kept: Sequence[int] | None
 
     def __post_init__(self) -> None:
         if self.pooling not in _POOLING:
@@ -171,8 +162,6 @@ class Objective:
             return {"spans": _over_tokens(values, mask).half()}, ends
         if not _one_choice(original, values):
             return {"values": values.half()}, ends
-        if self.kept is not None and values.shape[-1] > len(self.kept):
-            values = values[..., list(self.kept)]
         nats = (values.float() / _TEMPERATURE).log_softmax(-1)
         if nats.shape[-1] <= 2 * _TOP:
             return {"nats": nats.half()}, ends
@@ -190,7 +179,7 @@ class Objective:
         if values.shape[:2] != expected.shape[:2] or (ids is None and values.shape != expected.shape):
             raise ValueError(
                 f"the student gives outputs of the shape {tuple(values.shape)}, the original {tuple(expected.shape)}: heal "
-                "models of the same task, hidden size and tokens; kept= names the tokens that the student has kept"
+                "models of the same task, hidden size and tokens"
             )
         if name == "states":
             pool = _POOLING[self.pooling]

@@ -1,53 +1,83 @@
-"""Experts of a mixture with weights on a symmetric grid of integers (`layers.integer_weights`)."""
+"""Experts of a mixture whose matrices are stored as integers and steps, in place of the native three-dimensional parameters.
+
+Shapes: E experts, O outputs, I inputs of a matrix.
+"""
 
 import copy
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_freeze.layers.grids import Grid
-from hf_freeze.layers.integer_weights import IntegerLinear
+from hf_freeze.layers.integer_weights import IntegerWeight
+
+_HELD = "held_"  # before the name of the native parameter
 
 
-class IntegerExperts(nn.Module):
-    """Takes the place of a module of E experts. Each of its parameters (E, O, I), such as `down_proj`, becomes an IntegerLinear
-    of that name, of the matrix (E O, I) of all experts one below the other.
+class IntegerMatrices(IntegerWeight, nn.Module):
+    """The matrices (E, O, I) of all experts, as one weight of E · O rows: each row has steps of its own."""
 
-    The native forward computes with the dense weights, which exist while it runs, so every implementation of experts can be set.
-    No weight is trained.
-    """
+    def __init__(self, matrices: torch.Tensor, grid: Grid) -> None:
+        nn.Module.__init__(self)
+        experts, self.outputs, inputs = matrices.shape
+        self.make_buffers(experts * self.outputs, inputs, grid, device=matrices.device, dtype=matrices.dtype)
 
-    native: Any  # the module, without its parameters; no submodule, as the native initialisation would look for them
-
-    def __init__(self, experts: Any, grid: Grid) -> None:
-        super().__init__()
-        self.sizes = {name: tuple(parameter.shape) for name, parameter in experts.named_parameters()}
-        for name, (count, outputs, inputs) in self.sizes.items():
-            linear = nn.Linear(inputs, count * outputs, bias=False, device="meta")
-            linear.weight = nn.Parameter(experts.get_parameter(name).detach().flatten(0, 1))
-            self.add_module(name, IntegerLinear(linear, grid))
-        self.__dict__["native"] = copy.copy(experts)
-        self.native._parameters = {}
-
-    def dense(self, name: str) -> torch.Tensor:
+    def matrices(self) -> torch.Tensor:
         """(E, O, I)"""
-        weight: Any = self.get_submodule(name)
-        return weight.dense_weight().view(self.sizes[name])
+        return self.dense_weight().view(-1, self.outputs, self.shape[1])
 
-    def with_parameters(self) -> Any:
-        """The native module with the weights that this one computes with."""
-        native = copy.copy(self.native)
-        native._parameters = {name: nn.Parameter(self.dense(name).clone()) for name in self.sizes}
-        return native
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the native module: (T, H) states, (T, k) experts, (T, k) factors -> (T, H)"""
-        self.native.training = self.training
-        try:
-            for name in self.sizes:
-                setattr(self.native, name, self.dense(name))
-            return self.native(*args, **kwargs)
-        finally:
-            for name in self.sizes:
-                self.native.__dict__.pop(name, None)
+@functools.cache
+def _holding(native: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """A class that computes as `native`, whose parameters `names` are properties."""
+
+    def read(module: Any, *, name: str) -> torch.Tensor:
+        return module.get_submodule(_HELD + name).matrices()
+
+    def reduce(module: Any) -> Any:  # no file has this class: it is made again
+        return _empty, (native, names), vars(module)
+
+    properties = {name: property(functools.partial(read, name=name)) for name in names}
+    own = {"native_class": native, "held": names, "__reduce__": reduce}
+    return type(native.__name__, (native,), own | properties)
+
+
+def _empty(native: type[nn.Module], names: tuple[str, ...]) -> Any:
+    holding = _holding(native, names)
+    return holding.__new__(holding)
+
+
+def _copied(experts: Any) -> Any:
+    """A module with the same tensors, whose tensors and modules can be replaced."""
+    new = copy.copy(experts)
+    new.__dict__.update({name: copy.copy(vars(experts)[name]) for name in ("_parameters", "_buffers", "_modules")})
+    return new
+
+
+def with_integers(experts: Any, grid: Grid) -> Any:
+    """A copy of the native `experts` with fresh integers for their matrices."""
+    new = _copied(experts)
+    names = tuple(experts._parameters)
+    for name in names:
+        new.add_module(_HELD + name, IntegerMatrices(new._parameters.pop(name), grid))
+    new.__class__ = _holding(type(experts), names)
+    return new
+
+
+def held_matrices(experts: Any) -> Iterable[tuple[str, IntegerMatrices]]:
+    """(name of the native parameter, its matrices) of experts made by `with_integers`."""
+    for name in experts.held:
+        yield name, experts.get_submodule(_HELD + name)
+
+
+def native_experts(experts: Any) -> Any:
+    """The native module with the weights that experts made by `with_integers` compute with."""
+    new = _copied(experts)
+    new.__class__ = experts.native_class
+    for name, matrices in held_matrices(experts):
+        del new._modules[_HELD + name]
+        new.register_parameter(name, nn.Parameter(matrices.matrices().detach().clone()))
+    return new

@@ -54,8 +54,8 @@ class LinearMethod(Method):
         with_linears = [component for component in LINEAR_COMPONENTS if architecture.linears(config, component)]
         (default,) = (field.default_factory() for field in fields(cls) if field.name == "components")  # type: ignore[misc]
         given = "" if set(default) & set(with_linears) else f"give components={with_linears}: "
-        more = ", unless components name 'experts'" if "experts" in cls.choices else ""
-        return f"{given}the matrices of its experts stay as they are{more}"
+        unless = ", unless components has 'experts'" if "experts" in cls.choices else ""
+        return f"{given}the matrices of its experts stay as they are{unless}"
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)

@@ -318,7 +318,7 @@ class FFNPruning(Method):
     def _best_experts(self, old: Any, architecture: Architecture, statistics: Statistics | None) -> "FFNPruning":
         self._experts_left(architecture, old.config)  # which checks their number
         for module in architecture.experts(old.config).values():
-            surgery.check_experts(old, module, self.name)
+            surgery.native_experts(old, module, self.name)
         blocks, mixtures = architecture.experts(old.config), surgery.mixtures_of(architecture, old.config)
         scores = {module: surgery.expert_magnitudes(old, module) for module in blocks.values()}
         if statistics is not None and (masses := statistics.routed(list(scores))) is not None:

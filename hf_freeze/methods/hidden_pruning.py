@@ -12,6 +12,7 @@ import torch
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, base_name, hidden_size, set_fields
+from hf_freeze.architectures.fields import hidden_sizes
 from hf_freeze.architectures.probe import adds_one
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.architectures.roles import is_norm
@@ -95,7 +96,7 @@ class HiddenPruning(Method):
             ) from error
 
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
-        return {architecture.hidden_field: len(self.kept)}
+        return hidden_sizes(config, architecture.hidden_field, len(self.kept))
 
     def describe(self, architecture: Architecture, config: Any) -> Architecture:
         """Heads keep their size, which a description may derive from the hidden size."""

@@ -12,11 +12,9 @@ from transformers import initialization
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, full_name, in_layers
-from hf_freeze.architectures.roles import EXPERT_OUTPUT
-from hf_freeze.layers import fake_quantized, integer_weights
+from hf_freeze.layers import fake_quantized, integer_experts, integer_weights
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
 from hf_freeze.layers.grids import ACTIVATION_RANGES, GRANULARITIES, GROUP, WEIGHT_RANGES, WIDTHS, Grid
-from hf_freeze.layers.integer_experts import IntegerExperts
 from hf_freeze.layers.low_rank import LowRankLinear
 from hf_freeze.layers.quantized import SCHEMES, STORED, QuantizedEmbedding, QuantizedLinear, check_installed
 from hf_freeze.layers.quantized_cores import FakeQuantizedTensorTrainLinear, IntegerTensorTrainLinear
@@ -61,9 +59,10 @@ class Quantize(LinearMethod):
     https://arxiv.org/abs/2210.17323), so that their outputs change least on what they see, and corrects their biases; `scheme`,
     tables and what is trained stay as without.
 
-    `components`: the linears of `"attention"` and `"ffn"`, in `layers`; `"experts"`: the matrices of a mixture that lie in one
-    parameter (`weights` alone, without `activations` and `train`), each rounded by GPTQ for the tokens that its expert gets, of
-    a saved calibration only the last ones; and `"embeddings"`: the token tables and the output matrix, tied or not. Position
+    `components`: the linears of `"attention"` and `"ffn"`, in `layers`; `"embeddings"`: the token tables and the output matrix,
+    tied or not; and `"experts"`: the matrices of a mixture's experts that lie in one parameter, where each output of each expert
+    has steps of its own (`weights` without `train` and `activations`). A calibration rounds them for the tokens that each expert
+    gets; a saved one, only those after the activation. An expert with no or too few tokens is rounded as without. Position
     tables, norms, biases and the heads of other tasks stay unchanged. Fresh weights of a config are drawn as usual and then
     quantised. All other parameters train unless Freeze names them.
 
@@ -88,7 +87,7 @@ class Quantize(LinearMethod):
     calibrates: ClassVar[bool] = True
     converts_fresh: ClassVar[bool] = True
     replaces: ClassVar[tuple[type[nn.Module], ...]] = (LowRankLinear, SparseLinear, TensorTrainLinear)
-    choices: ClassVar[tuple[str, ...]] = (*LINEAR_COMPONENTS, "experts", "embeddings")
+    choices: ClassVar[tuple[str, ...]] = (*LINEAR_COMPONENTS, "embeddings", "experts")
 
     scheme: str | None = None
     components: list[str] = field(default_factory=lambda: ["ffn", "attention"])
@@ -106,8 +105,8 @@ class Quantize(LinearMethod):
         check_bool(self.train, "Quantize", "train")
         if "experts" in self.components and (self.weights is None or self.train or self.activations is not None):
             raise ValueError(
-                f"Quantize(components={self.components!r}): the matrices of experts are stored as integers, not trained and not "
-                f"multiplied with integers: give weights= one of {list(WIDTHS)}, without scheme, train and activations"
+                "Quantize(components=['experts']): the matrices of experts are rounded to integers at once, and their inputs are "
+                f"not rounded: give weights= one of {list(WIDTHS)} without train and activations"
             )
         if self.scheme is not None:
             check_choice(self.scheme, SCHEMES, "Quantize", "scheme")
@@ -150,21 +149,16 @@ class Quantize(LinearMethod):
     def _linear_components(self) -> list[str]:
         return [component for component in self.components if component in LINEAR_COMPONENTS]
 
-    def _experts(self, architecture: Architecture, config: Any) -> list[str]:
-        """The modules of experts that the method replaces, below the base model."""
-        found = in_layers(architecture.experts(config), self.layers)
-        return list(found.values()) if "experts" in self.components else []
-
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
-        if self._linear_components:
-            super().check(architecture, config)
         if "experts" in self.components and not self._experts(architecture, config):
             raise ValueError(
                 f"Quantize(components={self.components!r}): {architecture.model_type} has no experts with matrices in one "
                 "parameter, in these layers; leave 'experts' out"
             )
-        if self.components == ["embeddings"] and self.layers is not None:
+        if self._linear_components:
+            super().check(architecture, config)
+        elif self.layers is not None and "experts" not in self.components:
             raise ValueError(f"Quantize(layers={self.layers!r}): embeddings lie in no layer; leave layers out")
 
     def linear_names(self, architecture: Architecture, config: Any) -> list[str]:
@@ -198,6 +192,12 @@ class Quantize(LinearMethod):
                 rounding.active = not self.begin
         return layer
 
+    def _experts(self, architecture: Architecture, config: Any) -> list[str]:
+        """The modules, below the base model, of the experts that the method rounds."""
+        return (
+            list(in_layers(architecture.experts(config), self.layers).values()) if "experts" in self.components else []
+        )
+
     def _tables(self, model: Model, architecture: Architecture) -> dict[str, Any]:
         """Full name -> module, for each module with a row for each token."""
         return surgery.vocabulary_modules(model, architecture) if "embeddings" in self.components else {}
@@ -214,8 +214,9 @@ class Quantize(LinearMethod):
         self._check_stored(model, architecture)
         super().restructure(model, architecture)
         for name in self._experts(architecture, model.config):
-            surgery.check_experts(model, name, self.name)
-            surgery.replace(model, name, IntegerExperts(model.base_model.get_submodule(name), self.grid))
+            surgery.replace(
+                model, name, integer_experts.with_integers(surgery.native_experts(model, name, self.name), self.grid)
+            )
         tables = self._tables(model, architecture)
         self._check_sources(model, architecture, tables)
         for name, module in tables.items():
@@ -236,11 +237,12 @@ class Quantize(LinearMethod):
         """Raise ValueError if an earlier method draws one of the weights from a seed."""
         names = [full_name(model, name) for name in self.linear_names(architecture, model.config)]
         names += self._tables(model, architecture)
-        inside = tuple(f"{full_name(model, name)}." for name in self._experts(architecture, model.config))
+        for name in self._experts(architecture, model.config):
+            experts = model.base_model.get_submodule(name)
+            names += [f"{full_name(model, name)}.{matrices}" for matrices in experts._parameters]
         for method in model.methods_now:
             for name, definition in method.freeze(model, architecture):
-                is_ours = name.removesuffix(".weight") in names or name.startswith(inside)
-                if definition is not None and is_ours:
+                if definition is not None and name.removesuffix(".weight") in names:
                     raise ValueError(
                         f"method {self.name!r}: {method.name!r} draws {name!r} from a seed and stores nothing for it; leave it "
                         "out by components= or layers="
@@ -284,18 +286,25 @@ class Quantize(LinearMethod):
             if isinstance(module, factors):
                 surgery.set_values(module.weight, weight)
             cast(Any, module).start()
-        modules: dict[str, Any] = dict(self.modules(new, architecture))
-        experts = self._experts(architecture, new.config)
-        of_experts = {f"{e}.{n}": e for e in experts for n in _matrices(old.base_model.get_submodule(e))}
+        owners = {
+            f"{owner}.{matrices}.{number}": owner
+            for owner in self._experts(architecture, new.config)
+            for matrices, parameter in old.base_model.get_submodule(owner).named_parameters()
+            for number in range(len(parameter))
+        }
+        modules = dict(self.modules(new, architecture))
         if statistics is not None and (self.train or self.scheme is not None):
             setting = "train=True" if self.train else f"scheme={self.scheme!r}"
             statistics.note(f"{self.name}: {setting} is the same with a calibration as without")
             statistics = None
-        walk: Any = [dict.fromkeys(modules), *({f"{e}.{EXPERT_OUTPUT}.0": None} for e in experts)]
-        if statistics is not None and (modules or experts):
-            walk = statistics.walk([*modules, *of_experts], {name: (owner,) for name, owner in of_experts.items()})
+        walk: Any = [
+            dict.fromkeys(modules),
+            *({name: None} for name in dict(zip(owners.values(), owners, strict=True)).values()),
+        ]
+        if statistics is not None and (modules or owners):
+            walk = statistics.walk([*modules, *owners], {name: (owner,) for name, owner in owners.items()})
         for moments in walk:
-            if (owner := of_experts.get(next(iter(moments), ""))) is not None:
+            if (owner := owners.get(next(iter(moments), ""))) is not None:
                 self._round_experts(owner, old, new, moments, statistics)
                 surgery.release(old, [owner])
                 continue
@@ -323,25 +332,23 @@ class Quantize(LinearMethod):
         if self.train:
             cast(Any, module).start()
 
+    @torch.no_grad()
     def _round_experts(self, owner: str, old: Any, new: Model, moments: Any, statistics: Statistics | None) -> None:
-        """Round the matrices of experts, each to the nearest, or by its moments."""
+        """Round the matrices of the experts `owner`: each to the nearest, or by its moments."""
         experts, integers = (model.base_model.get_submodule(owner) for model in (old, new))
-        for parameter, matrices in experts.named_parameters():
-            layer = integers.get_submodule(parameter)
-            layer.fill(matrices.flatten(0, 1))
-            numbers, steps = (
-                values.view(len(matrices), -1, values.shape[1]).clone() for values in (layer.integers(), layer.steps())
-            )
-            plain = layer.dense_weight().view(matrices.shape)
-            for number, matrix in enumerate(matrices.detach()):
-                moment = moments.get(name := f"{owner}.{parameter}.{number}")
+        for name, module in integer_experts.held_matrices(integers):
+            matrices = experts.get_parameter(name)
+            module.fill(matrices.flatten(0, 1))
+            plain = module.matrices()
+            numbers, steps = (x.view(*matrices.shape[:2], -1).clone() for x in (module.integers(), module.steps()))
+            for number, matrix in enumerate(matrices):
+                moment = moments.get(place := f"{owner}.{name}.{number}")
                 if moment is not None and statistics is not None:
-                    found = self._gptq(matrix, None, moment)
-                    numbers[number], steps[number] = found.numbers, found.steps
-                    statistics.record(
-                        name, loss(matrix, plain[number], moment), loss(matrix, found.weight().to(matrix), moment)
-                    )
-            layer.set_grid(numbers.flatten(0, 1), steps.flatten(0, 1))
+                    rounded = self._gptq(matrix, None, moment)
+                    numbers[number], steps[number] = rounded.numbers, rounded.steps
+                    errors = (loss(matrix, each.to(matrix), moment) for each in (plain[number], rounded.weight()))
+                    statistics.record(place, *errors)
+            module.set_grid(numbers.flatten(0, 1), steps.flatten(0, 1))
 
     def _gptq(self, weight: Any, bias: Any, moments: Moments) -> Rounded:
         group = None if self.granularity == "channel" else GROUP
@@ -402,16 +409,11 @@ class Quantize(LinearMethod):
             )
         super().merge(model, architecture)
         for name in self._experts(architecture, model.config):
-            surgery.replace(model, name, cast(Any, model.base_model.get_submodule(name)).with_parameters())
+            surgery.replace(model, name, integer_experts.native_experts(model.base_model.get_submodule(name)))
         for name, module in self._tables(model, architecture).items():
             is_table = isinstance(module, nn.Embedding)
             dense = surgery.dense_table(module) if is_table else surgery.dense_linear(module)
             surgery.replace_by_full_name(model, name, dense)
-
-
-def _matrices(experts: Any) -> list[str]:
-    """The matrices of each of the experts of a module, as names below it."""
-    return [f"{name}.{number}" for name, each in experts.named_parameters() for number in range(len(each))]
 
 
 # Class of what is replaced -> the layers of `scheme`, of `weights`, and of the training for these.

@@ -147,7 +147,7 @@ def _tokenized(model: Any, items: Sequence[Any], tokenizer: Any) -> list[dict[st
             width = max(map(len, targets))
             batch["labels"] = torch.tensor([row + [-100] * (width - len(row)) for row in targets])
         elif to_targets:
-            batch |= _own_targets(model, batch)
+            batch |= own_targets(model, batch)
         batches.append(batch)
     return batches[::-1]
 
@@ -173,12 +173,17 @@ def longest_of(model: Any, tokenizer: Any) -> int:
 
 
 @torch.no_grad()
-def _own_targets(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """What the decoder reads where it writes the greedy output of the model."""
-    positions = getattr(model.config, "max_position_embeddings", None) or MOST_TOKENS
-    length = min(2 * batch["input_ids"].shape[1] + 10, MOST_TOKENS, positions - 1)
+def own_targets(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """What the decoder reads where it writes the greedy output of the model, for texts or sounds."""
+    options = {"num_beams": 1, "do_sample": False}
+    if "input_ids" in batch:
+        positions = getattr(model.config, "max_position_embeddings", None) or MOST_TOKENS
+        options["max_new_tokens"] = min(2 * batch["input_ids"].shape[1] + 10, MOST_TOKENS, positions - 1)
     with in_eval_mode(model):
-        written = model.generate(**on_device(model, batch), num_beams=1, do_sample=False, max_new_tokens=length)
+        written = model.generate(**on_device(model, batch), **options)
+    start = model.generation_config.decoder_start_token_id
+    if start is not None and int(written[0, 0]) != start:  # Whisper leaves it out
+        written = torch.cat([torch.full_like(written[:, :1], start), written], 1)
     ends = model.generation_config.eos_token_id
     ends = torch.tensor([ends] if isinstance(ends, int) else ends or [], device=written.device)
     after_end = torch.isin(written[:, 1:], ends).int().cumsum(1) - torch.isin(written[:, 1:], ends).int()

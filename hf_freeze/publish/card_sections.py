@@ -40,7 +40,7 @@ def vocabulary_section(trimming: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def compression_section(compression: dict[str, Any]) -> dict[str, Any]:
+def compression_section(compression: dict[str, Any], pipeline: str) -> dict[str, Any]:
     """Headings and rows of a table, facts, what is kept of each kind of part, and code. `compression`: the record that
     `hf-freeze compress` left beside the model."""
     engine, served = compression["engine"], compression["served"]
@@ -51,13 +51,13 @@ def compression_section(compression: dict[str, Any]) -> dict[str, Any]:
         ]
     else:
         lines = ["import hf_freeze", "from transformers import pipeline"]
-        lines.append(f'pipe = pipeline("{compression["pipeline"]}", model="{served}")')
+        lines.append(f'pipe = pipeline("{pipeline}", model="{served}")')
     export = "" if engine == "torch" else f"hf-freeze export MODEL --format {engine} --quantization int8 --out {served}"
     table = compression["table"]
     return {
         "headings": list(table[0]),
         "rows": [list(row.values()) for row in table],
-        "facts": [f"Budget: {compression['budget']}.", f"Kept: {compression['kept']}.", *compression["facts"]],
+        "facts": compression["facts"],
         "parts": compression["parts"],
         "export": export,
         "example": "\n".join([*lines, 'print(pipe("A sentence"))']),

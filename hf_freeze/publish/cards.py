@@ -63,7 +63,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 class TrainedModel:
     """The folder of a model, with the record and settings of the run that trained it; both are None without a run. `trimming`:
     what trimming its vocabulary has changed, None if `trim_model` did not write the folder. `compression`: the same of
-    `hf-freeze compress`, whose scores on the test split are then those of the record."""
+    `hf-freeze compress`."""
 
     model: Path
     record: dict[str, Any] | None
@@ -78,8 +78,7 @@ class TrainedModel:
 
     @property
     def pictures(self) -> list[Path]:
-        folder = self.grid if self.compression is None else self.grid.parent
-        return [folder / name for name in PICTURES if self.record is not None and (folder / name).exists()]
+        return [self.grid / name for name in PICTURES if self.record is not None and (self.grid / name).exists()]
 
 
 def read_trained_model(folder: Path) -> TrainedModel:
@@ -92,6 +91,8 @@ def read_trained_model(folder: Path) -> TrainedModel:
         raise ValueError(f"{folder} holds no model: it has neither config.json nor model/config.json")
     if (model / TRIMMING).exists():
         return TrainedModel(model, None, None, _read_json(model / TRIMMING))
+    if (model / COMPRESSION).exists():
+        return TrainedModel(model, None, None, compression=_read_json(model / COMPRESSION))
     run, documents = model.parent, []
     if model.name != "model" or not (run / "run.json").exists():
         return TrainedModel(model, None, None)
@@ -102,11 +103,6 @@ def read_trained_model(folder: Path) -> TrainedModel:
             raise ValueError(f"{run} is not finished: {name} is missing") from None
         except ValueError as error:
             raise ValueError(f"{run / name} is damaged: {error}") from None
-    if (model / COMPRESSION).exists():
-        compression = _read_json(model / COMPRESSION)
-        # Its own run never saw the test split, and was not in the engine.
-        documents[0] |= {"metrics": compression["metrics"], "scored_on": "test"}
-        return TrainedModel(model, *documents, compression=compression)
     return TrainedModel(model, *documents)
 
 
@@ -121,8 +117,7 @@ def published_record(source: TrainedModel) -> dict[str, Any] | None:
     """The record and settings of the run, without paths of the training machine; None without a run."""
     if source.record is None:
         return None
-    compression = {"compression": _without_folders(source.compression)} if source.compression else {}
-    return source.record | compression | {"settings": _without_folders(source.settings)}
+    return source.record | {"settings": _without_folders(source.settings)}
 
 
 def _without_folders(value: Any) -> Any:
@@ -130,10 +125,10 @@ def _without_folders(value: Any) -> Any:
         return {name: _without_folders(entry) for name, entry in value.items() if name != "root"}
     if isinstance(value, list):
         return [_without_folders(entry) for entry in value]
-    return _without_folder(value) if isinstance(value, str) else value
+    return without_folder(value) if isinstance(value, str) else value
 
 
-def _without_folder(word: str) -> str:
+def without_folder(word: str) -> str:
     """The file name of an absolute path, which may follow `KEY=`; other words are unchanged."""
     key, equals, value = word.rpartition("=")
     return key + equals + (Path(value).name if Path(value).is_absolute() else value)
@@ -187,7 +182,7 @@ def model_card(
         methods=[_describe(settings) for settings in getattr(model.config, "methods", ())],
         calibration=getattr(model.config, "calibration", None),
         vocabulary=vocabulary_section(source.trimming) if source.trimming else None,
-        compression=compression_section(source.compression) if source.compression else None,
+        compression=compression_section(source.compression, _TAGS[task]) if source.compression else None,
         sizes=sizes,
         stored_bytes=stored_bytes(model),
         multiply_adds=(source.record or {}).get("multiply_adds"),
@@ -288,9 +283,7 @@ def _data_name(source: TrainedModel) -> str:
 
 
 def _split(source: TrainedModel) -> str:
-    """What is not the test split in PyTorch is said: of the trials of a search, and of a model that was scored in an engine."""
-    if source.compression:
-        return f", in {source.compression['engine']}"
+    """What is not the test split is said: of the trials of a search."""
     split = (source.record or {}).get("scored_on", "test")
     return "" if split == "test" else f", {split} split"
 
@@ -343,13 +336,13 @@ def _training(source: TrainedModel) -> list[str]:
     record, environment = source.record, source.record["environment"]
     commands = [shlex.split(command) for command in commands_of(source.grid)]
     start = source.settings.get("backbone", {}).get("pretrained")
-    start = f"the weights of {_without_folder(start)}" if start else "fresh weights"
+    start = f"the weights of {without_folder(start)}" if start else "fresh weights"
     if "start" in source.settings:
         start = f"the model of row {source.settings['start']['row']}"
     steps = f"{record['steps']:,} steps, {record['epochs_trained']:g} epochs, seed {record['seed']}, from {start}"
     facts = [f"Data: {_data_name(source).split(' (')[0]}. {steps}."]
     if commands:
-        listed = "; ".join(f"`{shlex.join(map(_without_folder, words))}`" for words in commands)
+        listed = "; ".join(f"`{shlex.join(map(without_folder, words))}`" for words in commands)
         facts.append(f"Command: {listed}" if len(commands) == 1 else f"Commands of the grid of this model: {listed}")
     minutes = record["seconds"]["train"] / 60
     where = f"{environment['device']}, threads: {environment['threads']}, processes: {record['processes']}"

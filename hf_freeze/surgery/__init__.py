@@ -35,7 +35,6 @@ from hf_freeze.surgery.layers import take_layers as take_layers
 from hf_freeze.surgery.layers import take_values as take_values
 from hf_freeze.surgery.neurons import Kept as Kept
 from hf_freeze.surgery.neurons import Neurons as Neurons
-from hf_freeze.surgery.neurons import check_experts as check_experts
 from hf_freeze.surgery.neurons import neurons_of as neurons_of
 from hf_freeze.surgery.refitting import refit_inputs as refit_inputs
 from hf_freeze.surgery.replacing import call_when_finished as call_when_finished
@@ -53,6 +52,7 @@ from hf_freeze.surgery.replacing import linear_at as linear_at
 from hf_freeze.surgery.replacing import linear_names as linear_names
 from hf_freeze.surgery.replacing import make_releasable as make_releasable
 from hf_freeze.surgery.replacing import modules as modules
+from hf_freeze.surgery.replacing import native_experts as native_experts
 from hf_freeze.surgery.replacing import native_module as native_module
 from hf_freeze.surgery.replacing import neuron_features as neuron_features
 from hf_freeze.surgery.replacing import neuron_magnitudes as neuron_magnitudes

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.base import Architecture, base_name, is_of_predecessor, read, set_fields
-from hf_freeze.architectures.channels import NotFound, pattern_of, thin
+from hf_freeze.architectures.channels import NotFound, pattern_of, set_sizes_around, thin
 from hf_freeze.architectures.hidden import channels_of, narrow, rescale
 from hf_freeze.compat.transformers import mark_uninitialized
 from hf_freeze.layers.constants import thin_constants
@@ -135,6 +135,7 @@ def hidden_channels(model: Any) -> int:
 
 def keep_channels(model: Any, architecture: Architecture, index: Sequence[int], method: str) -> None:
     """Leave the channels `index`, with arbitrary values. The caller must tie tied parameters again."""
+    set_sizes_around(model, channels_of(model), hidden_channels(model), len(index))
     for place in channels_in(model, method):
         module = model.get_submodule(place.name)
         if not _can_lose(module):

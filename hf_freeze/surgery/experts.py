@@ -12,8 +12,8 @@ from hf_freeze.architectures.base import Architecture, read
 from hf_freeze.architectures.shrink import EXPERT_COUNTS
 from hf_freeze.compat.transformers import mark_uninitialized
 from hf_freeze.seeded import Origin, take
-from hf_freeze.surgery.neurons import ExpertNeurons, check_experts
-from hf_freeze.surgery.replacing import release, set_values
+from hf_freeze.surgery.neurons import ExpertNeurons
+from hf_freeze.surgery.replacing import native_experts, release, set_values
 
 Experts: TypeAlias = Mapping[str, list[int]]
 """Of each mixture, such as "decoder.0.experts": the experts to keep, in ascending order, of all as many."""
@@ -78,7 +78,7 @@ def expert_magnitudes(model: Any, module: str) -> torch.Tensor:
 def keep_experts(model: Any, architecture: Architecture, kept: Experts, method: str) -> None:
     """Leave these experts. Raises ValueError if another method than `method` has replaced them."""
     for module in architecture.experts(model.config).values():
-        check_experts(model, module, method)
+        native_experts(model, module, method)
     count = mixtures_of(architecture, model.config).count
     for name, axis, numbers in _tensors(model, architecture, kept):
         owner, (_, _, last) = model.base_model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")

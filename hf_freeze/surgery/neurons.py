@@ -16,6 +16,7 @@ from hf_freeze.surgery.replacing import (
     feature_origins,
     finished,
     is_removed,
+    native_experts,
     neuron_features,
     neuron_magnitudes,
     release,
@@ -173,7 +174,7 @@ class ExpertNeurons:
         return self._matrices(model)[1].shape[2]
 
     def check_selectable(self, model: Any, method: str) -> None:
-        check_experts(model, self.module, method)
+        native_experts(model, self.module, method)
 
     def outputs(self, model: Any) -> list[str]:
         if not are_experts(self._experts(model)):
@@ -255,16 +256,6 @@ class ExpertNeurons:
         lists: Any = kept
         rows = tuple(tuple(start + neuron for start in starts for neuron in neurons) for neurons in lists)
         return [(1, rows), (2, tuple(map(tuple, lists)))]
-
-
-def check_experts(model: Any, name: str, method: str) -> None:
-    """Raise ValueError if another method than `method` has replaced the module `name` of experts."""
-    experts = model.base_model.get_submodule(name)
-    if not are_experts(experts):
-        raise ValueError(
-            f"method {method!r}: {name!r} is a {type(experts).__name__} already, which another method made; put {method!r} "
-            "before that method, or merge() first"
-        )
 
 
 def _largest(scores: torch.Tensor, count: int) -> Any:

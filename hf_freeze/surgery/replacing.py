@@ -65,6 +65,14 @@ def owner_of(model: Any, name: str) -> str:
     return owner if inside and are_experts(model.base_model.get_submodule(owner)) else name
 
 
+def native_experts(model: Any, name: str, method: str) -> Any:
+    """The experts `name` (below the base model). Raises ValueError if another method has replaced their matrices."""
+    experts = model.base_model.get_submodule(name)
+    if not are_experts(experts):
+        raise ValueError(f"method {method!r}: another method has already changed the matrices of {name!r}")
+    return experts
+
+
 def replace(model: Any, name: str, new: nn.Module) -> None:
     """Replace the module `name` (below the base model) by `new`, in the same training mode."""
     put(model.base_model, name, new)

@@ -11,7 +11,7 @@ from support.models import differences, outputs, perturbed
 from transformers import AutoConfig, T5ForConditionalGeneration
 
 from hf_freeze import analysis, make_variant
-from hf_freeze.analysis.sensitivity import total_loss
+from hf_freeze.analysis.layer_search import total_loss
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.methods import LayerDrop, LayerSelection
 

@@ -151,7 +151,7 @@ def test_settings_that_a_mixture_of_experts_needs_are_told():
     assert row_of("ffn_pruning", lines)[1].endswith("give expert_width or keep: its FFNs are experts")
     assert "give components=['attention']: the matrices of its experts stay as they are" in row_of("low_rank", lines)[1]
     assert "give components" not in row_of("quantize", lines)[1]
-    assert row_of("quantize", lines)[1].endswith("the matrices of its experts stay as they are, unless components name 'experts'")
+    assert row_of("quantize", lines)[1].endswith("stay as they are, unless components has 'experts'")
     of_both_kinds = described("ernie4_5_moe")
     assert row_of("ffn_pruning", of_both_kinds)[1].endswith("width is for its FFNs, expert_width for its experts")
     assert "give components" not in row_of("low_rank", of_both_kinds)[1]

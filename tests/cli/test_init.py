@@ -249,7 +249,6 @@ ERRORS = {
         "--task summaries: choose from ['translation', 'classification', 'lm', 'masked-lm']",
     ),
     "goal": (["--goal", "smaller"], "--goal smaller: choose from ['study', 'shrink', 'budget']"),
-    "budget": (["--task", "lm", "--goal", "budget"], "--goal budget is for translation and classification, not for lm"),
     "file": (["--data", "train.de,none.en"], "--data train.de,none.en: there is no file 'none.en'"),
     "one side": (["--data", "train.de"], "1 files for train, ['train.de']: translation takes two files of lines"),
     "lines": (["--data", "train.de,short.en"], "parallel files differ in length: train.de has 3 lines, short.en has 2"),

@@ -1,5 +1,7 @@
-"""One build and one save for each case, which all of its tests share."""
+"""One build and at most one save for each case, which all of its tests share."""
 
+import functools
+import itertools
 import shutil
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -13,17 +15,23 @@ from support.models import add_noise, build, snapshot
 from support.training import training_step
 
 
-@dataclass(frozen=True)
+@dataclass
 class Saved:
-    """A variant after one training step, and the folder that holds it. Tests that change either make a copy.
+    """A variant after one training step, and the folder that holds it once a test asks for it. Tests that change either make a
+    copy.
 
     `before`: its parameters before the step. `reached`: names of those that had a gradient in it.
     """
 
     model: Any
-    folder: Path
     before: dict[str, torch.Tensor]
     reached: set[str]
+    place: Path
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        self.model.save_pretrained(self.place)
+        return self.place
 
 
 _KEPT = 8  # saved variants; the tests of a case follow one another
@@ -33,6 +41,7 @@ _KEPT = 8  # saved variants; the tests of a case follow one another
 def saved(tmp_path_factory):
     """Case -> its `Saved`."""
     kept: OrderedDict[str, Saved] = OrderedDict()
+    root, numbers = tmp_path_factory.mktemp("saved"), itertools.count()
 
     def save(case: Case) -> Saved:
         key = f"{case.id} {case.methods}"  # methods may have other settings than their examples
@@ -45,11 +54,9 @@ def saved(tmp_path_factory):
             training_step(model, case.batch())
             reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
             model.zero_grad()
-            folder = tmp_path_factory.mktemp("saved")
-            model.save_pretrained(folder)
-            kept[key] = Saved(model, folder, before, reached)
+            kept[key] = Saved(model, before, reached, root / str(next(numbers)))
         if len(kept) > _KEPT:
-            shutil.rmtree(kept.popitem(last=False)[1].folder)
+            shutil.rmtree(kept.popitem(last=False)[1].place, ignore_errors=True)
         return kept[key]
 
     return save

@@ -33,11 +33,11 @@ from hf_freeze.architectures.base import base_name, canonical_parameters
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.seeded.tensor import digest
 
-# What a file holds: every method twice on each architecture, with configs, tasks and sources by turns; every config without
-# methods. `test_merged_is_a_native_model` has every method on every config.
+# What a file holds: every method once on each architecture and once more, with configs, tasks and sources by turns; every config
+# without methods. Every pair of methods is reloaded too, and `test_merged_is_a_native_model` has every method on every config.
 SAVED = [
     *once_on_each_architecture(),
-    *once_on_each_architecture(lambda case: case.config != BASE),
+    *once(lambda case: case.config != BASE),
     *once_on_each_architecture(finalized=True),
     *covering(lambda case: not case.methods),
 ]

@@ -559,22 +559,20 @@ def test_hypervolumes_are_those_of_boxes(monkeypatch):
 def test_a_budget_is_kept_if_it_is_met_or_refused_with_the_nearest(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(FOLDER)
     budgets = importlib.import_module("budgets")
-    (tmp_path / "served").mkdir()
-    (tmp_path / "served" / "model").write_bytes(b"x" * 1000)
+    (tmp_path / "model").write_bytes(b"x" * 1000)
 
     def trial(size, ms=None, **end):
-        return budgets.Trial(budgets.Budget(max_bytes=size, max_ms=ms), tmp_path, **end)
+        return budgets.Trial(budgets.Budget(max_bytes=size, max_ms=ms), **end)
 
-    done = SimpleNamespace(after=SimpleNamespace(ms=2.0))
-    assert budgets.kept(trial(1000, 2.0, result=done), 5000, None)
-    assert not budgets.kept(trial(999, 2.0, result=done), 5000, None)
-    assert not budgets.kept(trial(1000, 1.9, result=done), 5000, None)
-    met = "the model is within the budget already: 5.0 kB"
-    assert budgets.kept(trial(5000, refused=met), 5000, None)
-    assert not budgets.kept(trial(4999, refused=met), 5000, None)
+    done = SimpleNamespace(after=SimpleNamespace(ms=2.0, folder=tmp_path))
+    assert budgets.kept(trial(1000, 2.0, result=done), None)
+    assert not budgets.kept(trial(999, 2.0, result=done), None)
+    assert not budgets.kept(trial(1000, 1.9, result=done), None)
     refused = trial(
-        10, refused="the budget of 10 B is out of reach: the smallest shape (1 layer) has 1.0 kB; give it at least that"
+        10,
+        refused="the budget of 10 B is out of reach: the smallest shape (1 layer) needs about 1.0 kB; give it at least that",
     )
-    assert budgets.kept(refused, 5000, trial(1001, result=done))
-    assert not budgets.kept(refused, 5000, None)
-    assert not budgets.kept(refused, 5000, trial(1001, refused="out of reach"))
+    assert budgets._NEAREST.search(refused.refused)[1] == "1.0 kB"
+    assert budgets.kept(refused, trial(1001, result=done))
+    assert not budgets.kept(refused, None)
+    assert not budgets.kept(refused, trial(1001, refused="out of reach"))

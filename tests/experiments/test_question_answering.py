@@ -14,7 +14,8 @@ from hf_freeze.data import read_squad, train_tokenizer
 from hf_freeze.experiments.report.build import make_report
 from hf_freeze.experiments.report.table import table_cells
 from hf_freeze.experiments.runs.grid import run_grid
-from hf_freeze.experiments.tasks.question_answering import answers_of, collator, encode, load_data, squad_scores
+from hf_freeze.experiments.tasks.question_answering import answers_of, collator, encode, load_data
+from hf_freeze.scores import squad
 from hf_freeze.training.question_answering import MOST_TOKENS
 
 
@@ -104,7 +105,7 @@ def test_windows_find_the_answer_again(files):
     ],
 )
 def test_scores_of_answers(answer, right, expected):
-    assert squad_scores(answer, right) == pytest.approx(expected)
+    assert squad(answer, right) == pytest.approx(expected)
 
 
 def test_the_best_window_answers_and_none_may_win():
@@ -129,7 +130,7 @@ def test_a_grid_reports_f1_of_words(files, tmp_path, version):
     run = tmp_path / "out" / "row-0-seed-1"
     given = json.loads((run / "answers.json").read_text())
     splits = load_data(files)
-    scores = [squad_scores(given[row["id"]], row["answers"]) for row in splits["test"]]
+    scores = [squad(given[row["id"]], row["answers"]) for row in splits["test"]]
     items = np.load(run / "items.npy")
     assert items[:, [0, 2]].tolist() == [list(pair) for pair in scores]
     assert record["metrics"]["test_f1"] == pytest.approx(np.mean([f1 for f1, _ in scores]))

@@ -11,12 +11,12 @@ from support.recipes import CLASSIFICATION, MASKED, write_recipe
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from hf_freeze.data import builtin_corpus, builtin_tenses, train_tokenizer
-from hf_freeze.experiments.compress.serving import ENGINES, items_of
 from hf_freeze.experiments.recipes.expand import expand
 from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.report.build import make_report
 from hf_freeze.experiments.runs.execute import execute
 from hf_freeze.experiments.runs.grid import run_grid
+from hf_freeze.experiments.scored import items_of
 from hf_freeze.experiments.tasks.sequence_classification import encode, load_data
 from hf_freeze.run_folder import run_folder
 
@@ -157,7 +157,7 @@ def test_a_model_that_numbers_the_classes_in_another_order_is_scored_by_their_na
         model.config.id2label = names
         model.config.label2id = {name: number for number, name in names.items()}
         model.save_pretrained(tmp_path / "model")
-        right.append(items_of(tmp_path / "model", ENGINES["torch"], "sequence-classification", split, {})[:, 0])
+        right.append(items_of(tmp_path / "model", "sequence-classification", split, {})[:, 0])
     assert right[0].tolist() == (1 - right[1]).tolist()
 
 

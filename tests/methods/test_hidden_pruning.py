@@ -18,6 +18,9 @@ from transformers import (
 )
 
 from hf_freeze import make_variant, surgery
+from hf_freeze.architectures.channels import pattern_of
+from hf_freeze.architectures.examples import probe_inputs
+from hf_freeze.architectures.hidden import channels_of
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.methods import AdaptiveEmbedding, Freeze, HiddenPruning, LowRank, TensorTrain
 
@@ -264,6 +267,45 @@ def test_a_family_without_proof_is_refused():
         ValueError, match=r"'hidden_pruning' does not support 'longformer'; .*does not matter for the outputs"
     ):
         make_variant(AutoModel.from_config(config), [HiddenPruning(width=8)])
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "opt",  # its table may be narrower, and its width has a config field of its own
+        "roformer",  # so has that of its table; positions are as wide as a head
+        "granitemoe",  # the module around the experts knows the hidden size
+        "ernie4_5_moe",  # so does its, with an expert that all tokens reach beside them
+        "dinov2",  # what stands for masked patches does not matter for others
+    ],
+)
+@torch.no_grad()
+def test_one_of_two_equal_channels_is_enough(model_type, tmp_path):
+    """The second half of the channels is as the first, and nothing reads it: without it all outputs stay."""
+    model = noisy(AutoModel.from_config(small_config(model_type)))
+    half = surgery.hidden_channels(model) // 2
+    known = channels_of(model).reads
+    for place in surgery.channels_in(model, "test"):
+        for name, axes in place.axes.items():
+            tensor = getattr(model.get_submodule(place.name), name)
+            router = tensor.ndim == 2 and place.name.endswith(("gate", "router"))
+            for axis in axes:
+                read = router or (pattern_of(model, f"{place.name}.{name}"), axis) in known
+                tensor.narrow(axis, half, half).copy_(tensor.narrow(axis, 0, half) * (0 if read else 1))
+    batch = probe_inputs(model.config, model)
+    variant = make_variant(model, [HiddenPruning(keep=list(range(half)))]).eval()
+    found = outputs(variant, batch)
+    expected = {name: value[..., : found[name].shape[-1]] for name, value in outputs(model, batch).items()}
+    assert differences(found, expected, 1e-5) == []
+    variant.save_pretrained(tmp_path)
+    assert differences(outputs(type(variant).from_pretrained(tmp_path).eval(), batch), found) == []
+    if model_type in ("granitemoe", "ernie4_5_moe"):
+        assert differences(outputs(variant.merge().eval(), batch), found, 1e-6) == []
+    else:
+        with pytest.raises(
+            ValueError, match=f"'hidden_pruning' cannot be merged on {model_type}: .*derives other sizes"
+        ):
+            variant.merge()
 
 
 def test_an_encoder_decoder_has_one_width():

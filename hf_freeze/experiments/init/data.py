@@ -13,6 +13,7 @@ _STARTS = {"train": ("train",), "dev": ("dev", "val"), "test": ("test",)}  # of 
 _USUAL = {  # names of columns, the first of which is what a recipe takes without a word
     "translation": [("source", "target")],
     "sequence-classification": [("sentence",), ("text",)],
+    "regression": [("sentence",), ("text",)],
     "language-modelling": [("text",)],
     "masked-lm": [("text",)],
 }
@@ -79,7 +80,7 @@ def _check_number(task: str, split: str, files: list[str]) -> None:
             f"{len(files)} files for {split}, {files}: translation takes two files of lines, the source and the target, or files "
             f"with both in columns, whose names end in {TABLES}; name them: {option} SOURCE,TARGET"
         )
-    if task == "sequence-classification" and "lines" in kinds:
+    if task in ("sequence-classification", "regression") and "lines" in kinds:
         raise ValueError(
             f"{files} for {split}: classification takes files with columns, whose names end in {TABLES}; there a row has a text "
             "and its label"
@@ -88,14 +89,15 @@ def _check_number(task: str, split: str, files: list[str]) -> None:
 
 def _column_fields(task: str, files: list[Path], columns: Sequence[str] | None, label: str | None) -> dict[str, Any]:
     """The fields of the section that say which columns hold the texts, and the label; none for files of lines."""
-    if kind_of(files[0]) == "lines":
+    if kind_of(files[0]) == "lines" or task not in _USUAL:
         for option, given in (("--columns", columns), ("--label", label)):
             if given:
-                raise ValueError(f"{option} {given!r}: {files[0]} is a file of lines, without columns")
+                lines = f"{files[0]} is a file of lines, without columns"
+                raise ValueError(f"{option} {given!r}: {lines if task in _USUAL else f'{task} names no columns'}")
         return {}
     present = columns_of(files[0])
     lower = {name.lower(): name for name in reversed(present)}
-    is_labelled = task == "sequence-classification"
+    is_labelled = task in ("sequence-classification", "regression")
     if columns is None:
         usual = next((usual for usual in _USUAL[task] if set(usual) <= set(lower)), None)
         if usual is None:

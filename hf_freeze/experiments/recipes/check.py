@@ -84,6 +84,13 @@ def check(recipe: dict[str, Any], path: Any) -> None:
         search_settings(recipe, path)
 
 
+def check_data(recipe: dict[str, Any], path: Any) -> None:
+    """Check the data of a recipe alone, of which the rest may be missing or wrong."""
+    _check_present(recipe, ("task", "data"), path)
+    _check_sections({"data": recipe["data"]}, recipe["task"], path)
+    _check_data(recipe["data"], recipe["task"], path)
+
+
 def _check_row(name: Any, row: Any, recipe: dict[str, Any], path: Any) -> None:
     task = recipe["task"]
     if not isinstance(name, str) or not isinstance(row, dict) or not {"label", "methods"} <= set(row):

@@ -1,9 +1,6 @@
 """Questions whose answers are parts of a text, scored by F1 of words and by exact match (SQuAD 1.1 and 2.0)."""
 
 import json
-import re
-import string
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from hf_freeze.data import Progress
 from hf_freeze.experiments.tasks.base import Outcome, Task
 from hf_freeze.experiments.tasks.splits import read_splits, reader
 from hf_freeze.io import write_whole
+from hf_freeze.scores import squad
 from hf_freeze.training.loss import span_loss
 from hf_freeze.training.question_answering import SpanTrainer
 
@@ -98,7 +96,7 @@ def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split
         write_whole(folder / "answers.json", json.dumps(given, ensure_ascii=False, indent=1) + "\n")
     items = np.array(
         [
-            [*squad_scores(answer, right), 1, len(question)]
+            [*squad(answer, right), 1, len(question)]
             for answer, right, question in zip(answers, split["answers"], split["question"], strict=True)
         ],
         dtype=float,
@@ -124,25 +122,6 @@ def answers_of(windows: np.ndarray, encoded: Any, split: Any) -> list[str]:
             answers[example] = contexts[example][row["begins"][int(first)] : row["ends"][int(last)]]
     may_be_none = any(not right for right in split["answers"])
     return ["" if may_be_none and none[i] >= best[i] else answer for i, answer in enumerate(answers)]
-
-
-def squad_scores(answer: str, right: Sequence[str]) -> tuple[float, float]:
-    """(F1 of words, exact match) with that of the `right` answers that is most alike; no right answer is the empty one. Case,
-    punctuation and articles do not count (Rajpurkar et al., 2016)."""
-    said = _words(answer)
-    scores = []
-    for text in right or [""]:
-        words = _words(text)
-        common = sum((Counter(said) & Counter(words)).values())
-        both_empty = not said and not words
-        f1 = 1.0 if both_empty else 2 * common / (len(said) + len(words))
-        scores.append((f1, float(said == words)))
-    return max(f1 for f1, _ in scores), max(exact for _, exact in scores)
-
-
-def _words(text: str) -> list[str]:
-    text = "".join(character for character in text.lower() if character not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
 TASK = Task(

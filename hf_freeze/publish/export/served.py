@@ -144,6 +144,12 @@ def answers(served: Served, items: Iterable[Any], like: Answers | None = None) -
     return Answers(served.task, found, vocabulary)
 
 
+def forward_batches(served: Served, items: Iterable[Any]) -> list[dict[str, Tensor]]:
+    """The same items as inputs of the forward: see `answers`."""
+    rows = [row for item in items for row in _rows(served, item)]
+    return [batch for _, batch in _Asked(served, rows, None, []).batches()]
+
+
 # -- inputs ------------------------------------------------------------------------------------------------------------------
 
 

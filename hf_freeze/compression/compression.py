@@ -1,0 +1,398 @@
+"""The story of a compression: measure the model, find out what its parts are worth, choose what stays, cut with calibration,
+heal, export, and measure again."""
+
+import contextlib
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from hf_freeze.analysis.answers import compare_answers
+from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.compression.blocks import Block, blocks_of
+from hf_freeze.compression.budget import TIME_RESERVE, Budget, in_bytes
+from hf_freeze.compression.choose import Options, Program
+from hf_freeze.compression.engine import Stopwatch, engine_for, new_tokens_of, serve
+from hf_freeze.compression.heal import DEFAULT, Healed, HealLimit, heal, parse_limit
+from hf_freeze.compression.inputs import Inputs, batches_of, digest_of_items
+from hf_freeze.compression.labels import Labels, Score, check_labels, score_of
+from hf_freeze.compression.losses import measured_losses
+from hf_freeze.compression.original import Original
+from hf_freeze.compression.phases import Phases
+from hf_freeze.compression.prices import Prices, probe_shapes, sizes_of
+from hf_freeze.compression.progress import Callback, Progress
+from hf_freeze.compression.results import Compressed, Made, Measured, Tried, points_lost
+from hf_freeze.compression.shape import Shape, few_bits, in_words, methods_of, whole
+from hf_freeze.io import bytes_of
+from hf_freeze.model.fidelity import Fidelity
+from hf_freeze.model.make import make_variant
+from hf_freeze.publish.export.served import answers, opened
+from hf_freeze.seeded.tensor import fingerprint
+
+_TIGHTER = 4  # times that a shape is chosen again because its folder is above the budget
+_LARGEST, _SMALLEST = 0.9, 1.05  # of a front: times the whole model and the smallest shape
+_HALVINGS = 5  # of the range of sizes, when bytes are to be fewest for a loss
+_MARGIN = 0.002  # share of a limit of bytes that is left free then
+_MUCH_WORSE = 3.0  # times the expected loss of the best, from which a candidate is not measured
+_POOLING = {"cls": "cls", "lasttoken": "last"}  # of sentence-transformers -> of `heal`
+_NATIVE_MULTIPLE = 64
+_WITHOUT = (
+    frozenset(),
+    frozenset({"layers"}),
+    frozenset({"heads"}),
+    frozenset({"bits"}),
+)  # that a candidate may not touch
+
+
+class Compression:
+    """One compression in the folder `out`; called again with the same settings, it goes on where it was stopped.
+
+    `items`: what the model reads: see `publish.export.served.answers`. Raises ValueError for a budget that cannot be met, too few
+    items, labels of another task, and a folder that holds another compression; Stopped where the callback has stopped it.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        items: Sequence[Any],
+        budget: Budget,
+        out: Path,
+        *,
+        labels: Labels | None = None,
+        engine: str | None = None,
+        samples: int = 512,
+        heal: HealLimit = DEFAULT,
+        native: bool = False,
+        keep_vocabulary: bool = False,
+        min_fidelity: float | None = None,
+        seed: int = 1,
+        console: Console | None = None,
+        command: str = "",
+        callback: Callback | None = None,
+        watch: Callable[["Compression"], Any] = lambda compression: None,
+    ) -> None:
+        parse_limit(heal)
+        self.source, self.budget, self.out, self.command, self.seed = source, budget, out, command, seed
+        self.console = console or Console()
+        self.min_fidelity, self._heal, self._native = min_fidelity, heal, native
+        self.inputs = Inputs.of(items, seed, labels)
+        served = opened(source)
+        if labels is not None:
+            check_labels(served, labels)
+        kind = architecture_for(served.model).model_type
+        self.engine = engine_for("torch" if native else engine, served.task, kind)
+        identity: dict[str, Any] = {
+            "model": fingerprint(served.model),
+            "budget": budget.to_dict(),
+            "engine": self.engine.name,
+        }
+        identity |= {
+            "inputs": [len(items), digest_of_items(list(items))],
+            "samples": samples,
+            "seed": seed,
+            "heal": str(heal),
+        }
+        identity |= {"labels": labels and digest_of_items([*asdict(labels).values()])}
+        identity |= {"native": native, "keep_vocabulary": keep_vocabulary}
+        self.phases = Phases(out, identity)
+        self.progress = Progress(self.say, callback, lambda: watch(self))
+        self.original = Original(source, served, self.inputs, samples, self.phases.once)
+        self.depths = self.original.depths
+        may_go = {"layers", "heads", "neurons", "tokens"}
+        may_go -= {"tokens"} if keep_vocabulary or not self.original.can_lose_tokens() else set()
+        may_go -= {"heads"} if native or self.engine.uniform else set()  # few native configs have a size of a head
+        only_time = budget.limits_time and not budget.limits_bytes  # 4 bits save bytes, not time
+        self.options = Options(
+            bits=self.engine.bits[:1] if only_time else self.engine.bits,
+            uniform=native or self.engine.uniform,
+            multiple=_NATIVE_MULTIPLE if native else 8,
+            may_go=frozenset(may_go),
+        )
+        self._stopwatch: Stopwatch | None = None
+        self.tried: list[Tried] = []
+        self.chosen: Shape | None = None
+        self.blocks: dict[str, Block] = {}
+        self.whole: Measured | None = None  # the model as it is, in the engine; `results`: smaller ones
+        self.results: list[Measured] = []
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False)
+
+    def run(self) -> Compressed:
+        """Within the budget. Raises ValueError for one that is out of reach, and for less than `min_fidelity`."""
+        with self._begun() as everything:
+            self.say(f"the budget: {self.budget.words()}")
+            loss, limited = self.budget.max_loss, self.budget.limits_bytes or self.budget.limits_time
+            if loss is not None and not limited:
+                made = self._of_fewest_bytes(everything, loss)
+            elif not self.budget.excess(everything.bytes, everything.ms):
+                self.say(f"met by {self.engine.name} alone, in {self.options.bits[0]} bits: nothing is cut")
+                made = everything
+            else:
+                self._prepare()
+                made = self._within(self.budget)
+            if loss is not None and (lost := self._loss(made)) > loss:
+                raise ValueError(
+                    f"max_loss={loss:g}: the model in {made.folder} loses {lost:.2f} points on the inputs that shapes are "
+                    "chosen by; give more bytes or time, or allow a larger loss"
+                )
+            return self._finished(made)
+
+    def front(self, count: int) -> list[Compressed]:
+        """The whole model in the engine, and `count` smaller ones down to the smallest, from one set of statistics."""
+        with self._begun() as everything:
+            self._prepare()
+            least, found = self.prices.cost(self.program.smallest("bytes"))[0], [self._finished(everything)]
+            for size in np.geomspace(_LARGEST * everything.bytes, _SMALLEST * least, count):
+                with self._telling(size):  # the estimate of the smallest ones may be wrong
+                    found.append(self._finished(self._within(Budget(max_bytes=int(size)))))
+            return found
+
+    def _of_fewest_bytes(self, best: Made, max_loss: float) -> Made:
+        """The smallest folder that loses at most so many points, by halving the range of sizes. `best`: of the whole model."""
+        if (lost := self._loss(best)) > max_loss:
+            raise ValueError(
+                f"max_loss={max_loss:g}: the whole model in {self.engine.name} loses {lost:.2f} points already; allow more, or "
+                "choose another engine"
+            )
+        self._prepare()
+        least, most, budget = self.prices.cost(self.program.smallest("bytes"))[0], float(best.bytes), self.budget
+        for _ in range(_HALVINGS):
+            size, made = math.sqrt(least * most), None
+            with self._telling(size):
+                made = self._within(Budget(max_bytes=int(size)))
+                self.say(f"{in_bytes(made.bytes)} lose {self._loss(made):.2f} points")
+            if made is not None and self._loss(made) <= max_loss:
+                best, most = made, float(made.bytes)
+            else:
+                least = size
+        self.budget = budget
+        return best
+
+    @contextlib.contextmanager
+    def _begun(self) -> Iterator[Made]:
+        """With the whole model in the engine, measured."""
+        try:
+            shape = whole(self.depths, {}, self.options.bits[0])
+            everything = self._made(shape, "whole", self.original.folder)
+            self.whole = self._measured(everything)
+            self.budget = self.budget.resolved(self.original.bytes, everything.ms)
+            self.say(f"the model: {in_bytes(self.original.bytes)}; in {self.engine.name}: {self.whole.words}")
+            yield everything
+        finally:
+            if self._stopwatch is not None:
+                self._stopwatch.close()
+
+    @contextlib.contextmanager
+    def _telling(self, size: float) -> Iterator[None]:
+        """One of several sizes; that it is out of reach does not end the others."""
+        self.say(f"within {in_bytes(size)}:")
+        try:
+            yield
+        except ValueError as error:
+            self.say(str(error))
+
+    def _prepare(self) -> None:
+        """What parts are worth, and what they cost."""
+
+        def find() -> dict[str, Any]:
+            self.say("measuring what each head and neuron is worth")
+            subject = self.original.subject()
+            return {name: asdict(block) for name, block in blocks_of(subject.model, subject.samples).items()}
+
+        found = self.phases.once("blocks", find)
+        self.blocks = {name: Block(**values) for name, values in found.items()}
+        options = self.options
+        once, parts = self.phases.once, (self.blocks, options.may_go, options.bits)
+        self.losses = measured_losses(self.original, *parts, once, self.progress)
+        full = replace(whole(self.depths, self.blocks, options.bits[0]), tokens=self.original.tokens)
+        probes: list[tuple[Shape, float]] = []
+        if self.budget.limits_time:
+            shapes = probe_shapes(full, self.blocks, options.may_go)
+            times = self.phases.once("probes", lambda: self._times(shapes))
+            probes = [(shape, times[name]) for name, shape in shapes.items()]
+        assert self.whole is not None
+        original, everything = self.original, self.whole
+        sizes = sizes_of(original.model, original.tokens, everything.folder, everything.bytes, options.bits[0])
+        self.prices = Prices(self.blocks, self.depths, sizes, probes)
+        self.program = Program(self.blocks, self.losses, self.prices, options)
+
+    def _times(self, shapes: dict[str, Shape]) -> dict[str, float]:
+        folders = {}
+        for name, shape in shapes.items():
+            self.say(f"exporting {name}, to learn what it costs in {self.engine.name}")
+            model = make_variant(self.original.model, methods_of(shape, self.blocks, self.depths))
+            with tempfile.TemporaryDirectory(dir=self.out) as temporary:
+                saved = self.original.save(model, self.original.served.tokenizer, Path(temporary) / "model")
+                folders[name] = self._served(f"probe-{shape.digest}", saved)
+        return self._milliseconds(folders)
+
+    def _within(self, budget: Budget) -> Made:
+        """The best shape that was found, cut, healed and exported."""
+        self.budget = budget
+        limits = wanted = self._limits()
+        self._check_reach(wanted)
+        excess: list[str] = []
+        for _ in range(_TIGHTER):
+            shape = self.chosen = self._chosen(limits)
+            folder, healed = self._cut(shape)
+            made = replace(self._made(shape, f"served-{shape.digest}", folder), model=folder, healed=healed)
+            if not (excess := budget.excess(made.bytes, made.ms)):
+                return made
+            self.say(f"above the budget: {', '.join(excess)}; choosing again, for less")
+            size, ms = self.prices.cost(shape)
+            lower = (wanted[0] - max(made.bytes - size, 0.0)) * (1 - _MARGIN), wanted[1]
+            if made.ms is not None and wanted[1] is not None and limits[1] is not None:
+                lower = lower[0], min(limits[1] * (1 - TIME_RESERVE), wanted[1] * min(ms / made.ms, 1.0))
+            limits = min(limits[0], lower[0]), lower[1]
+        raise ValueError(f"the budget of {budget.words()} was missed {_TIGHTER} times, at last: {', '.join(excess)}")
+
+    def _limits(self) -> tuple[float, float | None]:
+        size = math.inf if self.budget.max_bytes is None else float(self.budget.max_bytes)
+        return size, self.budget.max_ms and self.budget.max_ms * (1 - TIME_RESERVE)
+
+    def _check_reach(self, limits: tuple[float, float | None]) -> None:
+        for number, (cost, limit) in enumerate(zip(("bytes", "ms"), limits, strict=True)):
+            shape = self.program.smallest(cost)
+            if limit is not None and (least := self.prices.cost(shape)[number]) > limit:
+                shown = in_bytes(least) if cost == "bytes" else f"{least:.2f} ms"
+                raise ValueError(
+                    f"the budget of {self.budget.limit(cost)} is out of reach: the smallest shape ({self.words(shape)}) needs "
+                    f"about {shown}; give it at least that"
+                )
+
+    def _chosen(self, limits: tuple[float, float | None]) -> Shape:
+        """The best of some shapes, each cut with calibration and compared with the original."""
+        candidates: dict[str, tuple[Shape, float]] = {}
+        for gone in _WITHOUT:
+            if not gone - {"bits"} <= self.options.may_go:
+                continue
+            bits = self.options.bits[:1] if "bits" in gone else self.options.bits
+            options = replace(self.options, may_go=self.options.may_go - gone, bits=bits)
+            found = Program(self.blocks, self.losses, self.prices, options).solve(*limits)
+            if found is not None:
+                candidates.setdefault(found[0].digest, found)
+        if not candidates:
+            raise ValueError(f"no shape is within {self.budget.words()}")
+        best = min(expected for _, expected in candidates.values())
+        some = [one for one in candidates.values() if one[1] <= _MUCH_WORSE * best]
+        self.progress.plan(len(some))
+        results = []
+        for shape, expected in some:
+            loss = self.phases.once(f"tried-{shape.digest}", lambda shape=shape: self._distance(shape))
+            (size, ms), words = self.prices.cost(shape), self.words(shape)
+            costs: Any = {"bytes": size, "ms": ms if self.prices.knows_time else None}
+            tried = Tried(words=words, loss=loss, expected=expected, **costs)
+            self.tried += [tried] if tried not in self.tried else []
+            self.say(f"candidate: {words}: about {in_bytes(size)}; loss {loss:.4f} (expected {expected:.4f})")
+            results.append(loss)
+        return some[results.index(min(results))][0]
+
+    def _distance(self, shape: Shape) -> float:
+        """Of a shape from the original, that of its tokens included."""
+        self.progress.step(self.words(shape))
+        subject = self.original.subject(shape.tokens)
+        variant = subject.cut(methods_of(shape, self.blocks, self.depths))
+        return subject.distance(variant) + self.losses.tokens.get(shape.tokens or 0, 0.0)
+
+    def _cut(self, shape: Shape) -> tuple[Path, Healed | None]:
+        """The saved variant of a shape, healed; and what came of the healing."""
+        folder = self.out / f"model-{shape.digest}"
+
+        def make() -> dict[str, Any] | None:
+            subject, healed = self.original.subject(shape.tokens), None
+            everything, bits = methods_of(shape, self.blocks, self.depths), few_bits(shape, self.blocks)
+            self.progress.tell("cut", "cutting the model")
+            variant = subject.cut(everything[: len(everything) - len(bits)])
+            if parse_limit(self._heal) != (0.0, None):
+                variant = variant if variant is not subject.model else make_variant(subject.model, [])
+                self.progress.tell("heal", "healing")
+                samples = replace(batches_of(subject.served, self.inputs.learnt), held_out=subject.held_out)
+                pooling = _POOLING.get(subject.served.sentence.get("mode", "mean"), "mean")
+                options: Any = {"limit": self._heal, "pooling": pooling, "seed": self.seed}
+                healed = heal(variant, subject.model, samples, self.out, callback=self.progress.heard, **options)
+            if bits:
+                variant = make_variant(variant, bits, calibration=subject.samples)
+            self.original.save(variant.merge() if self._native else variant, subject.tokenizer, folder)
+            return asdict(healed) if healed else None
+
+        found = self.phases.once(folder.name, make)
+        return folder, Healed(**found) if found else None
+
+    def words(self, shape: Shape) -> str:
+        return in_words(shape, self.blocks, self.depths, self.original.tokens)
+
+    def _served(self, name: str, source: Path) -> Path:
+        return serve(source, self.engine.format, self.engine.quantization, self.out / "engine" / name)
+
+    def _made(self, shape: Shape, name: str, source: Path) -> Made:
+        """The saved model in `source` in the engine, with what it costs."""
+
+        def measure() -> dict[str, Any]:
+            self.progress.tell("engine", f"measuring in {self.engine.name}")
+            folder = self._served(name, source)
+            ms = self._milliseconds({name: folder})[name] if self.budget.limits_time else None
+            return {"bytes": bytes_of(folder), "ms": ms}
+
+        return Made(shape=shape, folder=self.out / "engine" / name, **self.phases.once(f"made-{name}", measure))
+
+    def _milliseconds(self, folders: dict[str, Path]) -> dict[str, float]:
+        texts = [item if isinstance(item, str) else " ".join(self.inputs.words(item)) for item in self.inputs.compared]
+        if not any(texts):
+            raise ValueError("max_ms: times are measured of models that read texts; give max_bytes")
+        if self._stopwatch is None:
+            written = [item["text"] for item in self.original.expected("compared").items if "text" in item]
+            everything = self.out / "engine" / "whole"
+            count = new_tokens_of(everything, self.original.served.task, written)
+            self._stopwatch = Stopwatch(everything, texts, count)
+        return self._stopwatch.milliseconds(folders, None if self.whole is None else self.whole.ms)
+
+    def _judged(self, made: Made, part: str) -> tuple[Fidelity, Score | None]:
+        """Of the answers in the engine to the inputs "dev" or "test"."""
+        labels = self.inputs.labels
+
+        def judge() -> dict[str, Any]:
+            self.progress.tell("engine", f"comparing in {self.engine.name}")
+            expected, served = self.original.expected(part), opened(made.folder)
+            found = answers(served, getattr(self.inputs, part), like=expected)
+            score = None
+            if labels is not None:
+                score = score_of(labels, getattr(labels, part), (self.original.served, expected), (served, found))
+            return {"fidelity": asdict(compare_answers(expected, found)), "score": score and asdict(score)}
+
+        found = self.phases.once(f"{part}-{made.folder.name}", judge)
+        return Fidelity(**found["fidelity"]), Score(**found["score"]) if found["score"] else None
+
+    def _loss(self, made: Made) -> float:
+        return points_lost(*self._judged(made, "dev"))
+
+    def _measured(self, made: Made) -> Measured:
+        fidelity, score = self._judged(made, "test")
+        return Measured(folder=made.folder, bytes=made.bytes, ms=made.ms, fidelity=fidelity, score=score)
+
+    def _finished(self, made: Made) -> Compressed:
+        """Compared on the inputs that nothing was chosen by."""
+        assert self.whole is not None
+        after = self.whole if made.model is None else self._measured(made)
+        self.chosen, self.results = (None, []) if made.model is None else (made.shape, [*self.results, after])
+        fidelity = after.fidelity.score
+        if self.min_fidelity is not None and fidelity is not None and fidelity < self.min_fidelity:
+            raise ValueError(
+                f"min_fidelity={self.min_fidelity:g}: the compressed model in {made.folder} has {fidelity:.4f} on held-out "
+                "texts; give more bytes or time, more texts, or longer healing"
+            )
+        return Compressed(
+            shape=made.shape,
+            kept=self.words(made.shape) if made.model is not None else "everything",
+            model=made.model,
+            original_bytes=self.original.bytes,
+            whole=self.whole,
+            after=after,
+            healed=made.healed,
+            seconds=self.phases.seconds,
+        )

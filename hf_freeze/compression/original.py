@@ -1,0 +1,148 @@
+"""The model to compress, as it is: its files, its tokens, and what it answers to the inputs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from huggingface_hub import snapshot_download
+
+from hf_freeze.analysis.answers import Answers
+from hf_freeze.analysis.vocabulary import choose_vocabulary, count_tokens
+from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.compression.engine import FILES, files_of
+from hf_freeze.compression.inputs import Inputs, batches_of
+from hf_freeze.data.trimming import check_kind, trim_tokenizer
+from hf_freeze.io import whole_folder
+from hf_freeze.methods import VocabularyTrimming
+from hf_freeze.methods.base import Method
+from hf_freeze.model.fidelity import fidelity_on
+from hf_freeze.model.make import make_variant
+from hf_freeze.model.samples import Samples
+from hf_freeze.publish.export.served import Served, answers
+from hf_freeze.publish.sentence_files import copy_processors, copy_sentence_files
+from hf_freeze.publish.trimming import named_tokens
+
+_WRITTEN = 2048  # inputs whose outputs tell which tokens a model writes
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with what it is calibrated and compared on. Its variants are compared with it on `held_out`, batches for it."""
+
+    served: Served
+    samples: Samples
+    held_out: list[dict[str, Any]]
+
+    @property
+    def model(self) -> Any:
+        return self.served.model
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.served.tokenizer
+
+    def cut(self, found: Sequence[Method]) -> Any:
+        """The variant that these methods make with the calibration; the model itself for none."""
+        return make_variant(self.model, list(found), calibration=self.samples) if found else self.model
+
+    def distance(self, variant: Any, batches: int | None = None) -> float:
+        return fidelity_on(self.model, variant, self.held_out[:batches]).distance
+
+
+class Original:
+    """`served`: the model of `source`. `samples`: inputs that tell what parts are worth. `once`: of `Phases`."""
+
+    def __init__(
+        self, source: str, served: Served, inputs: Inputs, samples: int, once: Callable[[str, Callable[[], Any]], Any]
+    ) -> None:
+        self.source, self.served, self.model, self.inputs = source, served, served.model, inputs
+        self._samples, self._once = samples, once
+        is_folder = Path(source).is_dir()
+        self.folder = Path(source if is_folder else snapshot_download(source, allow_patterns=[*FILES, "*/*"]))
+        self.depths = architecture_for(self.model).depths(self.model.config)
+        self._answers: dict[str, Answers] = {}
+        self._subjects: dict[int | None, Subject] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Of the files of the model and of what reads its inputs."""
+        return sum(path.stat().st_size for path in files_of(self.folder))
+
+    def expected(self, part: str) -> Answers:
+        """What the original answers to the inputs "compared", "dev" or "test"."""
+        if part not in self._answers:
+            self._answers[part] = answers(self.served, getattr(self.inputs, part))
+        return self._answers[part]
+
+    @property
+    def tokens(self) -> int:
+        """Their number, 0 for a model that reads none."""
+        tables = self.model.get_input_embeddings()
+        return 0 if self.served.tokenizer is None or tables is None else tables.weight.shape[0]
+
+    def can_lose_tokens(self) -> bool:
+        if self.served.tokenizer is None or not self.inputs.texts:
+            return False
+        try:
+            check_kind(self.served.tokenizer)
+        except ValueError:
+            return False
+        return True
+
+    def subject(self, tokens: int | None = None) -> Subject:
+        """The model, with this number of tokens, and what it is calibrated and compared on."""
+        tokens = None if tokens == self.tokens else tokens
+        if tokens not in self._subjects:
+            self._subjects = {size: one for size, one in self._subjects.items() if size is None}  # at most two models
+            served = self.served if tokens is None else self.trimmed(tokens)
+            learnt = batches_of(served, self.inputs.learnt[: self._samples])
+            self._subjects[tokens] = Subject(served, learnt, batches_of(served, self.inputs.compared).batches)
+        return self._subjects[tokens]
+
+    def trimmed(self, tokens: int) -> Served:
+        keep = self._kept(size=tokens)
+        model = make_variant(self.model, [keep])
+        model = model if hasattr(self.model, "methods") else model.merge()
+        return replace(self.served, model=model.eval(), tokenizer=trim_tokenizer(self.served.tokenizer, keep.keep))
+
+    def sizes(self, coverages: Sequence[float]) -> list[int]:
+        """Numbers of tokens that cover these shares of the texts, the largest first."""
+        found = {len(self._kept(coverage=one).keep) for one in coverages}
+        return sorted((size for size in found if size < self.tokens), reverse=True)
+
+    def _kept(self, **limit: Any) -> VocabularyTrimming:
+        """`limit`: the `size` or the `coverage` of `choose_vocabulary`."""
+        settings = {"characters": "all", "always": named_tokens(self.model), "counts": self.counts}
+        return choose_vocabulary(self.served.tokenizer, [], **limit, **settings)
+
+    @cached_property
+    def counts(self) -> Any:
+        """How often each token occurs in the texts, and in what the model writes for them."""
+        counts = count_tokens(self.served.tokenizer, self.inputs.texts)
+        if self.served.task == "seq2seq-lm":
+            for token, count in enumerate(self._once("written", self._written)[: len(counts)]):
+                counts[token] += count
+        return counts
+
+    def _written(self) -> list[int]:
+        counts = np.zeros(self.tokens, dtype=np.int64)
+        for batch in batches_of(self.served, self.inputs.learnt[:_WRITTEN]).batches:
+            ids = batch["labels"] if "decoder_input_ids" not in batch else batch["decoder_input_ids"]
+            counts += np.bincount(ids[ids >= 0].numpy().ravel(), minlength=len(counts))
+        return counts.tolist()
+
+    def save(self, model: Any, tokenizer: Any, folder: Path) -> Path:
+        """A variant with what reads its inputs, unless the folder is there."""
+        if not folder.exists():
+            with whole_folder(folder) as written:
+                model.save_pretrained(written)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(written)
+                if self.served.extractor is not None:
+                    copy_processors(self.source, written)
+                if self.served.task == "feature-extraction":
+                    copy_sentence_files(self.source, written)
+        return folder

@@ -1,1 +1,0 @@
-"""`hf-freeze compress`: from a trained model to a variant within a budget of bytes and milliseconds."""
