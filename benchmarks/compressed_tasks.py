@@ -5,8 +5,8 @@
 
 Claims: none; the table says what comes of it.
 
-Each model is small and trained here, by its labels, for some minutes: a BERT that tags who has what in made-up sentences; the same
-as a reader, which is asked who has it; a Whisper that writes down the digits that it hears, each a chord of its own among noise;
+Each model is small and trained here, by its labels, for some minutes: a BERT that tags who has what in made-up sentences; one
+that is asked who has it; a Whisper that writes down the digits that it hears, each a chord of its own among noise;
 a ViT on MNIST. It is then compressed from inputs alone, and both are scored in ONNX Runtime on inputs that neither saw.
 Columns:
 
@@ -57,7 +57,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Taught:
-    """A model before its training. `batches`: with labels, without end. `right`: for each answer to `tested`, the share that is."""
+    """A model before its training. `batches`: with labels, without end. `right`: for each answer to `tested`, what is right."""
 
     model: Any
     processors: Sequence[Any]
@@ -71,9 +71,25 @@ class Taught:
 
 # -- who has what ------------------------------------------------------------------------------------------------------------
 
-NAMES = "anna ben carla david ella fred greta hugo ida jon kim lea max nora otto paula".split()
-COLOURS = "red blue green black white yellow brown grey".split()
-THINGS = "boxes cups hats lamps pens rings shoes stones".split()
+NAMES = [
+    "anna",
+    "ben",
+    "carla",
+    "david",
+    "ella",
+    "fred",
+    "greta",
+    "hugo",
+    "ida",
+    "jon",
+    "kim",
+    "lea",
+    "max",
+    "nora",
+    "otto",
+]
+COLOURS = ["red", "blue", "green", "black", "white", "yellow", "brown", "grey"]
+THINGS = ["boxes", "cups", "hats", "lamps", "pens", "rings", "shoes", "stones"]
 TAGS = ["O", "PERSON", "THING"]
 
 
@@ -97,7 +113,22 @@ def sentence(draw: random.Random) -> tuple[list[str], list[int], dict[str, str]]
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *NAMES, *COLOURS, *THINGS, *"has from gave to . who ?".split()]
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        *NAMES,
+        *COLOURS,
+        *THINGS,
+        "has",
+        "from",
+        "gave",
+        "to",
+        ".",
+        "who",
+        "?",
+    ]
     new = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     new.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     new.post_processor = processors.TemplateProcessing(
@@ -176,7 +207,9 @@ def spoken(draw: np.random.Generator) -> tuple[np.ndarray, str]:
     """(a second of sound, its six digits): each is a chord of two tones of its own, in noise."""
     digits = draw.integers(10, size=DIGITS)
     time = np.arange(int(RATE * DIGIT_SECONDS)) / RATE
-    tones = [sum(np.sin(2 * np.pi * tone * time) for tone in (300 + 150 * d, 2000 + 400 * ((7 * d) % 10))) for d in digits]
+    tones = [
+        sum(np.sin(2 * np.pi * tone * time) for tone in (300 + 150 * d, 2000 + 400 * ((7 * d) % 10))) for d in digits
+    ]
     sound = np.concatenate([0.2 * tone * np.hanning(len(tone)) for tone in tones])
     sound = np.pad(sound, (0, RATE - len(sound))) + 0.02 * draw.standard_normal(RATE)
     return sound.astype(np.float32), "".join(map(str, digits))
@@ -208,7 +241,10 @@ def speech() -> Taught:
 
     def right(found: list[dict[str, Any]]) -> list[float]:
         heard = [[*each["text"].replace(" ", "")] for each in found]
-        return [sum(a == b for a, b in zip(got, text)) / DIGITS for got, (_, text) in zip(heard, tested, strict=True)]
+        return [
+            sum(a == b for a, b in zip(got, text, strict=False)) / DIGITS
+            for got, (_, text) in zip(heard, tested, strict=True)
+        ]
 
     inputs = [spoken(held)[0] for _ in range(_TEXTS // 4)]
     tried = [sound for sound, _ in tested]
@@ -237,7 +273,7 @@ def images(mnist: Path) -> Taught:
             yield encoded | {"labels": torch.tensor(labels[drawn].astype(int))}
 
     def right(found: list[dict[str, Any]]) -> list[float]:
-        return [float(each["log_probs"].argmax() == label) for each, label in zip(found, right_ones)]
+        return [float(each["log_probs"].argmax() == label) for each, label in zip(found, right_ones, strict=False)]
 
     inputs = [of_three(pixels) for pixels in seen[:_TEXTS]]
     tried = [of_three(pixels) for pixels in others[: 4 * _TESTED]]
@@ -288,7 +324,9 @@ def main() -> None:
                 heal=0 if options.heal == "0" else options.heal,
             )
             before = np.array(taught.right(answers(opened(source), taught.tested).items))
-            table.append([f"{task}, the model", f"{made.original_bytes / 1e6:.2f}", f"{100 * before.mean():.2f}", "", "", ""])
+            table.append(
+                [f"{task}, the model", f"{made.original_bytes / 1e6:.2f}", f"{100 * before.mean():.2f}", "", "", ""]
+            )
             for label, folder, seconds in (
                 ("whole, int8", made.whole, ""),
                 (f"{options.budget}: {made.kept}", made.after, f"{made.seconds:.0f}"),
@@ -296,10 +334,14 @@ def main() -> None:
                 after = np.array(taught.right(answers(opened(folder.folder), taught.tested).items))
                 change = interval(100 * (after - before))
                 fidelity = f"{folder.fidelity.score:.4f}"
-                table.append([label, f"{folder.bytes / 1e6:.2f}", f"{100 * after.mean():.2f}", change, fidelity, seconds])
+                table.append(
+                    [label, f"{folder.bytes / 1e6:.2f}", f"{100 * after.mean():.2f}", change, fidelity, seconds]
+                )
         print(json.dumps(table[-3:]), flush=True)
     headings = ["", "folder, MB", "score, %", "difference", "fidelity", "seconds"]
-    _shared.report(options, _shared.markdown(headings, table), f"{_TEXTS:,} inputs without labels, of speech a quarter as many")
+    _shared.report(
+        options, _shared.markdown(headings, table), f"{_TEXTS:,} inputs without labels, of speech a quarter as many"
+    )
 
 
 if __name__ == "__main__":

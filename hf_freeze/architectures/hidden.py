@@ -32,7 +32,7 @@ from hf_freeze.architectures.probe import Probe, adds_one, difference, on_cpu, t
 from hf_freeze.architectures.roles import stacks_of
 from hf_freeze.architectures.shrink import HEAD_SIZE, integer_fields, shrink
 from hf_freeze.architectures.tasks import AUTO_CLASSES, native_classes
-from hf_freeze.compat.transformers import quiet
+from hf_freeze.compat.transformers import mapped_class, quiet
 
 _SAME = 2e-4
 _MOST_UNKNOWN = 4  # parameters that are tried both as readers and as writers
@@ -80,7 +80,7 @@ def _found(native_class: Any, small: Any) -> tuple[Probe, Channels]:
 
 def _check_idle(probe: Probe, idle: Iterable[Places], flipped: Iterable[Places]) -> None:
     """Raise NotFound for dimensions that do not matter, as a mask token for a classifier, unless the base model tells."""
-    base = AUTO_CLASSES["feature-extraction"]._model_mapping[type(probe.config)]
+    base = mapped_class(AUTO_CLASSES["feature-extraction"], type(probe.config))
     for unit in idle:
         axes = {} if type(probe.model) is base else _found(base, probe.config)[1].axes
         for name, axis in unit:
