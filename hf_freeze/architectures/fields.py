@@ -103,8 +103,9 @@ def shapes_of_config(config: Any, **changes: Any) -> Shapes:
 def _built(config: Any, **changes: Any) -> Any:
     """The model on `meta`; one without anything if transformers cannot build it."""
     try:
+        changed = change(config, **changes) if changes else copy.deepcopy(config)  # some classes change it
         with torch.device("meta"):
-            return AutoModel.from_config(change(config, **changes))  # of a copy: some classes change it
+            return AutoModel.from_config(changed)
     except Exception:  # whatever the native classes raise for a config that they refuse or cannot build
         return nn.Module()
 
