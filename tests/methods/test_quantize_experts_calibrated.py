@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_freeze import analysis, count_parameters, make_variant
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.layers.integer_experts import IntegerMatrices
 from hf_freeze.methods import FFNPruning, Quantize
 from hf_freeze.solvers.moments import Moments, loss
 from hf_freeze.solvers.rounding import Symmetric, gptq
@@ -103,6 +104,16 @@ def test_an_expert_without_tokens_goes_to_the_nearest():
         for name in NAMES:
             same = [torch.equal(*pair) for pair in zip(getattr(one, name), getattr(other, name), strict=True)]
             assert same == [False, False, True, False]
+
+
+def test_a_forward_computes_the_dense_weights_once(monkeypatch):
+    """The native forward reads the parameters for each expert."""
+    variant = make_variant(model_of(), [METHOD])
+    variant.set_experts_implementation("eager")
+    matrices, calls = IntegerMatrices.matrices, []
+    monkeypatch.setattr(IntegerMatrices, "matrices", lambda self: calls.append(1) or matrices(self))
+    logits(variant)
+    assert len(calls) == 2 * 2
 
 
 def test_what_else_sees_rounded_experts():
