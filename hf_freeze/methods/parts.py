@@ -77,6 +77,11 @@ class Statistics(Protocol):
         where that is not known."""
         ...
 
+    def routed(self, modules: Sequence[str]) -> dict[str, torch.Tensor] | None:
+        """Module of experts (below the base model) -> fp64 (E,): for each expert, the sum of the squares of what it adds to the
+        outputs of the old model for real tokens; None where that is not known."""
+        ...
+
     def output_moments(self) -> Moments | None:
         """The moments of the hidden states that the old model's output matrix multiplies; None if it has no such matrix."""
         ...

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from hf_freeze import surgery
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.architectures.roles import EXPERT_OUTPUT
 from hf_freeze.compat.transformers import mask_of_frames
 from hf_freeze.layers.derived import Derived, SelfInitialized, features
 from hf_freeze.methods.base import Method
@@ -272,6 +273,27 @@ class CalibrationPass:
                 self._old(**batch)
         return counts
 
+    def routed(self, modules: Sequence[str]) -> dict[str, Tensor]:
+        matrices = {name: self._old.base_model.get_submodule(name).get_parameter(EXPERT_OUTPUT) for name in modules}
+        found = {name: torch.zeros(len(each), dtype=torch.float64) for name, each in matrices.items()}
+        batch: Batch = {}
+
+        def add(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+            x = read_by(module, args, kwargs)
+            rows = self._rows(name, self._architecture.layer_of(f"{name}."), batch, x.states)
+            for number, total in enumerate(found[name]):
+                tokens, factors = x.tokens(number, rows)
+                total += (factors * x.outputs(number, tokens)).double().square().sum().cpu()
+
+        with ExitStack() as handles:
+            for name in modules:
+                hook = functools.partial(add, name)
+                module = self._old.base_model.get_submodule(name)
+                handles.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            for batch in track(self._batches, "Calibrating", len(self._batches)):
+                self._old(**batch)
+        return found
+
     def output_moments(self) -> Moments | None:
         output = self._old.get_output_embeddings()
         if output is None:
@@ -350,10 +372,10 @@ class CalibrationPass:
 
     def _is_as_wide(self, name: str, before: Sequence[str]) -> bool:
         """Whether the stream that a linear writes to has as many channels in both models."""
+        if name in before or any(name.startswith(f"{module}.") for module in before):
+            return True
         old, new = (surgery.linear_at(model, name) for model in (self._old, self._new))
-        return (
-            name in before or any(name.startswith(f"{module}.") for module in before) or features(old) == features(new)
-        )
+        return features(old) == features(new)
 
     def _ends_in_norm(self, place: Place) -> bool:
         """Whether a layer gives what a norm gives. Where the norm is refitted, what its inputs lack counts for less: with joined
@@ -632,7 +654,8 @@ def _add_routed(
     rows: Tensor | None,
     joined: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Add a call of experts to the sums of their last linears. Each is to give what it gives in the call `y` of the model before.
+    """Add a call of experts to the sums of their linears. The last ones are to give what they give in the call `y` of the model
+    before.
 
     joined: (T, H) twice, what lacks in the states that their outputs are added to, and these states. Then the experts of a token
     are to add that, in proportion to their factors: so the outputs of each change least. An error of an expert counts by the
@@ -640,13 +663,18 @@ def _add_routed(
     """
     y = y if y is not None and y.states.shape == x.states.shape else None
     for name, each in sums.items():
-        number = int(name.rpartition(".")[2])
+        _, parameter, last = name.rsplit(".", 2)
+        number = int(last)
         tokens, factors = x.tokens(number, rows)
-        wanted, weights = None if y is None else y.outputs(number, tokens), factors.square()
+        weights = factors.square()
+        if joined is not None:
+            weights = weights * _weights(joined[1][tokens])
+        if parameter != EXPERT_OUTPUT:
+            each.add(x.states[tokens], None, weights)
+            continue
+        wanted = None if y is None else y.outputs(number, tokens)
         if wanted is not None and joined is not None:
-            lacking, states = (each[tokens] for each in joined)
-            wanted = wanted + lacking * (factors / x.factors[tokens].square().sum(-1, keepdim=True))
-            weights = weights * _weights(states)
+            wanted = wanted + joined[0][tokens] * (factors / x.factors[tokens].square().sum(-1, keepdim=True))
         each.add(x.neurons(number, tokens), wanted, weights)
 
 
