@@ -13,7 +13,8 @@ def convert(
     source: Annotated[Path, typer.Argument(help="Folder with a native model or a variant, in safetensors.")],
     out: Annotated[Path, typer.Argument(help="Folder for the variant; it must not exist.")],
     methods: Annotated[
-        Path, typer.Option(help="YAML or JSON file with a list of methods, as under `methods` in a recipe.")
+        Path,
+        typer.Option(help="YAML or JSON file with a list of methods, as in a recipe; or with `budget` and `methods`."),
     ],
     texts: shared.CalibrationTexts = None,
     column: shared.Column = "text",
@@ -40,13 +41,15 @@ def convert(
         if texts and own_texts:
             raise ValueError("give --texts or --own-texts, not both")
         calibration = shared.sampled_texts(texts, column, samples) if texts else "samples" if own_texts else None
+        chosen, budget = methods_from_file(methods)
         folder = convert_model(
             source,
             out,
-            methods_from_file(methods),
+            chosen,
             max_shard_size=max_shard_size,
             calibration=calibration,
             tokenizer=shared.tokenizer_for_texts(source) if texts else None,
+            budget=budget,
             say=terminal.say,
         )
         size = sum(file.stat().st_size for file in folder.iterdir())

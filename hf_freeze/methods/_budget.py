@@ -1,6 +1,7 @@
 """`share="auto"`: heads and neurons of several methods compete for one budget."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,14 @@ class Competing:
     """The units of an attention or FFN, which go in multiples of `step`, `most` of them at most.
 
     `losses`: after 0, 1, 2 … removals, the distance of the model's predictions. `size`: numbers in the matrices for each unit.
+    `kept`: how many units stay -> the heads or neurons that stay.
     """
 
     losses: list[float]
     most: int
     step: int
     size: float
+    kept: Callable[[int], list[int]]
 
 
 def size_of(model: Any, linears: Iterable[str], units: int) -> float:
@@ -33,16 +36,20 @@ def size_of(model: Any, linears: Iterable[str], units: int) -> float:
 def decide_shares(
     methods: list[Any], budget: float, old: Any, architecture: Architecture, statistics: Statistics
 ) -> dict[int, Any]:
-    """Number of each method with `share="auto"` -> the same with the share that it keeps, so that of the weights of all heads
-    and neurons that these may remove, the share `budget` stays, at the least sum of losses.
+    """Number of each method with `share="auto"` -> the method that keeps the same heads or neurons by their numbers, so that of
+    the weights of all that these may remove, the share `budget` stays, at the least sum of losses.
 
-    Raises ValueError for a budget that cannot be met.
+    Raises ValueError for a budget that cannot be met, and for two methods that cut the same part.
     """
-    units: list[tuple[int, Competing]] = []
-    for number, method in enumerate(methods):
-        if getattr(method, "share", None) == AUTO:
-            units += [(number, each) for each in method.competing(old, architecture, statistics).values()]
-    parts = [each for _, each in units]
+    competing = {
+        number: method.competing(old, architecture, statistics)
+        for number, method in enumerate(methods)
+        if getattr(method, "share", None) == AUTO
+    }
+    for name, times in Counter(name for parts in competing.values() for name in parts).items():
+        if times > 1:
+            raise ValueError(f"{times} methods with share='auto' cut {name!r}: leave one, or give each other layers")
+    parts = [part for of_method in competing.values() for part in of_method.values()]
     whole = sum(part.size * (len(part.losses) - 1) for part in parts)
     least = whole - sum(part.size * (part.most // part.step * part.step) for part in parts)
     if budget * whole < least * (1 - 1e-9):
@@ -57,22 +64,21 @@ def decide_shares(
         steps=[part.step for part in parts],
         sizes=[part.size for part in parts],
     )
-    shares: dict[int, Any] = {}
-    for number in {number for number, _ in units}:
-        of_method = [
-            (len(part.losses) - 1, gone) for (n, part), gone in zip(units, removed, strict=True) if n == number
-        ]
-        total = sum(count for count, _ in of_method)
-        shares[number] = methods[number].with_share(1 - sum(gone for _, gone in of_method) / total)
-    return shares
+    gone = iter(removed)
+    return {
+        number: methods[number].keeping(
+            {name: part.kept(len(part.losses) - 1 - next(gone)) for name, part in of_method.items()}, old, architecture
+        )
+        for number, of_method in competing.items()
+    }
 
 
-def check_budget(methods: Iterable[Any], budget: Any, calibration: Any) -> None:
+def check_budget(methods: Sequence[Any], budget: Any, calibration: Any) -> None:
     """Raise ValueError unless `budget` and `share="auto"` come together, with texts."""
-    auto = [method for method in methods if getattr(method, "share", None) == AUTO]
-    if budget is None and auto:
+    places = [number for number, method in enumerate(methods) if getattr(method, "share", None) == AUTO]
+    if budget is None and places:
         raise ValueError(
-            f"{auto[0].name}(share='auto'): give make_variant budget=, the share of weights that stays, or a share"
+            f"{methods[places[0]].name}(share='auto'): give a budget, the share of weights that stays, or a share"
         )
     if budget is None:
         return
@@ -80,7 +86,12 @@ def check_budget(methods: Iterable[Any], budget: Any, calibration: Any) -> None:
         raise ValueError(
             f"budget={budget!r}: must be a share in (0, 1], of the weights of the heads and neurons that may go"
         )
-    if not auto:
+    if not places:
         raise ValueError(f"budget={budget:g} shares out what methods with share='auto' may remove, and there are none")
     if calibration is None:
         raise ValueError(f"budget={budget:g}: what heads and neurons are worth, texts tell: give calibration=")
+    if (between := methods[places[0] : places[-1] + 1]) and len(between) > len(places):
+        other = next(method for method in between if getattr(method, "share", None) != AUTO)
+        raise ValueError(
+            f"{other.name} stands between methods with share='auto', which are decided at once: put it elsewhere"
+        )

@@ -4,7 +4,7 @@ Molchanov et al., 2017, https://arxiv.org/abs/1611.06440).
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -360,13 +360,18 @@ class FFNPruning(Method):
         ffns, step = architecture.ffns(old.config), _step(len(order.order) for order in orders.values())
         return {
             block: Competing(
-                order.losses.tolist(), len(order.order) - step, step, size_of(old, ffns[block], len(order.order))
+                order.losses.tolist(),
+                len(order.order) - step,
+                step,
+                size_of(old, ffns[block], len(order.order)),
+                order.kept,
             )
             for block, order in orders.items()
         }
 
-    def with_share(self, share: float) -> "FFNPruning":
-        return replace(self, share=share)
+    def keeping(self, kept: dict[str, list[int]], old: Any, architecture: Architecture) -> "FFNPruning":
+        """The method that names the neurons that stay, by FFN."""
+        return FFNPruning(keep=kept)
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         if self.experts is not None:

@@ -3,8 +3,8 @@ https://arxiv.org/abs/1905.10650).
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from hf_freeze import surgery
@@ -124,6 +124,11 @@ class HeadPruning(Method):
     @property
     def finalizable(self) -> bool:
         return self.penalty is not None or (self.begin, self.end) != (None, None)
+
+    @property
+    def _competes(self) -> bool:
+        """Whether a calibration decides how many heads each attention keeps."""
+        return self.share == AUTO or (self.scope == "global" and not self.finalizable)
 
     @property
     def refers_to(self) -> frozenset[str]:
@@ -259,10 +264,10 @@ class HeadPruning(Method):
         return kept
 
     def _check_decided(self) -> None:
-        if self.scope == "global" and not self.finalizable:
+        if self._competes:
             raise ValueError(
-                f"HeadPruning(share={self.share}, scope='global'): a calibration compares heads of different attentions, or "
-                "training does: give make_variant calibration=, or begin or end"
+                f"HeadPruning(share={self.share!r}, scope={self.scope!r}): a calibration compares heads of different attentions, "
+                "or training does: give make_variant calibration=, or begin or end"
             )
 
     def _largest(self, model: Any, attention: Attention, heads: int) -> list[int]:
@@ -289,11 +294,15 @@ class HeadPruning(Method):
             kept = {name: self._chosen(name, attention, old) for name, attention in attentions.items()}
         else:
             kept = self._kept_by(statistics, old, attentions)
+        return self.keeping(kept, old, architecture)
+
+    def keeping(self, kept: Mapping[str, Sequence[int]], old: Any, architecture: Architecture) -> "HeadPruning":
+        """The method that names the heads to remove: all but those that are `kept`, by attention; others stay as they are."""
         removed = {}
-        for name, attention in attentions.items():
-            heads = surgery.count_heads(old, attention, self.name)
-            removed[name] = [head for head in range(heads) if head not in kept[name]]
-        removed = {name: heads for name, heads in removed.items() if heads}
+        for name, attention in self._with_heads(old, architecture).items():
+            heads = range(surgery.count_heads(old, attention, self.name))
+            if gone := [head for head in heads if head not in kept.get(name, heads)]:
+                removed[name] = gone
         return HeadPruning(heads=removed) if removed else HeadPruning(share=1.0, layers=self.layers)
 
     def competing(self, old: Any, architecture: Architecture, statistics: Statistics) -> dict[str, Competing]:
@@ -302,19 +311,18 @@ class HeadPruning(Method):
         found = _orders(statistics, old, attentions)
         return {
             name: Competing(
-                order.losses.tolist(), len(groups) - 1, 1, size_of(old, attentions[name].linears, len(groups))
+                order.losses.tolist(),
+                len(groups) - 1,
+                1,
+                size_of(old, attentions[name].linears, len(groups)),
+                lambda count, groups=groups, order=order: [head for n in order.kept(count) for head in groups[n]],
             )
             for name, (groups, order) in found.items()
         }
 
-    def with_share(self, share: float) -> "HeadPruning":
-        return replace(self, share=share, scope="global")
-
     def must_decide(self, architecture: Architecture, config: Any) -> bool:
         """Whether heads differ in more than their weights, or attentions keep different numbers: the config must name them."""
-        return (self.scope == "global" and not self.finalizable) or any(
-            attention.knows_heads for attention in architecture.attentions(config).values()
-        )
+        return self._competes or any(attention.knows_heads for attention in architecture.attentions(config).values())
 
     def masked(self, model: Any, architecture: Architecture) -> dict[str, Any]:
         """Attention -> its output projection, which has a mask or gates, before `finalize()`."""

@@ -86,8 +86,9 @@ def method_from_dict(data: Any) -> Method:
         raise ValueError(f"method {name!r}: {error}") from error
 
 
-def methods_from_file(path: Path) -> list[Method]:
-    """The methods of a YAML or JSON file with a list of them, each with its name under `method`, as in a recipe.
+def methods_from_file(path: Path) -> tuple[list[Method], Any]:
+    """The methods of a YAML or JSON file with a list of them, each with its name under `method`, as in a recipe, and None; or the
+    list under `methods`, and the `budget` that methods with `share: auto` share.
 
     Raises FileNotFoundError if there is no such file, ValueError for what is no list of methods.
     """
@@ -97,6 +98,11 @@ def methods_from_file(path: Path) -> list[Method]:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
+    budget = None
+    if isinstance(data, dict) and data.keys() == {"budget", "methods"}:
+        budget, data = data["budget"], data["methods"]
     if not isinstance(data, list) or not data:
-        raise ValueError(f"{path} must hold a list of methods, such as `- {{method: low_rank, rank: 64}}`")
-    return [method_from_dict(item) for item in data]
+        raise ValueError(
+            f"{path} must hold a list of methods, such as `- {{method: low_rank, rank: 64}}`, or budget and methods"
+        )
+    return [method_from_dict(item) for item in data], budget

@@ -15,6 +15,7 @@ import torch
 from hf_freeze._version import __version__
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.io import sync, write_whole
+from hf_freeze.methods._budget import check_budget
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.parts import Selection
 from hf_freeze.methods.registry import method_to_dict
@@ -41,10 +42,11 @@ def convert(
     max_shard_size: str = "1GB",
     calibration: Any = None,
     tokenizer: Any = None,
+    budget: float | None = None,
     say: Callable[[str], Any] = lambda text: None,
 ) -> Path:
-    """Write the variant that `make_variant(source, methods, calibration=, tokenizer=)` makes to the folder `out`, with the other
-    files of `source`, such as its tokenizer; returns the folder.
+    """Write the variant that `make_variant(source, methods, calibration=, tokenizer=, budget=)` makes to the folder `out`, with
+    the other files of `source`, such as its tokenizer; returns the folder.
 
     `source`: a folder with a native model or a variant in safetensors, in one file or in shards. No more than about
     `max_shard_size` of its tensors is in memory at a time, and of what is made, besides what a method needs to convert one layer
@@ -64,12 +66,17 @@ def convert(
         if isinstance(calibration, Iterable) and not isinstance(calibration, str | Mapping):
             calibration = list(calibration)  # it is read more than once
         job["calibration"] = digest_of(calibration, tokenizer)
+    check_budget(methods, budget, calibration)
+    if budget is not None:
+        job["budget"] = budget
     what = f"converting {source}: {', '.join(method.name for method in methods) or 'no methods'}"
 
     def make(model: Any) -> Any:
         if model.device.type == "meta" and calibration is not None and _are_open(methods, model):
             return model  # how much stays of which layer, the texts tell
-        variant = make_variant(model, list(methods), copy=False, calibration=calibration, tokenizer=tokenizer)
+        variant = make_variant(
+            model, list(methods), copy=False, calibration=calibration, tokenizer=tokenizer, budget=budget
+        )
         if (report := getattr(variant, "calibration_report", None)) is not None:
             say(f"calibrated with {report.texts:,} texts, {report.tokens:,} tokens")
             for note in report.notes:

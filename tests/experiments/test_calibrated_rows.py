@@ -21,6 +21,9 @@ CALIBRATED = {
     "training data": {"samples": 20},
 }
 
+AUTO = [{"method": "head_pruning", "share": "auto"}, {"method": "ffn_pruning", "share": "auto"}]
+SHARED = {"label": "auto"} | HALF | {"methods": AUTO, "calibration": {"samples": 20, "budget": 0.6}}
+
 
 def row(calibration=None):
     return {"label": "half"} | HALF | ({} if calibration is None else {"calibration": calibration})
@@ -35,7 +38,7 @@ def grid(tmp_path_factory):
     for side, name in (("source", "de"), ("target", "en")):
         (folder / f"texts.{name}").write_text("\n".join(split[side]) + "\n", encoding="utf-8")
     named = {name.replace(" ", "-"): row(calibration) for name, calibration in CALIBRATED.items()}
-    rows = {"0": ALL, "none": row(), **named}
+    rows = {"0": ALL, "none": row(), "auto": SHARED, **named}
     recipe = load_recipe(write_recipe(folder / "r.yaml", rows=rows))
     for run in expand(recipe):
         run["data"]["root"] = str(folder)
@@ -70,6 +73,12 @@ def test_the_model_is_that_of_make_variant(grid):
         assert all((value - found[key]).abs().max() < 1e-5 for key, value in expected.state_dict().items())
 
 
+def test_heads_and_neurons_share_the_budget_of_a_row(grid):
+    applied = model_of(grid, "auto").methods
+    assert "auto" not in str(applied)
+    assert any(method.name == "ffn_pruning" and method.keep for method in applied)
+
+
 def test_each_calibration_is_another_model(grid):
     weights = [
         model_of(grid, name.replace(" ", "-")).model.decoder.layers[0].fc2.weight for name in ("none", *CALIBRATED)
@@ -98,9 +107,12 @@ BAD_ROWS = {
         {"methods": [], "calibration": {}},
         r"row '1' has 'calibration' but neither 'start' nor 'backbone.pre",
     ),
-    "no dict": (row(3), r"calibration=3 may have 'texts' and 'samples'"),
-    "unknown": (row({"text": "a"}), r"calibration=\{'text': 'a'\} may have 'texts' and 'samples'"),
+    "no dict": (row(3), r"calibration=3 may have 'texts', 'samples' and 'budget'"),
+    "unknown": (row({"text": "a"}), r"calibration=\{'text': 'a'\} may have 'texts', 'samples' and 'budget'"),
     "files": (row({"texts": [3]}), r"calibration.texts=\[3\] must be a file or a list of files"),
+    "no budget": (SHARED | {"calibration": {}}, r"row '1': head_pruning\(share='auto'\): give a budget"),
+    "no texts": ({"methods": AUTO}, r"row '1': head_pruning\(share='auto'\): give a budget"),
+    "budget": (SHARED | {"calibration": {"budget": 2}}, r"row '1': budget=2: must be a share in \(0, 1\]"),
     "samples": (row({"samples": 0}), r"calibration.samples=0 must be an integer of at least 1"),
 }
 

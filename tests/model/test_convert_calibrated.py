@@ -63,11 +63,11 @@ def converted(source, out, methods=METHODS, calibration=TEXTS, **options):
     return convert(source, out, methods, calibration=calibration, tokenizer=TOKENIZER, max_shard_size="6KB", **options)
 
 
-def expected(source, folder, methods=METHODS, calibration=TEXTS):
+def expected(source, folder, methods=METHODS, calibration=TEXTS, **options):
     with pytest.MonkeyPatch.context() as patch:  # what models larger than the memory do without
         patch.setattr("hf_freeze.model.calibrating.curvatures", lambda *args: {})
         patch.setattr("hf_freeze.model.calibrating.descend", lambda *args: None)
-        made = make_variant(load_model(source), methods, calibration=calibration, tokenizer=TOKENIZER)
+        made = make_variant(load_model(source), methods, calibration=calibration, tokenizer=TOKENIZER, **options)
     made.save_pretrained(folder, max_shard_size="6KB")
     return folder
 
@@ -127,6 +127,19 @@ def test_other_texts_are_another_job(source, tmp_path, monkeypatch):
 @pytest.mark.parametrize("methods", [[FFNPruning(share=0.5)], [HeadPruning(share=0.5, scope="global")]])
 def test_sizes_that_the_texts_decide(methods, source, tmp_path):
     assert_same(converted(source, tmp_path / "out", methods), expected(source, tmp_path / "expected", methods))
+
+
+def test_a_budget_that_heads_and_neurons_share(source, tmp_path):
+    methods, budget = [HeadPruning(share="auto"), FFNPruning(share="auto")], {"budget": 0.6}
+    wanted = expected(source, tmp_path / "expected", methods, **budget)
+    assert_same(converted(source, tmp_path / "out", methods, **budget), wanted)
+    with pytest.raises(ValueError, match=r"head_pruning\(share='auto'\): give a budget"):
+        converted(source, tmp_path / "none", methods)
+    file = tmp_path / "methods.yaml"
+    file.write_text(json.dumps(budget | {"methods": [method_to_dict(method) for method in methods]}))
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
+    cli("convert", source, tmp_path / "other", "--methods", file, "--texts", tmp_path / "texts.txt")
+    assert "auto" not in str(load_model(tmp_path / "other").methods)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from hf_freeze.methods._budget import check_budget
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import needs_config
 from hf_freeze.methods.registry import method_from_dict
@@ -94,16 +95,17 @@ def check_layers(row: dict[str, Any], task: str, elsewhere: bool, path: Any) -> 
 
 
 def check_calibration(row: dict[str, Any], task: str, trained: bool, path: Any) -> None:
-    """`calibration: {texts: texts.txt, samples: 512}`: without texts, the training data. `trained`: whether the row has weights
-    to begin with."""
+    """`calibration: {texts: texts.txt, samples: 512, budget: 0.5}`: without texts, the training data; the budget is for methods
+    with `share: auto`. `trained`: whether the row has weights to begin with."""
     if "calibration" not in row:
+        check_shares(row["methods"], None, None, path)
         return
     settings = row["calibration"]
     if task == "image-classification":
         raise ValueError(f"{path}: calibration is for transformers, not for task {task!r}")
-    if not isinstance(settings, dict) or not settings.keys() <= {"texts", "samples"}:
+    if not isinstance(settings, dict) or not settings.keys() <= {"texts", "samples", "budget"}:
         raise ValueError(
-            f"{path}: calibration={settings!r} may have 'texts' and 'samples'; {{}} takes the training data"
+            f"{path}: calibration={settings!r} may have 'texts', 'samples' and 'budget'; {{}} takes the training data"
         )
     texts = settings.get("texts", "texts.txt")
     named = [texts] if isinstance(texts, str) else texts
@@ -116,6 +118,15 @@ def check_calibration(row: dict[str, Any], task: str, trained: bool, path: Any) 
         raise ValueError(
             f"{path} has 'calibration' but neither 'start' nor 'backbone.pretrained': fresh weights have none"
         )
+    check_shares(row["methods"], settings.get("budget"), settings, path)
+
+
+def check_shares(methods: list[dict[str, Any]], budget: Any, calibration: Any, path: Any) -> None:
+    """Raise ValueError, which names the row, unless a budget and `share: auto` come together."""
+    try:
+        check_budget([method_of(method) for method in methods], budget, calibration)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def check_pretrained(backbone: Any, path: Any, *, has_tokenizer: bool) -> None:

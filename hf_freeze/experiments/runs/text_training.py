@@ -91,7 +91,8 @@ def execute_text(
         seen = calibration(
             run, lambda: encode("train"), lambda rows: _batches(task, run, folder, model, tokenizer, rows)
         )
-        model = make_variant(model, methods, seed=run["seed"], calibration=seen, tokenizer=tokenizer)
+        budget = run.get("calibration", {}).get("budget")
+        model = make_variant(model, methods, seed=run["seed"], calibration=seen, tokenizer=tokenizer, budget=budget)
     else:
         tokenizer = new_tokenizer(task, run, splits["train"])
         config = backbone_config(run["backbone"], tokenizer, **fields)
