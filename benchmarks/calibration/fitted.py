@@ -5,6 +5,9 @@
 Heads and neurons are allocated over layers. Models, texts, cuts and measures are those of run.py. One thread; for each choice of
 texts both forms get the same ones. Columns: the whole model, the cut without the fit, and with it, each the mean over the choices
 of texts; the difference of the two, its mean and range; CPU seconds of both.
+
+The cut "3/4 of the channels" (HiddenPruning) is not fitted so: in its forms, linears that write the hidden states are refitted
+one by one, or on what the states lack.
 """
 
 import argparse
@@ -17,7 +20,9 @@ import measures
 import peer_hf_freeze
 import torch
 
-from hf_freeze import make_variant
+from hf_freeze import make_variant, methods
+
+CHANNELS = "3/4 of the channels"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("task", choices=list(measures.TASKS))
     new.add_argument("--model", type=Path, nargs="+", required=True, help="a folder; of translators one for each seed")
     new.add_argument("--data", type=Path, default=Path(), help="folder of the captions, or of Multi30k")
-    new.add_argument("--cuts", nargs="+", required=True, help="of run.py")
+    new.add_argument("--cuts", nargs="+", required=True, help=f"of run.py, or {CHANNELS!r}")
     new.add_argument("--texts", type=int, help="how many, where not as many as in run.py")
     new.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="of the choice of texts")
     new.add_argument("--cache", type=Path, default=Path("runs/calibration/fitted"))
@@ -51,10 +56,14 @@ def main() -> None:
         given = {"calibration": batches} if texts is None else {"calibration": texts, "tokenizer": task.tokenizer()}
         whole = score(task.whole)
         for cut in options.cuts:
-            chosen = peer_hf_freeze.methods_of(measures.CUTS[options.task][cut], task.whole.config, allocated=True)
+            if cut == CHANNELS:
+                chosen = [methods.HiddenPruning(width=task.whole.config.hidden_size * 3 // 4)]
+            else:
+                chosen = peer_hf_freeze.methods_of(measures.CUTS[options.task][cut], task.whole.config, allocated=True)
             found = []
             for fits in (False, True):
-                without = mock.patch("hf_freeze.model.calibrating.descend")
+                left_out = "CalibrationPass._joins" if cut == CHANNELS else "descend"
+                without = mock.patch(f"hf_freeze.model.calibrating.{left_out}", return_value=None)
                 with nullcontext() if fits else without:
                     began = time.process_time()
                     variant = make_variant(task.whole, chosen, **given).eval()

@@ -91,7 +91,7 @@ def _neurons(model: Any, stack: Any, last: str, depth: int) -> str:
 
 def _neurons_of_experts(model: Any, stack: Any, module: str, depth: int) -> str:
     layers = _in_layers(model, stack, module, module, depth)
-    counts = _counts([experts.get_parameter(EXPERT_OUTPUT).shape[2] for experts in layers])
+    counts = _counts([getattr(experts, EXPERT_OUTPUT).shape[-1] for experts in layers])
     return f"{counts} neurons each{_field(model, stack.expert_width, counts)}"
 
 

@@ -113,6 +113,10 @@ class Architecture:
                 patterns += [
                     (re.compile(rf"{stack.layer_pattern}\.{translate(other)}"), "attention") for other in block.others
                 ]
+            # What a method has put in the place of a parameter of experts.
+            patterns += [
+                (re.compile(rf"{stack.layer_pattern}\.{re.escape(module)}\.\w+\..+"), "ffn") for module in stack.experts
+            ]
             for component, others in (("attention", stack.mixers), ("ffn", stack.others)):
                 patterns += [(re.compile(rf"{stack.layer_pattern}\.{translate(other)}"), component) for other in others]
         for component, globs in (("embeddings", self.embeddings), ("norm", self.norms), ("constant", self.constants)):

@@ -176,6 +176,8 @@ class Stack:
     others: tuple[str, ...] = ()  # patterns of further parameters of the FFN, such as those of experts
     experts: dict[str, int] = field(default_factory=dict)  # module with parameters of experts -> neurons of each expert
     expert_width: str | None = None  # the config field that holds these neurons; None if no field does
+    expert_count: str | None = None  # the config field that holds the number of experts; None if none holds it alone
+    expert_axes: dict[str, int] = field(default_factory=dict)  # tensor with an entry for each expert -> their axis
     # Layers of a stack may differ: kind of attention, linear of the FFN or experts -> numbers of the layers without it.
     absent: dict[str, tuple[int, ...]] = field(default_factory=dict)
     differ: tuple[str, ...] = ()  # parameters that not all layers have, or not in one shape

@@ -242,6 +242,8 @@ class Finder:
                 name, given, _ = self.expected[place]
                 raise NotFound(f"{name or 'the model'!r} {'gets' if given else 'gives'} states in no order")
             flipped, place, distance = step
+        if not flipped:
+            raise NotFound("what follows another order of its hidden channels was not found")
         return flipped
 
     def _step(

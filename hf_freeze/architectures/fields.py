@@ -1,17 +1,19 @@
 """What the integers of a config mean, found by changing one of them and looking at what moves in the model on `meta`."""
 
 import copy
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModel
 
 from hf_freeze.architectures.base import Architecture, Stack, read
 from hf_freeze.architectures.roles import EXPERT_OUTPUT
-from hf_freeze.architectures.shrink import TABLE_WIDTHS, integer_fields, sizes_in
+from hf_freeze.architectures.shrink import EXPERT_COUNTS, TABLE_WIDTHS, integer_fields, sizes_in
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -25,6 +27,7 @@ def with_fields(architecture: Architecture, config: Any) -> Architecture:
     refusals = dict(architecture.refusals)
     stacks = {}
     for name, stack in architecture.stacks.items():
+        expert_count, expert_axes = _expert_count(config, integers, stack)
         depth, lists = _depth_field(config, shapes, integers, stack)
         if depth is None:
             refusals.setdefault("layers", f"{name}: no field of the config holds the number of its layers")
@@ -34,6 +37,8 @@ def with_fields(architecture: Architecture, config: Any) -> Architecture:
             per_layer=lists,
             width=_width_field(config, shapes, integers, architecture, stack),
             expert_width=_expert_width_field(config, shapes, integers, architecture, stack),
+            expert_count=expert_count,
+            expert_axes=expert_axes,
         )
     vocabulary = {
         table: _moving_field(config, shapes, integers, f"{table}.weight", axes=(0,))
@@ -89,21 +94,20 @@ def multiples_of(config: Any, depth_field: str) -> tuple[str, ...]:
     return tuple(name for name in names if depth and name != depth_field and data[name] % depth == 0)
 
 
-def shapes_of_config(config: Any) -> Shapes:
-    """Name -> shape of each parameter of the model; empty if transformers cannot build it."""
-    try:
-        with torch.device("meta"):
-            model = AutoModel.from_config(copy.deepcopy(config))  # some classes change it
-    except Exception:  # whatever the native class raises for a config that it cannot build
-        return {}
+def shapes_of_config(config: Any, **changes: Any) -> Shapes:
+    """Name -> shape of each parameter of the model with other values for some fields; empty if transformers cannot build it."""
+    model = _built(config, **changes)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
-def _changed_shapes(config: Any, **changes: Any) -> Shapes:
+def _built(config: Any, **changes: Any) -> Any:
+    """The model on `meta`; one without anything if transformers cannot build it."""
     try:
-        return shapes_of_config(change(config, **changes))
-    except Exception:  # a config class may refuse the value
-        return {}
+        changed = change(config, **changes) if changes else copy.deepcopy(config)  # some classes change it
+        with torch.device("meta"):
+            return AutoModel.from_config(changed)
+    except Exception:  # whatever the native classes raise for a config that they refuse or cannot build
+        return nn.Module()
 
 
 def _depth_field(
@@ -122,7 +126,7 @@ def _depth_field(
     for name in sorted((name for name, value in integers.items() if value == count), key=_unlikely_depth):
         for lists in dict.fromkeys((per_layer_fields(config, name), ())):
             longer = {n: _longer(config, n) for n in lists}
-            if depth(_changed_shapes(config, **longer, **{name: count + 1})) == count + 1:
+            if depth(shapes_of_config(config, **longer, **{name: count + 1})) == count + 1:
                 return name, lists
     return None, ()
 
@@ -158,6 +162,36 @@ def _expert_width_field(
     return fields.pop() if len(fields) == 1 else None
 
 
+def _expert_count(config: Any, integers: dict[str, int], stack: Stack) -> tuple[str | None, dict[str, int]]:
+    """The field that holds the number of experts, and for each tensor of a layer with an entry for each expert the axis of these.
+    None if anything else moves with it, such as a router with more outputs, or if a table names experts by their numbers."""
+    parents = tuple(f"{module.rpartition('.')[0]}." for module in stack.experts)
+    field = next((name for name in integers if re.fullmatch(rf"(?:.*\.)?(?:{EXPERT_COUNTS})", name)), None)
+    if not parents or field is None:
+        return None, {}
+    old, new = integers[field], integers[field] + 9
+    before, after = (dict(_tensors(_built(config, **{field: count}))) for count in (old, new))
+    axes: dict[str, int] = {}
+    for name, tensor in before.items():
+        inside = re.sub(rf"^{stack.layer_pattern}\.", "", name)
+        is_ours = inside != name and inside.startswith(parents)
+        if is_ours and not tensor.is_floating_point():
+            return None, {}
+        shape, other = tuple(tensor.shape), tuple(after[name].shape) if name in after else ()
+        if shape == other:
+            continue
+        moved = [axis for axis, size in enumerate(shape) if other[axis : axis + 1] != (size,)]
+        if not is_ours or [(shape[axis], other[axis : axis + 1]) for axis in moved] != [(old, (new,))]:
+            return None, {}
+        axes[inside] = moved[0]
+    matrices = [name for name in axes if name.rpartition(".")[0] in stack.experts]
+    return (field, axes) if len(axes) > len(matrices) >= 2 * len(stack.experts) else (None, {})
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    return itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+
+
 def _deciding_field(
     config: Any, shapes: Shapes, integers: dict[str, int], weight: str, axes: tuple[int, ...], inside: list[str]
 ) -> str | None:
@@ -166,7 +200,7 @@ def _deciding_field(
     name = _moving_field(config, shapes, integers, weight, axes)
     if name is None:
         return None
-    after = _changed_shapes(config, **{name: 13})
+    after = shapes_of_config(config, **{name: 13})
     moved = [tensor for tensor in shapes if shapes[tensor] != after.get(tensor)]
     alone = all(any(re.match(pattern, tensor) for pattern in inside) for tensor in moved)
     return name if alone and 13 in after.get(weight, ()) else None
@@ -183,7 +217,7 @@ def _moving_field(
     for name, value in integers.items():
         if value not in {before[axis] for axis in axes} or value == hidden or name.endswith("token_id"):
             continue
-        after = _changed_shapes(config, **{name: value + 8}).get(weight)
+        after = shapes_of_config(config, **{name: value + 8}).get(weight)
         if after is not None and sorted(a - b for a, b in zip(after, before, strict=True)) == [0] * (
             len(before) - 1
         ) + [8]:

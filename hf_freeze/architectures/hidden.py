@@ -51,7 +51,7 @@ def _native_config(config: Any) -> Any:
 
 
 def _key(native_class: Any, small: Any) -> tuple[str, str]:
-    left_out = ("architectures", "transformers_version", "_name_or_path")
+    left_out = ("architectures", "transformers_version", "_name_or_path", "problem_type")
     return native_class.__name__, str({name: value for name, value in small.to_dict().items() if name not in left_out})
 
 
@@ -91,8 +91,6 @@ def _check_idle(probe: Probe, idle: Iterable[Places], flipped: Iterable[Places])
 
 def _with_sizes(probe: Probe, channels: Channels) -> Channels:
     """With the `sizes` outside attention, if the forward does not run as long as they are as before."""
-    if not any(channels.axes.values()):
-        return channels  # refused by `_field`
     size = _size(probe.model, channels)
     try:
         _outputs(thinned(probe.model, channels, range(size // 2)), probe.inputs)
@@ -215,7 +213,7 @@ def _field(config: Any, channels: Channels) -> str:
             with suppress(Exception):  # a config class may refuse the value
                 if set(_sizes_on_meta(change(config, **hidden_sizes(config, name, 2 * size)), channels)) == {2 * size}:
                     return name
-    raise NotFound("no field of the config holds the number of its hidden channels")
+    raise NotFound("no one field of the config holds the number of all its hidden channels")
 
 
 def _sizes_on_meta(config: Any, channels: Channels) -> list[int]:

@@ -14,6 +14,7 @@ _DEPTHS = rf"num_{_SIDE}(?:hidden_)?layers|{_SIDE}layers|n_layers?|num_hidden_gr
 _HEADS = rf"num_{_SIDE}(?:attention_)?heads|{_SIDE}attention_heads|n_(?:attention_)?heads?"
 _HIDDEN = rf"{_SIDE}hidden_size|d_model|n_embd|dim|embed_dim|model_dim|emb_dim|d_embed|hidden_dims?"
 _WIDTHS = rf"{_SIDE}(?:intermediate_size|ffn_dim)|d_ff|n_inner|(?:dense_)?ffn_hidden_size|block_ff_dim"
+EXPERT_COUNTS = r"num_(?:local_)?experts|n_routed_experts|moe_num_experts"
 _CHOSEN = r"num_experts_per_tok(?:en)?|moe_top_?k|top_k|moe_k|num_selected_experts"  # 1 stays 1
 _PERIODS = r"(?:attn|expert)_layer_period"
 # Patterns of config fields -> (the small value, the kind of size that limits are given for).
@@ -29,7 +30,7 @@ _SMALL: tuple[tuple[str, int, str | None], ...] = (
         "positions",
     ),
     (r"moe_intermediate_size|shared_expert_intermediate_size|expert_dim|expert_ffn_hidden_size", 40, None),
-    (r"num_(?:local_)?experts|n_routed_experts|moe_num_experts", 4, None),
+    (EXPERT_COUNTS, 4, None),
     (_CHOSEN, 2, None),
     (r"n_groups?|topk_group|num_expert_group", 1, None),
     (r"rotary_dim", 4, None),

@@ -90,6 +90,9 @@ def _stack(data: dict[str, Any]) -> Stack:
         for part, width in data.get(name, {}).items():
             if not 0 < width <= _LARGEST_WIDTH:
                 raise ValueError(f"{name} of {part!r}: {width} is outside 1..{_LARGEST_WIDTH}")
+    for tensor, axis in data.get("expert_axes", {}).items():
+        if not 0 <= axis <= 2:
+            raise ValueError(f"expert_axes of {tensor!r}: {axis} is outside 0..2")
     lists: dict[str, Any] = {
         name: tuple(data.get(name, ()))
         for name in ("ffn", "projections", "mixers", "others", "differ", "per_layer", "scaled", "unread")
@@ -155,6 +158,7 @@ def _check_fields(architecture: Architecture, config: Any) -> None:
     stacks = architecture.stacks.values()
     counts = [*(stack.depth for stack in stacks), *architecture.token_tables.values()]
     counts += [architecture.hidden] if architecture.hidden else []
+    counts += [stack.expert_count for stack in stacks if stack.expert_count]
     others = [name for stack in stacks for name in (stack.width, stack.expert_width, *stack.per_layer, *stack.scaled)]
     others += [attention.switch for stack in stacks for attention in stack.attentions.values()]
     for name in filter(None, (*counts, *others)):

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_freeze.layers.derived import is_compiled, is_traced
 from hf_freeze.layers.grids import Grid
 from hf_freeze.layers.integer_weights import IntegerWeight
 
 _HELD = "held_"  # before the name of the native parameter
+_DENSE = "_dense"  # attribute with the dense matrices, while a forward runs
 
 
 class IntegerMatrices(IntegerWeight, nn.Module):
@@ -35,13 +37,24 @@ def _holding(native: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
     """A class that computes as `native`, whose parameters `names` are properties."""
 
     def read(module: Any, *, name: str) -> torch.Tensor:
-        return module.get_submodule(_HELD + name).matrices()
+        dense = vars(module).get(_DENSE)
+        return module.get_submodule(_HELD + name).matrices() if dense is None else dense[name]
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        forward_natively: Any = native.forward
+        if is_traced() or is_compiled():
+            return forward_natively(module, *args, **kwargs)
+        vars(module)[_DENSE] = {name: getattr(module, name) for name in names}  # read for each expert
+        try:
+            return forward_natively(module, *args, **kwargs)
+        finally:
+            del vars(module)[_DENSE]
 
     def reduce(module: Any) -> Any:  # no file has this class: it is made again
         return _empty, (native, names), vars(module)
 
     properties = {name: property(functools.partial(read, name=name)) for name in names}
-    own = {"native_class": native, "held": names, "__reduce__": reduce}
+    own = {"native_class": native, "held": names, "forward": forward, "__reduce__": reduce}
     return type(native.__name__, (native,), own | properties)
 
 

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
+
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type, in_layers, set_fields
+from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.methods._budget import AUTO, Competing, size_of
 from hf_freeze.methods._checks import (
     check_any_selected,
@@ -42,6 +45,11 @@ class FFNPruning(Method):
     experts in one parameter; `width` is then for its other FFNs, if it has any. In `keep`, experts have a list each:
     `{"decoder.0.experts": [[0, 3, ...], [1, 2, ...], ...]}`.
 
+    `experts`: whole experts to keep of each such mixture, or which, such as `{"decoder.0.experts": [0, 1, 3]}`, for all mixtures
+    and as many of each; their router loses the others, too. With a calibration those stay that add most to the outputs of the
+    mixture, as the sum of squares over the tokens that they get, each times its factor; without, and with a saved one, those of
+    the largest magnitude. Of experts in groups, each group loses as many.
+
     With a calibration, those neurons stay whose loss would change the outputs most, and the matrix that reads them is refitted:
     in an FFN, or in each expert, on the tokens that it gets. An expert that no or too few tokens reach is cut as without.
     `share`, which needs a calibration, is for FFNs of linears; "auto" is what `budget=` of `make_variant` leaves them.
@@ -54,20 +62,25 @@ class FFNPruning(Method):
     Of fresh weights, `width` then keeps the first neurons.
 
     Raises ValueError for a width or neuron outside the FFN, an unknown layer or FFN, and an FFN with layers of another method
-    that cannot lose neurons: those of LowRank can, and of Quantize with int8.
+    that cannot lose neurons: those of LowRank can, and of Quantize with int8; and for fewer experts than a token gets, or than
+    the groups of a router allow, another setting beside `experts`, and a config that cannot hold their number.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"neurons"})
     calibrates: ClassVar[bool] = True
-    by_layer: ClassVar[tuple[str, ...]] = ("keep",)
+    by_layer: ClassVar[tuple[str, ...]] = ("keep", "experts")
     width: int | None = None
     keep: dict[str, surgery.Kept] | None = None
     layers: dict[str, list[int]] | None = None
     expert_width: int | None = None
+    experts: int | dict[str, list[int]] | None = None
     share: float | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         check_layers_type(self.layers)
+        if self.experts is not None:
+            self._check_experts()
+            return
         if self.width is None or self.keep is not None or self.share is not None:
             check_one_given(
                 "FFNPruning", width=self.width, keep=self.keep, expert_width=self.expert_width, share=self.share
@@ -98,6 +111,20 @@ class FFNPruning(Method):
             others = {block: kept for block, kept in keep.items() if block not in of_experts} if of_experts else keep
             check_numbers_by_name(others, "FFNPruning", "keep", items="neurons", example="{'encoder.0.ffn': [0, 3, 4]}")
 
+    def _check_experts(self) -> None:
+        for name in ("width", "keep", "layers", "expert_width", "share"):
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"FFNPruning(experts={self.experts!r}, {name}={value!r}): experts go from all mixtures, and neurons by a "
+                    "second FFNPruning"
+                )
+        if isinstance(self.experts, dict):
+            check_numbers_by_name(
+                self.experts, "FFNPruning", "experts", items="experts", example="{'decoder.0.experts': [0, 1, 3]}"
+            )
+        else:
+            check_positive(self.experts, "FFNPruning", "experts")
+
     @property
     def parts(self) -> tuple[Part, ...]:
         return (Selection(self.origins, self.decided, self.must_decide),)
@@ -111,6 +138,9 @@ class FFNPruning(Method):
         return "width is for its FFNs, expert_width for its experts"
 
     def check(self, architecture: Architecture, config: Any) -> None:
+        if self.experts is not None:
+            self._experts_left(architecture, config)
+            return
         architecture.check_layers(self.layers, config)
         blocks = surgery.neurons_of(architecture, config)
         for block, kept in (self.keep or {}).items():
@@ -144,7 +174,35 @@ class FFNPruning(Method):
 
     @property
     def selects(self) -> bool:
-        return self.keep is not None
+        return self.keep is not None or isinstance(self.experts, dict)
+
+    def _experts_left(self, architecture: Architecture, config: Any) -> dict[str, list[int]]:
+        """Mixture -> the experts that stay; of a number, the first ones. Raises ValueError if they cannot."""
+        mixtures, blocks = surgery.mixtures_of(architecture, config), list(architecture.experts(config))
+        if isinstance(self.experts, dict):
+            if self.experts.keys() != set(blocks):
+                raise ValueError(f"FFNPruning(experts=...) of {sorted(self.experts)}: must name all of {blocks}")
+            last = max(numbers[-1] for numbers in self.experts.values())
+            grouped = {tuple(mixtures.grouped(numbers)) for numbers in self.experts.values()}
+            if last >= mixtures.count or len({number for counts in grouped for number in counts}) > 1:
+                raise ValueError(
+                    f"FFNPruning(experts={self.experts}): must be numbers in 0..{mixtures.count - 1}, as many of each mixture "
+                    f"and of each of its {mixtures.groups} groups"
+                )
+        count = len(self.experts[blocks[0]]) if isinstance(self.experts, dict) else self.experts
+        try:
+            mixtures.check(count)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"FFNPruning(experts={self.experts}): {count} experts of each mixture: {error}") from None
+        if isinstance(self.experts, dict):
+            return self.experts
+        return dict.fromkeys(blocks, mixtures.largest(torch.zeros(mixtures.count), count))  # type: ignore[arg-type]
+
+    def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
+        if self.experts is None:
+            return {}
+        kept = self._experts_left(architecture, config)
+        return {surgery.mixtures_of(architecture, config).field: len(next(iter(kept.values())))}
 
     def _blocks(self, architecture: Architecture, config: Any) -> dict[str, tuple[surgery.Neurons, int]]:
         """FFN -> its neurons and how many of them stay, for each FFN that the method changes."""
@@ -163,6 +221,12 @@ class FFNPruning(Method):
         return {block: (blocks[block], count) for block, count in counts.items() if count is not None}
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
+        if self.experts is not None:
+            kept = self._experts_left(architecture, model.config)
+            if len(next(iter(kept.values()))) == surgery.mixtures_of(architecture, model.config).count:
+                warnings.warn(f"{self} keeps all experts: nothing is removed", stacklevel=2)
+            surgery.keep_experts(model, architecture, kept, self.name)
+            return
         removed = 0
         for block, (neurons, count) in self._blocks(architecture, model.config).items():
             neurons.check_selectable(model, self.name)
@@ -186,6 +250,10 @@ class FFNPruning(Method):
             raise ValueError(f"FFNPruning: neuron {last} of {block!r}: must be in 0..{width - 1}")
 
     def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
+        if self.experts is not None:
+            architecture = architecture_for(old)
+            surgery.take_experts(new, old, architecture, self._experts_left(architecture, old.config))
+            return
         blocks = self._blocks(new.architecture, new.config)
         outputs = {} if statistics is None else _outputs(old, blocks)
         for block, (neurons, count) in blocks.items():
@@ -226,6 +294,8 @@ class FFNPruning(Method):
                 surgery.refit_inputs(old, new, name, moment, chosen, without, statistics.record)
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
+        if self.experts is not None:
+            return surgery.experts_origins(model, architecture, self._experts_left(architecture, model.config))
         origins: dict[str, Origin] = {}
         for block, (neurons, count) in self._blocks(architecture, model.config).items():
             neurons.check_selectable(model, self.name)
@@ -233,15 +303,32 @@ class FFNPruning(Method):
         return origins
 
     def decided(self, old: Any, architecture: Architecture, statistics: Statistics | None) -> "FFNPruning":
-        if self.keep is not None:
+        if self.selects:
             return self
+        if isinstance(self.experts, int):
+            return self._best_experts(old, architecture, statistics)
         if self.share is not None and statistics is not None:
             return self._allocated(old, architecture, statistics)
         blocks = self._blocks(architecture, old.config)
         return FFNPruning(keep={block: neurons.largest(old, count) for block, (neurons, count) in blocks.items()})
 
     def must_decide(self, architecture: Architecture, config: Any) -> bool:
-        return self.share is not None
+        return self.share is not None or isinstance(self.experts, int)
+
+    def _best_experts(self, old: Any, architecture: Architecture, statistics: Statistics | None) -> "FFNPruning":
+        self._experts_left(architecture, old.config)  # which checks their number
+        for module in architecture.experts(old.config).values():
+            surgery.native_experts(old, module, self.name)
+        blocks, mixtures = architecture.experts(old.config), surgery.mixtures_of(architecture, old.config)
+        scores = {module: surgery.expert_magnitudes(old, module) for module in blocks.values()}
+        if statistics is not None and (masses := statistics.routed(list(scores))) is not None:
+            scores = masses
+        elif statistics is not None:
+            statistics.note(
+                f"{self.name}: magnitudes choose the experts: a saved calibration does not know their factors"
+            )
+        count: Any = self.experts
+        return FFNPruning(experts={block: mixtures.largest(scores[module], count) for block, module in blocks.items()})
 
     def _allocated(self, old: Any, architecture: Architecture, statistics: Statistics) -> "FFNPruning":
         """The neurons of all FFNs compete: those stay whose removal would change the predictions most."""
@@ -287,6 +374,8 @@ class FFNPruning(Method):
         return FFNPruning(keep=kept)
 
     def merge(self, model: Model, architecture: Architecture) -> None:
+        if self.experts is not None:
+            return  # the config holds their number
         widths: dict[str, set[int]] = {}  # config field -> the widths of the FFNs whose size it holds
         for neurons in surgery.neurons_of(architecture, model.config).values():
             if neurons.field is not None:

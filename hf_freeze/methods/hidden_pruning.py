@@ -4,7 +4,6 @@ Muralidharan et al., 2024, "Compact Language Models via Pruning and Knowledge Di
 
 import copy
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -121,17 +120,13 @@ class HiddenPruning(Method):
         if statistics is None:
             return
         linears, norms = _linears(old, self.name), _norms(old, self.name)
-        for moments in statistics.walk(list(linears), norms=norms):
+        for moments in statistics.walk(list(linears), norms=norms, channels=kept):
             for name, moment in moments.items():
                 linear = new.base_model.get_submodule(name)
                 if name in norms and moment is not None:
-                    _refit_norm(linear, moment, kept)
+                    _refit_norm(linear, moment)
                 if moment is None or not surgery.is_dense(linear):
                     continue
-                if linears[name].writes and moment.cross is not None:
-                    at = torch.tensor(kept, device=moment.cross.device)
-                    found = {each: getattr(moment, each) for each in ("cross", "output_mean", "output_square")}
-                    moment = replace(moment, **{each: value[at] for each, value in found.items() if value is not None})
                 weight, bias = surgery.effective_weight(linear), linear.bias
                 fitted, fitted_bias = best_dense(weight, bias, moment)
                 before, after = (
@@ -186,12 +181,12 @@ def _norms(model: Any, method: str) -> list[str]:
 
 
 @torch.no_grad()
-def _refit_norm(norm: Any, moments: Moments, kept: Sequence[int]) -> None:
+def _refit_norm(norm: Any, moments: Moments) -> None:
     """Scale and shift each channel of a norm, so that it gives what the old one gave there. `moments`: of its outputs now."""
     if moments.cross is None or moments.output_mean is None:
         return
     has_bias, one = getattr(norm, "bias", None) is not None, int(adds_one(norm))
-    scale, shift = best_scale(moments, kept, shifts=has_bias)
+    scale, shift = best_scale(moments, shifts=has_bias)
     surgery.set_values(norm.weight, (norm.weight + one).to(scale) * scale - one)
     if has_bias:
         surgery.set_values(norm.bias, norm.bias.to(scale) * scale + shift)

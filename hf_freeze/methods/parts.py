@@ -48,6 +48,7 @@ class Statistics(Protocol):
         curvature: bool = ...,
         fit: bool = ...,
         norms: Sequence[str] = ...,
+        channels: Sequence[int] = ...,
     ) -> Iterator[dict[str, Moments | None]]:
         """The moments of the linears `names` (below the base model), in the order in which the model runs them; those that read
         the same states come together. None for a linear that no token has reached.
@@ -60,6 +61,9 @@ class Statistics(Protocol):
         old one gives; not in models larger than the memory, in fp16 and bf16, nor seeded or shared parameters.
 
         `norms`: come in this order too, each alone; its inputs are what it gives in the new model. A saved calibration has none.
+
+        `channels`: of the hidden states, those that the new model has; the old outputs are these of norms, and of linears that
+        write fewer.
         """
         ...
 
@@ -71,6 +75,11 @@ class Statistics(Protocol):
     def lookups(self, tables: Sequence[str]) -> torch.Tensor | None:
         """int64 (V,), on the CPU: how often the old model looks up each row of these tables, full names, for real tokens; None
         where that is not known."""
+        ...
+
+    def routed(self, modules: Sequence[str]) -> dict[str, torch.Tensor] | None:
+        """Module of experts (below the base model) -> fp64 (E,): for each expert, the sum of the squares of what it adds to the
+        outputs of the old model for real tokens; None where that is not known."""
         ...
 
     def output_moments(self) -> Moments | None:

@@ -32,7 +32,7 @@ from hf_freeze.methods.base import Model, Statistics
 from hf_freeze.methods.parts import Part, Schedule
 from hf_freeze.methods.registry import register_method
 from hf_freeze.solvers.moments import Moments, loss, projected, without_outputs
-from hf_freeze.solvers.rounding import Symmetric, gptq
+from hf_freeze.solvers.rounding import Rounded, Symmetric, gptq
 
 
 @register_method("quantize", example={"scheme": "nf4", "components": ["ffn", "embeddings"]}, shrinks=True)
@@ -61,7 +61,8 @@ class Quantize(LinearMethod):
 
     `components`: the linears of `"attention"` and `"ffn"`, in `layers`; `"embeddings"`: the token tables and the output matrix,
     tied or not; and `"experts"`: the matrices of a mixture's experts that lie in one parameter, where each output of each expert
-    has steps of its own (`weights` without `train` and `activations`; rounded as without also with a calibration). Position
+    has steps of its own (`weights` without `train` and `activations`). A calibration rounds them for the tokens that each expert
+    gets; a saved one, only those after the activation. An expert with no or too few tokens is rounded as without. Position
     tables, norms, biases and the heads of other tasks stay unchanged. Fresh weights of a config are drawn as usual and then
     quantised. All other parameters train unless Freeze names them.
 
@@ -285,19 +286,28 @@ class Quantize(LinearMethod):
             if isinstance(module, factors):
                 surgery.set_values(module.weight, weight)
             cast(Any, module).start()
-        for name in self._experts(architecture, new.config):
-            for matrices, module in integer_experts.held_matrices(new.base_model.get_submodule(name)):
-                module.fill(old.base_model.get_submodule(name).get_parameter(matrices).flatten(0, 1))
-            if statistics is not None:
-                statistics.note(f"{self.name}: the matrices of experts are rounded as without a calibration")
-            surgery.release(old, [name])
+        owners = {
+            f"{owner}.{matrices}.{number}": owner
+            for owner in self._experts(architecture, new.config)
+            for matrices, parameter in old.base_model.get_submodule(owner).named_parameters()
+            for number in range(len(parameter))
+        }
         modules = dict(self.modules(new, architecture))
         if statistics is not None and (self.train or self.scheme is not None):
             setting = "train=True" if self.train else f"scheme={self.scheme!r}"
             statistics.note(f"{self.name}: {setting} is the same with a calibration as without")
             statistics = None
-        walk = [dict.fromkeys(modules)] if statistics is None or not modules else statistics.walk(list(modules))
+        walk: Any = [
+            dict.fromkeys(modules),
+            *({name: None} for name in dict(zip(owners.values(), owners, strict=True)).values()),
+        ]
+        if statistics is not None and (modules or owners):
+            walk = statistics.walk([*modules, *owners], {name: (owner,) for name, owner in owners.items()})
         for moments in walk:
+            if (owner := owners.get(next(iter(moments), ""))) is not None:
+                self._round_experts(owner, old, new, moments, statistics)
+                surgery.release(old, [owner])
+                continue
             for name, moment in moments.items():
                 module, linear = modules[name], old.base_model.get_submodule(name)
                 if moment is None or statistics is None:
@@ -322,6 +332,28 @@ class Quantize(LinearMethod):
         if self.train:
             cast(Any, module).start()
 
+    @torch.no_grad()
+    def _round_experts(self, owner: str, old: Any, new: Model, moments: Any, statistics: Statistics | None) -> None:
+        """Round the matrices of the experts `owner`: each to the nearest, or by its moments."""
+        experts, integers = (model.base_model.get_submodule(owner) for model in (old, new))
+        for name, module in integer_experts.held_matrices(integers):
+            matrices = experts.get_parameter(name)
+            module.fill(matrices.flatten(0, 1))
+            plain = module.matrices()
+            numbers, steps = (x.view(*matrices.shape[:2], -1).clone() for x in (module.integers(), module.steps()))
+            for number, matrix in enumerate(matrices):
+                moment = moments.get(place := f"{owner}.{name}.{number}")
+                if moment is not None and statistics is not None:
+                    rounded = self._gptq(matrix, None, moment)
+                    numbers[number], steps[number] = rounded.numbers, rounded.steps
+                    errors = (loss(matrix, each.to(matrix), moment) for each in (plain[number], rounded.weight()))
+                    statistics.record(place, *errors)
+            module.set_grid(numbers.flatten(0, 1), steps.flatten(0, 1))
+
+    def _gptq(self, weight: Any, bias: Any, moments: Moments) -> Rounded:
+        group = None if self.granularity == "channel" else GROUP
+        return gptq(weight, bias, moments, Symmetric(self.grid.levels), group=group)
+
     def _round(self, module: Any, linear: Any, moments: Moments, name: str, statistics: Statistics) -> None:
         """Round `linear` again, so that what comes out of the layer changes least; its bias follows."""
         weight, bias = surgery.effective_weight(linear), linear.bias
@@ -342,8 +374,7 @@ class Quantize(LinearMethod):
 
     def _set_rounded(self, module: Any, weight: Any, bias: Any, moments: Moments) -> torch.Tensor | None:
         """Round W (O, I) to the grid, and return its bias (O,) or None."""
-        group = None if self.granularity == "channel" else GROUP
-        rounded = gptq(weight, bias, moments, Symmetric(self.grid.levels), group=group)
+        rounded = self._gptq(weight, bias, moments)
         module.set_grid(rounded.numbers, rounded.steps)
         return rounded.bias
 

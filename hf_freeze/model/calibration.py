@@ -20,6 +20,7 @@ from torch import Tensor
 from hf_freeze import surgery
 from hf_freeze.architectures.base import LINEAR_COMPONENTS
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.architectures.roles import EXPERT_OUTPUT
 from hf_freeze.io import sync
 from hf_freeze.layers.derived import features
 from hf_freeze.solvers.moments import Moments
@@ -60,12 +61,12 @@ class Report:
             )
 
     def enough(self, experts: str, moments: Mapping[str, Moments | None]) -> dict[str, Moments | None]:
-        """`moments` of the last linears of `experts`, or None for those of experts that have seen too few tokens."""
+        """`moments` of linears of `experts`, or None for those of experts that have seen too few tokens."""
         kept = {
             name: each if each is not None and each.count >= _LEAST_TOKENS * len(each.mean) else None
             for name, each in moments.items()
         }
-        if idle := [name.rpartition(".")[2] for name, each in kept.items() if each is None]:
+        if idle := [name.rpartition(".")[2] for name, each in kept.items() if each is None and EXPERT_OUTPUT in name]:
             self._idle[experts] = idle
         return kept
 
@@ -251,6 +252,7 @@ class StoredMoments:
         curvature: bool = False,
         fit: bool = False,
         norms: Sequence[str] = (),
+        channels: Sequence[int] = (),
     ) -> Iterator[dict[str, Moments | None]]:
         widths = {name: features(linear)[0] for name, linear in surgery.modules(self._old, names)}
         fitting = {
@@ -288,6 +290,9 @@ class StoredMoments:
 
     def lookups(self, tables: Any) -> Tensor | None:
         """None: nothing is known of tokens."""
+
+    def routed(self, modules: Any) -> None:
+        """None: nothing is known of factors of experts."""
 
     def output_moments(self) -> Moments | None:
         """None: nothing is known of the output matrix."""

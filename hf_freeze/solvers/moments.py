@@ -230,15 +230,12 @@ def best_dense(
     return solved.result(solved.target)
 
 
-def best_scale(
-    moments: Moments, kept: Sequence[int], *, shifts: bool, ridge: float = RIDGE
-) -> tuple[Tensor, Tensor | None]:
-    """For each input x_i, the s_i and, if it `shifts`, the t_i with the least E(y_k - s_i x_i - t_i)², y_k: the output number
-    kept[i]. (I,), (I,) or None; the ridge draws towards s = 1. Needs pairs."""
+def best_scale(moments: Moments, *, shifts: bool, ridge: float = RIDGE) -> tuple[Tensor, Tensor | None]:
+    """For each input x_i, the s_i and, if it `shifts`, the t_i with the least E(y_i - s_i x_i - t_i)². (I,), (I,) or None; the
+    ridge draws towards s = 1. Needs pairs."""
     if moments.cross is None or moments.output_mean is None:
         raise ValueError("a scale needs pairs")
-    at = torch.as_tensor(kept, device=moments.gram.device)
-    cross, square, wanted = moments.cross[at].diagonal(), moments.gram.diagonal(), moments.output_mean[at]
+    cross, square, wanted = moments.cross.diagonal(), moments.gram.diagonal(), moments.output_mean
     if shifts:
         cross, square = cross - wanted * moments.mean, square - moments.mean.square()
     added = (ridge * square.mean()).clamp_min(torch.finfo(square.dtype).tiny)

@@ -19,6 +19,12 @@ from hf_freeze.surgery.channels import hidden_channels as hidden_channels
 from hf_freeze.surgery.channels import keep_channels as keep_channels
 from hf_freeze.surgery.channels import take_channels as take_channels
 from hf_freeze.surgery.channels import widen_natively as widen_natively
+from hf_freeze.surgery.experts import Mixtures as Mixtures
+from hf_freeze.surgery.experts import expert_magnitudes as expert_magnitudes
+from hf_freeze.surgery.experts import experts_origins as experts_origins
+from hf_freeze.surgery.experts import keep_experts as keep_experts
+from hf_freeze.surgery.experts import mixtures_of as mixtures_of
+from hf_freeze.surgery.experts import take_experts as take_experts
 from hf_freeze.surgery.layers import add_predecessors as add_predecessors
 from hf_freeze.surgery.layers import copy_layer as copy_layer
 from hf_freeze.surgery.layers import drop_predecessors as drop_predecessors

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.architectures.roles import EXPERT_OUTPUT, EXPERT_WIDTHS, expert_input
+from hf_freeze.architectures.roles import EXPERT_OUTPUT, EXPERT_WIDTHS, are_experts, expert_input
 from hf_freeze.compat.transformers import mark_uninitialized
 from hf_freeze.layers.derived import features
 from hf_freeze.seeded import Origin, take
@@ -57,7 +57,8 @@ class Neurons(Protocol):
         ...
 
     def outputs(self, model: Any) -> list[str]:
-        """The linears that read them: one, none if a method has removed the FFN, or that of each expert (`linear_at`)."""
+        """The linears that read them: one, or that of each expert (`linear_at`); none if a method has removed the FFN, or
+        replaced the experts."""
         ...
 
     def resize(self, model: Any, count: int) -> None:
@@ -176,6 +177,8 @@ class ExpertNeurons:
         native_experts(model, self.module, method)
 
     def outputs(self, model: Any) -> list[str]:
+        if not are_experts(self._experts(model)):
+            return []
         return [f"{self.module}.{EXPERT_OUTPUT}.{number}" for number in range(len(self._matrices(model)[1]))]
 
     @property
@@ -219,11 +222,15 @@ class ExpertNeurons:
     def first(self, model: Any, count: int) -> Kept:
         return [list(range(count)) for _ in self._matrices(model)[1]]
 
-    @torch.no_grad()
     def largest(self, model: Any, count: int) -> Kept:
+        return _largest(self.magnitudes(model), count)
+
+    @torch.no_grad()
+    def magnitudes(self, model: Any) -> torch.Tensor:
+        """fp32 (E, W): the product of the norms of the weights of each neuron."""
         before, after = (parameter.float() for parameter in self._matrices(model))
         parts = torch.stack([part.norm(dim=2) for part in before.split(after.shape[2], dim=1)])
-        return _largest(parts.prod(0) * after.norm(dim=1), count)
+        return parts.prod(0) * after.norm(dim=1)
 
     def origins(self, model: Any, kept: Kept) -> dict[str, Origin]:
         names = (expert_input(self._experts(model)), EXPERT_OUTPUT)

@@ -218,5 +218,7 @@ def test_linears_that_a_mixture_of_experts_lacks_are_refused():
         ValueError, match=r"LowRank\(components=\['ffn'\]\): this mixtral .* choose from \['attention'\]$"
     ):
         make_variant(small_config("mixtral"), [LowRank(rank=4)], task="causal-lm")
-    with pytest.raises(ValueError, match=r"Quantize\(.*this mixtral .* choose from \['attention', 'embeddings'\]$"):
+    with pytest.raises(
+        ValueError, match=r"Quantize\(.*this mixtral .* choose from \['attention', 'embeddings', 'experts'\]$"
+    ):
         make_variant(small_config("mixtral"), [Quantize(scheme="int8", components=["ffn"])], task="causal-lm")
