@@ -33,49 +33,55 @@ def size_of(model: Any, linears: Iterable[str], units: int) -> float:
     return sum(surgery.effective_weight(linear).numel() for _, linear in surgery.modules(model, linears)) / units
 
 
-def decide_shares(
-    methods: list[Any], budget: float, old: Any, architecture: Architecture, statistics: Statistics
-) -> dict[int, Any]:
-    """Number of each method with `share="auto"` -> the method that keeps the same heads or neurons by their numbers, so that of
-    the weights of all that these may remove, the share `budget` stays, at the least sum of losses.
+def decide(
+    methods: Sequence[Any],
+    budget: float,
+    old: Any,
+    architecture: Architecture,
+    statistics: Statistics,
+    removal: float | None,
+) -> tuple[Any, float]:
+    """The first of `methods` with the heads or neurons that it keeps, and how many numbers of matrices those after it must still
+    remove, so that of the weights of all that those with `share="auto"` may remove, the share `budget` stays at the least sum
+    of losses. What the later ones keep is decided again when it is their turn, by what the smaller model sees.
 
+    `removal`: how many numbers must go, as it was given for the method before; None for the first one.
     Raises ValueError for a budget that cannot be met, and for two methods that cut the same part.
     """
-    competing = {
-        number: method.competing(old, architecture, statistics)
-        for number, method in enumerate(methods)
-        if getattr(method, "share", None) == AUTO
-    }
-    for name, times in Counter(name for parts in competing.values() for name in parts).items():
+    competing = [method.competing(old, architecture, statistics) for method in methods if is_auto(method)]
+    for name, times in Counter(name for of_method in competing for name in of_method).items():
         if times > 1:
             raise ValueError(f"{times} methods with share='auto' cut {name!r}: leave one, or give each other layers")
-    parts = [part for of_method in competing.values() for part in of_method.values()]
-    whole = sum(part.size * (len(part.losses) - 1) for part in parts)
-    least = whole - sum(part.size * (part.most // part.step * part.step) for part in parts)
-    if budget * whole < least * (1 - 1e-9):
-        raise ValueError(
-            f"budget={budget:g}: share='auto' can leave no less than {least / whole:.3g} of the weights of these heads and "
-            "neurons, since each attention and FFN keeps some: give at least that"
-        )
+    parts = [part for of_method in competing for part in of_method.values()]
+    if removal is None:
+        whole = sum(part.size * (len(part.losses) - 1) for part in parts)
+        least = whole - sum(part.size * (part.most // part.step * part.step) for part in parts)
+        if budget * whole < least * (1 - 1e-9):
+            raise ValueError(
+                f"budget={budget:g}: share='auto' can leave no less than {least / whole:.3g} of the weights of these heads and "
+                "neurons, since each attention and FFN keeps some: give at least that"
+            )
+        removal = (1 - budget) * whole
     removed = allocate_sizes(
         [part.losses for part in parts],
-        (1 - budget) * whole,
+        removal,
         most=[part.most for part in parts],
         steps=[part.step for part in parts],
         sizes=[part.size for part in parts],
     )
-    gone = iter(removed)
-    return {
-        number: methods[number].keeping(
-            {name: part.kept(len(part.losses) - 1 - next(gone)) for name, part in of_method.items()}, old, architecture
-        )
-        for number, of_method in competing.items()
-    }
+    first = list(zip(competing[0].items(), removed, strict=False))
+    kept = {name: part.kept(len(part.losses) - 1 - gone) for (name, part), gone in first}
+    removal -= sum(part.size * gone for (_, part), gone in first)
+    return methods[0].keeping(kept, old, architecture), removal
+
+
+def is_auto(method: Any) -> bool:
+    return getattr(method, "share", None) == AUTO
 
 
 def check_budget(methods: Sequence[Any], budget: Any, calibration: Any) -> None:
     """Raise ValueError unless `budget` and `share="auto"` come together, with texts."""
-    places = [number for number, method in enumerate(methods) if getattr(method, "share", None) == AUTO]
+    places = [number for number, method in enumerate(methods) if is_auto(method)]
     if budget is None and places:
         raise ValueError(
             f"{methods[places[0]].name}(share='auto'): give a budget, the share of weights that stays, or a share"
@@ -91,7 +97,7 @@ def check_budget(methods: Sequence[Any], budget: Any, calibration: Any) -> None:
     if calibration is None:
         raise ValueError(f"budget={budget:g}: what heads and neurons are worth, texts tell: give calibration=")
     if (between := methods[places[0] : places[-1] + 1]) and len(between) > len(places):
-        other = next(method for method in between if getattr(method, "share", None) != AUTO)
+        other = next(method for method in between if not is_auto(method))
         raise ValueError(
             f"{other.name} stands between methods with share='auto', which are decided at once: put it elsewhere"
         )

@@ -23,7 +23,7 @@ from hf_freeze.architectures.base import base_name
 from hf_freeze.architectures.registry import architecture_for, architecture_of
 from hf_freeze.architectures.tasks import AUTO_CLASSES, native_class, native_classes
 from hf_freeze.compat.transformers import copy_attention_implementation, copy_quantizer, is_quantized
-from hf_freeze.methods._budget import AUTO, check_budget, decide_shares
+from hf_freeze.methods._budget import check_budget, decide, is_auto
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import needs_config
 from hf_freeze.methods.parts import InitialValues, SeededValues, Selection
@@ -221,10 +221,11 @@ def _from_model(
         copy_quantizer(current, new)
         return new
 
+    removal = None  # of the budget, what methods to come must remove
     for number in sorted({*structural, *seeding, *redrawing, len(added)}):
         if number and not on_meta:
-            if budget is not None and calibrator is not None and getattr(added[number - 1], "share", None) == AUTO:
-                added = _shared_out(added, budget, current, calibrator)
+            if budget is not None and calibrator is not None and is_auto(added[number - 1]):
+                added[number - 1], removal = _shared_out(added[number - 1 :], budget, current, calibrator, removal)
             added[number - 1] = _decided(added[number - 1], current, calibrator, has_alignment(settings))
         if number in structural:
             if not on_meta:  # which heads go, the weights tell
@@ -251,16 +252,17 @@ def _from_model(
     return current
 
 
-def _shared_out(methods: list[Method], budget: float, old: Any, calibrator: Calibrator) -> list[Method]:
-    """`methods`, with shares in place of "auto"."""
+def _shared_out(
+    methods: list[Method], budget: float, old: Any, calibrator: Calibrator, removal: float | None
+) -> tuple[Method, float]:
+    """As `decide`."""
     if not calibrator.runs:
         raise ValueError(
             f"budget={budget:g}: costs of different parts are compared by their gradients, which a saved calibration does not "
             "have: give texts"
         )
     with calibrator.statistics(old, old) as statistics:
-        shares = decide_shares(methods, budget, old, architecture_for(old), statistics)
-    return [shares.get(number, method) for number, method in enumerate(methods)]
+        return decide(methods, budget, old, architecture_for(old), statistics, removal)
 
 
 def _plain(model: Any, method: Method) -> Any:

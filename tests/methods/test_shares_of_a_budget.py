@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5GemmaCon
 from hf_freeze import analysis, make_variant
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.methods import FFNPruning, HeadPruning, LowRank
-from hf_freeze.methods._budget import Competing, decide_shares
+from hf_freeze.methods._budget import Competing, decide
 from hf_freeze.surgery import effective_weight
 
 AUTO = [HeadPruning(share="auto"), FFNPruning(share="auto")]
@@ -74,7 +74,9 @@ def test_neurons_that_do_nothing_go_and_heads_stay(model):
 
     small = make_variant(model, AUTO, calibration=batches(model), budget=budget).eval()
 
-    assert all(method.share == 1 if isinstance(method, HeadPruning) else True for method in small.methods)
+    heads, neurons = small.methods
+    assert heads.share == 1
+    assert all(kept == list(range(gone, columns.shape[1])) for kept in neurons.keep.values())
     batch = batches(model, seed=2)[0]
     with torch.no_grad():
         assert torch.allclose(small(**batch).logits, model(**batch).logits, atol=1e-4)
@@ -99,10 +101,13 @@ class Costs:
 def test_the_sum_of_losses_is_the_least_of_all_ways(budget):
     torch.manual_seed(0)
     costs = [[0.0, *torch.rand(4).sort()[0].cumsum(0).tolist()] for _ in range(2)]  # convex
-    found = decide_shares([Costs(*part) for part in enumerate(costs)], budget, None, None, None)
+    methods = [Costs(*part) for part in enumerate(costs)]
+    first, removal = decide(methods, budget, None, None, None, None)
+    second, removal = decide(methods[1:], budget, None, None, None, removal)
+    assert removal <= 0
     wanted = -(-round((1 - budget) * 8, 9) // 1)
     ways = [way for way in itertools.product(range(4), repeat=2) if sum(way) == wanted]
-    assert (found[0], found[1]) == min(ways, key=lambda way: costs[0][way[0]] + costs[1][way[1]])
+    assert (first, second) == min(ways, key=lambda way: costs[0][way[0]] + costs[1][way[1]])
 
 
 @pytest.mark.parametrize(
