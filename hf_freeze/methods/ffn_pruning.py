@@ -369,7 +369,7 @@ class FFNPruning(Method):
             for block, order in orders.items()
         }
 
-    def keeping(self, kept: dict[str, list[int]], old: Any, architecture: Architecture) -> "FFNPruning":
+    def keeping(self, kept: dict[str, surgery.Kept], old: Any, architecture: Architecture) -> "FFNPruning":
         """The method that names the neurons that stay, by FFN."""
         return FFNPruning(keep=kept)
 
