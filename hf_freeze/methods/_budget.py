@@ -99,5 +99,5 @@ def check_budget(methods: Sequence[Any], budget: Any, calibration: Any) -> None:
     if (between := methods[places[0] : places[-1] + 1]) and len(between) > len(places):
         other = next(method for method in between if not is_auto(method))
         raise ValueError(
-            f"{other.name} stands between methods with share='auto', which are decided at once: put it elsewhere"
+            f"{other.name} stands between methods with share='auto', which share one budget: put it before or after them"
         )
