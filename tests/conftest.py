@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import copy
 import functools
 import gc
 import logging
@@ -62,6 +63,37 @@ if RUNS_TESTS:
     re._MAXCACHE = 1 << 14
     # transformers writes every config that it makes of a dict into a line of its log, which nothing prints.
     PreTrainedConfig.__repr__ = object.__repr__
+    # Its lookup of each field, of which a model reads thousands, takes five times as long as what it does for most configs.
+    _read, _native_read = object.__getattribute__, PreTrainedConfig.__getattribute__
+
+    def _field(config: PreTrainedConfig, name: str) -> Any:
+        if "_heterogeneity_spec" in _read(config, "__dict__"):  # layers that differ
+            return _native_read(config, name)
+        return _read(config, _read(config, "attribute_map").get(name, name))
+
+    PreTrainedConfig.__getattribute__ = _field
+
+    # Each export to ONNX has the exporter read its 500 translations anew, a quarter of the time of a small model.
+    _export = torch.onnx.export
+
+    @functools.cache
+    def _translations(make: Any, cls: Any, **version: Any) -> Any:
+        return make(cls, **version)
+
+    def _export_by_known_translations(*arguments: Any, **options: Any) -> Any:
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+        make = ONNXRegistry.from_torchlib.__func__
+
+        def copied(cls: Any, **version: Any) -> Any:  # an export adds its own
+            registry = copy.copy(_translations(make, cls, **version))
+            registry.functions = {name: list(each) for name, each in registry.functions.items()}
+            return registry
+
+        with mock.patch.object(ONNXRegistry, "from_torchlib", classmethod(copied)):
+            return _export(*arguments, **options)
+
+    torch.onnx.export = _export_by_known_translations
 
     @pytest.fixture(autouse=True)
     def _same_state():

@@ -92,7 +92,7 @@ def compress(
 ) -> None:
     """Make a trained model small enough for a budget of bytes and milliseconds, and say what that costs.
 
-    Finds what layers, heads, neurons, tokens and bits are worth on the texts, cuts with calibration, heals for a short time by
+    Finds what layers, heads, neurons, tokens and bits are worth on the texts. Cuts with calibration, heals for a short time by
     the outputs of the original, exports, and compares with it on inputs that nothing was chosen by.
 
     Needs no labels (--texts). With labels (--data), the score of the task is told too, with the interval of the difference. The

@@ -371,7 +371,7 @@ class FFNPruning(Method):
 
     def keeping(self, kept: dict[str, surgery.Kept], old: Any, architecture: Architecture) -> "FFNPruning":
         """The method that names the neurons that stay, by FFN."""
-        return FFNPruning(keep=kept)
+        return FFNPruning(keep={**kept})
 
     def merge(self, model: Model, architecture: Architecture) -> None:
         if self.experts is not None:

@@ -125,7 +125,7 @@ def base_model_reads_it(case: Case):
     return case.task != "feature-extraction" and case.native_class.base_model_prefix == base.base_model_prefix
 
 
-@over(once_on_each_architecture(base_model_reads_it))
+@over(once_on_each_architecture(base_model_reads_it) if ALL else once(base_model_reads_it))
 def test_the_base_model_of_a_task_model_holds_the_same_weights(case: Case, saved):
     model = saved(case).model
     torch.manual_seed(99)

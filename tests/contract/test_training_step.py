@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from support.cases import ALL, Case, covering, once, once_on_each_architecture
+from support.cases import ALL, BASELINES, Case, covering, once, once_on_each_architecture
 from support.models import build, differences, snapshot, trainability
 from support.parametrize import over
 from support.training import (
@@ -28,7 +28,18 @@ from transformers.trainer_pt_utils import LabelSmoother
 from hf_freeze.architectures.base import base_name
 from hf_freeze.training import label_smoothed_loss
 
-once_on_each = over(once_on_each_architecture() + once(finalized=True))
+# One step of each method on each architecture, and of every config without methods. Other ways to train take each method in one
+# place: what they share with that step is not of a method.
+STEPS = [
+    *once_on_each_architecture(),
+    *once_on_each_architecture(finalized=True),
+    *covering(lambda case: not case.methods),
+]
+OTHER_WAYS = [*(once_on_each_architecture() if ALL else once()), *once(finalized=True), *BASELINES]
+
+
+def over_each(cases: list[Case]):
+    return over({case.id: case for case in cases}.values())
 
 
 def check_reached(case: Case, model, reached: set[str]):
@@ -39,7 +50,7 @@ def check_reached(case: Case, model, reached: set[str]):
     assert reached or not trainable
 
 
-@over(covering())
+@over_each(covering() if ALL else STEPS)
 def test_a_step_changes_what_is_trainable_and_nothing_else(case: Case, saved):
     trained, before = saved(case).model, saved(case).before
     check_reached(case, trained, saved(case).reached)
@@ -85,7 +96,7 @@ def test_training_is_random_iff_declared(case: Case):
         assert differences(values(1, True), values(2, True)) == [], "without_noise does not know this draw"
 
 
-@once_on_each
+@over_each(OTHER_WAYS)
 def test_bf16_autocast(case: Case):
     model = build(case)
     expected, _ = gradients(model, case.batch())
@@ -98,7 +109,7 @@ def test_bf16_autocast(case: Case):
         assert parameter.grad is None or parameter.grad.isfinite().all(), name
 
 
-@once_on_each
+@over_each(OTHER_WAYS)
 def test_gradient_checkpointing_changes_nothing(case: Case):
     model = build(case)
     model.enable_input_require_grads()  # without which the reentrant kind finds nothing to go back to

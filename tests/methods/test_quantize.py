@@ -279,7 +279,7 @@ def test_fresh_weights_are_drawn_as_ever_and_then_quantised(init):
         ({"scheme": "int4"}, r"Quantize\(scheme='int4'\): choose from \['int8', 'nf4', 'fp4'\]"),
         (
             {"scheme": "nf4", "components": ["head"]},
-            r"components=\['head'\]\): choose from \['ffn', 'attention', 'embeddings'\]",
+            r"components=\['head'\]\): choose from \['ffn', 'attention', 'embeddings', 'experts'\]",
         ),
     ],
 )

@@ -2,11 +2,7 @@
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -824,25 +820,6 @@ def test_merged_bert_opens_without_the_package(tmp_path, saved_bert):
 # -- other processes -------------------------------------------------------------------------------------------------------------
 
 
-def run_forked(tmp_path, preamble, children):
-    """Python code: the preamble once, then each child in a fork of its own, which prints one JSON value."""
-    script = tmp_path / "script.py"
-    code = [textwrap.dedent(preamble), "import json, os, sys, time"]
-    for child in children:
-        code += [
-            "if os.fork() == 0:",
-            textwrap.indent(textwrap.dedent(child), "    "),
-            "    sys.stdout.flush()",
-            "    os._exit(0)",
-        ]
-        code += ["assert os.wait()[1] == 0, 'a child failed'"]
-    script.write_text("\n".join(code))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("{", "["))]
-
-
 def test_importing_costs_little():
     classes = "pipeline, MarianMTModel, BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM"
     # Time of this process, not of the clock: the machine may be busy.
@@ -852,8 +829,14 @@ def test_importing_costs_little():
     assert seconds[1] < 0.3, f"import hf_freeze took {seconds} s"
 
 
+# The server that starts processes has imported PEFT with transformers.
 PEFT = """
-    import torch
+import json, sys
+for name in [name for name in sys.modules if name.split(".")[0] == "peft"]:
+    del sys.modules[name]
+{imports}
+import torch
+if True:
     from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM
     for auto_class, folder, targets in (
         (AutoModelForMaskedLM, {bert!r}, None),
@@ -887,16 +870,14 @@ PEFT = """
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_peft_wraps_and_merges_a_variant(saved, saved_bert, tmp_path):
     """Its default targets are those of the native model type, whichever package is imported first."""
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
-    peft, ours = "    from peft import LoraConfig, get_peft_model", "    import hf_freeze"
-    code = PEFT.format(bert=str(saved_bert[0]), marian=str(saved), out=str(tmp_path / "merged"))
-    children = [f"{first}\n{second}\n{code}" for first, second in ((peft, ours), (ours, peft))]
-    both_import = "import accelerate, bitsandbytes; from transformers import MarianMTModel, BertForMaskedLM, pipeline"
-    results = run_forked(tmp_path, both_import, children)
+    imports = ("from peft import LoraConfig, get_peft_model", "import hf_freeze")
+    folders = {"bert": str(saved_bert[0]), "marian": str(saved), "out": str(tmp_path / "merged")}
+    printed = [printed_by(PEFT.format(imports="\n".join(order), **folders)) for order in (imports, imports[::-1])]
+    results = [json.loads(line) for lines in printed for line in lines.splitlines()]
     assert len(results) == 4
     for number, result in enumerate(results):
         assert result.pop("changed") > 1e-2

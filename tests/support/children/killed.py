@@ -26,6 +26,7 @@ from hf_freeze.experiments.recipes.expand import expand
 from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.report.write import write_report
 from hf_freeze.experiments.runs.execute import execute
+from support.cases import ALL
 from support.recipes import EACH, LONGER, SCHEDULED, figures, write_recipe
 from support.reports import make_runs
 
@@ -62,8 +63,11 @@ def timed(work):
 
 
 def training(folder, kills, draw):
-    """Runs of every task, each killed until it ends: their figures and weights are those of an undisturbed one."""
-    of_tasks = [training_of(task, folder / task, kills // len(EACH), draw) for task in EACH]
+    """Runs of every task, each killed until it ends: their figures and weights are those of an undisturbed one.
+
+    By default without the first task, of which a whole grid is killed."""
+    tasks = list(EACH)[not ALL :]
+    of_tasks = [training_of(task, folder / task, kills // len(tasks), draw) for task in tasks]
     return {name: sum(counts[name] for counts in of_tasks) for name in of_tasks[0]}
 
 
