@@ -63,16 +63,6 @@ if RUNS_TESTS:
     re._MAXCACHE = 1 << 14
     # transformers writes every config that it makes of a dict into a line of its log, which nothing prints.
     PreTrainedConfig.__repr__ = object.__repr__
-    # Its lookup of each field, of which a model reads thousands, takes five times as long as what it does for most configs.
-    _read, _native_read = object.__getattribute__, PreTrainedConfig.__getattribute__
-
-    def _field(config: PreTrainedConfig, name: str) -> Any:
-        if "_heterogeneity_spec" in _read(config, "__dict__"):  # layers that differ
-            return _native_read(config, name)
-        return _read(config, _read(config, "attribute_map").get(name, name))
-
-    PreTrainedConfig.__getattribute__ = _field
-
     # Each export to ONNX has the exporter read its 500 translations anew, a quarter of the time of a small model.
     _export = torch.onnx.export
 
