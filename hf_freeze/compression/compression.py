@@ -41,12 +41,8 @@ _MARGIN = 0.002  # share of a limit of bytes that is left free then
 _MUCH_WORSE = 3.0  # times the expected loss of the best, from which a candidate is not measured
 _POOLING = {"cls": "cls", "lasttoken": "last"}  # of sentence-transformers -> of `heal`
 _NATIVE_MULTIPLE = 64
-_WITHOUT = (
-    frozenset(),
-    frozenset({"layers"}),
-    frozenset({"heads"}),
-    frozenset({"bits"}),
-)  # that a candidate may not touch
+# What a candidate may not touch, of each one.
+_WITHOUT = (frozenset(), frozenset({"layers"}), frozenset({"heads"}), frozenset({"bits"}))
 
 
 class Compression:
@@ -86,19 +82,18 @@ class Compression:
             check_labels(served, labels)
         kind = architecture_for(served.model).model_type
         self.engine = engine_for("torch" if native else engine, served.task, kind)
-        identity: dict[str, Any] = {
+        identity = {
             "model": fingerprint(served.model),
             "budget": budget.to_dict(),
             "engine": self.engine.name,
-        }
-        identity |= {
             "inputs": [len(items), digest_of_items(list(items))],
+            "labels": labels and digest_of_items([*asdict(labels).values()]),
             "samples": samples,
             "seed": seed,
             "heal": str(heal),
+            "native": native,
+            "keep_vocabulary": keep_vocabulary,
         }
-        identity |= {"labels": labels and digest_of_items([*asdict(labels).values()])}
-        identity |= {"native": native, "keep_vocabulary": keep_vocabulary}
         self.phases = Phases(out, identity)
         self.progress = Progress(self.say, callback, lambda: watch(self))
         self.original = Original(source, served, self.inputs, samples, self.phases.once)

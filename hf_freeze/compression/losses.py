@@ -14,6 +14,7 @@ from hf_freeze.compression.blocks import Block
 from hf_freeze.compression.original import Original, Subject
 from hf_freeze.compression.progress import Progress
 from hf_freeze.compression.shape import methods_of, quantized, whole
+from hf_freeze.methods.ffn_pruning import neurons_at_once
 from hf_freeze.model.make import make_variant
 from hf_freeze.model.running import in_eval_mode, without_cache
 from hf_freeze.model.samples import samples_of
@@ -139,7 +140,7 @@ def factor_of(subject: Subject, blocks: Mapping[str, Block], kind: str, share: f
     some = [block for block in blocks.values() if block.kind == kind]
     curves = [block.losses for block in some]
     most = [block.units - 1 for block in some]
-    step = 8 if kind == "neurons" and min(block.units for block in some) >= 64 else 1
+    step = neurons_at_once(block.units for block in some) if kind == "neurons" else 1
     removals = min(round((1 - share) * sum(block.units for block in some)), sum(count // step * step for count in most))
     removed = allocate(curves, removals, most=most, step=step)
     expected = sum(curve[gone] for curve, gone in zip(curves, removed, strict=True))

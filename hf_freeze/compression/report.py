@@ -60,27 +60,28 @@ def write_report(compression: Compression, result: Compressed | None = None, *, 
         facts |= {"budget": compression.budget.to_dict(), "tried": [asdict(one) for one in compression.tried]}
         facts |= {"seconds_by_phase": compression.phases.seconds_by_phase}
         write_whole(out / "compressed.json", json.dumps(asdict(result) | facts, default=str, indent=1) + "\n")
-        write_card(compression, result, lines)
+        write_card(compression, result, rows, parts, lines[:-1])  # the last line names paths of this machine
     return lines
 
 
-def write_card(compression: Compression, result: Compressed, lines: Sequence[str]) -> None:
-    """A model card, beside the folder that is served: there it would take bytes of the budget. Without paths of this machine."""
-    name = Path(compression.source).name
-    parts = [{"part": kind, "kept": words} for kind, _, words in parts_of(compression)]
-    text = [f"# {name}, compressed", _markdown(rows_of(compression)), "![what it costs, and what is kept](report.png)"]
-    text += ["\n".join(f"- {line}" for line in lines[:-1]), *([_markdown(parts)] if parts else [])]
+def write_card(
+    compression: Compression,
+    result: Compressed,
+    rows: Sequence[dict[str, str]],
+    parts: Sequence[tuple[str, float, str]],
+    facts: Sequence[str],
+) -> None:
+    """A model card, beside the folder that is served: there it would take bytes of the budget."""
+    kept = [(kind, words) for kind, _, words in parts]
+    text = [f"# {Path(compression.source).name}, compressed", _markdown(rows)]
+    text += ["![what it costs, and what is kept](report.png)", "\n".join(f"- {fact}" for fact in facts)]
+    text += [_markdown([{"part": kind, "kept": words} for kind, words in kept])] if kept else []
     text += ["Bias and harmful output were not measured. Other kinds of inputs than these may get worse results."]
     command = shlex.join(map(without_folder, shlex.split(compression.command))) or "hf_freeze.compress(...)"
     text += [f"Made by hf_freeze {__version__}:", f"```bash\n{command}\n```"]
     write_whole(compression.out / "README.md", "\n\n".join(text) + "\n")
     if result.model is not None:  # for `hf-freeze card` and `push`
-        record: dict[str, Any] = {
-            "budget": compression.budget.words(),
-            "table": rows_of(compression),
-            "facts": lines[:-1],
-        }
-        record |= {"parts": [(kind, words) for kind, _, words in parts_of(compression)]}
+        record = {"budget": compression.budget.words(), "table": rows, "facts": facts, "parts": kept}
         record |= {"engine": compression.engine.name, "served": result.after.folder.name}
         write_whole(result.model / COMPRESSION, json.dumps(record, indent=1) + "\n")
 

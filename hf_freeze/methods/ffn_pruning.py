@@ -317,9 +317,9 @@ class FFNPruning(Method):
 
     def _best_experts(self, old: Any, architecture: Architecture, statistics: Statistics | None) -> "FFNPruning":
         self._experts_left(architecture, old.config)  # which checks their number
-        for module in architecture.experts(old.config).values():
-            surgery.native_experts(old, module, self.name)
         blocks, mixtures = architecture.experts(old.config), surgery.mixtures_of(architecture, old.config)
+        for module in blocks.values():
+            surgery.native_experts(old, module, self.name)
         scores = {module: surgery.expert_magnitudes(old, module) for module in blocks.values()}
         if statistics is not None and (masses := statistics.routed(list(scores))) is not None:
             scores = masses
@@ -334,7 +334,7 @@ class FFNPruning(Method):
         """The neurons of all FFNs compete: those stay whose removal would change the predictions most."""
         orders = self._orders(old, architecture, statistics)
         widths = {block: len(order.order) for block, order in orders.items()}
-        step = _step(widths.values())
+        step = neurons_at_once(widths.values())
         removals = round((1 - self.share) * sum(widths.values()))  # type: ignore[operator]
         curves = [order.losses.tolist() for order in orders.values()]
         removed = allocate(curves, removals, most=[width - step for width in widths.values()], step=step)
@@ -357,7 +357,7 @@ class FFNPruning(Method):
     def competing(self, old: Any, architecture: Architecture, statistics: Statistics) -> dict[str, Competing]:
         """FFN -> its neurons, for `share="auto"`."""
         orders = self._orders(old, architecture, statistics)
-        ffns, step = architecture.ffns(old.config), _step(len(order.order) for order in orders.values())
+        ffns, step = architecture.ffns(old.config), neurons_at_once(len(order.order) for order in orders.values())
         return {
             block: Competing(
                 order.losses.tolist(),
@@ -392,8 +392,8 @@ def _outputs(model: Any, blocks: Mapping[str, tuple[surgery.Neurons, int]]) -> d
     return {output: block for block, (neurons, _) in blocks.items() for output in neurons.outputs(model)}
 
 
-def _step(widths: Iterable[int]) -> int:
-    """How many neurons of an FFN go at once, where each has its own number."""
+def neurons_at_once(widths: Iterable[int]) -> int:
+    """How many neurons of an FFN go at once, where FFNs of these widths keep different numbers of them."""
     return _MULTIPLE if min(widths) >= _WIDE else 1
 
 

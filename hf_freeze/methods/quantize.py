@@ -297,10 +297,8 @@ class Quantize(LinearMethod):
             setting = "train=True" if self.train else f"scheme={self.scheme!r}"
             statistics.note(f"{self.name}: {setting} is the same with a calibration as without")
             statistics = None
-        walk: Any = [
-            dict.fromkeys(modules),
-            *({name: None} for name in dict(zip(owners.values(), owners, strict=True)).values()),
-        ]
+        matrix_of = {owner: name for name, owner in owners.items()}  # one stands for all of a module
+        walk: Any = [dict.fromkeys(modules), *({name: None} for name in matrix_of.values())]
         if statistics is not None and (modules or owners):
             walk = statistics.walk([*modules, *owners], {name: (owner,) for name, owner in owners.items()})
         for moments in walk:

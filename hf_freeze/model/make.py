@@ -92,15 +92,14 @@ def make_variant(
         backbone = make_variant(backbone, [], task=task, init=init, seed=seed, copy=copy)
         take_components(backbone, components)
         copy = False
+    seen = (calibration, tokenizer)
     if isinstance(backbone, PreTrainedConfig):
         variant = _from_config(backbone, methods, task, init, seed)
     elif isinstance(backbone, PreTrainedModel):
-        seen = (calibration, tokenizer)
         variant = _from_model(backbone, methods, copy=copy, seed=seed, calibration=seen, budget=budget)
     else:
         check_exists(backbone)
         model = AUTO_CLASSES[str(task)].from_pretrained(backbone)
-        seen = (calibration, tokenizer)
         variant = _from_model(model, methods, copy=False, seed=seed, calibration=seen, budget=budget)
     for method in methods:
         if (teacher := getattr(method, "teacher", None)) is not None:
@@ -172,7 +171,7 @@ def _from_model(
     budget: float | None = None,
 ) -> Any:
     """A variant with the weights of `model`, by way of one model for each method that changes the structure.
-    `calibration`: and its tokenizer."""
+    `calibration`: and its tokenizer. `budget`: see `make_variant`."""
     _check_class(type(model), model.config)
     if is_quantized(model) and (quantizer := model.quantization_method) != "bitsandbytes":
         name = getattr(quantizer, "value", quantizer)  # of an enum, in transformers 5

@@ -81,7 +81,8 @@ def keep_experts(model: Any, architecture: Architecture, kept: Experts, method: 
         native_experts(model, module, method)
     count = mixtures_of(architecture, model.config).count
     for name, axis, numbers in _tensors(model, architecture, kept):
-        owner, (_, _, last) = model.base_model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")
+        path, _, last = name.rpartition(".")
+        owner = model.base_model.get_submodule(path)
         value = getattr(owner, last)
         left = take(value.detach(), axis, tuple(numbers))
         setattr(owner, last, nn.Parameter(left, value.requires_grad) if isinstance(value, nn.Parameter) else left)
