@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 from hf_freeze import scores
 from hf_freeze.cli import app
+from hf_freeze.compression import compression
 from hf_freeze.compression.labels import Labels, check_labels, score_of
 from hf_freeze.data import entities
 from hf_freeze.publish.export.served import answers, opened
@@ -220,7 +221,8 @@ def test_a_csv_file_gives_a_score_on_what_nothing_was_chosen_by(classifier, tmp_
     assert json.loads((Path(record["model"]) / "hf_freeze_compression.json").read_text())["engine"] == "torch"
 
 
-def test_bytes_are_fewest_for_points_of_the_score(classifier, tmp_path):
+def test_bytes_are_fewest_for_points_of_the_score(classifier, tmp_path, monkeypatch):
+    monkeypatch.setattr(compression, "_HALVINGS", 2)
     result = CliRunner().invoke(app, command(classifier, tmp_path, "--max-loss", "60"))
     assert result.exit_code == 0, result.output
     record = json.loads((tmp_path / "compressed.json").read_text())
