@@ -73,7 +73,7 @@ def compare(
         drawn = means[row] - means[base] + _seed_deviations(observed[base], observed[row], replicates, seed)
         low, high = np.quantile(drawn[:REPLICATES], [0.025, 0.975])
         beyond = min(np.count_nonzero(drawn <= 0), np.count_nonzero(drawn >= 0))
-        p = min(1.0, 2 * (beyond + 1) / (replicates + 1))
+        p = float(min(1.0, 2 * (beyond + 1) / (replicates + 1)))  # numpy may count in its own type
         if difference == 0 and not drawn.any():
             p = 1.0
         both = min(len(observed[base]), len(observed[row])) > 1

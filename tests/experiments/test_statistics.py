@@ -45,6 +45,13 @@ def test_log_perplexity():
     np.testing.assert_allclose(log_perplexity(sums), [2.0, 1.5])
 
 
+def test_differences_are_plain_numbers():
+    draw = np.random.default_rng(0)
+    (one,) = compare({name: [draw.integers(2, size=(30, 1))] for name in "ab"}, lambda total: total[..., 0])
+    assert type(one.p_corrected) is float
+    assert type(one.significant) is bool
+
+
 def test_holm():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
