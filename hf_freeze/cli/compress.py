@@ -37,7 +37,11 @@ def compress(
     ] = None,
     column: Annotated[
         str | None,
-        typer.Option(help="Column of the texts in tables; with --data two are a pair, such as source,target."),
+        typer.Option(
+            "--column",
+            "--columns",
+            help="Column of the texts in tables; with --data two are a pair, such as source,target.",
+        ),
     ] = None,
     label: Annotated[str | None, typer.Option(help="With --data: column of the labels; label if not given.")] = None,
     samples: options.Samples = 512,

@@ -50,7 +50,11 @@ def init(
     ] = None,
     columns: Annotated[
         str | None,
-        typer.Option(help="Columns of the texts in CSV, TSV, JSON, Parquet and Arrow files, separated by commas."),
+        typer.Option(
+            "--columns",
+            "--column",
+            help="Columns of the texts in CSV, TSV, JSON, Parquet and Arrow files, separated by commas.",
+        ),
     ] = None,
     label: Annotated[
         str | None, typer.Option(help="Column of the label of a classification; label if not given.")

@@ -20,7 +20,9 @@ RemoteCode = Annotated[
     ),
 ]
 
-Column = Annotated[str, typer.Option(help="Column of the texts in CSV, TSV, JSON, Parquet and Arrow files.")]
+Column = Annotated[
+    str, typer.Option("--column", "--columns", help="Column of the texts in CSV, TSV, JSON, Parquet and Arrow files.")
+]
 
 CalibrationTexts = Annotated[
     list[Path] | None,

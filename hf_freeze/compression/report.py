@@ -154,7 +154,8 @@ def sentences(compression: Compression, result: Compressed) -> list[str]:
         effect = f"held-out loss {healed.loss_before:.4g} to {healed.loss_after:.4g}"
         effect = effect if healed.better else "it did not help, and was undone"
         lines.append(f"Healed for {duration(healed.seconds)}, {healed.epochs:.2g} epochs of the texts: {effect}.")
-    lines.append(f"Made from {len(inputs.learnt):,} texts without labels, in {duration(result.seconds)}.")
+    unlabelled = " without labels," if inputs.labels is None else ", whose labels are not used,"
+    lines.append(f"Made from {len(inputs.learnt):,} texts{unlabelled} in {duration(result.seconds)}.")
     where = f"Written: {after.folder} (to serve)" + (f", {result.model} (to train on)" if result.model else "")
     return [*lines, f"{where}, {compression.out / 'report.html'}."]
 

@@ -159,7 +159,7 @@ def test_a_folder_has_its_splits_by_the_names_of_its_files(place):
 
 def test_columns_are_found_or_named(place):
     write_examples(place / "pairs.jsonl", [{"q": text, "a": text, "same": 1} for text in TEXTS])
-    command = ("classification", "study", "new", "pairs.jsonl", "--columns", "q, a", "--label", "same")
+    command = ("classification", "study", "new", "pairs.jsonl", "--column", "q, a", "--label", "same")
     init(*command)
     assert load_recipe("recipe.yaml")["data"]["columns"] == ["q", "a"]
     assert load_recipe("recipe.yaml")["data"]["label"] == "same"

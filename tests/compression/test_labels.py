@@ -201,7 +201,7 @@ def classifier(tmp_path_factory):
 
 
 def command(folder: Path, out: Path, *options: str) -> list[str]:
-    data = ["--data", str(folder / "reviews.csv"), "--column", "Review", "--label", "Sentiment"]
+    data = ["--data", str(folder / "reviews.csv"), "--columns", "Review", "--label", "Sentiment"]
     return ["compress", str(folder), *data, "--out", str(out), "--engine", "torch", "--heal", "0", *options]
 
 
@@ -210,6 +210,7 @@ def test_a_csv_file_gives_a_score_on_what_nothing_was_chosen_by(classifier, tmp_
     found = CliRunner().invoke(app, command(classifier, out, "--max-bytes", "60%", "--max-loss", "50"))
     assert found.exit_code == 0, found.output
     assert "accuracy 100.0 before" in " ".join(found.output.split())
+    assert "texts, whose labels are not used, in" in " ".join(found.output.split())
     record = json.loads((out / "compressed.json").read_text())
     after = record["after"]
     assert after["score"]["count"] == 20
