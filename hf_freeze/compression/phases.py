@@ -28,6 +28,8 @@ class Phases:
             raise ValueError(f"{self._path} is damaged ({error}); remove {out}, or choose another --out") from None
         if difference := first_difference(self._state["identity"], identity):
             raise ValueError(f"{out} holds another compression ({difference}); choose another --out")
+        for part in out.rglob("*.part"):  # of files that a killed process did not finish
+            part.unlink()
 
     @property
     def seconds(self) -> float:
