@@ -36,8 +36,10 @@ from hf_freeze.compat.transformers import mapped_class, quiet
 
 _SAME = 2e-4
 _MOST_UNKNOWN = 4  # parameters that are tried both as readers and as writers
+_MORE = "the native class derives more from {} than sizes, such as a scale"
 _FOUND: dict[Any, Any] = {}
 _NARROW: dict[Any, Any] = {}
+_HEADS: dict[Any, str] = {}
 
 
 def channels_of(model: Any) -> Channels:
@@ -132,6 +134,28 @@ def prove(probe: Probe, config: Any) -> str:
     if not same:
         raise NotFound(f"its forward reads {field} from the config")
     return field
+
+
+def check_head(model: Any, field: str) -> None:
+    """Raise NotFound where models like `model` read the hidden size from the config as they run, such as for a scale of the
+    logits: `prove` runs the base model alone."""
+    native_class = getattr(type(model), "native_class", type(model))
+    small = shrink(_native_config(model.config))
+    key = *_key(native_class, small), field
+    if key not in _HEADS:
+        probe, channels = _found(native_class, small)
+        left = _size(probe.model, channels) // 4
+        with quiet(), torch.random.fork_rng(devices=[]), on_cpu():
+            try:
+                narrow = thinned(probe.model, channels, range(left))
+                expected = _outputs(narrow, probe.inputs)
+                _set_everywhere(narrow, field, left)
+                same = _alike(_outputs(narrow, probe.inputs), expected)
+                _HEADS[key] = "" if same else f"reads {field} from the config"
+            except Exception as error:  # whatever the native forward raises for other shapes
+                _HEADS[key] = f"does not run with fewer channels ({first_line(error, 90)})"
+    if _HEADS[key]:
+        raise NotFound(f"the forward of {native_class.__name__} {_HEADS[key]}")
 
 
 def thinned(model: Any, channels: Channels, index: Sequence[int]) -> Any:
@@ -256,21 +280,25 @@ def narrow(model: Any, field: str, tables: Iterable[str]) -> Narrow:
     if key not in _NARROW:
         probe, channels = _found(native_class, small)
         with quiet(), torch.random.fork_rng(devices=[]), on_cpu():
-            _NARROW[key] = _narrow(probe, channels, small, field, tables)
+            found, again = (_narrow(probe, channels, small, field, tables, share) for share in (2, 4))
+            _NARROW[key] = found if found == again or isinstance(found, NotFound) else NotFound(_MORE.format(field))
     if isinstance(_NARROW[key], NotFound):
         raise _NARROW[key]
     return _NARROW[key]
 
 
-def _narrow(probe: Probe, channels: Channels, small: Any, field: str, tables: Iterable[str]) -> Narrow | NotFound:
-    size = _size(probe.model, channels)
-    smaller = thinned(probe.model, channels, range(size // 2))
+def _narrow(
+    probe: Probe, channels: Channels, small: Any, field: str, tables: Iterable[str], share: int
+) -> Narrow | NotFound:
+    """With one of `share` channels."""
+    left = _size(probe.model, channels) // share
+    smaller = thinned(probe.model, channels, range(left))
     expected, state = _outputs(smaller, probe.inputs), smaller.state_dict()
     native, fields = None, {}
     reason = Exception()
     for fields in ({}, {"head_dim": HEAD_SIZE}):
         try:
-            native = Probe(change(small, **hidden_sizes(small, field, size // 2), **fields), probe.task).model
+            native = Probe(change(small, **hidden_sizes(small, field, left), **fields), probe.task).model
             native.load_state_dict(state)
             break
         except Exception as error:  # whatever the native class raises for this config, or other shapes
@@ -290,10 +318,10 @@ def _narrow(probe: Probe, channels: Channels, small: Any, field: str, tables: It
             continue
         native.load_state_dict(state)
         found = Narrow(fields, power, norm_power, one)
-        rescale(native, found, names, norms, 2)
+        rescale(native, found, names, norms, share)
         if _alike(_outputs(native, probe.inputs), expected):
             return found
-    return NotFound(f"the native class derives more from {field} than sizes, such as a scale")
+    return NotFound(_MORE.format(field))
 
 
 def _output(model: Any) -> str | None:

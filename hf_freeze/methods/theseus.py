@@ -141,12 +141,8 @@ class Theseus(Method):
                     f"Theseus(successor={{{stack!r}: {depth}}}): the {before} layers of that stack must be divided equally among "
                     f"as many or fewer; choose from {choices}"
                 )
-            types = types_of_layers(config, architecture.stacks[stack])
-            if not self.finalized and any(types[n] != types[n * depth // before] for n in range(len(types))):
-                raise ValueError(
-                    f"Theseus(successor={{{stack!r}: {depth}}}): layers would run instead of successors of another type, "
-                    f"with their masks; the types are {types}; use LayerSelection"
-                )
+            if not self.finalized:
+                _check_types(types_of_layers(config, architecture.stacks[stack]), stack, depth)
 
     def _depths(self, architecture: Architecture, config: Any) -> dict[str, int]:
         """Stack -> number of successor layers, for the depths in `config`."""
@@ -177,6 +173,10 @@ class Theseus(Method):
             if self.finalized:
                 surgery.take_layers(model, layers, range(depth))
             else:
+                # Of another class: the model may run them otherwise, as Mllama does without an image.
+                _check_types(
+                    [type(one).__name__ for one in surgery.layers_of(model, architecture, stack)], stack, depth
+                )
                 surgery.add_predecessors(model, layers, depth)
 
     def successor_layers(self, model: Any, architecture: Architecture) -> list[Any]:
@@ -294,3 +294,12 @@ class _Replacing(Schedule):
 def _attentions(model: Any, stack: str) -> Iterable[Attention]:
     """The attentions of the stack, with names below a layer."""
     return model.architecture.stacks[stack].attentions_in(model.config).values()
+
+
+def _check_types(types: Sequence[str], stack: str, depth: int) -> None:
+    """`types`: of the old layers; none where nothing tells them."""
+    if any(types[n] != types[n * depth // len(types)] for n in range(len(types))):
+        raise ValueError(
+            f"Theseus(successor={{{stack!r}: {depth}}}): layers would run instead of successors of another type, "
+            f"with their masks; the types are {list(types)}; use LayerSelection"
+        )

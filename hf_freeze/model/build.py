@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, base_name, full_name, read, set_fields
+from hf_freeze.architectures.kinds import tells_kinds
 from hf_freeze.compat.transformers import (
     PrivateHooks,
     declare_ties,
@@ -85,7 +86,8 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
             self.loss_type = "ForCausalLM"
         # 2. Every method changes modules and shapes, from its settings alone (this also runs on meta).
         self._restructure(config.parsed_methods)
-        self._set_on_all_configs({name: read(config, name) for name in config.original_fields})
+        self._set_on_all_configs(fields := {name: read(config, name) for name in config.original_fields})
+        self._set_copied_lists(config.before_methods(), fields)
         # 3. Parameters that are shared, natively or by a method.
         self._collect_ties()
         # 4. What is frozen, and what is not stored because a seed regenerates it.
@@ -124,6 +126,15 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
         for module in self.modules() if values else ():  # encoder and decoder have a copy of the config each
             if hasattr(module, "config"):
                 set_fields(module.config, values)
+
+    def _set_copied_lists(self, before: Any, fields: dict[str, Any]) -> None:
+        """Set the lists of layers that modules have copied from the config `before`, as Mllama does `cross_attention_layers`."""
+        lists = {name: read(before, name) for name in fields if tells_kinds(name)}
+        for name, old in lists.items():
+            own = name.rpartition(".")[2]
+            for module in self.modules() if isinstance(old, list) else ():
+                if vars(module).get(own) == old:
+                    setattr(module, own, fields[name])
 
     def _set_methods(self, methods: list[Method]) -> None:
         """Replace the settings of `methods`, after what a method holds has changed; also in the config."""

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.base import Architecture, base_name, is_of_predecessor, read, set_fields
 from hf_freeze.architectures.channels import NotFound, pattern_of, set_sizes_around, thin
-from hf_freeze.architectures.hidden import channels_of, narrow, rescale
+from hf_freeze.architectures.hidden import channels_of, check_head, narrow, rescale
 from hf_freeze.compat.transformers import mark_uninitialized
 from hf_freeze.layers.constants import thin_constants
 from hf_freeze.layers.derived import dense_class, taken
@@ -135,6 +135,7 @@ def hidden_channels(model: Any) -> int:
 
 def keep_channels(model: Any, architecture: Architecture, index: Sequence[int], method: str) -> None:
     """Leave the channels `index`, with arbitrary values. The caller must tie tied parameters again."""
+    check_head(model, architecture.hidden_field)
     set_sizes_around(model, channels_of(model), hidden_channels(model), len(index))
     for place in channels_in(model, method):
         module = model.get_submodule(place.name)
@@ -242,6 +243,8 @@ def widen_natively(model: Any, architecture: Architecture, method: str) -> None:
     before, field = model.config.native_before_methods, architecture.hidden_field
     try:
         how = narrow(model, field, architecture.token_tables)
+        if how.fields and not architecture.attentions(before):
+            raise NotFound("the size of its heads is not known")
     except NotFound as error:
         raise ValueError(f"method {method!r} cannot be merged on {architecture.model_type}: {error}") from None
     found, output = channels_of(model), output_name(model, architecture)
@@ -255,5 +258,6 @@ def widen_natively(model: Any, architecture: Architecture, method: str) -> None:
         for name in table._non_persistent_buffers_set:
             table._buffers[name] = table._buffers[name] / ratio ** (how.tables / 2)
     path = field.rpartition(".")[0]
-    size = next(iter(architecture.attentions(before).values())).head_size(before) if how.fields else 0
+    attention = next(iter(architecture.attentions(before).values()), None)
+    size = attention.head_size(before) if attention is not None else 0
     set_fields(model.config, {f"{path}.{name}" if path else name: size for name in how.fields})

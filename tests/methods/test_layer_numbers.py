@@ -8,7 +8,7 @@ from support.cases import ALL
 from support.models import add_noise, differences, outputs, perturbed
 from support.small import small_config
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSpeechSeq2Seq, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSpeechSeq2Seq, GPT2LMHeadModel
 
 from hf_freeze import make_variant
 from hf_freeze.architectures.registry import ARCHITECTURES
@@ -315,3 +315,29 @@ def test_without_its_heads_a_model_says_that_it_tells_no_times(speech):
     variant = make_variant(speech, [LayerSelection(keep={"decoder": [0, 1]})]).eval()
     with pytest.raises(ValueError, match="has no `alignment_heads`"):
         times(variant)
+
+
+def mllama():
+    """Its layer 3 attends to an image; where there is none, the model passes over the layers of a list that it has copied."""
+    config = small_config("mllama")
+    config.text_config.num_hidden_layers, config.text_config.cross_attention_layers = 6, [3]
+    torch.manual_seed(1)
+    return AutoModel.from_config(config).eval()
+
+
+def test_lists_of_layers_that_a_module_has_copied_follow():
+    batch = {"input_ids": torch.tensor([[4, 5, 6, 7]])}
+    model = mllama()
+    variant = make_variant(model, [LayerSelection(keep={"decoder": [0, 2, 3, 5]})]).eval()
+    assert variant.config.text_config.cross_attention_layers == variant.language_model.cross_attention_layers == [2]
+    del model.language_model.layers[4], model.language_model.layers[1]
+    for number, layer in enumerate(model.language_model.layers):
+        for module in layer.modules():
+            module.layer_idx = number
+    model.language_model.cross_attention_layers = [2]
+    assert differences(outputs(variant, batch), outputs(model, batch), 1e-6) == []
+
+
+def test_theseus_runs_no_layer_in_place_of_one_of_another_class():
+    with pytest.raises(ValueError, match=r"of another type, with their masks; the types are .*MllamaCrossAttention"):
+        make_variant(mllama(), [Theseus(successor={"decoder": 3})])
