@@ -35,6 +35,7 @@ from hf_freeze.architectures.tasks import AUTO_CLASSES, native_classes
 from hf_freeze.compat.transformers import mapped_class, quiet
 
 _SAME = 2e-4
+_MOST_PARAMETERS = 50_000_000  # of a small model; those of nearly all families are below a million
 _MOST_UNKNOWN = 4  # parameters that are tried both as readers and as writers
 _MORE = "the native class derives more from {} than sizes, such as a scale"
 _FOUND: dict[Any, Any] = {}
@@ -65,6 +66,10 @@ def _found(native_class: Any, small: Any) -> tuple[Probe, Channels]:
         with quiet(), torch.random.fork_rng(devices=[]), on_cpu():
             try:
                 probe = Probe(small, task or "feature-extraction")
+                if (
+                    count := probe.model.num_parameters()
+                ) > _MOST_PARAMETERS:  # the search keeps all that its modules compute
+                    raise NotFound(f"its small model has {count:,} parameters, above {_MOST_PARAMETERS:,}")
                 masks = masks_for(small, probe.model)
                 with suppress(Exception):  # whatever the native forward raises for inputs that it does not take
                     probe.run(**masks)
