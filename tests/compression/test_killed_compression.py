@@ -78,7 +78,12 @@ def test_a_killed_compression_ends_as_an_undisturbed_one(engine, tmp_path):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     tokenizer, source = wordpiece(TEXTS), tmp_path / "model"
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 256,
+    }
     config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=40, initializer_range=0.2, **sizes)
     BertModel(config).save_pretrained(source)
     tokenizer.save_pretrained(source)
