@@ -1,6 +1,7 @@
 """What a native class derives from the number of a layer, when methods give its layers other numbers."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -327,7 +328,7 @@ def mllama():
 
 def test_lists_of_layers_that_a_module_has_copied_follow():
     batch = {"input_ids": torch.tensor([[4, 5, 6, 7]])}
-    model = mllama()
+    model: Any = mllama()
     variant = make_variant(model, [LayerSelection(keep={"decoder": [0, 2, 3, 5]})]).eval()
     assert variant.config.text_config.cross_attention_layers == variant.language_model.cross_attention_layers == [2]
     del model.language_model.layers[4], model.language_model.layers[1]
