@@ -33,6 +33,7 @@ _TESTED = (
     "with and without a cache alike, unless the native model itself does not.",
 )
 _OF_HEADS = {"heads", "head_pruning", "head_mask"}
+_OF_CHANNELS = {"hidden", "hidden_pruning"}
 BEYOND_TEXT = ("vit", "deit", "clip", "siglip", "dinov2", "beit", "wav2vec2", "hubert", "whisper")
 
 
@@ -78,15 +79,17 @@ def failures_file(families: Mapping[str, Mapping[str, Any]]) -> str:
 def families_page(families: Mapping[str, Mapping[str, Any]]) -> str:
     """The page of all families, in Markdown. A tick is a proof; `contract` tells what failed although it was proved."""
     understood = {name: family for name, family in families.items() if family["understood"]}
-    universal = [name for name, family in understood.items() if not _missing(family) - _OF_HEADS]
-    heads = [name for name in universal if not _missing(understood[name])]
+    universal = [name for name, family in understood.items() if not _missing(family) - _OF_HEADS - _OF_CHANNELS]
+    heads = [name for name in universal if not _missing(understood[name]) & _OF_HEADS]
+    channels = [name for name in universal if not _missing(understood[name]) & _OF_CHANNELS]
     lines = [
         "# Families",
         "",
         "<!-- Written by `make families` (`hf-freeze describe --all` writes it without the contract); do not edit. -->",
         "",
         f"transformers {transformers.__version__}: {len(families)} model types were tried, with their default configs.",
-        f"All universal methods work on **{len(universal)}**, HeadPruning and HeadMask too on **{len(heads)}** of these;",
+        f"All universal methods work on **{len(universal)}**, HeadPruning and HeadMask too on **{len(heads)}** of these, and",
+        f"HiddenPruning on **{len(channels)}**;",
         f"of the others, some methods work on {len(understood) - len(universal)},",
         f"and none on {len(families) - len(understood)}.",
         "",
