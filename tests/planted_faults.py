@@ -184,9 +184,8 @@ def first_failure(tree: Path, workers: int, tests: list[str], tier: str) -> str 
     """The first of the `tests` that fails in `tree`, or None. Raises SystemExit if they cannot run."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider"]
     command += ["--numprocesses", str(workers), "--dist", "worksteal", *tests]
-    command.append(
-        "--ignore=tests/docs/test_planted_faults.py"
-    )  # it reads the text that a fault replaces, and would find each
+    # It reads the text that a fault replaces, and would find each.
+    command.append("--ignore=tests/docs/test_planted_faults.py")
     if (tree / "tests" / "tiers.py").exists():  # not in a version that has one tier
         command.append(f"--tier={tier}")
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}

@@ -66,9 +66,8 @@ def _found(native_class: Any, small: Any) -> tuple[Probe, Channels]:
         with quiet(), torch.random.fork_rng(devices=[]), on_cpu():
             try:
                 probe = Probe(small, task or "feature-extraction")
-                if (
-                    count := probe.model.num_parameters()
-                ) > _MOST_PARAMETERS:  # the search keeps all that its modules compute
+                count = probe.model.num_parameters()
+                if count > _MOST_PARAMETERS:  # the search keeps all that its modules compute
                     raise NotFound(f"its small model has {count:,} parameters, above {_MOST_PARAMETERS:,}")
                 masks = masks_for(small, probe.model)
                 with suppress(Exception):  # whatever the native forward raises for inputs that it does not take
@@ -131,14 +130,18 @@ def prove(probe: Probe, config: Any) -> str:
             break
     else:
         raise NotFound(reason)
-    _set_everywhere(narrow, field, len(half))
-    try:
-        same = _alike(_outputs(narrow, probe.inputs), expected)
-    except Exception:
-        same = False
-    if not same:
+    if _reads_config(narrow, field, len(half), probe.inputs, expected):
         raise NotFound(f"its forward reads {field} from the config")
     return field
+
+
+def _reads_config(narrow: Any, field: str, size: int, inputs: dict[str, Any], expected: list[torch.Tensor]) -> bool:
+    """Whether a narrow model computes something else than `expected`, or fails, once its configs hold its own size."""
+    _set_everywhere(narrow, field, size)
+    try:
+        return not _alike(_outputs(narrow, inputs), expected)
+    except Exception:  # whatever the native forward raises
+        return True
 
 
 def check_head(model: Any, field: str) -> None:
@@ -154,9 +157,8 @@ def check_head(model: Any, field: str) -> None:
             try:
                 narrow = thinned(probe.model, channels, range(left))
                 expected = _outputs(narrow, probe.inputs)
-                _set_everywhere(narrow, field, left)
-                same = _alike(_outputs(narrow, probe.inputs), expected)
-                _HEADS[key] = "" if same else f"reads {field} from the config"
+                read = _reads_config(narrow, field, left, probe.inputs, expected)
+                _HEADS[key] = f"reads {field} from the config" if read else ""
             except Exception as error:  # whatever the native forward raises for other shapes
                 _HEADS[key] = f"does not run with fewer channels ({first_line(error, 90)})"
     if _HEADS[key]:

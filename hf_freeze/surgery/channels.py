@@ -258,6 +258,5 @@ def widen_natively(model: Any, architecture: Architecture, method: str) -> None:
         for name in table._non_persistent_buffers_set:
             table._buffers[name] = table._buffers[name] / ratio ** (how.tables / 2)
     path = field.rpartition(".")[0]
-    attention = next(iter(architecture.attentions(before).values()), None)
-    size = attention.head_size(before) if attention is not None else 0
+    size = next(iter(architecture.attentions(before).values())).head_size(before) if how.fields else 0
     set_fields(model.config, {f"{path}.{name}" if path else name: size for name in how.fields})

@@ -72,7 +72,7 @@ def contents(out: Path) -> dict[str, Any]:
     return found | {"kept": record["kept"], "fidelity": json.dumps(record["after"]["fidelity"])}
 
 
-@pytest.mark.skipif(not ALL, reason="as many processes as there are steps, two minutes: HF_FREEZE_TESTS=all")
+@pytest.mark.skipif(not ALL, reason="as many processes as there are steps, some minutes: HF_FREEZE_TESTS=all")
 @pytest.mark.parametrize("engine", ["torch", "onnx"])
 def test_a_killed_compression_ends_as_an_undisturbed_one(engine, tmp_path):
     torch.set_num_threads(1)

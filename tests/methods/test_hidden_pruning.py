@@ -267,9 +267,8 @@ def test_a_family_without_proof_is_refused():
         ValueError, match=r"'hidden_pruning' does not support 'longformer'; .*does not matter for the outputs"
     ):
         make_variant(AutoModel.from_config(config), [HiddenPruning(width=8)])
-    scaled = AutoModelForCausalLM.from_config(
-        small_config("minicpm3")
-    )  # the base model is proved; the head divides by the width
+    # The base model of this one is proved; its head divides by the width.
+    scaled = AutoModelForCausalLM.from_config(small_config("minicpm3"))
     with pytest.raises(ValueError, match="the forward of MiniCPM3ForCausalLM reads hidden_size from the config"):
         make_variant(scaled, [HiddenPruning(width=8)])
     pooled = architecture_of(small_config("siglip_vision_model")).refusals["hidden"]
