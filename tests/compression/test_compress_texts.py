@@ -61,10 +61,10 @@ def encoder(tmp_path_factory):
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
+        hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
-        intermediate_size=256,
+        intermediate_size=128,
         max_position_embeddings=40,
         initializer_range=0.2,
     )
@@ -148,58 +148,38 @@ def test_blocks_name_all_attentions_and_ffns(encoder):
     assert {name: (one.kind, one.units) for name, one in blocks.items()} == {
         "encoder.0.self": ("heads", 4),
         "encoder.1.self": ("heads", 4),
-        "encoder.0.ffn": ("neurons", 256),
-        "encoder.1.ffn": ("neurons", 256),
+        "encoder.0.ffn": ("neurons", 128),
+        "encoder.1.ffn": ("neurons", 128),
     }
     for one in blocks.values():
         assert list(one.losses) == sorted(one.losses)
         assert Block(**json.loads(json.dumps(asdict(one)))).kept(2) == one.kept(2)
 
 
-def test_the_budget_is_met_and_a_finished_one_is_read_again(encoder, tmp_path):
-    settings = {
-        "texts": texts(),
-        "budget": Budget(max_bytes="45%"),
-        "out": tmp_path / "small",
-        "engine": "torch",
-        "heal": 0,
-    }
-    result = hf_freeze.compress(encoder, **settings)
-    assert result.after.bytes <= 0.45 * result.original_bytes
-    assert 0.3 < result.after.fidelity.score < 1
-    assert "%" in result.kept or "layers" in result.kept
-    for name in ("report.html", "README.md", "report.png", "compressed.json"):
-        assert (tmp_path / "small" / name).stat().st_size > 200
-    page = (tmp_path / "small" / "report.html").read_text()
-    assert "Fidelity to the original" in page
-    again = hf_freeze.compress(encoder, **settings)
-    assert again.after == result.after
-    assert again.kept == result.kept
-
-
-def test_one_that_a_callback_stops_goes_on(encoder, tmp_path):
-    steps = []
+def test_the_budget_is_met_by_one_that_was_stopped_and_a_finished_one_is_read_again(encoder, tmp_path):
+    steps, folder = [], tmp_path / "small"
 
     def stop(step):
         steps.append(step)
         return len(steps) == 4
 
-    settings = {
-        "texts": texts(),
-        "budget": Budget(max_bytes="45%"),
-        "out": tmp_path / "small",
-        "engine": "torch",
-        "heal": 0,
-    }
+    settings = {"texts": texts(), "budget": Budget(max_bytes="45%"), "out": folder, "engine": "torch", "heal": 0}
     with pytest.raises(Stopped, match="the same call goes on from there"):
         hf_freeze.compress(encoder, callback=stop, **settings)
-    assert "Stopped" in (tmp_path / "small" / "report.html").read_text()
-    done = json.loads((tmp_path / "small" / "phases.json").read_text())["results"]
+    assert "Stopped" in (folder / "report.html").read_text()
+    done = json.loads((folder / "phases.json").read_text())["results"]
     result = hf_freeze.compress(encoder, **settings)
-    after = json.loads((tmp_path / "small" / "phases.json").read_text())["results"]
+    after = json.loads((folder / "phases.json").read_text())["results"]
     assert done
     assert all(after[name] == value for name, value in done.items())
     assert result.after.bytes <= 0.45 * result.original_bytes
+    assert 0.3 < result.after.fidelity.score < 1
+    assert "%" in result.kept or "layers" in result.kept
+    for name in ("report.html", "README.md", "report.png", "compressed.json"):
+        assert (folder / name).stat().st_size > 200
+    assert "Fidelity to the original" in (folder / "report.html").read_text()
+    again = hf_freeze.compress(encoder, callback=steps.append, **settings)
+    assert (again.after, again.kept) == (result.after, result.kept)
 
 
 def test_what_the_engine_alone_reaches_is_not_cut(encoder, tmp_path):
@@ -214,10 +194,6 @@ def test_what_the_engine_alone_reaches_is_not_cut(encoder, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"budget": Budget(max_bytes=2000)},
-            r"out of reach: the smallest shape .* needs about .*; give it at least that",
-        ),
         ({"texts": ["a dog"] * 3}, r"3 texts: give at least 16"),
         ({"engine": "tflite"}, r"unknown engine 'tflite'; choose from \['onnx', 'ctranslate2', 'torch'\]"),
         ({"heal": "soon"}, r"heal='soon': give 0, a time"),
@@ -234,9 +210,9 @@ def test_wrong_settings_are_refused(encoder, tmp_path, settings, message):
         hf_freeze.compress(encoder, out=tmp_path / "small", **defaults | settings)
 
 
-def test_another_compression_is_not_overwritten(encoder, tmp_path):
+def test_what_is_out_of_reach_is_refused_and_another_compression_is_not_overwritten(encoder, tmp_path):
     defaults = {"budget": Budget(max_bytes=2000), "out": tmp_path / "small", "engine": "torch", "heal": 0}
-    with pytest.raises(ValueError, match="out of reach"):
+    with pytest.raises(ValueError, match=r"out of reach: the smallest shape .* needs about .*; give it at least that"):
         hf_freeze.compress(encoder, texts=texts(), **defaults)
     with pytest.raises(ValueError, match="holds another compression"):
         hf_freeze.compress(encoder, texts=texts(61), **defaults)
@@ -257,12 +233,10 @@ def test_the_command_wants_texts_or_labels(tmp_path):
 
 def test_bytes_are_fewest_for_a_loss(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(compression, "_HALVINGS", 2)
-    found = []
-    for loss in (0.5, 30):
-        settings = {"budget": Budget(max_loss=loss), "engine": "torch", "heal": 0}
-        found.append(hf_freeze.compress(encoder, texts=texts(), out=tmp_path / str(loss), **settings))
-        assert found[-1].loss <= loss
-    assert found[1].after.bytes < found[0].after.bytes <= found[0].whole.bytes
+    settings = {"budget": Budget(max_loss=30), "engine": "torch", "heal": 0}
+    result = hf_freeze.compress(encoder, texts=texts(), out=tmp_path, **settings)
+    assert 0 < result.loss <= 30
+    assert result.after.bytes < 0.8 * result.whole.bytes
 
 
 def test_a_front_goes_from_the_whole_to_the_smallest(encoder, tmp_path):
