@@ -11,8 +11,9 @@ Every compression runs in its own process with one thread, with the same model a
 Llama of 260 thousand parameters with 128 samples of its own, translators (one for each seed) with 1,000 German sentences and
 their own translations. Nothing has labels. Then every result is measured here, as a plain model of the original's shapes, in
 which removed parts are zero: recall of captions on 5,000 images (whose captions calibration never saw), perplexity of the samples
-of the whole model and KL to it, BLEU. Differences from the whole model have 95 % intervals of a paired bootstrap over items, and
-over seeds where there are several. `kept` is counted in the result, not taken from the method.
+of the whole model and KL to it, BLEU. Differences from the whole model, and of the calibrated hf_freeze from each other method,
+have 95 % intervals of a paired bootstrap over items, and over seeds where there are several. `kept` is counted in the result, not
+taken from the method.
 
 Seconds are those of the method alone: without imports and loading; for translators with the time that the model takes to
 translate. CPU seconds do not depend on what else runs on the machine. Memory is what the peak lies above the loaded model.
@@ -43,7 +44,7 @@ from hf_freeze.experiments.runs.environment import environment
 
 HERE = Path(__file__).parent
 PEERS = ["peer_hf_freeze", *sorted(file.stem for file in HERE.glob("peer_*.py") if file.stem != "peer_hf_freeze")]
-WHOLE = "as it was"
+WHOLE, CALIBRATED, ALLOCATED = "as it was", "hf_freeze, calibrated", "hf_freeze, calibrated and allocated"
 
 
 def main() -> None:
@@ -305,34 +306,44 @@ class Table:
 
     def of_model(self, model: str, rows: list[dict[str, Any]]) -> str:
         names = list(next(row["scores"] for row in rows if "scores" in row))
-        head = ["cut", "method", "seeds", *names, f"{names[0]} − whole (95 %)", "kept", "s", "CPU s", "MB"]
+        differences = [f"{names[0]} − whole (95 %)", "hf_freeze, calibrated − this (95 %)"]
+        head = ["cut", "method", "seeds", *names, *differences, "kept", "s", "CPU s", "MB"]
         whole = [row for row in rows if row["method"] == WHOLE]
         text = [f"### {model}", "| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
         cells = [mean([row["scores"][name] for row in whole]) for name in names]
-        text.append("| " + " | ".join(["", WHOLE, str(len(whole)), *cells, "", "1", "", "", ""]) + " |")
+        text.append("| " + " | ".join(["", WHOLE, str(len(whole)), *cells, "", "", "1", "", "", ""]) + " |")
         for cut in measures.CUTS[model]:
             groups: dict[str, list[dict[str, Any]]] = {}
             for row in rows:
                 if row["cut"] == cut:
                     groups.setdefault(row["method"], []).append(row)
+            ours = next((groups[name] for name in (ALLOCATED, CALIBRATED) if name in groups), [])
             for method, group in groups.items():
-                text.append("| " + " | ".join([cut, method, *self.cells(group, names, whole, cut)]) + " |")
+                text.append("| " + " | ".join([cut, method, *self.cells(group, names, whole, ours, cut)]) + " |")
         return "\n".join(text)
 
-    def cells(self, group: list[dict[str, Any]], names: list[str], whole: list[dict[str, Any]], cut: str) -> list[str]:
+    def cells(
+        self,
+        group: list[dict[str, Any]],
+        names: list[str],
+        whole: list[dict[str, Any]],
+        ours: list[dict[str, Any]],
+        cut: str,
+    ) -> list[str]:
+        """What follows the cut and the method of some rows; `ours` are those of the calibrated hf_freeze, allocated over layers
+        where it can be."""
         done = [row for row in group if "scores" in row]
         if not done:
             said = group[0].get("cannot") or group[0]["error"]
-            return ["0", said.replace("|", "/")[:160], *["–"] * (len(names) + 4)]
+            return ["0", said.replace("|", "/")[:160], *["–"] * (len(names) + 5)]
         cells = [mean([row["scores"][name] for row in done]) for name in names]
         if done[0]["model"] == "translator":
-            pairs = [(row, other) for row in done for other in whole if other["seed"] == row["seed"]]
+            pairs = [(other, row) for row in done for other in whole if other["seed"] == row["seed"]]
         else:
-            pairs = [(row, whole[0]) for row in done]  # one model: its items do not depend on the seed
-        changed = [self.items(slug(row))[names[0]] for row, _ in pairs]
-        before = [self.items(slug(other))[names[0]] for _, other in pairs]
-        difference = measures.interval(before, changed, measures.score_of(names[0]))
-        middle, low, high = map(measures.rounded, difference)
+            pairs = [(whole[0], row) for row in done]  # one model: its items do not depend on the seed
+        against = [(row, own) for row in done for own in ours if own["seed"] == row["seed"] and "scores" in own]
+        same = not against or done[0]["method"] == against[0][1]["method"]
+        differences = [self.difference(pairs, names[0]), "" if same else self.difference(against, names[0])]
         shares = [row["kept"] for row in done if row["kept"] is not None]
         kept = f"{max(shares):.3f}" if shares else "–"
         limit = measures.limit_of(measures.CUTS[done[0]["model"]][cut])
@@ -340,7 +351,13 @@ class Table:
             kept += f" (above {limit:g})"
         memory = max(row["peak_bytes"] - row["loaded_bytes"] for row in done) / 1e6
         seconds = [f"{np.mean([row[key] for row in done]):.1f}" for key in ("seconds", "cpu_seconds")]
-        return [str(len(done)), *cells, f"{middle} ({low} to {high})", kept, *seconds, f"{memory:.0f}"]
+        return [str(len(done)), *cells, *differences, kept, *seconds, f"{memory:.0f}"]
+
+    def difference(self, pairs: list[tuple[dict[str, Any], dict[str, Any]]], name: str) -> str:
+        """Of the second rows from the first, with its interval."""
+        before, after = ([self.items(slug(pair[side]))[name] for pair in pairs] for side in (0, 1))
+        middle, low, high = map(measures.rounded, measures.interval(before, after, measures.score_of(name)))
+        return f"{middle} ({low} to {high})"
 
 
 def mean(values: list[float]) -> str:
