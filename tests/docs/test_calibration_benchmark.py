@@ -288,14 +288,15 @@ def test_tables_pair_rows_with_the_whole_model_and_say_what_cannot_be_done(monke
         "loaded_bytes": 1e6,
     }
     table.add({**base, **done, "method": "one"}, {"recall@1": fewer})
+    ours = np.stack([np.arange(100) < 55, np.ones(100)], 1).astype(float)
+    table.add({**base, **done, "method": run.CALIBRATED}, {"recall@1": ours})
     table.add({**base, "method": "two", "cannot": "no BERT"}, {})
     table.add({**base, "method": "three", "error": "broke"}, {})
     assert table.has({**base, "method": "one"})
     assert table.has({**base, "method": "two"})
     assert not table.has({**base, "method": "three"})
     printed = run.Table(tmp_path).markdown("test")
-    assert re.search(
-        r"\| one \| 1 \| 0.500 \| -0.100 \(-0.1\d\d to -0.0\d\d\) \| 0.600 \(above 0.5\) \| 3.0 \| 2.0 \| 4 \|", printed
-    )
+    found = r"\| one \| 1 \| 0.500 \| -0.100 \(-0.1\d\d to -0.0\d\d\) \| 0.050 \(0.0\d\d to 0.\d+\) \| 0.600 \(above 0.5\) \|"
+    assert re.search(rf"{found} 3.0 \| 2.0 \| 4 \|", printed)
     assert "| two | 0 | no BERT |" in printed
     assert "| three | 0 | broke |" in printed

@@ -67,11 +67,15 @@ def training(folder, kills, draw):
 
     By default without the first task, of which a whole grid is killed."""
     tasks = list(EACH)[not ALL :]
-    of_tasks = [training_of(task, folder / task, kills // len(tasks), draw) for task in tasks]
+    of_tasks = [
+        training_of(task, folder / task, kills // len(tasks), draw, late=number % 2 == 0)
+        for number, task in enumerate(tasks)
+    ]
     return {name: sum(counts[name] for counts in of_tasks) for name in of_tasks[0]}
 
 
-def training_of(task, folder, kills, draw):
+def training_of(task, folder, kills, draw, late):
+    """`late`: the first kill is in the second half, where there is a checkpoint to go on from; every other one is as late."""
     folder.mkdir()
     recipe = write_recipe(folder / "r.yaml", only=["2.1"], **EACH[task], **LONGER, **SCHEDULED)
     (run,) = expand(load_recipe(recipe))
@@ -85,7 +89,10 @@ def training_of(task, folder, kills, draw):
     killed = resumed = equal = runs = 0
     while killed < kills:
         at, runs = folder / f"run-{runs}", runs + 1
-        while not lives(lambda at=at: execute(run, at), draw.uniform(0, seconds) if killed < kills else None):
+        while True:
+            moment = seconds * draw.uniform(0.5 * ((killed % 2 == 0) == late), 1)
+            if lives(lambda at=at: execute(run, at), moment if killed < kills else None):
+                break
             killed += 1
             if (at / "metrics.json").exists():  # written last: what it stands for is there
                 assert result(at) == result(whole)
