@@ -202,7 +202,8 @@ def classifier(tmp_path_factory):
 
 def command(folder: Path, out: Path, *options: str) -> list[str]:
     data = ["--data", str(folder / "reviews.csv"), "--columns", "Review", "--label", "Sentiment"]
-    return ["compress", str(folder), *data, "--out", str(out), "--engine", "torch", "--heal", "0", *options]
+    settings = ["--engine", "torch", "--heal", "0", "--samples", "48"]
+    return ["compress", str(folder), *data, "--out", str(out), *settings, *options]
 
 
 def test_a_csv_file_gives_a_score_on_what_nothing_was_chosen_by(classifier, tmp_path):

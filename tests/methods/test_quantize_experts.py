@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from families.contract import native_model, tiny_config
+from support.parametrize import by_turns
 from transformers import AutoModelForCausalLM
 
 from hf_freeze import make_variant
@@ -15,10 +16,9 @@ from hf_freeze.methods import FFNPruning, Freeze, Quantize
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def backbone(request):
-    config = tiny_config(request.param)
-    if request.param == "deepseek_v3":
+def backbone_of(family):
+    config = tiny_config(family)
+    if family == "deepseek_v3":
         config.first_k_dense_replace = 1  # the second layer has experts
     return native_model(config, "causal-lm")
 
@@ -49,8 +49,14 @@ def rounded(backbone, levels, group, layers=None):
     return model
 
 
-@pytest.mark.parametrize(("weights", "granularity"), [("int8", "channel"), ("int4", "channel"), ("int4", "group-64")])
-def test_each_row_of_each_expert_is_rounded(backbone, weights, granularity, tmp_path):
+GRIDS = [("int8", "channel"), ("int4", "channel"), ("int4", "group-64")]
+families = pytest.mark.parametrize("family", FAMILIES)
+grids = pytest.mark.parametrize("grid", GRIDS, ids="-".join)
+
+
+@by_turns(families, grids)
+def test_each_row_of_each_expert_is_rounded(family, grid, tmp_path):
+    backbone, (weights, granularity) = backbone_of(family), grid
     method = Quantize(components=["experts"], weights=weights, granularity=granularity)
     variant = make_variant(backbone, [method])
     expected = rounded(backbone, {"int8": 127, "int4": 7}[weights], None if granularity == "channel" else 64)
