@@ -111,6 +111,7 @@ class Compression:
         self._stopwatch: Stopwatch | None = None
         self.tried: list[Tried] = []
         self.chosen: Shape | None = None
+        self._nearest: tuple[str, float, Any] = "", math.inf, None  # of the candidates: the shape's digest, loss and variant
         self.blocks: dict[str, Block] = {}
         self.whole: Measured | None = None  # the model as it is, in the engine; `results`: smaller ones
         self.results: list[Measured] = []
@@ -277,6 +278,7 @@ class Compression:
         best = min(expected for _, expected in candidates.values())
         some = [one for one in candidates.values() if one[1] <= _MUCH_WORSE * best]
         self.progress.plan(len(some))
+        self._nearest = "", math.inf, None
         results = []
         for shape, expected in some:
             loss = self.phases.once(f"tried-{shape.digest}", lambda shape=shape: self._distance(shape))
@@ -293,7 +295,9 @@ class Compression:
         self.progress.step(self.words(shape))
         subject = self.original.subject(shape.tokens)
         variant = subject.cut(methods_of(shape, self.blocks, self.depths))
-        return subject.distance(variant) + self.losses.tokens.get(shape.tokens or 0, 0.0)
+        loss = subject.distance(variant) + self.losses.tokens.get(shape.tokens or 0, 0.0)
+        self._nearest = min(self._nearest, (shape.digest, loss, variant), key=lambda one: one[1])
+        return loss
 
     def _cut(self, shape: Shape) -> tuple[Path, Healed | None]:
         """The saved variant of a shape, healed; and what came of the healing."""
@@ -301,10 +305,15 @@ class Compression:
 
         def make() -> dict[str, Any] | None:
             subject, healed = self.original.subject(shape.tokens), None
-            everything, bits = methods_of(shape, self.blocks, self.depths), few_bits(shape, self.blocks)
-            self.progress.tell("cut", "cutting the model")
-            variant = subject.cut(everything[: len(everything) - len(bits)])
-            if parse_limit(self._heal) != (0.0, None):
+            heals = parse_limit(self._heal) != (0.0, None)
+            everything = methods_of(shape, self.blocks, self.depths)
+            bits = few_bits(shape, self.blocks) if heals else []  # those come after the healing
+            if self._nearest[0] == shape.digest and not bits:
+                variant = self._nearest[2]
+            else:
+                self.progress.tell("cut", "cutting the model")
+                variant = subject.cut(everything[: len(everything) - len(bits)])
+            if heals:
                 variant = variant if variant is not subject.model else make_variant(subject.model, [])
                 self.progress.tell("heal", "healing")
                 samples = replace(batches_of(subject.served, self.inputs.learnt), held_out=subject.held_out)
