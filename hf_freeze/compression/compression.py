@@ -18,7 +18,6 @@ from hf_freeze.compression.blocks import Block, blocks_of
 from hf_freeze.compression.budget import TIME_RESERVE, Budget, in_bytes
 from hf_freeze.compression.choose import Options, Program
 from hf_freeze.compression.engine import Stopwatch, engine_for, new_tokens_of, serve
-from hf_freeze.compression.heal import DEFAULT, Healed, HealLimit, heal, parse_limit
 from hf_freeze.compression.inputs import Inputs, batches_of, digest_of_items
 from hf_freeze.compression.labels import Labels, Score, check_labels, score_of
 from hf_freeze.compression.losses import measured_losses
@@ -33,6 +32,7 @@ from hf_freeze.model.fidelity import Fidelity
 from hf_freeze.model.make import make_variant
 from hf_freeze.publish.export.served import answers, opened
 from hf_freeze.seeded.tensor import fingerprint
+from hf_freeze.training.healing import DEFAULT, Healed, HealLimit, heal, parse_limit
 
 _TIGHTER = 4  # times that a shape is chosen again because its folder is above the budget
 _LARGEST, _SMALLEST = 0.9, 1.05  # of a front: times the whole model and the smallest shape
@@ -111,7 +111,11 @@ class Compression:
         self._stopwatch: Stopwatch | None = None
         self.tried: list[Tried] = []
         self.chosen: Shape | None = None
-        self._nearest: tuple[str, float, Any] = "", math.inf, None  # of the candidates: the shape's digest, loss and variant
+        self._nearest: tuple[str, float, Any] = (
+            "",
+            math.inf,
+            None,
+        )  # of the candidates: the shape's digest, loss and variant
         self.blocks: dict[str, Block] = {}
         self.whole: Measured | None = None  # the model as it is, in the engine; `results`: smaller ones
         self.results: list[Measured] = []

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_freeze.compression.budget import in_bytes
-from hf_freeze.compression.heal import Healed
 from hf_freeze.compression.labels import Score
 from hf_freeze.compression.shape import Shape
 from hf_freeze.model.fidelity import Fidelity
+from hf_freeze.training.healing import Healed
 
 
 @dataclass(frozen=True, kw_only=True)

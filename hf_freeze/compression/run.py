@@ -11,11 +11,11 @@ from transformers.utils import logging
 
 from hf_freeze.compression.budget import Budget
 from hf_freeze.compression.compression import Compression
-from hf_freeze.compression.heal import DEFAULT, HealLimit
 from hf_freeze.compression.labels import Labels
 from hf_freeze.compression.progress import Callback
 from hf_freeze.compression.report import write_front, write_report
 from hf_freeze.compression.results import Compressed
+from hf_freeze.training.healing import DEFAULT, HealLimit
 
 
 def compress(

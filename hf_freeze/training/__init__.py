@@ -3,6 +3,8 @@
 from hf_freeze.training.callback import VariantCallback as VariantCallback
 from hf_freeze.training.classification import ClassificationTrainer as ClassificationTrainer
 from hf_freeze.training.decoding import teacher_translations as teacher_translations
+from hf_freeze.training.healing import Healed as Healed
+from hf_freeze.training.healing import heal as heal
 from hf_freeze.training.loss import label_smoothed_loss as label_smoothed_loss
 from hf_freeze.training.masked_lm import MaskedTokenTrainer as MaskedTokenTrainer
 from hf_freeze.training.optimizer import carried_optimizer as carried_optimizer

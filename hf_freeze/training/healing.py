@@ -21,11 +21,11 @@ from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from hf_freeze.architectures.base import hidden_size
-from hf_freeze.compression.targets import Objective, Texts, texts_of
 from hf_freeze.io import bytes_of, write_whole
 from hf_freeze.model.running import in_eval_mode, without_cache
 from hf_freeze.model.samples import Samples
 from hf_freeze.seeded.tensor import fingerprint
+from hf_freeze.training.healing_targets import Objective, Texts, texts_of
 from hf_freeze.training.resume import last_whole_checkpoint
 
 HealLimit = int | str  # 0, "10min", "90s", "2h", "1epoch", "0.5epochs" or DEFAULT

@@ -16,14 +16,14 @@ from transformers import (
 )
 
 from hf_freeze import make_variant
-from hf_freeze.compression import heal as healing
-from hf_freeze.compression import targets
-from hf_freeze.compression.heal import Healed, heal, parse_limit
-from hf_freeze.compression.targets import Objective, texts_of
 from hf_freeze.methods.ffn_pruning import FFNPruning
 from hf_freeze.methods.freeze import Freeze
 from hf_freeze.model.samples import samples_of
 from hf_freeze.seeded.tensor import fingerprint
+from hf_freeze.training import healing
+from hf_freeze.training import healing_targets as targets
+from hf_freeze.training.healing import Healed, heal, parse_limit
+from hf_freeze.training.healing_targets import Objective, texts_of
 
 CASES = {
     "sentences": ("bert", AutoModel),
