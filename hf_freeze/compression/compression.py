@@ -41,8 +41,7 @@ _MARGIN = 0.002  # share of a limit of bytes that is left free then
 _MUCH_WORSE = 3.0  # times the expected loss of the best, from which a candidate is not measured
 _POOLING = {"cls": "cls", "lasttoken": "last"}  # of sentence-transformers -> of `heal`
 _NATIVE_MULTIPLE = 64
-# What a candidate may not touch, of each one.
-_WITHOUT = (frozenset(), frozenset({"layers"}), frozenset({"heads"}), frozenset({"bits"}))
+_WAYS = ("", "layers", "heads", "bits")  # what a candidate does not touch, of each one
 
 
 class Compression:
@@ -238,8 +237,10 @@ class Compression:
         limits = wanted = self._limits()
         self._check_reach(wanted)
         excess: list[str] = []
+        ways: Sequence[str] = _WAYS
         for _ in range(_TIGHTER):
-            shape = self.chosen = self._chosen(limits)
+            shape, way = self._chosen(limits, ways)
+            self.chosen, ways = shape, [way]  # what was compared is not compared again for a few bytes less
             folder, healed = self._cut(shape)
             made = replace(self._made(shape, f"served-{shape.digest}", folder), model=folder, healed=healed)
             if not (excess := budget.excess(made.bytes, made.ms)):
@@ -266,25 +267,28 @@ class Compression:
                     f"about {shown}; give it at least that"
                 )
 
-    def _chosen(self, limits: tuple[float, float | None]) -> Shape:
-        """The best of some shapes, each cut with calibration and compared with the original."""
-        candidates: dict[str, tuple[Shape, float]] = {}
-        for gone in _WITHOUT:
-            if not gone - {"bits"} <= self.options.may_go:
+    def _chosen(self, limits: tuple[float, float | None], ways: Sequence[str]) -> tuple[Shape, str]:
+        """The best of the shapes of these ways, and its way. If they are several, each is cut with calibration and compared with
+        the original."""
+        candidates: dict[str, tuple[Shape, float, str]] = {}
+        for way in ways:
+            if candidates and way not in self._touched(next(iter(candidates.values()))[0]):
                 continue
-            bits = self.options.bits[:1] if "bits" in gone else self.options.bits
-            options = replace(self.options, may_go=self.options.may_go - gone, bits=bits)
+            bits = self.options.bits[:1] if way == "bits" else self.options.bits
+            options = replace(self.options, may_go=self.options.may_go - {way}, bits=bits)
             found = Program(self.blocks, self.losses, self.prices, options).solve(*limits)
             if found is not None:
-                candidates.setdefault(found[0].digest, found)
+                candidates.setdefault(found[0].digest, (*found, way))
         if not candidates:
             raise ValueError(f"no shape is within {self.budget.words()}")
-        best = min(expected for _, expected in candidates.values())
+        best = min(expected for _, expected, _ in candidates.values())
         some = [one for one in candidates.values() if one[1] <= _MUCH_WORSE * best]
-        self.progress.plan(len(some))
         self._nearest = "", math.inf, None
+        if len(some) == 1:
+            return some[0][0], some[0][2]
+        self.progress.plan(len(some))
         results = []
-        for shape, expected in some:
+        for shape, expected, _ in some:
             loss = self.phases.once(f"tried-{shape.digest}", lambda shape=shape: self._distance(shape))
             (size, ms), words = self.prices.cost(shape), self.words(shape)
             costs: Any = {"bytes": size, "ms": ms if self.prices.knows_time else None}
@@ -292,7 +296,14 @@ class Compression:
             self.tried += [tried] if tried not in self.tried else []
             self.say(f"candidate: {words}: about {in_bytes(size)}; loss {loss:.4f} (expected {expected:.4f})")
             results.append(loss)
-        return some[results.index(min(results))][0]
+        shape, _, way = some[results.index(min(results))]
+        return shape, way
+
+    def _touched(self, shape: Shape) -> set[str]:
+        """Of the ways, what a shape has less of."""
+        kinds = {self.blocks[name].kind for name, units in shape.units.items() if units < self.blocks[name].units}
+        kinds |= {"layers"} if any(len(shape.layers[stack]) < depth for stack, depth in self.depths.items()) else set()
+        return kinds | ({"bits"} if any(bits < self.options.bits[0] for bits in shape.bits.values()) else set())
 
     def _distance(self, shape: Shape) -> float:
         """Of a shape from the original, that of its tokens included."""

@@ -34,6 +34,7 @@ from hf_freeze.model import paging
 from hf_freeze.model.calibration import Calibration, Report, StoredMoments, calibrated_linears, warned_once
 from hf_freeze.model.curvature import curvatures
 from hf_freeze.model.fidelity import fidelity_on
+from hf_freeze.model.fitting import coordinates_of
 from hf_freeze.model.running import decoder_mask, in_eval_mode, on_device, without_cache
 from hf_freeze.model.samples import Samples, samples_of
 from hf_freeze.model.watching import (
@@ -526,8 +527,13 @@ class CalibrationPass:
                 begin(number)
                 yield (weight * (run(number) - target).square()).sum() / size
 
+        def outputs() -> Iterator[Tensor]:
+            for number, weight in enumerate(weights):
+                begin(number)
+                yield (weight / size).sqrt() * run(number)
+
         with remembering(layer, parameters) as begin:
-            descend(parameters, errors)
+            descend(parameters, errors, coordinates_of(layer, parameters, outputs))
 
     def _fitted_parameters(self, stack: str, number: int) -> list[nn.Parameter]:
         """Those of a layer of the new model that may be fitted: in fp32 or fp64, not seeded, of no other layer, and not of a

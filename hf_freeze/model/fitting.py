@@ -1,0 +1,89 @@
+"""In which coordinates the parameters of a layer are fitted together (`solvers/descent.py`): those of its linears by what they
+read, and by what their outputs change in those of the layer."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_freeze.layers.low_rank import LowRankLinear
+from hf_freeze.layers.masked import MaskedConv1D, MaskedLinear
+from hf_freeze.solvers.descent import Coordinates
+
+_LINEARS = (nn.Linear, Conv1D, LowRankLinear, MaskedLinear, MaskedConv1D)
+
+
+def coordinates_of(
+    layer: nn.Module, parameters: Sequence[nn.Parameter], outputs: Callable[[], Iterable[Tensor]]
+) -> list[Coordinates]:
+    """`outputs()`: those of the layer for each batch, weighted as in the error. With noise as the gradient of these, that of the
+    outputs of a linear has the second moments that the Gauss-Newton matrix of the error has there. Parameters of other modules
+    have one number: the root mean square of their own gradients.
+    """
+    chosen = {id(parameter) for parameter in parameters}
+    linears = [
+        part for part in layer.modules() if type(part) in _LINEARS and chosen & {*map(id, part.parameters(False))}
+    ]
+    grams = {id(linear): _Grams() for linear in linears}
+
+    def watch(linear: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(functools.partial(grams[id(linear)].add, args[0].detach()))
+
+    generator = torch.Generator().manual_seed(0)
+    with ExitStack() as handles, torch.enable_grad():
+        for linear in linears:
+            handles.callback(linear.register_forward_hook(watch).remove)
+        for values in outputs():
+            noise = torch.randn(values.shape, generator=generator).to(values)
+            (values * noise).sum().backward()
+    found: dict[int, Coordinates] = {}
+    for linear in linears:
+        if grams[id(linear)].count:
+            found |= _of_linear(linear, grams[id(linear)])
+    result = [found[id(each)] if id(each) in found else Coordinates(scale=_size_of(each.grad)) for each in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return result
+
+
+@dataclass
+class _Grams:
+    """Sums over `count` tokens: of what a linear reads, (I, I), and of the gradients of its outputs, (O, O)."""
+
+    count: int = 0
+    read: Any = 0.0
+    changed: Any = 0.0
+
+    def add(self, inputs: Tensor, gradient: Tensor) -> None:
+        inputs, gradient = inputs.flatten(0, -2), gradient.flatten(0, -2)
+        rows = gradient.abs().sum(-1) > 0  # of padding it is 0
+        self.count += int(rows.sum())
+        self.read = self.read + inputs[rows].T @ inputs[rows]
+        self.changed = self.changed + gradient.T @ gradient
+
+
+@torch.no_grad()
+def _of_linear(linear: Any, grams: _Grams) -> dict[int, Coordinates]:
+    """id of a parameter -> its coordinates."""
+    read, changed = grams.read / grams.count, grams.changed
+    if isinstance(linear, LowRankLinear):
+        up, down = linear.up, linear.down
+        found = {
+            id(down): Coordinates.of(up.T @ changed @ up, read),
+            id(up): Coordinates.of(changed, down @ read @ down.T),
+        }
+    else:
+        sides = (read, changed) if isinstance(linear, Conv1D) else (changed, read)
+        found = {id(linear.weight): Coordinates.of(*sides)}
+    return found if linear.bias is None else found | {id(linear.bias): Coordinates.of(changed)}
+
+
+def _size_of(gradient: Tensor | None) -> float:
+    """The root mean square of a gradient, 1 where there is none."""
+    return 1.0 if gradient is None else float(gradient.square().mean().sqrt()) or 1.0
