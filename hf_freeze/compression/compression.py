@@ -217,7 +217,9 @@ class Compression:
             probes = [(shape, times[name]) for name, shape in shapes.items()]
         assert self.whole is not None
         original, everything = self.original, self.whole
-        sizes = sizes_of(original.model, original.tokens, everything.folder, everything.bytes, options.bits[0])
+        lists = self.engine.format != "ctranslate2"
+        size, bits = everything.bytes, options.bits[0]
+        sizes = sizes_of(original.model, original.tokens, everything.folder, size, bits, lists=lists)
         self.prices = Prices(self.blocks, self.depths, sizes, probes)
         self.program = Program(self.blocks, self.losses, self.prices, options)
 

@@ -11,22 +11,24 @@ from scipy.optimize import nnls
 from hf_freeze.compression.blocks import Block
 from hf_freeze.compression.shape import GROUP, Shape
 
+_LISTED = 5.0  # bytes of the number of a token or neuron in a config that tells which are kept
 _BYTES = {32: 4.0, 16: 2.0, 8: 1.01, 4: 0.5 + 4 / GROUP}  # of a weight, with its scales
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """`of_token`: numbers in the tables for each token; `token_bytes`: of the tokenizer's files; `bits`: of the whole model in
-    the engine, `bytes`: of its folder."""
+    the engine, `bytes`: of its folder. `lists`: whether a folder of this engine has a config with what is kept."""
 
     of_token: int
     tokens: int
     token_bytes: float
     bits: int
     bytes: float
+    lists: bool = False
 
 
-def sizes_of(model: Any, tokens: int, folder: Path, size: int, bits: int) -> Sizes:
+def sizes_of(model: Any, tokens: int, folder: Path, size: int, bits: int, *, lists: bool) -> Sizes:
     """`folder`, `size`: of the whole model in the engine, in `bits`."""
     tables = {id(p): p for p in model.parameters() if tokens and p.ndim == 2 and p.shape[0] == tokens}
     files = [path for path in folder.iterdir() if path.is_file() and ("token" in path.name or "vocab" in path.name)]
@@ -36,6 +38,7 @@ def sizes_of(model: Any, tokens: int, folder: Path, size: int, bits: int) -> Siz
         token_bytes=sum(path.stat().st_size for path in files) / max(tokens, 1),
         bits=bits,
         bytes=size,
+        lists=lists,
     )
 
 
@@ -75,14 +78,19 @@ class Prices:
         """(bytes, ms)"""
         weights = units * block.per_unit
         stack, _ = block.place
-        return weights * _BYTES[bits], weights * self._of_weight[stack]
+        listed = self._listed(units, block.units) if block.kind == "neurons" else 0.0
+        return weights * _BYTES[bits] + listed, weights * self._of_weight[stack]
+
+    def _listed(self, kept: int, count: int) -> float:
+        return _LISTED * kept if self._sizes.lists and kept < count else 0.0
 
     def of_layers(self, stack: str, depth: int) -> tuple[float, float]:
         return 0.0, depth * self._of_layer[stack]
 
     def of_tables(self, tokens: int, bits: int) -> tuple[float, float]:
         numbers = tokens * self._sizes.of_token
-        return numbers * _BYTES[bits] + tokens * self._sizes.token_bytes, numbers * self._of_number
+        size = numbers * _BYTES[bits] + tokens * self._sizes.token_bytes + self._listed(tokens, self._sizes.tokens)
+        return size, numbers * self._of_number
 
     def cost(self, shape: Shape) -> tuple[float, float]:
         """(bytes, ms) of a shape, estimated."""
