@@ -138,7 +138,9 @@ class LayerSelection(Method):
             surgery.set_linear(linear, fitted, fitted_bias)
             if norms is not None:
                 own = new.base_model.get_submodule(norms[0].replace(names[0], names[2], 1))
-                own.load_state_dict(old.base_model.get_submodule(norms[1]).state_dict())
+                last = old.base_model.get_submodule(norms[1]).state_dict()
+                # In memory of its own: until the end, the new model shares that of the old one.
+                own.load_state_dict({name: values.clone() for name, values in last.items()}, assign=True)
         # What leaves the layer before a gap is not quite what later ones have read: they are fitted, too.
         spans = [(first, following - 1) for first, following in itertools.pairwise([0, *numbers[1:], depth])]
         gap = next((number for number, (first, last) in enumerate(spans) if first != last), len(spans))

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.cases import ALL
-from support.models import perturbed
+from support.cases import ALL, once_on_each_architecture
+from support.models import native, perturbed
+from support.parametrize import over
 from support.small import small_config
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -108,6 +109,19 @@ def test_outputs_are_nearer_and_the_files_are_the_same(model, method, tmp_path):
         expected = calibrated(**texts[0]).logits
         assert torch.equal(again(**texts[0]).logits, expected)
         torch.testing.assert_close(calibrated.merge()(**texts[0]).logits, expected, rtol=1e-3, atol=1e-4)
+
+
+@over(once_on_each_architecture(lambda case: case.from_model and any(one.calibrates for one in case.methods)))
+def test_the_model_that_is_given_stays_as_it_is(case):
+    """Until the end, its memory is that of the new one."""
+    given = native(case)
+    before = {name: value.clone() for name, value in given.state_dict().items()}
+    texts = case.batch()
+    labels = texts.pop("labels", None)
+    if given.config.is_encoder_decoder and labels is not None:
+        texts["decoder_input_ids"] = labels.clamp_min(0)
+    variant(given, *case.methods, texts=[texts, texts])
+    assert [name for name, value in given.state_dict().items() if not torch.equal(value, before[name])] == []
 
 
 def test_as_many_weights_stay_as_without_a_calibration(model):
