@@ -1,6 +1,6 @@
 """Fit parameters that enter an error in other ways than linearly, such as those of all matrices of an FFN: L-BFGS (Liu & Nocedal,
 1989, https://doi.org/10.1007/BF01589116), in coordinates in which each direction changes the outputs about as much as any other
-(Martens & Grosse, 2015, https://arxiv.org/abs/1503.05671). There few steps go far, and those that would fit noise come last."""
+(Martens & Grosse, 2015, https://arxiv.org/abs/1503.05671), so that few steps go far."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -92,7 +92,9 @@ def descend(
 
 
 def _factor(gram: Tensor) -> Tensor:
-    """The Cholesky factor of a Gram matrix, damped so that it has one."""
+    """The Cholesky factor of a Gram matrix, damped so that it has one; not finite if the matrix is not: `descend` changes nothing
+    then."""
     exact = gram if gram.device.type == "mps" else gram.double()
     damping = _DAMPING * exact.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
-    return torch.linalg.cholesky(exact + damping * torch.eye(len(gram), dtype=exact.dtype, device=gram.device)).to(gram)
+    identity = torch.eye(len(gram), dtype=exact.dtype, device=gram.device)
+    return torch.linalg.cholesky_ex(exact + damping * identity).L.to(gram)

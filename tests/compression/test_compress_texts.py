@@ -233,10 +233,12 @@ def test_the_command_wants_texts_or_labels(tmp_path):
 
 def test_bytes_are_fewest_for_a_loss(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(compression, "_HALVINGS", 2)
-    settings = {"budget": Budget(max_loss=30), "engine": "torch", "heal": 0}
-    result = hf_freeze.compress(encoder, texts=texts(), out=tmp_path, **settings)
-    assert 0 < result.loss <= 30
-    assert result.after.bytes < 0.8 * result.whole.bytes
+    found = []
+    for loss in (0.5, 30):
+        settings = {"budget": Budget(max_loss=loss), "engine": "torch", "heal": 0}
+        found.append(hf_freeze.compress(encoder, texts=texts(), out=tmp_path / str(loss), **settings))
+        assert found[-1].loss <= loss
+    assert found[1].after.bytes < found[0].after.bytes <= found[0].whole.bytes
 
 
 def test_a_front_goes_from_the_whole_to_the_smallest(encoder, tmp_path):

@@ -148,7 +148,8 @@ def test_alone_it_is_the_share_of_its_own_parts(model):
     assert alone.methods == share.methods
 
 
-def test_units_of_different_sizes_count_by_their_weights():
+@pytest.mark.parametrize("methods", [AUTO, AUTO[1:]])
+def test_units_of_different_sizes_count_by_their_weights(methods):
     """Neurons of one stack have four times the weights of those of the other."""
     torch.manual_seed(0)
     small = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
@@ -156,8 +157,9 @@ def test_units_of_different_sizes_count_by_their_weights():
     config = T5GemmaConfig(encoder=small, decoder=small | {"hidden_size": 64}, vocab_size=40)
     model = perturbed(AutoModelForSeq2SeqLM.from_config(config)).eval()
     texts = [{"input_ids": torch.randint(3, 40, (8, 9)), "decoder_input_ids": torch.randint(3, 40, (8, 9))}]
-    cut = make_variant(model, AUTO[1:], calibration=texts, budget=0.6)
-    assert 0.54 < weights_of_ffns(cut) / weights_of_ffns(model) <= 0.6
+    cut = make_variant(model, methods, calibration=texts, budget=0.6)
+    parts = weights_of_blocks if methods is AUTO else weights_of_ffns
+    assert 0.54 < parts(cut) / parts(model) <= 0.6
 
 
 def test_a_model_without_weights_is_refused():

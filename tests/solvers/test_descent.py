@@ -25,6 +25,8 @@ def test_without_a_lower_error_the_parameters_are_as_before():
     weight = nn.Parameter(torch.ones(2))
     descend([weight], lambda: [weight.square().sum() * float("nan")])
     assert torch.equal(weight.data, torch.ones(2))
+    descend([weight], lambda: [weight.square().sum()], [Coordinates.of(torch.full((2, 2), float("nan")))])
+    assert torch.equal(weight.data, torch.ones(2))
 
 
 def test_a_problem_of_unlike_directions_is_solved_in_few_steps():
