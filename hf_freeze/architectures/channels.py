@@ -7,8 +7,8 @@ nor in the new order tells that something before it has to follow. This goes on 
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +53,10 @@ class _Wrong(Exception):
 
 
 class Finder:
-    """Finds the channels of `model`, a small one full of noise, on `inputs`; `stacks`: the names of its lists of layers."""
+    """Finds the channels of `model`, a small one full of noise, on `inputs`; `stacks`: the names of its lists of layers.
+
+    The model has hooks until `close()`.
+    """
 
     def __init__(self, model: Any, inputs: dict[str, Any], stacks: Iterable[str]) -> None:
         self.model, self.inputs = model, inputs
@@ -70,36 +73,34 @@ class Finder:
         self.started: dict[str, int] = {}  # module -> the number of its first call
         self.norms: dict[str, str] = {}
         self.runs = 0
+        self.handles = list(self._hooks())
         self.hidden = self._record()
         self.order = torch.randperm(self.hidden, generator=torch.Generator().manual_seed(4))
         self.units = self._units()
 
     # -- runs ------------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _hooked(self, see: Any) -> Iterator[None]:
-        """Inside, `see(module name, whether it gets them, tensors)` is called before and after each module."""
-        handles: list[Any] = []
+    def _hooks(self) -> Iterator[Any]:
+        """Have `see(module name, whether it gets them, tensors)` called before and after each module."""
         for name, module in self.names.items():
             if name:
-                handles.append(
-                    module.register_forward_pre_hook(
-                        lambda _, args, kwargs, name=name: see(name, True, list(tensors_in((args, kwargs)))),
-                        with_kwargs=True,
-                    )
+                yield module.register_forward_pre_hook(
+                    lambda _, args, kwargs, name=name: self.see(name, True, list(tensors_in((args, kwargs)))),
+                    with_kwargs=True,
                 )
-                handles.append(
-                    module.register_forward_hook(lambda *call, name=name: see(name, False, list(tensors_in(call[2]))))
+                yield module.register_forward_hook(
+                    lambda *call, name=name: self.see(name, False, list(tensors_in(call[2])))
                 )
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _forward(self) -> list[torch.Tensor]:
-        return list(tensors_in(self.model(**copy.deepcopy(self.inputs))))
+    def close(self) -> None:
+        """Leave the model without hooks. They stay from run to run, of which there are hundreds."""
+        for handle in self.handles:
+            handle.remove()
+
+    def _forward(self, see: Callable[[str, bool, list[torch.Tensor]], None]) -> list[torch.Tensor]:
+        self.see = see
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return list(tensors_in(self.model(**copy.deepcopy(self.inputs))))
 
     def _record(self) -> int:
         """Run the model as it is; returns the number of channels: that of the states which the first layers get."""
@@ -118,8 +119,7 @@ class Finder:
                 last[:] = name, states[0].clone()
             self.expected.append((name, given, [t.detach().clone() for t in tensors]))
 
-        with self._hooked(see):
-            outputs = self._forward()
+        outputs = self._forward(see)
         self.expected.append(("", False, [t.detach().clone() for t in outputs]))
         self.firsts = {name: stack for name, stack in self.firsts.items() if name in self.started}
         if len(set(sizes)) != 1:
@@ -150,12 +150,8 @@ class Finder:
                 raise _Wrong
             count += 1
 
-        with self._hooked(see):
-            try:
-                with self.reordered(flipped):
-                    see("", False, self._forward())
-            except _Wrong:
-                pass
+        with suppress(_Wrong), self.reordered(flipped):
+            see("", False, self._forward(see))
         return wrong
 
     @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, initialization
 
 from hf_freeze.architectures.base import Architecture, read
 from hf_freeze.architectures.channels import NotFound
@@ -38,7 +38,9 @@ def derive(config: Any) -> Architecture:
     check_contradictions(config)
     key = _key(config)
     if key not in _DERIVED:
-        with quiet(), torch.random.fork_rng(devices=[]):  # the first call leaves the random state as the later ones do
+        # The first call leaves the random state as the later ones do. Of the models that are built here, the shapes are read, or
+        # all values are set.
+        with quiet(), torch.random.fork_rng(devices=[]), initialization.no_init_weights():
             with on_cpu():
                 small, unused = _derived_small(config)
             _DERIVED[key] = _adopt(describe(base_model(config), config, unused), small, config)

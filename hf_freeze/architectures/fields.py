@@ -52,7 +52,7 @@ def with_fields(architecture: Architecture, config: Any) -> Architecture:
 
 def change(config: Any, **changes: Any) -> Any:
     """A config of the same class with other values; a dotted name lies in a nested config."""
-    data = copy.deepcopy(config.to_dict())
+    data = config.to_dict()  # which is a copy
     for name, value in changes.items():
         *path, last = name.split(".")
         inner = data

@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -73,9 +73,9 @@ def _found(native_class: Any, small: Any) -> tuple[Probe, Channels]:
                 with suppress(Exception):  # whatever the native forward raises for inputs that it does not take
                     probe.run(**masks)
                     probe.inputs |= masks
-                finder = Finder(probe.model, probe.inputs, stacks_of(probe.model))
-                flipped = finder.find()
-                _check_idle(probe, finder.idle(flipped), flipped)
+                with closing(Finder(probe.model, probe.inputs, stacks_of(probe.model))) as finder:
+                    flipped = finder.find()
+                    _check_idle(probe, finder.idle(flipped), flipped)
                 _FOUND[key] = probe, _with_sizes(probe, finder.channels(flipped))
             except Exception as error:  # whatever the native forward raises
                 _FOUND[key] = NotFound(first_line(error))
