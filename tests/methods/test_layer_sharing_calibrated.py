@@ -25,14 +25,15 @@ def model(request):
     return perturbed(FAMILIES[request.param][0].from_config(small_config(request.param, **depth))).eval()
 
 
-def batches(model, count, seed=0):
+def batches(model, rows, seed=0):
+    """Two batches."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids():
-        return torch.randint(3, model.config.vocab_size, (8, 12), generator=generator)
+        return torch.randint(3, model.config.vocab_size, (rows, 12), generator=generator)
 
     names = ["input_ids", *(["decoder_input_ids"] if model.config.is_encoder_decoder else ())]
-    return [{name: ids() for name in names} for _ in range(count)]
+    return [{name: ids() for name in names} for _ in range(2)]
 
 
 def shared(model, calibration=None, **settings):
@@ -45,8 +46,8 @@ def shared(model, calibration=None, **settings):
     ids=["all", "groups", "ffn"],
 )
 def test_outputs_are_nearer_on_other_texts(model, settings):
-    plain, fitted = shared(model, **settings), shared(model, batches(model, 8), **settings)
-    texts = batches(model, 2, seed=1)
+    plain, fitted = shared(model, **settings), shared(model, batches(model, 32), **settings)
+    texts = batches(model, 8, seed=1)
     assert not fitted.calibration_report.notes
     assert fidelity_on(model, fitted, texts).kl < 0.9 * fidelity_on(model, plain, texts).kl
     one, other = dict(plain.named_parameters()), dict(fitted.named_parameters())
@@ -57,7 +58,7 @@ def test_outputs_are_nearer_on_other_texts(model, settings):
 
 
 def test_the_error_at_each_place_is_reported(model):
-    errors = shared(model, batches(model, 8), components=["ffn"]).calibration_report.errors
+    errors = shared(model, batches(model, 32), components=["ffn"]).calibration_report.errors
     places = [name.removeprefix("model.") for name in errors]
     assert len(places) == 3 * (1 + model.config.is_encoder_decoder)
     before, after = (sum(error) for error in zip(*errors.values(), strict=True))
@@ -68,7 +69,7 @@ def test_what_has_no_form_of_its_own_is_as_without():
     """Layers of another depth, factors, and inputs that were seen before layers were shared."""
     torch.manual_seed(0)
     model = perturbed(AutoModelForCausalLM.from_config(small_config("llama", num_hidden_layers=3))).eval()
-    texts = batches(model, 8)
+    texts = batches(model, 32)
     saved = analysis.calibrate(model, texts)
     for start, settings, calibration in (
         (model, {"depth": {"decoder": 5}}, texts),
