@@ -70,6 +70,9 @@ class Finder:
         _vary_norms(model)
         self.whole = {name: value.detach().clone() for name, value in self.tensors.items()}
         self.expected: list[tuple[str, bool, list[torch.Tensor]]] = []  # (module, whether it gets them, tensors)
+        self.orders: dict[
+            int, tuple[torch.Tensor, float, list[torch.Tensor]]
+        ] = {}  # id of an expected tensor -> `_orders`
         self.started: dict[str, int] = {}  # module -> the number of its first call
         self.norms: dict[str, str] = {}
         self.runs = 0
@@ -178,17 +181,27 @@ class Finder:
             if id(x) in seen or torch.equal(x, y):
                 continue
             seen[id(x)] = x
-            axes = [axis for axis, size in enumerate(x.shape) if size == self.hidden and not strict]
+            has_channels = self.hidden in x.shape and not strict
             if not x.is_floating_point() or (
-                given and not axes and not strict
+                given and not has_channels and not strict
             ):  # some read a shape off a slice of the states
                 continue
-            x, y = (t.nan_to_num(0, 0, 0).clamp(-1e6, 1e6) for t in (x, y))
-            distances = [float((x - y).norm()), *(float((x - y.index_select(a, self.order)).norm()) for a in axes)]
-            distance = distances[0] if not axes or distances[0] < _SAME * float(y.norm()) else min(distances[1:])
-            if distance > _SAME * float(y.norm()) + 1e-7:
-                total += distance / max(float(y.norm()), 1e-9)
+            x = _bounded(x)
+            y, size, reordered = self._orders(y)
+            distance = float((x - y).norm())
+            if has_channels and distance >= _SAME * size:
+                distance = min(float((x - other).norm()) for other in reordered)
+            if distance > _SAME * size + 1e-7:
+                total += distance / max(size, 1e-9)
         return total
+
+    def _orders(self, expected: torch.Tensor) -> tuple[torch.Tensor, float, list[torch.Tensor]]:
+        """(the tensor, its norm, and it in the new order along each axis that may be that of the channels); made once."""
+        if id(expected) not in self.orders:
+            y = _bounded(expected)
+            axes = [axis for axis, size in enumerate(y.shape) if size == self.hidden]
+            self.orders[id(expected)] = y, float(y.norm()), [y.index_select(axis, self.order) for axis in axes]
+        return self.orders[id(expected)]
 
     # -- the search ------------------------------------------------------------------------------------------------------
 
@@ -330,6 +343,10 @@ def _vary_norms(model: nn.Module) -> None:
     for module in model.modules():
         for parameter in module.parameters(recurse=False) if is_norm(module) else ():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def _bounded(x: torch.Tensor) -> torch.Tensor:
+    return x.nan_to_num(0, 0, 0).clamp_(-1e6, 1e6)
 
 
 def _parallel(x: torch.Tensor, y: torch.Tensor) -> bool:
