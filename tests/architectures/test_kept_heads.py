@@ -4,6 +4,7 @@ Which rows these are is written down here, from the source of transformers, and 
 """
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -87,9 +88,10 @@ CASES = {  # name, which begins with the family -> changes of its config, the nu
 every_case = pytest.mark.parametrize("name", CASES)
 
 
+@functools.cache
 @torch.no_grad()
 def native(name):
-    """A model as if trained, and a batch with padding."""
+    """A model as if trained, and a batch with padding; neither must be changed."""
     family = name.split()[0]
     task, auto_class = AUTO.get(family, CAUSAL)
     config = small_config(family, **CASES[name][0], use_cache=False)
@@ -108,7 +110,7 @@ def pruned(name):
 @torch.no_grad()
 def zeroed(name):
     """The native model, with zeros in the place of all that the removed heads have."""
-    model, _ = native(name)
+    model = copy.deepcopy(native(name)[0])
     family, (_, groups, removed) = name.split()[0], CASES[name]
     for attention, heads in removed.items():
         stack, number, kind = attention.split(".")

@@ -912,18 +912,19 @@ CHANGED_TWICE = [  # all but LowRank twice: factors may get a smaller rank
 @pytest.mark.parametrize(("first", "second"), CHANGED_TWICE, ids=lambda m: m.name)
 def test_a_linear_is_changed_once(first, second):
     message = rf"^method '{second.name}': '{FC1}' is a \w+Linear already, which another method made; .*$"
+    model = marian()
+    variant = make_variant(model, [first])
     with pytest.raises(ValueError, match=message):
-        make_variant(marian(), [first, second])
+        make_variant(model, [first, second])
     with pytest.raises(ValueError, match=message):
-        make_variant(make_variant(marian(), [first]), [second])
+        make_variant(variant, [second])
     with pytest.raises(ValueError, match=message):
-        make_variant(marian().config, [first, second], task="seq2seq-lm")
-    variant = make_variant(marian(), [first])
+        make_variant(model.config, [first, second], task="seq2seq-lm")
     if variant.finalizable:
         variant.finalize()
         with pytest.raises(ValueError, match="is a SparseLinear already"):
             make_variant(variant, [second])
-    make_variant(marian(), [methods.LowRank(rank=2, components=["attention"]), second])  # apart from each other
+    make_variant(model, [methods.LowRank(rank=2, components=["attention"]), second])  # apart from each other
 
 
 @pytest.mark.parametrize("method", FACTORIZED, ids=lambda m: m.name)

@@ -25,11 +25,10 @@ def stack_of(model):
     return FAMILIES[model.config.model_type][1]
 
 
-def batches(model, count, seed=0):
+def batches(model, rows, seed=0):
+    """Two batches."""
     generator = torch.Generator().manual_seed(seed)
-    return [
-        {"input_ids": torch.randint(3, model.config.vocab_size, (8, 12), generator=generator)} for _ in range(count)
-    ]
+    return [{"input_ids": torch.randint(3, model.config.vocab_size, (rows, 12), generator=generator)} for _ in range(2)]
 
 
 def without(model, *layers):
@@ -45,8 +44,8 @@ def test_a_gap_that_is_bridged_is_nearer_to_the_original(model, gap):
     """On other texts than those of the calibration."""
     method = without(model, *gap)
     plain = make_variant(model, [method])
-    bridged = make_variant(model, [method], calibration=batches(model, 8))
-    texts = batches(model, 2, seed=1)
+    bridged = make_variant(model, [method], calibration=batches(model, 32))
+    texts = batches(model, 8, seed=1)
     assert kl(model, bridged, texts) < 0.9 * kl(model, plain, texts)
     assert not bridged.calibration_report.notes
     assert {name: value.shape for name, value in bridged.state_dict().items()} == {
@@ -55,14 +54,14 @@ def test_a_gap_that_is_bridged_is_nearer_to_the_original(model, gap):
 
 
 def test_the_layer_whose_loss_changes_the_predictions_least_goes(model):
-    texts = batches(model, 4)
+    texts = batches(model, 16)
     made = make_variant(model, [LayerSelection(share=0.75)], calibration=texts)
     losses = [kl(model, make_variant(model, [without(model, layer)]), texts) for layer in range(DEPTH)]
     assert made.methods[0] == without(model, losses.index(min(losses)))
 
 
 def test_two_layers_go_one_after_another(model):
-    texts = batches(model, 4)
+    texts = batches(model, 16)
     made = make_variant(model, [LayerSelection(share=0.5)], calibration=texts)
     gone: list[int] = []
     for _ in range(2):

@@ -62,9 +62,10 @@ OPTIMISERS = {
 def test_the_mask_holds_after_every_step(optimiser, method):
     model = scheduled_model(phases=[method]).train()
     optimizer = OPTIMISERS[optimiser](model.parameters())
-    for step in range(6):
+    steps = 6 if model.scheduled else 3
+    for step in range(steps):
         if model.scheduled:
-            model.advance(step, 6)
+            model.advance(step, steps)
         before, weights = zeros(model), snapshot(model)
         for module, hidden in zip(layers_of(model), before, strict=True):
             assert int(hidden.sum()) == module.zeros()
@@ -75,7 +76,7 @@ def test_the_mask_holds_after_every_step(optimiser, method):
         assert [int(z.sum()) for z in before] == [int(z.sum()) for z in zeros(model)]
         for name, parameter in model.named_parameters():
             assert not parameter.requires_grad or ".k_proj.bias" in name or not torch.equal(parameter, weights[name])
-        for mode in (True, False):  # what is behind the mask counts nothing
+        for mode in (True, False) if step % 3 == 2 else ():  # what is behind the mask counts nothing
             model.train(mode)
             with torch.no_grad():
                 expected = model(**BATCH).logits
@@ -255,7 +256,7 @@ def undisturbed(request, tmp_path_factory):
     return request.param, folder, model
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("step", [2, 3, 5, 7])  # before the ramp, within it in either epoch, and after it
 def test_a_resumed_run_is_an_undisturbed_one(undisturbed, tmp_path, step):
     method, folder, whole = undisturbed
     model = scheduled_model(dropout=0.2, phases=[method])
