@@ -80,6 +80,14 @@ def variant(model, *methods, texts=None):
         return make_variant(model, list(methods), calibration=texts).eval()
 
 
+@pytest.fixture(scope="module")
+def pruned(model):
+    """Calibrated variants, which no test changes."""
+    chosen = {name: METHODS[name] for name in ("obs", "obs in each layer", "wanda")}
+    chosen["magnitude"] = MagnitudePruning(sparsity=0.6)
+    return {name: variant(model, method, texts=batches(model)) for name, method in chosen.items()}
+
+
 def error(model, other, texts):
     return fidelity_on(model, other, texts).error
 
@@ -124,10 +132,9 @@ def test_the_model_that_is_given_stays_as_it_is(case):
     assert [name for name, value in given.state_dict().items() if not torch.equal(value, before[name])] == []
 
 
-def test_as_many_weights_stay_as_without_a_calibration(model):
+def test_as_many_weights_stay_as_without_a_calibration(model, pruned):
     texts = batches(model)
-    for method in (MagnitudePruning(sparsity=0.6), METHODS["obs"], METHODS["obs in each layer"], METHODS["wanda"]):
-        calibrated = variant(model, method, texts=texts)
+    for calibrated in pruned.values():
         kept = [module.kept_entries() for module in calibrated.modules() if isinstance(module, Masked)]
         share = sum(int(each.sum()) for each in kept) / sum(each.numel() for each in kept)
         assert share == pytest.approx(0.4, abs=0.03)  # Wanda's is a whole number of each row
@@ -139,19 +146,17 @@ def test_as_many_weights_stay_as_without_a_calibration(model):
         assert nonzeros == sum(int(each.sum()) for each in kept)
 
 
-def test_the_mask_of_magnitudes_stays_and_its_weights_are_refitted(model):
-    texts, method = batches(model), MagnitudePruning(sparsity=0.6)
-    plain, calibrated = variant(model, method), variant(model, method, texts=texts)
+def test_the_mask_of_magnitudes_stays_and_its_weights_are_refitted(model, pruned):
+    texts, plain, calibrated = batches(model), variant(model, MagnitudePruning(sparsity=0.6)), pruned["magnitude"]
     masks = [[m.mask for m in each.modules() if isinstance(m, Masked)] for each in (plain, calibrated)]
     assert all(torch.equal(*pair) for pair in zip(*masks, strict=True))
     assert error(model, calibrated, texts) < 0.9 * error(model, plain, texts)
 
 
-def test_weights_go_where_the_predictions_change_least(model):
-    texts = batches(model)
-    alike, allocated = (variant(model, METHODS[name], texts=texts) for name in ("obs in each layer", "obs"))
+def test_weights_go_where_the_predictions_change_least(pruned):
     shares = [
-        {m.zeros() / m.weight.numel() for m in each.modules() if isinstance(m, Masked)} for each in (alike, allocated)
+        {m.zeros() / m.weight.numel() for m in pruned[name].modules() if isinstance(m, Masked)}
+        for name in ("obs in each layer", "obs")
     ]
     assert max(shares[0]) - min(shares[0]) < 0.01 < max(shares[1]) - min(shares[1])
 

@@ -241,9 +241,14 @@ def test_a_config_is_plain_data(tmp_path):
 # -- resizing ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [[20], [10], [17, 12, 19]], ids=str)
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize(("model_type", "task"), LOGITS, ids=[model_type for model_type, _ in LOGITS])
+@pytest.mark.parametrize(
+    ("model_type", "task", "times", "sizes"),
+    [
+        (*model, 1 + (i + j) % 2, sizes)
+        for i, model in enumerate(LOGITS)
+        for j, sizes in enumerate(([20], [10], [17, 12, 19]))
+    ],
+)
 def test_resizing_afterwards(model_type, task, times, sizes, tmp_path):
     steps = [methods.VocabularyTrimming(keep=KEEP), methods.VocabularyTrimming(keep=[*range(13)])][:times]
     variant = make_variant(native(model_type, task), steps)
