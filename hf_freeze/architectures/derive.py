@@ -38,9 +38,7 @@ def derive(config: Any) -> Architecture:
     check_contradictions(config)
     key = _key(config)
     if key not in _DERIVED:
-        # The first call leaves the random state as the later ones do. Of the models that are built here, the shapes are read, or
-        # all values are set.
-        with quiet(), torch.random.fork_rng(devices=[]), initialization.no_init_weights():
+        with quiet(), torch.random.fork_rng(devices=[]):  # the first call leaves the random state as the later ones do
             with on_cpu():
                 small, unused = _derived_small(config)
             _DERIVED[key] = _adopt(describe(base_model(config), config, unused), small, config)
@@ -97,7 +95,7 @@ def _tasks(architecture: Architecture, config: Any) -> tuple[str, ...]:
     tasks = []
     for task, model_class in native_classes(type(config)).items():
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), initialization.no_init_weights():  # its names are read
                 model: Any = model_class(copy.deepcopy(config))  # some classes change it
         except Exception:  # whatever the native class raises, such as for a config without the fields of this task
             continue
