@@ -49,6 +49,10 @@ WORDS = [
 ]
 
 
+# Neither heads nor tokens go: of three kinds of parts, one and the layers are measured and chosen from.
+FEW_PARTS = {"engine": "torch", "heal": 0, "native": True, "keep_vocabulary": True}
+
+
 def texts(count=60):
     generator = torch.Generator().manual_seed(3)
     return [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (8,), generator=generator)) for _ in range(count)]
@@ -231,7 +235,7 @@ def test_wrong_settings_are_refused(encoder, traced_once, tmp_path, settings, me
 
 
 def test_what_is_out_of_reach_is_refused_and_another_compression_is_not_overwritten(encoder, tmp_path):
-    defaults = {"budget": Budget(max_bytes=2000), "out": tmp_path / "small", "engine": "torch", "heal": 0}
+    defaults = {"budget": Budget(max_bytes=2000), "out": tmp_path / "small", **FEW_PARTS}
     with pytest.raises(ValueError, match=r"out of reach: the smallest shape .* needs about .*; give it at least that"):
         hf_freeze.compress(encoder, texts=texts(), **defaults)
     with pytest.raises(ValueError, match="holds another compression"):
@@ -255,8 +259,8 @@ def test_bytes_are_fewest_for_a_loss(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(compression, "_HALVINGS", 2)
     found = []
     for loss in (0.5, 30):
-        settings = {"budget": Budget(max_loss=loss), "engine": "torch", "heal": 0}
-        found.append(hf_freeze.compress(encoder, texts=texts(), out=tmp_path / str(loss), **settings))
+        settings = {"budget": Budget(max_loss=loss), "out": tmp_path / str(loss), **FEW_PARTS}
+        found.append(hf_freeze.compress(encoder, texts=texts(), **settings))
         assert found[-1].loss <= loss
     assert found[1].after.bytes < found[0].after.bytes <= found[0].whole.bytes
 
