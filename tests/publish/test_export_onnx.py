@@ -245,7 +245,12 @@ def test_damaged_folders_are_named(translator, tmp_path, monkeypatch):
 # -- text generation ---------------------------------------------------------------------------------------------------------
 
 
+# For a small model with a past, what torch remembers of operations in tracing takes longer than it saves.
+forgetful = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+
+
 @pytest.fixture(scope="module")
+@forgetful
 def generator(tmp_path_factory):
     """A Llama with grouped heads of which some are pruned, of unequal layers: (its folder, the folder of torch.export)"""
     folder = tmp_path_factory.mktemp("llama")
@@ -492,6 +497,7 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("model_type", ["lfm2_moe", *["mpt", "lfm2", "mixtral"] * ALL])
+@forgetful
 def test_designs_of_language_models(model_type, tmp_path):
     model = small_language_model(model_type)
     model.save_pretrained(tmp_path / "model")
