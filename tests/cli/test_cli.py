@@ -53,7 +53,7 @@ TELLING = [
 ]
 
 
-# In one process, whose imports add up: what asks for help, and what only tells. A slow import is named by the first that makes it.
+# In one process, whose imports add up: what asks for help, and what only tells. The first with a slow import is named.
 ASKS = f"""
 import sys
 from typer.testing import CliRunner
