@@ -15,7 +15,8 @@ from support.browser import dump_page, needs_browser
 from support.cases import ALL
 from support.reports import make_runs
 
-from hf_freeze.experiments.report.write import write_reports
+from hf_freeze.experiments.report.groups import make_reports
+from hf_freeze.experiments.report.page import page
 from hf_freeze.experiments.tasks.scoring import SCORING
 from hf_freeze.run_folder import HEAD_SCORES
 
@@ -95,7 +96,13 @@ def write_page(folder, task):
         settings = json.loads((run / "run.json").read_text())
         methods = [{"method": "layer_drop", "p": 0.2}, {"method": "magnitude_pruning", "sparsity": 0.5}]
         (run / "run.json").write_text(json.dumps(settings | {"methods": methods}))
-    write_reports(folder / "runs", out=folder, say=lambda _: None)
+    page_of(folder, folder / "runs")
+
+
+def page_of(folder, *runs):
+    """`report.html` alone: its pictures are part of it, and those beside it are drawn anew."""
+    folder.mkdir(exist_ok=True)
+    (folder / "report.html").write_text(page(make_reports(runs, lambda _: None), folder), encoding="utf-8")
 
 
 # Tasks with scores from one metric that is a mean are alike.
@@ -108,7 +115,7 @@ def test_every_picture_of_every_kind_of_page_is_shown(widths, pictures, tmp_path
     for task in TASKS:
         write_page(folder / task, task)
     runs = [folder / task / "runs" for task in TASKS[:2]]
-    write_reports(*runs, out=folder / "several", say=lambda _: None)
+    page_of(folder / "several", *runs)
     shown = widths(folder)
     assert set(shown) == {f"{name}/report.html" for name in (*TASKS, "several")}
     for page, pixels in shown.items():
