@@ -51,8 +51,8 @@ ROWS = {
 }
 LEARNS = {  # something, so that heads differ
     "presets/small/backbone/config/encoder_layers": 2,
-    "presets/small/training/epochs": 4,
-    "data": {"builtin": {"seed": 0, "train": 300, "dev": 10, "test": 8}},
+    "presets/small/training/epochs": 3,
+    "data": {"builtin": {"seed": 0, "train": 200, "dev": 10, "test": 8}},
 }
 
 
