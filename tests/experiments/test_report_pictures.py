@@ -120,18 +120,18 @@ def test_every_picture_of_every_kind_of_page_is_shown(widths, pictures, tmp_path
         page_of(folder / task, runs[task])
     shown = widths(folder)
     assert set(shown) == {f"{name}/report.html" for name in (*alone, "several")}
-    for page, pixels in shown.items():
-        assert pixels, f"{page} has no picture: nothing was tested"
-        assert all(pixels), f"{page}: of its pictures {pixels.count(0)} of {len(pixels)} are not shown"
+    for name, pixels in shown.items():
+        assert pixels, f"{name} has no picture: nothing was tested"
+        assert all(pixels), f"{name}: of its pictures {pixels.count(0)} of {len(pixels)} are not shown"
 
 
 @needs_browser
 def test_every_picture_of_the_published_pages_is_shown(widths, tmp_path):
     folder = tmp_path / "pages"
     folder.mkdir()
-    for page in PUBLISHED.glob("*.html"):
-        shutil.copy(page, folder)
+    for path in PUBLISHED.glob("*.html"):
+        shutil.copy(path, folder)
     shown = widths(folder)
-    broken = {page: pixels for page, pixels in shown.items() if not all(pixels)}
+    broken = {name: pixels for name, pixels in shown.items() if not all(pixels)}
     assert not broken
     assert any(shown.values()), "no published page has a picture: nothing was tested"
