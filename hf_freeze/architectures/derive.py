@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, initialization
 
 from hf_freeze.architectures.base import Architecture, read
 from hf_freeze.architectures.channels import NotFound
@@ -95,7 +95,7 @@ def _tasks(architecture: Architecture, config: Any) -> tuple[str, ...]:
     tasks = []
     for task, model_class in native_classes(type(config)).items():
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), initialization.no_init_weights():
                 model: Any = model_class(copy.deepcopy(config))  # some classes change it
         except Exception:  # whatever the native class raises, such as for a config without the fields of this task
             continue
