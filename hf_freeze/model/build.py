@@ -85,7 +85,8 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
         if self.shifts_labels:  # transformers would look for the loss by the class name, and not find GPT-2's
             self.loss_type = "ForCausalLM"
         # 2. Every method changes modules and shapes, from its settings alone (this also runs on meta).
-        self._restructure(config.parsed_methods)
+        with no_draws() if on_meta else contextlib.nullcontext():
+            self._restructure(config.parsed_methods)
         self._set_on_all_configs(fields := {name: read(config, name) for name in config.original_fields})
         self._set_copied_lists(config, fields)
         # 3. Parameters that are shared, natively or by a method.
