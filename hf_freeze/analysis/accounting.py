@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from hf_freeze.architectures.base import TRAINED, Architecture, base_name, canonical_parameters
 from hf_freeze.architectures.describe import first_line
@@ -161,21 +160,9 @@ def _count_forward(twin: Any, length: int) -> float:
     inputs, count = example_inputs(twin, length)
     inputs = {name: value.to(twin.device) for name, value in inputs.items()}
     _fill_caches(twin, inputs)
-    with _Total() as counter:
+    with FlopCounterMode(display=False) as counter:
         twin(**inputs)
-    return 1 / 2 / count * counter.flops
-
-
-class _Total(TorchDispatchMode):
-    """The flops of all operations, as torch's FlopCounterMode counts them, which also asks in which module each of them is."""
-
-    flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = func(*args, **(kwargs or {}))
-        if (count := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=outputs)
-        return outputs
+    return 1 / 2 / count * counter.get_total_flops()
 
 
 def _fill_caches(twin: Any, inputs: dict[str, torch.Tensor]) -> None:
