@@ -57,6 +57,9 @@ if RUNS_TESTS:
     gc.set_threshold(10_000)
 
     # What follows is for this process alone: the new processes that tests start do all of it as for a user.
+    from support import faster
+
+    faster.install()
     os.fsync = lambda descriptor: None  # no test cuts the power, and each save waits for the disk eight times
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # starting threads takes longer than reading a tiny tensor
     # Loading compiles the patterns of transformers' renamings, of which there are more than Python keeps.

@@ -95,7 +95,7 @@ def _tasks(architecture: Architecture, config: Any) -> tuple[str, ...]:
     tasks = []
     for task, model_class in native_classes(type(config)).items():
         try:
-            with torch.device("meta"), initialization.no_init_weights():  # its names are read
+            with torch.device("meta"), initialization.no_init_weights():
                 model: Any = model_class(copy.deepcopy(config))  # some classes change it
         except Exception:  # whatever the native class raises, such as for a config without the fields of this task
             continue

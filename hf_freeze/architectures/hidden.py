@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel
+from transformers import AutoModel, initialization
 
 from hf_freeze.architectures.base import full_name, set_fields
 from hf_freeze.architectures.channels import (
@@ -248,7 +248,7 @@ def _field(config: Any, channels: Channels) -> str:
 
 
 def _sizes_on_meta(config: Any, channels: Channels) -> list[int]:
-    with torch.device("meta"):
+    with torch.device("meta"), initialization.no_init_weights():
         model = AutoModel.from_config(copy.deepcopy(config))
     return [
         getattr(module, name).shape[axis]

@@ -85,9 +85,10 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
         if self.shifts_labels:  # transformers would look for the loss by the class name, and not find GPT-2's
             self.loss_type = "ForCausalLM"
         # 2. Every method changes modules and shapes, from its settings alone (this also runs on meta).
-        self._restructure(config.parsed_methods)
+        with no_draws() if on_meta else contextlib.nullcontext():
+            self._restructure(config.parsed_methods)
         self._set_on_all_configs(fields := {name: read(config, name) for name in config.original_fields})
-        self._set_copied_lists(config.before_methods(), fields)
+        self._set_copied_lists(config, fields)
         # 3. Parameters that are shared, natively or by a method.
         self._collect_ties()
         # 4. What is frozen, and what is not stored because a seed regenerates it.
@@ -127,11 +128,12 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
             if hasattr(module, "config"):
                 set_fields(module.config, values)
 
-    def _set_copied_lists(self, before: Any, fields: dict[str, Any]) -> None:
-        """Set the lists of layers that modules have copied from the config `before`, as Mllama does `cross_attention_layers`."""
-        lists = {name: read(before, name) for name in fields if tells_kinds(name)}
-        for name, old in lists.items():
-            own = name.rpartition(".")[2]
+    def _set_copied_lists(self, config: Any, fields: dict[str, Any]) -> None:
+        """Set the lists of layers that modules have copied from the native config, as Mllama does `cross_attention_layers`."""
+        lists = [name for name in fields if tells_kinds(name)]
+        before = config.before_methods() if lists else None
+        for name in lists:
+            old, own = read(before, name), name.rpartition(".")[2]
             for module in self.modules() if isinstance(old, list) else ():
                 if vars(module).get(own) == old:
                     setattr(module, own, fields[name])

@@ -8,6 +8,7 @@ from support.cases import plain
 from support.models import native
 from support.recipes import cli, one_line_error
 from support.text import words
+from transformers import AutoModelForMaskedLM
 
 from hf_freeze import analysis, make_variant
 from hf_freeze.analysis.calibration import CUTS
@@ -63,11 +64,14 @@ def test_diff_compares_the_answers(folder):
 
 
 def test_diff_compares_exported_folders_by_their_answers(folder, tmp_path):
-    exported = export_model(folder / "model", "torch", out=tmp_path / "exported")
-    shown = cli("diff", folder / "model", exported, "--texts", folder / "texts.txt").output
+    model = AutoModelForMaskedLM.from_pretrained(folder / "model", num_hidden_layers=1)  # which is traced fastest
+    model.save_pretrained(tmp_path / "model")
+    words(40).save_pretrained(tmp_path / "model")
+    exported = export_model(tmp_path / "model", "torch", out=tmp_path / "exported")
+    shown = cli("diff", tmp_path / "model", exported, "--texts", folder / "texts.txt").output
     assert re.search(r"fidelity of B to A, 0 to 1 .* 1.0000", shown)
     assert "Tensors of A" not in shown
-    message = one_line_error("diff", exported, folder / "model")
+    message = one_line_error("diff", exported, tmp_path / "model")
     assert "exported is exported, so its tensors cannot be compared; compare answers: --texts FILE" in message
 
 

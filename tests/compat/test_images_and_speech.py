@@ -153,7 +153,7 @@ def whisper_of(layers, tmp_path):
         model.model.decoder.embed_tokens.weight[: len(letters)] *= 6
     model.generation_config = GenerationConfig(
         **tokens,
-        max_length=30,
+        max_length=16,
         is_multilingual=True,
         lang_to_id={"<|en|>": english},
         task_to_id={"transcribe": transcribe, "translate": translate},

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.cases import ALL, BASE, BASELINES, PLAIN, Case, covering, native_config, once, once_on_each_architecture
 from support.generation import generation_problems
-from support.models import build, differences, merge_or_none, native, outputs, snapshot
+from support.models import build, build_anew, differences, merge_or_none, native, outputs, snapshot
 from support.parametrize import over
 from support.training import inputs_only, training_step
 
@@ -130,7 +130,7 @@ def memory_of(model) -> set[int]:
 
 @every_cell
 def test_merged_is_a_native_model(case: Case):
-    model = build(case)
+    model = build_anew(case)
     expected, weights = outputs(model, case.batch()), snapshot(model)
     merged = merge_or_none(model)
     if merged is None:

@@ -32,8 +32,10 @@ slow = pytest.mark.skipif(not ALL, reason="a benchmark that takes seconds: run b
 def run(monkeypatch, capsys):
     """run(name, *arguments) -> what the benchmark prints."""
     monkeypatch.syspath_prepend(FOLDER)
-    product_rate = importlib.import_module("_shared").product_rate
-    monkeypatch.setattr(product_rate, "__defaults__", (128,))  # the size of 50 products that are timed
+    shared = importlib.import_module("_shared")
+    monkeypatch.setattr(shared.product_rate, "__defaults__", (128,))  # the size of 50 products that are timed
+    monkeypatch.setattr(shared.copy_rate, "__defaults__", (1 << 20,))  # bytes
+    monkeypatch.setattr(shared.best, "__defaults__", (1,))  # times that work is timed
 
     def call(name, *arguments):
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
@@ -480,7 +482,7 @@ def test_run_latency(run, tmp_path):
 
 def test_progressive(run):
     sizes = ["--layers", "2", "--width", "48", "--length", "8", "--batch", "2"]
-    printed = run("progressive", *sizes, "--rounds", "1", "--steps", "2")
+    printed = run("progressive", *sizes, "--rounds", "1", "--steps", "1")
     assert len(re.findall(r"^\| Theseus, rate .* of the expected \|$", printed, re.M)) == 6
     assert len(re.findall(r"^\| LayerDrop, p = .* of p x layers \|$", printed, re.M)) == 4
     assert len(re.findall(r"^\| finalized, against a native model", printed, re.M)) == 2

@@ -72,6 +72,12 @@ def classifier_of(folder, layers, width):
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
+    return classifier_of(tmp_path_factory.mktemp("classifier"), 1, 64)
+
+
+@pytest.fixture(scope="module")
+def deep_classifier(tmp_path_factory):
+    """For a page that selects layers 0 and 2."""
     return classifier_of(tmp_path_factory.mktemp("classifier"), 3, 64)
 
 
@@ -102,10 +108,10 @@ def place(request, tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
 
     def put(text):
-        wide = "width=1536" in text
+        kind = "wide_" if "width=1536" in text else "deep_" if "[0, 2]" in text else ""
         for pattern, fixture, inside in (
             (TRANSLATOR, "translator", ""),
-            (CLASSIFIER, "wide_classifier" if wide else "classifier", ""),
+            (CLASSIFIER, f"{kind}classifier", ""),
             (RUN, "run", ""),
             (PUBLISHED, "run", "model"),
         ):

@@ -1,5 +1,6 @@
 """`make results-check`, on a grid made here: published figures are those that the kept records give."""
 
+import shutil
 import sys
 
 import pytest
@@ -17,15 +18,25 @@ import results
 PAGE = "# A page\n\n<!-- table tiny -->\n\n<!-- end -->\n\nMore.\n"
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A folder with a grid, and with what is kept of it in results/."""
+    folder = tmp_path_factory.mktemp("kept")
+    make_runs(folder / "grid")
+    (folder / "results").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "RESULTS", folder / "results")
+        results.keep(folder / "grid", "tiny")
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(kept, tmp_path, monkeypatch):
     """In place of docs/results: a kept grid, a page with its table and one with a claim about it."""
-    make_runs(tmp_path / "grid")
+    shutil.copytree(kept, tmp_path, dirs_exist_ok=True)
     out = tmp_path / "results"
-    out.mkdir()
     monkeypatch.setattr(results, "RESULTS", out)
     monkeypatch.setattr(results, "CLAIMS", out / "claims.yaml")
-    results.keep(tmp_path / "grid", "tiny")
     (out / "page.md").write_text(PAGE)
     (out / "README.md").write_text("<!-- claims -->\n\n<!-- end -->\n")
     claim = {"claim": "Random attention costs little", "source": "Somebody, 2020", "published": "−1 BLEU"}

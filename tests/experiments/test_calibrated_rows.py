@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.recipes import LM, write_recipe
+from support.recipes import LM, SHORT, write_recipe
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from hf_freeze import data, make_variant, methods
@@ -39,7 +39,7 @@ def grid(tmp_path_factory):
         (folder / f"texts.{name}").write_text("\n".join(split[side]) + "\n", encoding="utf-8")
     named = {name.replace(" ", "-"): row(calibration) for name, calibration in CALIBRATED.items()}
     rows = {"0": ALL, "none": row(), "auto": SHARED, **named}
-    recipe = load_recipe(write_recipe(folder / "r.yaml", rows=rows))
+    recipe = load_recipe(write_recipe(folder / "r.yaml", rows=rows, **SHORT))
     for run in expand(recipe):
         run["data"]["root"] = str(folder)
         execute(run, run_folder(folder, run))

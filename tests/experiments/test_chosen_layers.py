@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.recipes import write_recipe
+from support.recipes import SHORT, write_recipe
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
 import hf_freeze
@@ -42,7 +42,7 @@ DEEPER = {"presets/small/backbone/config/encoder_layers": 3, "presets/small/back
 
 
 def test_the_dev_set_chooses_the_layers(tmp_path):
-    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", rows=ROWS, **DEEPER))
+    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", rows=ROWS, **DEEPER | SHORT))
     out = tmp_path / "runs"
     for run in expand(recipe):
         execute(run, run_folder(out, run))

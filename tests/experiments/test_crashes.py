@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from support import TESTS
 from support.cases import ALL
 from support.processes import run_child, start_child, two_processes
-from support.recipes import EACH, LONGER, SCHEDULED, TINY, figures, write_recipe
+from support.recipes import EACH, LONGER, SCHEDULED, SHORT, TINY, figures, write_recipe
 from support.reports import make_runs
 from transformers import GPT2Config
 from typer.testing import CliRunner
@@ -163,7 +163,7 @@ def test_a_learning_rate_out_of_reason_is_one_line(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, and limits on the size of files")
 def test_a_full_disk_leaves_the_checkpoint_before_it(tmp_path):
-    recipe = write_recipe(tmp_path / "r.yaml", only=["0"], **LONGER)
+    recipe = write_recipe(tmp_path / "r.yaml", only=["0"], **LONGER | SHORT)
     loaded = load_recipe(recipe)
     limits = (1000, 30_000)  # bytes: too few for the weights; too few for the optimiser's state
     messages = run_child("full_disk", recipe, tmp_path, *limits)

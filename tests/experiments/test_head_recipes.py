@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from support.recipes import CLASSIFICATION, MASKED, write_recipe
+from support.recipes import CLASSIFICATION, MASKED, SHORT, write_recipe
 from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
 import hf_freeze
@@ -51,8 +51,8 @@ ROWS = {
 }
 LEARNS = {  # something, so that heads differ
     "presets/small/backbone/config/encoder_layers": 2,
-    "presets/small/training/epochs": 4,
-    "data": {"builtin": {"seed": 0, "train": 300, "dev": 10, "test": 8}},
+    "presets/small/training/epochs": 3,
+    "data": {"builtin": {"seed": 0, "train": 200, "dev": 10, "test": 8}},
 }
 
 
@@ -63,7 +63,7 @@ def quiet(recipe, out, **more):
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory):
     folder = tmp_path_factory.mktemp("heads")
-    recipe = load_recipe(write_recipe(folder / "r.yaml", rows=ROWS, axis="heads.fraction", **LEARNS))
+    recipe = load_recipe(write_recipe(folder / "r.yaml", rows=ROWS, axis="heads.fraction", **LEARNS | SHORT))
     out = folder / "runs"
     quiet(recipe, out)
     return recipe, out
@@ -191,7 +191,7 @@ def test_scores_of_a_classifier_and_of_a_masked_language_model(tmp_path):
         scores = read_head_scores(out / "row-0-seed-1")
         assert list(scores) == ALL["head_scores"]
         assert as_set(removed(out, "one")) == lowest(scores["ablation"], 1)
-        assert write_report(out, say=lambda _: None).measured.head_scores == scores
+        assert make_report([out], lambda _: None).measured.head_scores == scores
 
 
 # -- rows without heads ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 from support.processes import printed_by
-from support.recipes import CLASSIFICATION, LM, TINY, write_recipe
+from support.recipes import CLASSIFICATION, LM, SHORT, TINY, write_recipe
 
 from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.report.write import write_report
@@ -145,7 +145,7 @@ def test_the_runs_of_a_grid_have_one_precision(tmp_path, machine):
     assert run_here(tmp_path, row="1", **{"presets/small/training/bf16": False})["precision"] == "fp32"
 
 
-@pytest.mark.parametrize("task", [{}, LM, CLASSIFICATION], ids=["translation", "language model", "classification"])
+@pytest.mark.parametrize("task", [SHORT, LM, CLASSIFICATION], ids=["translation", "language model", "classification"])
 def test_a_row_without_training_is_tested_in_the_precision_of_training(tmp_path, task):
     """The same weights: to the last digit, though accelerate prepares a model for bf16 only when it trains."""
     same = {"label": "same", "start": "0", "methods": [], "training": {"epochs": 0}}

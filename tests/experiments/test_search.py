@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.cases import ALL
-from support.recipes import TINY, changed, cli, figures, one_line_error, write_recipe
+from support.recipes import SHORT, TINY, changed, cli, figures, one_line_error, write_recipe
 
 from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.recipes.space import Range, SearchSettings
@@ -153,7 +153,6 @@ def test_what_another_process_holds_is_not_taken(tmp_path):
 
 # -- whole searches ----------------------------------------------------------------------------------------------------------
 
-SHORT = {"presets/small/backbone/config/max_position_embeddings": 10}  # less to translate
 SEARCHED = changed(TINY, SHORT) | {
     "space": {
         "methods": [{"method": "low_rank", "rank": {"int": [2, 12]}, "optional": True}],

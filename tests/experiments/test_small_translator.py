@@ -112,7 +112,13 @@ def test_the_recipes_of_real_text_have_the_same_rows(name):
 
 def test_a_copied_directory_translates_in_a_new_process(tmp_path):
     """The model of a row holds its tokenizer and how to generate; nothing else of the run is needed."""
-    changes = ["only=['two-tables', 'small-tt']", "data.limit=60", "training.epochs=1"]
+    changes = [
+        "only=['two-tables', 'small-tt']",
+        "data.limit=60",
+        "training.epochs=1",
+        "data.builtin.dev=10",
+        "data.builtin.test=8",
+    ]
     run_grid(load_recipe(RECIPES / "recipe.yaml", changes), tmp_path / "runs")
     folders = {row: tmp_path / "runs" / f"row-{row}-seed-1" for row in ("two-tables", "small-tt")}
     sizes = {row: (folder / "model" / "model.safetensors").stat().st_size for row, folder in folders.items()}

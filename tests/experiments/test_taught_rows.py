@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from support import ROOT
-from support.recipes import write_recipe
+from support.recipes import SHORT, write_recipe
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Trainer, TrainingArguments
 
 from hf_freeze import VariantCallback, make_variant, methods
@@ -40,7 +40,7 @@ DEEP = {
 
 
 def recipe_of(folder, rows=ROWS, **changes):
-    return load_recipe(write_recipe(folder / "r.yaml", rows=rows, **DEEP, **changes))
+    return load_recipe(write_recipe(folder / "r.yaml", rows=rows, **DEEP | SHORT, **changes))
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,12 @@ PAIRS = [("lora", case) for case in (LORA_CASES if ALL else ONE_EACH)] + [("vera
 assert len(VERA_CASES) > len(ON_ATTENTION)
 
 
+@pytest.fixture(autouse=True)
+def _no_card(monkeypatch):
+    """PEFT's README beside each adapter takes nearly all of the time of a save."""
+    monkeypatch.setattr(peft.PeftModel, "create_or_update_model_card", lambda *_: None)
+
+
 def wrapped(model, kind, **settings):
     """With adapters that are not zero, in the default targets."""
     with warnings.catch_warnings():

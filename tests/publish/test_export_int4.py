@@ -1,5 +1,6 @@
 """ONNX of weights in four bits: products and look-ups read them as the file holds them, once, beside weights in int8."""
 
+import functools
 import re
 from collections import Counter
 from types import SimpleNamespace
@@ -73,11 +74,19 @@ class Tied(nn.Module):
         return product(np.tanh(product(x, dense(self.linear)) + self.linear.bias.detach().numpy()), dense(self.output))
 
 
-def exported(model: nn.Module, folder, quantization=None):
-    """(the number of nodes of each kind, the bytes of weights, what the engine computes, the ids)"""
+@functools.cache
+def traced(width: int, grid: Grid, plain: bool):
+    """(a model, its part, its graph): traced once for all tests that export it."""
     ids = torch.randint(TOKENS, (3, 7), generator=torch.Generator().manual_seed(0))
-    part = Part("model", model.eval(), {"ids": ids}, ["y"], {"ids": {0: "batch", 1: "length"}})
-    graph = onnx_format._traced(part)
+    model = Tied(width, grid, plain=plain).eval()
+    part = Part("model", model, {"ids": ids}, ["y"], {"ids": {0: "batch", 1: "length"}})
+    return model, part, onnx_format._traced(part)
+
+
+def exported(folder, width: int, grid: Grid = GROUPS, quantization=None, *, plain: bool = False):
+    """(the model, the number of nodes of each kind, the bytes of weights, what the engine computes, the ids)"""
+    model, part, graph = traced(width, grid, plain)
+    graph, ids = graph.clone(), part.inputs["ids"]
     if quantization is None:
         onnx_format._save({"model": graph}, folder, {})
     else:
@@ -86,7 +95,7 @@ def exported(model: nn.Module, folder, quantization=None):
     kinds = Counter(node.op_type for node in onnx.load(folder / "model.onnx", load_external_data=False).graph.node)
     with torch.no_grad():
         found = open_parts(folder, "onnx", {})["model"]({"ids": ids})["y"]
-    return kinds, (folder / "weights.data").stat().st_size, found.numpy(), ids
+    return model, kinds, (folder / "weights.data").stat().st_size, found.numpy(), ids
 
 
 def close(found: np.ndarray, expected: np.ndarray, share: float) -> None:
@@ -97,8 +106,7 @@ def close(found: np.ndarray, expected: np.ndarray, share: float) -> None:
     ("width", "stored"), [(128, 128), (120, 128), (59, 64)], ids=["whole groups", "filled up", "one group, odd"]
 )
 def test_products_and_look_ups_read_the_bytes_of_the_file(width, stored, tmp_path):
-    model = Tied(width, GROUPS)
-    kinds, size, found, ids = exported(model, tmp_path)
+    model, kinds, size, found, ids = exported(tmp_path, width)
     assert kinds["MatMulNBits"] == 2
     assert kinds["GatherBlockQuantized"] == 1
     assert not kinds["MatMul"] + kinds["GatherND"] + kinds["Mod"]
@@ -113,8 +121,7 @@ def test_products_and_look_ups_read_the_bytes_of_the_file(width, stored, tmp_pat
     ids=["groups would lengthen rows", "one step for a row"],
 )
 def test_what_the_operators_cannot_hold_is_computed_once(width, grid, tmp_path):
-    model = Tied(width, grid)
-    kinds, size, found, ids = exported(model, tmp_path)
+    model, kinds, size, found, ids = exported(tmp_path, width, grid)
     assert not kinds["MatMulNBits"] + kinds["GatherBlockQuantized"]
     held = [model.table.packed, model.table.scales, model.linear.packed, model.linear.scales]
     assert size <= sum(tensor.nbytes for tensor in held) + 4 * width + 6 * 64
@@ -123,8 +130,7 @@ def test_what_the_operators_cannot_hold_is_computed_once(width, grid, tmp_path):
 
 def test_int8_keeps_the_steps_of_rows(tmp_path):
     """The smallest of them are a thousandth of the largest, and would be 0 in int8."""
-    model = Tied(100, GROUPS)
-    _, _, found, ids = exported(model, tmp_path, "int8")
+    model, _, _, found, ids = exported(tmp_path, 100, quantization="int8")
     expected = model.expected(ids, lambda x, weight: x @ weight.T)
     largest = np.abs(expected).max((0, 1))
     assert (np.abs(found - expected).max((0, 1)) < 0.2 * largest).all()
@@ -140,8 +146,7 @@ def rounding_inputs(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("width", [128, 120])
 def test_int8_rounds_the_inputs_and_not_the_weights_again(width, tmp_path):
-    model = Tied(width, GROUPS)
-    kinds, size, found, ids = exported(model, tmp_path, "int8")
+    model, kinds, size, found, ids = exported(tmp_path, width, quantization="int8")
     assert (kinds["MatMulNBits"], kinds["GatherBlockQuantized"], kinds["MatMulInteger"]) == (2, 1, 0)
     rows = TOKENS + width
     assert size <= rows * 128 * (1 / 2 + 4 / 64) + 4 * width + 4 * 64
@@ -152,8 +157,7 @@ def test_int8_rounds_the_inputs_and_not_the_weights_again(width, tmp_path):
 
 
 def test_four_and_eight_bits_lie_side_by_side(tmp_path):
-    model = Tied(128, GROUPS, plain=True)
-    kinds, size, found, ids = exported(model, tmp_path, "int8")
+    model, kinds, size, found, ids = exported(tmp_path, 128, quantization="int8", plain=True)
     assert (kinds["MatMulNBits"], kinds["GatherBlockQuantized"], kinds["MatMulInteger"]) == (2, 1, 1)
     rows = TOKENS + 128
     assert size <= rows * 128 * (1 / 2 + 4 / 64 + 1) + 4 * (rows + 3 * 128) + 8 * 64

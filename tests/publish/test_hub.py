@@ -4,12 +4,8 @@ import contextlib
 import inspect
 import io
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
-import textwrap
 import threading
 
 import pytest
@@ -68,22 +64,15 @@ def loopback(tmp_path, monkeypatch):
     thread.join()
 
 
-def fresh_process(code, server, home, **environment):
-    """What `code` prints, in a process that knows nothing but the address of the Hub."""
-    environment = (
-        os.environ
-        | environment
-        | {
-            "HF_ENDPOINT": server.url,
-            "HF_HOME": str(home),
-            "HF_HUB_DISABLE_XET": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-    )
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=home, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
+# For a new process: the address of the Hub and the folder of its cache.
+AT_THE_HUB = """
+import sys, torch
+from huggingface_hub import constants
+constants.ENDPOINT = sys.argv[1]
+constants.HUGGINGFACE_CO_URL_TEMPLATE = sys.argv[1] + "/{repo_id}/resolve/{revision}/{filename}"
+constants.HF_HUB_CACHE = sys.argv[2]
+options = {"trust_remote_code": True}
+"""
 
 
 def test_a_pushed_run_translates_in_a_fresh_process(grid, loopback, tmp_path):
@@ -96,11 +85,12 @@ def test_a_pushed_run_translates_in_a_fresh_process(grid, loopback, tmp_path):
     card = ModelCard.load("me/tiny").text
     lines = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
     assert len(lines.strip().splitlines()) == 4  # an import, two lines and a print
-    there = fresh_process(lines, loopback, tmp_path)
+    there = printed_by(AT_THE_HUB + lines, loopback.url, tmp_path / "cache", HF_TOKEN=TOKEN).strip().splitlines()[-1]
     with contextlib.redirect_stdout(io.StringIO()) as here:
         exec(lines.replace("me/tiny", str(folder / "model")), {})
     assert there == here.getvalue().strip().splitlines()[-1]
     assert "translation_text" in there
+    assert (tmp_path / "cache" / "models--me--tiny").is_dir()
 
 
 def test_a_card_says_what_the_run_left_and_nothing_else(grid):
@@ -330,13 +320,6 @@ def test_only_whole_models_are_pushed(grid, tmp_path, loopback):
 
 # -- remote code -----------------------------------------------------------------------------------------------------------------
 
-AT_THE_HUB = """
-import sys, torch
-from huggingface_hub import constants
-constants.ENDPOINT = sys.argv[1]
-constants.HUGGINGFACE_CO_URL_TEMPLATE = sys.argv[1] + "/{repo_id}/resolve/{revision}/{filename}"
-options = {"trust_remote_code": True, "cache_dir": sys.argv[2]}
-"""
 WITHOUT_US = """
 class Refuse:
     def find_spec(self, name, path=None, target=None):

@@ -394,8 +394,9 @@ def test_a_damaged_record_is_one_line(bert, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("earlier", [False, True], ids=["new", "replaced"])
-@pytest.mark.parametrize("stop", ["copy_sentence_files", "model_card"])
+@pytest.mark.parametrize(
+    ("stop", "earlier"), [("copy_sentence_files", False), ("model_card", True)], ids=["new", "replaced"]
+)
 def test_a_kill_leaves_no_half_folder(stop, earlier, bert, tmp_path):
     out = tmp_path / "out"
     if earlier:

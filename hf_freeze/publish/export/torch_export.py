@@ -54,24 +54,29 @@ def traced(part: Part, limits: Mapping[str, int] | None = None) -> Any:
     """The program (torch.export.ExportedProgram) of a part, which holds only what it reads. `limits`: the largest value of each
     of its `axes`; None is any. Raises ValueError if `torch.export` fails."""
     try:
-        # Without operations in place, all that no output depends on is dead, once nothing checks its dtype.
-        program: Any = exported(part.module.eval(), part, limits).run_decompositions({}).module(check_guards=False)
-        _erase_checks(program.graph)
-        program.graph.eliminate_dead_code()
-        read = {node.target for node in program.graph.nodes if node.op == "get_attr"}
-        for name in [name for name in program.state_dict() if name not in read]:
-            module, _, own = name.rpartition(".")
-            delattr(program.get_submodule(module), own)
-        program.recompile()
-        traced_again = exported(program, part, limits)
+        program: Any = exported(part.module.eval(), part, limits).run_decompositions({})
     except Exception as error:  # torch raises many kinds, with messages of pages
         raise ValueError(f"torch.export cannot trace the {part.name} of this model: {type(error).__name__}") from error
-    _erase_checks(traced_again.graph)
-    traced_again.graph_module.recompile()
-    for node in traced_again.graph.nodes:  # where in the model's code each operation is from: as large as many weights
+    # Without operations in place, all that no output depends on is dead, once nothing checks its dtype.
+    _erase_checks(program.graph)
+    program.graph.eliminate_dead_code()
+    _erase_unread(program)
+    program.graph_module.recompile()
+    for node in program.graph.nodes:  # where in the model's code each operation is from: as large as many weights
         for note in _NOTES:
             node.meta.pop(note, None)
-    return traced_again
+    return program
+
+
+def _erase_unread(program: Any) -> None:
+    """Drop the tensors that no operation reads, such as the second name of a tied one."""
+    unread = {node.name: node for node in program.graph.find_nodes(op="placeholder") if not node.users}
+    specs = program.graph_signature.input_specs
+    for spec in [spec for spec in specs if spec.target is not None and spec.arg.name in unread]:
+        specs.remove(spec)
+        program.graph.erase_node(unread[spec.arg.name])
+        for tensors in (program.state_dict, program.constants):
+            tensors.pop(spec.target, None)
 
 
 def _erase_checks(graph: torch.fx.Graph) -> None:
@@ -88,8 +93,7 @@ def exported(module: nn.Module, part: Part, limits: Mapping[str, int] | None = N
         for name in part.inputs
     )
     # The forwards take *inputs, which is one argument.
-    shapes = (shapes,) if not isinstance(module, torch.fx.GraphModule) else shapes
-    return torch.export.export(module, tuple(part.inputs.values()), dynamic_shapes=shapes, strict=False)
+    return torch.export.export(module, tuple(part.inputs.values()), dynamic_shapes=(shapes,), strict=False)
 
 
 def names_of_part(part: Part) -> dict[str, Any]:

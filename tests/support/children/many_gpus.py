@@ -25,7 +25,7 @@ from support.models import build, differences, snapshot
 from support.processes import ranks_disagree
 from support.training import BATCH_ROWS, changed_though_frozen, stack, training_rows
 
-STEPS = 3
+STEPS = 2
 TASK = "seq2seq-lm"
 VARIANTS = {
     "frozen": [Freeze(ffn="frozen", embeddings="frozen")],

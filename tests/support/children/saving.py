@@ -1,4 +1,4 @@
-"""python -m support.children.saving WORK FOLDER: save one model over another in forked processes.
+"""python -m support.children.saving FOLDER: save one model over another in forked processes.
 
 Each process ends before the n-th operation on files, for every n, or finds the disk full. Prints what was left, as JSON.
 """
@@ -205,4 +205,9 @@ if __name__ == "__main__":
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays: forks need not look through it for garbage, which would copy its pages
-    print(json.dumps(globals()[sys.argv[1]](Path(sys.argv[2]))))
+    found = {}
+    for work in (kills, adapters, full_disk):
+        folder = Path(sys.argv[1]) / work.__name__
+        folder.mkdir()
+        found[work.__name__] = work(folder)
+    print(json.dumps(found))
