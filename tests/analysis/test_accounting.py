@@ -177,7 +177,7 @@ def test_stored_bytes_on_meta():
 
 # -- multiply-adds -------------------------------------------------------------------------------------------------------------
 
-D, F, L, N, V, P, HEADS, K = 16, 24, 2, 10, 50, 20, 2, 5  # width, FFN, layers, tokens, words, positions, heads, labels
+D, F, L, N, V, P, HEADS, K = 16, 24, 2, 10, 50, 20, 4, 5  # width, FFN, layers, tokens, words, positions, heads, labels
 
 
 def tiny_marian_config(**changes):
