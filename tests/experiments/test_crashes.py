@@ -71,7 +71,7 @@ def test_a_killed_grid_ends_as_an_undisturbed_one(task, tmp_path):
         while grid.is_alive() and not whole_checkpoints(tmp_path / "killed") - before:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        time.sleep(draw.uniform(0, 0.7))
+        time.sleep(draw.uniform(0, 0.2))
         grid.kill()
         grid.join()
         reached.append(sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("checkpoint-*")))

@@ -3,6 +3,7 @@
 import copy
 import functools
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,11 @@ _PLAIN = frozenset((bool, int, float, str, type(None)))
 _field_of_transformers = PreTrainedConfig.__getattribute__
 _setting_of_torch = nn.Module.__setattr__
 _create_weight = MarianPositions.create_weight
-_positions_of_transformers = functools.cache(lambda *size: _create_weight(MarianPositions(*size)))
+
+
+@functools.cache
+def _positions_of_transformers(*size: int) -> torch.Tensor:
+    return _create_weight(SimpleNamespace(weight=torch.empty(size)))  # a module would draw, and move the random state
 
 
 def install() -> None:
