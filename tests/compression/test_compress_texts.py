@@ -8,6 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from support.tokenizers_of_each_kind import word_level, wordpiece
+from support.tracing import trace_once
 from transformers import AutoModel, BertConfig, BertModel, MarianConfig, MarianMTModel
 from typer.testing import CliRunner
 
@@ -24,7 +25,6 @@ from hf_freeze.compression.losses import Losses
 from hf_freeze.compression.prices import Prices, Sizes
 from hf_freeze.compression.progress import Stopped
 from hf_freeze.model.samples import samples_of
-from hf_freeze.publish.export import onnx as onnx_format
 
 WORDS = [
     "a",
@@ -197,14 +197,7 @@ def graphs():
 
 @pytest.fixture
 def traced_once(graphs, monkeypatch):
-    trace = onnx_format._traced
-
-    def known(part):
-        if part.name not in graphs:
-            graphs[part.name] = trace(part)
-        return graphs[part.name].clone()
-
-    monkeypatch.setattr(onnx_format, "_traced", known)
+    trace_once(graphs, monkeypatch)
 
 
 def test_what_the_engine_alone_reaches_is_not_cut(encoder, traced_once, tmp_path):

@@ -17,6 +17,7 @@ from families.contract import tiny_config
 from support.cases import ALL, PLAIN, Case, native_config, once_on_each_architecture, plain
 from support.models import add_noise, build
 from support.text import fast_tokenizer
+from support.tracing import trace_once
 from test_export import TEXTS, marian, save, words
 from transformers import (
     AutoConfig,
@@ -321,14 +322,7 @@ def graphs():
 
 @pytest.fixture
 def traced_once(graphs, monkeypatch):
-    trace = onnx_format._traced
-
-    def known(part):
-        if part.name not in graphs:
-            graphs[part.name] = trace(part)
-        return graphs[part.name].clone()
-
-    monkeypatch.setattr(onnx_format, "_traced", known)
+    trace_once(graphs, monkeypatch)
 
 
 def test_classes_are_those_of_the_variant(classifier, traced_once):

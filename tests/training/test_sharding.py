@@ -54,7 +54,6 @@ def translated(tmp_path):
 def test_two_processes_train_as_one_and_three_go_on(tmp_path, losses, translated):
     for number, case in enumerate(once()):
         build(case).save_pretrained(tmp_path / f"variant-{number}")
-        torch.save(case.batch(), tmp_path / f"batch-{number}")
     trained_variant().save_pretrained(tmp_path / "variant-trained")
     first, second = losses
     for count, expected in ((2, first), (3, second)):

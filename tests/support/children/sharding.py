@@ -20,7 +20,7 @@ from hf_freeze.experiments.runs.launcher import leave_processes
 from hf_freeze.model.loading import load_model
 from hf_freeze.training import load_sharded, teacher_translations
 from hf_freeze.training.decoding import translate
-from support.cases import ALL
+from support.cases import ALL, once
 from support.models import differences
 from support.training import gradients
 
@@ -117,7 +117,7 @@ def main(result, rank):
             problems.append(f"{path.name}: {held} of {total} values are held")
         number = path.name.removeprefix("variant-")
         if world == 2 and number != "trained" and (ALL or int(number) % 2 == 0):  # each was equal when it was loaded
-            batch = torch.load(folder / f"batch-{number}")
+            batch = once()[int(number)].batch()
             problems += [f"{path.name}, checkpointed: {problem}" for problem in checkpointed(sharded, whole, batch)]
     translated, read = translations(folder / "translator", mesh) if world == 3 else ({}, 0)
     chosen = folder / "variant-trained"
