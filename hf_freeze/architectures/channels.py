@@ -72,7 +72,7 @@ class Finder:
         self.expected: list[tuple[str, bool, list[torch.Tensor]]] = []  # (module, whether it gets them, tensors)
         self.orders: dict[
             int, tuple[torch.Tensor, float, list[torch.Tensor]]
-        ] = {}  # id of an expected tensor -> `_orders`
+        ] = {}  # id of an expected tensor: `_orders`
         self.started: dict[str, int] = {}  # module -> the number of its first call
         self.norms: dict[str, str] = {}
         self.runs = 0
@@ -182,10 +182,8 @@ class Finder:
                 continue
             seen[id(x)] = x
             has_channels = self.hidden in x.shape and not strict
-            if not x.is_floating_point() or (
-                given and not has_channels and not strict
-            ):  # some read a shape off a slice of the states
-                continue
+            if not x.is_floating_point() or (given and not has_channels and not strict):
+                continue  # some read a shape off a slice of the states
             x = _bounded(x)
             y, size, reordered = self._orders(y)
             distance = float((x - y).norm())

@@ -72,8 +72,8 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
         #    the caller's config stays as it is.
         #    On meta there is nothing to draw, and torch takes longer to find that out than for all the rest.
         on_meta = torch.empty(0).is_meta
-        undrawn = no_draws() if on_meta else contextlib.nullcontext()
-        with native_base_model(type(config), self.native_class.config_class), undrawn:
+        undrawn = no_draws if on_meta else contextlib.nullcontext
+        with native_base_model(type(config), self.native_class.config_class), undrawn():
             super().__init__(config.before_methods(), *args, **kwargs)
         native_linears = {name for name, module in self.named_modules() if surgery.is_dense(module)}
         if on_meta:
@@ -85,7 +85,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
         if self.shifts_labels:  # transformers would look for the loss by the class name, and not find GPT-2's
             self.loss_type = "ForCausalLM"
         # 2. Every method changes modules and shapes, from its settings alone (this also runs on meta).
-        with no_draws() if on_meta else contextlib.nullcontext():
+        with undrawn():
             self._restructure(config.parsed_methods)
         self._set_on_all_configs(fields := {name: read(config, name) for name in config.original_fields})
         self._set_copied_lists(config, fields)
