@@ -20,7 +20,7 @@ from hf_freeze.compression.choose import Options, Program
 from hf_freeze.compression.engine import Stopwatch, engine_for, new_tokens_of, serve
 from hf_freeze.compression.inputs import Inputs, batches_of, digest_of_items
 from hf_freeze.compression.labels import Labels, Score, check_labels, score_of
-from hf_freeze.compression.losses import measured_losses
+from hf_freeze.compression.losses import Losses, measured_losses
 from hf_freeze.compression.original import Original
 from hf_freeze.compression.phases import Phases
 from hf_freeze.compression.prices import Prices, probe_shapes, sizes_of
@@ -133,7 +133,7 @@ class Compression:
                 self.say(f"met by {self.engine.name} alone, in {self.options.bits[0]} bits: nothing is cut")
                 made = everything
             else:
-                self._prepare()
+                self._prepare(self._limits())
                 made = self._within(self.budget)
             if loss is not None and (lost := self._loss(made)) > loss:
                 raise ValueError(
@@ -196,8 +196,8 @@ class Compression:
         except ValueError as error:
             self.say(str(error))
 
-    def _prepare(self) -> None:
-        """What parts are worth, and what they cost."""
+    def _prepare(self, limits: tuple[float, float | None] | None = None) -> None:
+        """What parts are worth, and what they cost. `limits`: where they are known, what exceeds them is not measured."""
 
         def find() -> dict[str, Any]:
             self.say("measuring what each head and neuron is worth")
@@ -207,8 +207,6 @@ class Compression:
         found = self.phases.once("blocks", find)
         self.blocks = {name: Block(**values) for name, values in found.items()}
         options = self.options
-        once, parts = self.phases.once, (self.blocks, options.may_go, options.bits)
-        self.losses = measured_losses(self.original, *parts, once, self.progress)
         full = replace(whole(self.depths, self.blocks, options.bits[0]), tokens=self.original.tokens)
         probes: list[tuple[Shape, float]] = []
         if self.budget.limits_time:
@@ -221,6 +219,14 @@ class Compression:
         size, bits = everything.bytes, options.bits[0]
         sizes = sizes_of(original.model, original.tokens, everything.folder, size, bits, lists=lists)
         self.prices = Prices(self.blocks, self.depths, sizes, probes)
+
+        def worst(losses: Losses) -> float:
+            with_all_layers = replace(options, may_go=options.may_go - {"layers"})
+            best = limits and Program(self.blocks, losses, self.prices, with_all_layers).solve(*limits)
+            return _MUCH_WORSE * best[1] if best else math.inf
+
+        parts, phases = (self.blocks, options.may_go, options.bits), (self.phases.once, self.progress)
+        self.losses = measured_losses(self.original, *parts, *phases, worst)
         self.program = Program(self.blocks, self.losses, self.prices, options)
 
     def _times(self, shapes: dict[str, Shape]) -> dict[str, float]:

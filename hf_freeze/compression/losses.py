@@ -1,5 +1,6 @@
 """What smaller parts lose: closed forms for heads and neurons, and a few measurements of whole models for the rest."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,16 +55,14 @@ def measured_losses(
     bits: Sequence[int],
     once: Callable[[str, Callable[[], Any]], Any],
     progress: Progress,
+    worst: Callable[[Losses], float],
 ) -> Losses:
-    """Of a model, where parts of these kinds may go. `once`: of `Phases`."""
+    """Of a model, where parts of these kinds may go. `once`: of `Phases`. `worst`: given all losses but those of layers, that of
+    fewer layers from which it is of no use, so that still fewer are not measured."""
     depths = original.depths
     stacks = [stack for stack in depths if "layers" in may_go]
     kinds = [kind for kind in ("heads", "neurons") if kind in may_go and any(b.kind == kind for b in blocks.values())]
     progress.plan(sum(min(depths[stack], _DEPTHS) for stack in stacks) + len(_SHARES) * len(kinds) + 4)
-    layers: dict[str, Any] = {stack: {depth: (tuple(range(depth)), 0.0)} for stack, depth in depths.items()}
-    for stack in stacks:
-        found = once(f"layers-{stack}", lambda stack=stack: layer_losses(original.subject(), stack, progress.step))
-        layers[stack] = {int(depth): (tuple(kept), loss) for depth, (kept, loss) in found.items()}
 
     def factor(kind: str) -> float:
         found = []
@@ -78,7 +77,15 @@ def measured_losses(
     if "tokens" in may_go:
         found = once("tokens", lambda: _token_losses(original, progress))
         tokens |= {int(count): loss for count, loss in found.items()}
-    return Losses(layers=layers, factors=factors, four_bits=four_bits, tokens=tokens)
+    layers: dict[str, Any] = {stack: {depth: (tuple(range(depth)), 0.0)} for stack, depth in depths.items()}
+    losses = Losses(layers=layers, factors=factors, four_bits=four_bits, tokens=tokens)
+    limit = worst(losses) if stacks else 0.0
+    for stack in stacks:
+        found = once(
+            f"layers-{stack}", lambda stack=stack: layer_losses(original.subject(), stack, progress.step, limit)
+        )
+        layers[stack] = {int(depth): (tuple(kept), loss) for depth, (kept, loss) in found.items()}
+    return losses
 
 
 def _token_losses(original: Original, progress: Progress) -> dict[int, float]:
@@ -105,9 +112,11 @@ def _token_losses(original: Original, progress: Progress) -> dict[int, float]:
     return found
 
 
-def layer_losses(subject: Subject, stack: str, say: Callable[[str], Any]) -> dict[int, tuple[tuple[int, ...], float]]:
-    """Number of layers -> (which stay, loss with calibration). The layer goes whose loss without calibration is least, one after
-    another; in a deep stack, by one measurement of each."""
+def layer_losses(
+    subject: Subject, stack: str, say: Callable[[str], Any], limit: float = math.inf
+) -> dict[int, tuple[tuple[int, ...], float]]:
+    """Number of layers -> (which stay, loss with calibration), down to the first loss above the limit. The layer goes whose loss
+    without calibration is least, one after another; in a deep stack, by one measurement of each."""
     depth = architecture_for(subject.model).depths(subject.model.config)[stack]
     kept, order, ranking = list(range(depth)), [], []
     for _ in range(depth - 1):
@@ -132,6 +141,8 @@ def layer_losses(subject: Subject, stack: str, say: Callable[[str], Any]) -> dic
         say(f"{stack}: {count} of {depth} layers")
         loss = subject.distance(subject.cut([methods.LayerSelection(keep={stack: list(stay)})]))
         result[count] = stay, max(loss, *(other for _, other in result.values()))  # fewer layers are never better
+        if loss > limit:
+            break
     return result
 
 

@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -21,10 +21,12 @@ from hf_freeze.compression.budget import Budget
 from hf_freeze.compression.choose import Options, Program, levels
 from hf_freeze.compression.compression import Compression
 from hf_freeze.compression.inputs import Inputs, batches_of
-from hf_freeze.compression.losses import Losses
+from hf_freeze.compression.losses import Losses, layer_losses
+from hf_freeze.compression.original import Subject
 from hf_freeze.compression.prices import Prices, Sizes
 from hf_freeze.compression.progress import Stopped
 from hf_freeze.model.samples import samples_of
+from hf_freeze.publish.export.served import opened
 
 WORDS = [
     "a",
@@ -159,6 +161,22 @@ def test_blocks_name_all_attentions_and_ffns(encoder):
     for one in blocks.values():
         assert list(one.losses) == sorted(one.losses)
         assert Block(**json.loads(json.dumps(asdict(one)))).kept(2) == one.kept(2)
+
+
+def test_fewer_layers_are_not_measured_past_a_loss_that_is_of_no_use(encoder, tmp_path):
+    served = opened(encoder)
+    torch.manual_seed(0)
+    served = replace(
+        served, model=BertModel(BertConfig(**served.model.config.to_dict() | {"num_hidden_layers": 3})).eval()
+    )
+    samples = batches_of(served, texts(30))
+    subject = Subject(served, samples, samples.batches)
+    every = layer_losses(subject, "encoder", str)
+    assert list(every) == [3, 2, 1]
+    assert 0 < every[2][1] < every[1][1]
+    told = []
+    assert layer_losses(subject, "encoder", told.append, every[2][1] / 2) == {depth: every[depth] for depth in (3, 2)}
+    assert told == ["encoder: 2 of 3 layers"]
 
 
 def test_the_budget_is_met_by_one_that_was_stopped_and_a_finished_one_is_read_again(encoder, tmp_path):
