@@ -37,7 +37,7 @@ from hf_freeze.training.healing import DEFAULT, Healed, HealLimit, heal, parse_l
 _TIGHTER = 4  # times that a shape is chosen again because its folder is above the budget
 _LARGEST, _SMALLEST = 0.9, 1.05  # of a front: times the whole model and the smallest shape
 _HALVINGS = 5  # of the range of sizes, when bytes are to be fewest for a loss
-_MARGIN = 0.002  # share of a limit of bytes that is left free then
+_MARGIN = 0.002  # share of a limit of bytes that is left free, since sizes are estimates
 _MUCH_WORSE = 3.0  # times the expected loss of the best, from which a candidate is not measured
 _POOLING = {"cls": "cls", "lasttoken": "last"}  # of sentence-transformers -> of `heal`
 _NATIVE_MULTIPLE = 64
@@ -242,8 +242,10 @@ class Compression:
     def _within(self, budget: Budget) -> Made:
         """The best shape that was found, cut, healed and exported."""
         self.budget = budget
-        limits = wanted = self._limits()
+        wanted = self._limits()
         self._check_reach(wanted)
+        least = self.prices.cost(self.program.smallest("bytes"))[0]
+        limits = max(wanted[0] * (1 - _MARGIN), least), wanted[1]
         excess: list[str] = []
         ways: Sequence[str] = _WAYS
         for _ in range(_TIGHTER):
