@@ -20,7 +20,7 @@ from hf_freeze.compression.choose import Options, Program
 from hf_freeze.compression.engine import Stopwatch, engine_for, new_tokens_of, serve
 from hf_freeze.compression.inputs import Inputs, batches_of, digest_of_items
 from hf_freeze.compression.labels import Labels, Score, check_labels, score_of
-from hf_freeze.compression.losses import Losses, measured_losses
+from hf_freeze.compression.losses import Losses, measured_losses, unmeasured_losses
 from hf_freeze.compression.original import Original
 from hf_freeze.compression.phases import Phases
 from hf_freeze.compression.prices import Prices, probe_shapes, sizes_of
@@ -220,6 +220,11 @@ class Compression:
         sizes = sizes_of(original.model, original.tokens, everything.folder, size, bits, lists=lists)
         self.prices = Prices(self.blocks, self.depths, sizes, probes)
 
+        if limits is not None:  # before minutes of measuring
+            self._check_reach(
+                limits, Program(self.blocks, unmeasured_losses(original, options.may_go), self.prices, options)
+            )
+
         def worst(losses: Losses) -> float:
             with_all_layers = replace(options, may_go=options.may_go - {"layers"})
             best = limits and Program(self.blocks, losses, self.prices, with_all_layers).solve(*limits)
@@ -243,7 +248,7 @@ class Compression:
         """The best shape that was found, cut, healed and exported."""
         self.budget = budget
         wanted = self._limits()
-        self._check_reach(wanted)
+        self._check_reach(wanted, self.program)
         least = self.prices.cost(self.program.smallest("bytes"))[0]
         limits = max(wanted[0] * (1 - _MARGIN), least), wanted[1]
         excess: list[str] = []
@@ -267,9 +272,9 @@ class Compression:
         size = math.inf if self.budget.max_bytes is None else float(self.budget.max_bytes)
         return size, self.budget.max_ms and self.budget.max_ms * (1 - TIME_RESERVE)
 
-    def _check_reach(self, limits: tuple[float, float | None]) -> None:
+    def _check_reach(self, limits: tuple[float, float | None], program: Program) -> None:
         for number, (cost, limit) in enumerate(zip(("bytes", "ms"), limits, strict=True)):
-            shape = self.program.smallest(cost)
+            shape = program.smallest(cost)
             if limit is not None and (least := self.prices.cost(shape)[number]) > limit:
                 shown = in_bytes(least) if cost == "bytes" else f"{least:.2f} ms"
                 raise ValueError(

@@ -88,6 +88,17 @@ def measured_losses(
     return losses
 
 
+def unmeasured_losses(original: Original, may_go: frozenset[str]) -> Losses:
+    """All that `measured_losses` may find to choose from, at no loss: for what is possible at all."""
+    least = {stack: 1 if "layers" in may_go else depth for stack, depth in original.depths.items()}
+    layers = {
+        stack: {count: (tuple(range(count)), 0.0) for count in range(least[stack], depth + 1)}
+        for stack, depth in original.depths.items()
+    }
+    sizes = original.sizes(_COVERAGES) if "tokens" in may_go else []
+    return Losses(layers=layers, tokens=dict.fromkeys([original.tokens, *sizes], 0.0))
+
+
 def _token_losses(original: Original, progress: Progress) -> dict[int, float]:
     """Number of tokens that are kept -> loss on the inputs that are compared, never less for fewer ones.
 

@@ -249,6 +249,9 @@ def test_what_is_out_of_reach_is_refused_and_another_compression_is_not_overwrit
     defaults = {"budget": Budget(max_bytes=2000), "out": tmp_path / "small", **FEW_PARTS}
     with pytest.raises(ValueError, match=r"out of reach: the smallest shape .* needs about .*; give it at least that"):
         hf_freeze.compress(encoder, texts=texts(), **defaults)
+    done = json.loads((tmp_path / "small" / "phases.json").read_text())["results"]
+    assert "blocks" in done
+    assert not any(phase.startswith(("layers", "factor")) for phase in done)  # they would last for minutes
     with pytest.raises(ValueError, match="holds another compression"):
         hf_freeze.compress(encoder, texts=texts(61), **defaults)
 
