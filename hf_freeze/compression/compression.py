@@ -110,11 +110,8 @@ class Compression:
         self._stopwatch: Stopwatch | None = None
         self.tried: list[Tried] = []
         self.chosen: Shape | None = None
-        self._nearest: tuple[str, float, Any] = (
-            "",
-            math.inf,
-            None,
-        )  # of the candidates: the shape's digest, loss and variant
+        # Of the candidates: the shape's digest, loss and variant.
+        self._nearest: tuple[str, float, Any] = ("", math.inf, None)
         self.blocks: dict[str, Block] = {}
         self.whole: Measured | None = None  # the model as it is, in the engine; `results`: smaller ones
         self.results: list[Measured] = []

@@ -90,11 +90,10 @@ def measured_losses(
 
 def unmeasured_losses(original: Original, may_go: frozenset[str]) -> Losses:
     """All that `measured_losses` may find to choose from, at no loss: for what is possible at all."""
-    least = {stack: 1 if "layers" in may_go else depth for stack, depth in original.depths.items()}
-    layers = {
-        stack: {count: (tuple(range(count)), 0.0) for count in range(least[stack], depth + 1)}
-        for stack, depth in original.depths.items()
-    }
+    layers: dict[str, Any] = {}
+    for stack, depth in original.depths.items():
+        least = 1 if "layers" in may_go else depth
+        layers[stack] = {count: (tuple(range(count)), 0.0) for count in range(least, depth + 1)}
     sizes = original.sizes(_COVERAGES) if "tokens" in may_go else []
     return Losses(layers=layers, tokens=dict.fromkeys([original.tokens, *sizes], 0.0))
 

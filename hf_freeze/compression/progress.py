@@ -37,26 +37,31 @@ class Progress:
 
     def __init__(self, say: Callable[[str], Any], callback: Callback | None, write: Callable[[], Any]) -> None:
         self._say, self._callback, self._write = say, callback, write
-        self._planned, self._ends, self._next_page = 0, [time.monotonic()], 0.0
+        self._planned, self._done, self._spent, self._next_page = 0, 0, 0.0, 0.0
+        self._began: float | None = None  # the measurement that runs
         self.last = Step(phase="", text="starting", share=0.0, seconds_left=None)
 
     def plan(self, steps: int) -> None:
         """Know of further measurements of whole models."""
+        self._end()
         self._planned += steps
-        self._ends[-1] = time.monotonic()
 
     def step(self, text: str) -> None:
         """A measurement begins."""
-        done = len(self._ends) - 1
-        left = None
-        if done:
-            left = (self._ends[-1] - self._ends[0]) / done * max(self._planned - done, 0)
-        self._ends.append(time.monotonic())
+        self._end()
+        left = self._spent / self._done * max(self._planned - self._done, 0) if self._done else None
+        self._began = time.monotonic()
         told = "" if left is None else f" (about {duration(left)} left)"
         self._say(f"measuring: {text}{told}")
-        self._tell(Step(phase="measuring", text=text, share=done / max(self._planned, done, 1), seconds_left=left))
+        share = self._done / max(self._planned, self._done, 1)
+        self._tell(Step(phase="measuring", text=text, share=share, seconds_left=left))
+
+    def _end(self) -> None:
+        if self._began is not None:
+            self._spent, self._done, self._began = self._spent + time.monotonic() - self._began, self._done + 1, None
 
     def tell(self, phase: str, text: str) -> None:
+        self._end()
         self._say(text)
         self._tell(Step(phase=phase, text=text, share=self.last.share, seconds_left=self.last.seconds_left))
 

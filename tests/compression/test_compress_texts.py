@@ -24,7 +24,7 @@ from hf_freeze.compression.inputs import Inputs, batches_of
 from hf_freeze.compression.losses import Losses, layer_losses
 from hf_freeze.compression.original import Subject
 from hf_freeze.compression.prices import Prices, Sizes
-from hf_freeze.compression.progress import Stopped
+from hf_freeze.compression.progress import Progress, Stopped
 from hf_freeze.model.samples import samples_of
 from hf_freeze.publish.export.served import opened
 
@@ -254,6 +254,22 @@ def test_what_is_out_of_reach_is_refused_and_another_compression_is_not_overwrit
     assert not any(phase.startswith(("layers", "factor")) for phase in done)  # they would last for minutes
     with pytest.raises(ValueError, match="holds another compression"):
         hf_freeze.compress(encoder, texts=texts(61), **defaults)
+
+
+def test_the_time_left_is_that_of_the_measurements_so_far(monkeypatch):
+    now, said = [0.0], []
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    told = Progress(said.append, None, lambda: None)
+    told.plan(3)
+    for text, seconds in (("a", 10), ("b", 20)):
+        told.step(text)
+        now[0] += seconds
+    told.tell("engine", "exporting")
+    now[0] += 500  # counts for no measurement
+    told.plan(2)
+    told.step("c")
+    assert said == ["measuring: a", "measuring: b (about 20 s left)", "exporting", "measuring: c (about 45 s left)"]
+    assert (told.last.share, told.last.seconds_left) == (2 / 5, 45)
 
 
 def test_texts_to_compare_on_are_never_learnt():
