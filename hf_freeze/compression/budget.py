@@ -1,6 +1,7 @@
 """What the compressed model may cost."""
 
 import copy
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -146,3 +147,9 @@ def read_bytes(text: str) -> int:
 def in_bytes(size: float) -> str:
     """For people: "1.90 MB", "312 kB"."""
     return f"{size / 1e6:,.2f} MB" if size >= 1e6 else f"{size / 1e3:,.1f} kB"
+
+
+def in_bytes_up(size: float) -> str:
+    """The least number of bytes that `in_bytes` can tell, not below `size`."""
+    step = 1e4 if size >= 1e6 else 1e2
+    return in_bytes(step * math.ceil(size / step))

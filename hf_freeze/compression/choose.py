@@ -65,9 +65,10 @@ class Program:
         limits |= {} if max_ms is None else {"ms": max_ms - self._prices.fixed_ms}
         return self._least("loss", {cost: limit for cost, limit in limits.items() if np.isfinite(limit)})
 
-    def smallest(self, cost: str) -> Shape:
-        """The shape of the least "bytes" or "ms"."""
-        found = self._least(cost, {})
+    def smallest(self, cost: str, max_ms: float | None = None) -> Shape:
+        """The shape of the least "bytes" or "ms": of those within a time, or if there is none, the fastest."""
+        limits = {} if max_ms is None else {"ms": max_ms - self._prices.fixed_ms}
+        found = self._least(cost, limits) or self._least("ms", {})
         assert found is not None  # the whole model is one
         return found[0]
 

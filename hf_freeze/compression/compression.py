@@ -15,7 +15,7 @@ from rich.console import Console
 from hf_freeze.analysis.answers import compare_answers
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compression.blocks import Block, blocks_of
-from hf_freeze.compression.budget import TIME_RESERVE, Budget, in_bytes
+from hf_freeze.compression.budget import TIME_RESERVE, Budget, in_bytes, in_bytes_up
 from hf_freeze.compression.choose import Options, Program
 from hf_freeze.compression.engine import Stopwatch, engine_for, new_tokens_of, serve
 from hf_freeze.compression.inputs import Inputs, batches_of, digest_of_items
@@ -37,6 +37,7 @@ from hf_freeze.training.healing import DEFAULT, Healed, HealLimit, heal, parse_l
 _TIGHTER = 4  # times that a shape is chosen again because its folder is above the budget
 _LARGEST, _SMALLEST = 0.9, 1.05  # of a front: times the whole model and the smallest shape
 _HALVINGS = 5  # of the range of sizes, when bytes are to be fewest for a loss
+_ROUNDED = 1.001  # times the bytes of the smallest, where they are named: folders hold names of other folders
 _MARGIN = 0.002  # share of a limit of bytes that is left free, since sizes are estimates
 _MUCH_WORSE = 3.0  # times the expected loss of the best, from which a candidate is not measured
 _POOLING = {"cls": "cls", "lasttoken": "last"}  # of sentence-transformers -> of `heal`
@@ -217,10 +218,9 @@ class Compression:
         sizes = sizes_of(original.model, original.tokens, everything.folder, size, bits, lists=lists)
         self.prices = Prices(self.blocks, self.depths, sizes, probes)
 
-        if limits is not None:  # before minutes of measuring
-            self._check_reach(
-                limits, Program(self.blocks, unmeasured_losses(original, options.may_go), self.prices, options)
-            )
+        self.losses = unmeasured_losses(original, options.may_go)
+        if limits is not None and _above(self.prices.cost(self._smallest()[0]), limits):
+            self._check_reach()  # before minutes of measuring
 
         def worst(losses: Losses) -> float:
             with_all_layers = replace(options, may_go=options.may_go - {"layers"})
@@ -242,19 +242,20 @@ class Compression:
         return self._milliseconds(folders)
 
     def _within(self, budget: Budget) -> Made:
-        """The best shape that was found, cut, healed and exported."""
+        """The best shape that was found, cut, healed and exported. If none is within the budget as it is estimated or as it was
+        made, the smallest shape. Raises ValueError with what that takes if it is above, too."""
         self.budget = budget
         wanted = self._limits()
-        self._check_reach(wanted, self.program)
-        least = self.prices.cost(self.program.smallest("bytes"))[0]
-        limits = max(wanted[0] * (1 - _MARGIN), least), wanted[1]
-        excess: list[str] = []
+        least = self.prices.cost(self._smallest()[0])
+        limits = max(wanted[0] * (1 - _MARGIN), least[0]), wanted[1]
         ways: Sequence[str] = _WAYS
         for _ in range(_TIGHTER):
-            shape, way = self._chosen(limits, ways)
-            self.chosen, ways = shape, [way]  # what was compared is not compared again for a few bytes less
-            folder, healed = self._cut(shape)
-            made = replace(self._made(shape, f"served-{shape.digest}", folder), model=folder, healed=healed)
+            found = None if _above(least, wanted) else self._chosen(limits, ways)
+            if found is None:
+                break
+            shape, way = found
+            ways = [way]  # what was compared is not compared again for a few bytes less
+            made = self._finally(shape)
             if not (excess := budget.excess(made.bytes, made.ms)):
                 return made
             self.say(f"above the budget: {', '.join(excess)}; choosing again, for less")
@@ -263,25 +264,61 @@ class Compression:
             if made.ms is not None and wanted[1] is not None and limits[1] is not None:
                 lower = lower[0], min(limits[1] * (1 - TIME_RESERVE), wanted[1] * min(ms / made.ms, 1.0))
             limits = min(limits[0], lower[0]), lower[1]
-        raise ValueError(f"the budget of {budget.words()} was missed {_TIGHTER} times, at last: {', '.join(excess)}")
+        made = self._finally(self._check_reach())
+        if excess := budget.excess(made.bytes, made.ms):  # times differ
+            raise ValueError(f"the budget of {budget.words()} was missed by the smallest shape: {', '.join(excess)}")
+        return made
+
+    def _finally(self, shape: Shape) -> Made:
+        """A shape that was chosen, cut, healed and exported."""
+        self.chosen = shape
+        folder, healed = self._cut(shape)
+        return replace(self._made(shape, f"served-{shape.digest}", folder), model=folder, healed=healed)
+
+    def _smallest(self) -> list[Shape]:
+        """The smallest shapes by their estimates: with weights in all bits, and in the most only, since fewer add to a graph."""
+        cost, ms = ("bytes", self._limits()[1]) if self.budget.limits_bytes else ("ms", None)
+        every = dict.fromkeys([self.options.bits, self.options.bits[:1]])
+        programs = (Program(self.blocks, self.losses, self.prices, replace(self.options, bits=bits)) for bits in every)
+        return [program.smallest(cost, ms) for program in programs]
+
+    def _check_reach(self) -> Shape:
+        """The smallest shape, made without healing, which changes neither bytes nor time: estimates are too rough to refuse a
+        budget by. Raises ValueError with what it takes if that is above."""
+        found: list[tuple[float, Shape, str]] = []
+        for shape in self._smallest():
+            made, limit = self._probe(shape), self.budget.max_ms
+            if not self.budget.excess(made.bytes, made.ms):
+                return shape
+            if limit is not None and made.ms is not None and made.ms > limit:
+                found.append((made.ms, shape, f"{math.ceil(1000 * made.ms) / 1000:g} ms"))
+            else:
+                found.append((made.bytes, shape, in_bytes_up(made.bytes * _ROUNDED)))
+        _, shape, shown = min(found, key=lambda one: one[0])
+        cost = "ms" if shown.endswith("ms") else "bytes"
+        within = f" within {self.budget.limit('ms')}" if cost == "bytes" and self.budget.limits_time else ""
+        raise ValueError(
+            f"the budget of {self.budget.limit(cost)} is out of reach: the smallest shape{within} ({self.words(shape)}) needs "
+            f"about {shown}; give it at least that"
+        )
+
+    def _probe(self, shape: Shape) -> Made:
+        with tempfile.TemporaryDirectory(dir=self.out) as temporary:
+            folder = Path(temporary) / "model"
+            if f"made-probe-{shape.digest}" not in self.phases.seconds_by_phase:
+                self.progress.tell("cut", "cutting the smallest model")
+                subject = self.original.subject(shape.tokens)
+                variant = subject.cut(methods_of(shape, self.blocks, self.depths))  # calibration adds biases
+                self.original.save(variant.merge() if self._native else variant, subject.tokenizer, folder)
+            return self._made(shape, f"probe-{shape.digest}", folder)
 
     def _limits(self) -> tuple[float, float | None]:
         size = math.inf if self.budget.max_bytes is None else float(self.budget.max_bytes)
         return size, self.budget.max_ms and self.budget.max_ms * (1 - TIME_RESERVE)
 
-    def _check_reach(self, limits: tuple[float, float | None], program: Program) -> None:
-        for number, (cost, limit) in enumerate(zip(("bytes", "ms"), limits, strict=True)):
-            shape = program.smallest(cost)
-            if limit is not None and (least := self.prices.cost(shape)[number]) > limit:
-                shown = in_bytes(least) if cost == "bytes" else f"{least:.2f} ms"
-                raise ValueError(
-                    f"the budget of {self.budget.limit(cost)} is out of reach: the smallest shape ({self.words(shape)}) needs "
-                    f"about {shown}; give it at least that"
-                )
-
-    def _chosen(self, limits: tuple[float, float | None], ways: Sequence[str]) -> tuple[Shape, str]:
-        """The best of the shapes of these ways, and its way. If they are several, each is cut with calibration and compared with
-        the original."""
+    def _chosen(self, limits: tuple[float, float | None], ways: Sequence[str]) -> tuple[Shape, str] | None:
+        """The best of the shapes of these ways, and its way; None if there is none. If they are several, each is cut with
+        calibration and compared with the original."""
         candidates: dict[str, tuple[Shape, float, str]] = {}
         for way in ways:
             if candidates and way not in self._touched(next(iter(candidates.values()))[0]):
@@ -292,7 +329,7 @@ class Compression:
             if found is not None:
                 candidates.setdefault(found[0].digest, (*found, way))
         if not candidates:
-            raise ValueError(f"no shape is within {self.budget.words()}")
+            return None
         best = min(expected for _, expected, _ in candidates.values())
         some = [one for one in candidates.values() if one[1] <= _MUCH_WORSE * best]
         self._nearest = "", math.inf, None
@@ -427,3 +464,8 @@ class Compression:
             healed=made.healed,
             seconds=self.phases.seconds,
         )
+
+
+def _above(cost: tuple[float, float], limits: tuple[float, float | None]) -> bool:
+    """Whether bytes or milliseconds are above their limits."""
+    return cost[0] > limits[0] or (limits[1] is not None and cost[1] > limits[1])

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -17,14 +18,16 @@ from hf_freeze.analysis.vocabulary import count_tokens
 from hf_freeze.cli import app
 from hf_freeze.compression import compression
 from hf_freeze.compression.blocks import Block, blocks_of
-from hf_freeze.compression.budget import Budget
+from hf_freeze.compression.budget import Budget, read_bytes
 from hf_freeze.compression.choose import Options, Program, levels
 from hf_freeze.compression.compression import Compression
+from hf_freeze.compression.engine import Stopwatch
 from hf_freeze.compression.inputs import Inputs, batches_of
 from hf_freeze.compression.losses import Losses, layer_losses
 from hf_freeze.compression.original import Subject
 from hf_freeze.compression.prices import Prices, Sizes
 from hf_freeze.compression.progress import Progress, Stopped
+from hf_freeze.io import bytes_of
 from hf_freeze.model.samples import samples_of
 from hf_freeze.publish.export.served import opened
 
@@ -270,6 +273,22 @@ def test_the_time_left_is_that_of_the_measurements_so_far(monkeypatch):
     told.step("c")
     assert said == ["measuring: a", "measuring: b (about 20 s left)", "exporting", "measuring: c (about 45 s left)"]
     assert (told.last.share, told.last.seconds_left) == (2 / 5, 45)
+
+
+def test_the_nearest_that_a_refusal_names_is_met(encoder, tmp_path):
+    """In ONNX, where the graph of a small model takes more than its weights, so that estimates are far off."""
+    options = {"texts": texts(), "engine": "onnx", "heal": 0}
+    with pytest.raises(ValueError, match="out of reach") as refused:
+        hf_freeze.compress(encoder, budget=Budget(max_bytes=2000), out=tmp_path / "small", **options)
+    size = read_bytes(re.search(r"needs about ([\d.,]+ kB)", str(refused.value))[1].replace(",", ""))
+    made = hf_freeze.compress(encoder, budget=Budget(max_bytes=size), out=tmp_path / "nearest", **options)
+    assert bytes_of(made.after.folder) <= size
+
+
+def test_time_that_is_out_of_reach_is_named_as_it_was_measured(encoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(Stopwatch, "milliseconds", lambda self, folders, unit=None: dict.fromkeys(folders, 2.0))
+    with pytest.raises(ValueError, match=r"budget of 1 ms is out of reach: the smallest shape \(.*\) needs about 2 ms"):
+        hf_freeze.compress(encoder, texts=texts(), budget=Budget(max_ms=1.0), out=tmp_path / "small", **FEW_PARTS)
 
 
 def test_texts_to_compare_on_are_never_learnt():

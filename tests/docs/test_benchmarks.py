@@ -562,19 +562,21 @@ def test_a_budget_is_kept_if_it_is_met_or_refused_with_the_nearest(monkeypatch, 
     monkeypatch.syspath_prepend(FOLDER)
     budgets = importlib.import_module("budgets")
     (tmp_path / "model").write_bytes(b"x" * 1000)
-
-    def trial(size, ms=None, **end):
-        return budgets.Trial(budgets.Budget(max_bytes=size, max_ms=ms), **end)
-
-    done = SimpleNamespace(after=SimpleNamespace(ms=2.0, folder=tmp_path))
-    assert budgets.kept(trial(1000, 2.0, result=done), None)
-    assert not budgets.kept(trial(999, 2.0, result=done), None)
-    assert not budgets.kept(trial(1000, 1.9, result=done), None)
-    refused = trial(
-        10,
-        refused="the budget of 10 B is out of reach: the smallest shape (1 layer) needs about 1.0 kB; give it at least that",
-    )
-    assert budgets._NEAREST.search(refused.refused)[1] == "1.0 kB"
-    assert budgets.kept(refused, trial(1001, result=done))
+    done = SimpleNamespace(after=SimpleNamespace(ms=2.0, folder=tmp_path), whole=SimpleNamespace(ms=4.0))
+    assert budgets.kept(budgets.Trial(1000, 50, result=done), None)
+    assert not budgets.kept(budgets.Trial(999, 50, result=done), None)
+    assert not budgets.kept(budgets.Trial(1000, 49, result=done), None)
+    words = "the budget of {} is out of reach: the smallest shape (1 layer) needs about {}; give it at least that"
+    refused = budgets.Trial(10, 50, refused=words.format("10 B", "1.0 kB"))
+    assert (refused.nearest().max_bytes, refused.nearest().percent) == (1001, 50)
+    assert budgets.kept(refused, budgets.Trial(1001, result=done))
     assert not budgets.kept(refused, None)
-    assert not budgets.kept(refused, trial(1001, refused="out of reach"))
+    assert not budgets.kept(refused, budgets.Trial(1001, refused="out of reach"))
+    late = budgets.Trial(10, 30, refused=words.format("1.2 ms (30 % of the model's)", "2 ms"), whole_ms=4.0)
+    assert (late.nearest().max_bytes, late.nearest().percent) == (None, 52.5)
+
+
+@slow
+def test_budgets(run, tmp_path):
+    printed = run("budgets", "--tasks", "tags", "--trials", "1", "--steps", "5", "--keep", str(tmp_path))
+    assert "1 of 1 budgets kept" in printed
