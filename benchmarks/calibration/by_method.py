@@ -85,7 +85,10 @@ def main() -> None:
     print(f"| | none | {scores(task.whole)[0]:.2f} | | | | |", flush=True)
     for name in options.only or every:
         for words, method in every[name]:
-            plain = scores(make_variant(task.whole, [method]).eval())
+            plain = ["–", "–"]  # of a method that there is only with a calibration
+            if not method.needs_calibration:
+                perplexity, distance = scores(make_variant(task.whole, [method]).eval())
+                plain = [f"{perplexity:.2f}", f"{distance:.3f}"]
             began, found = time.process_time(), []
             for batches in samples:
                 found.append(make_variant(task.whole, [method], calibration=batches).eval())
@@ -93,7 +96,7 @@ def main() -> None:
             perplexities, distances = zip(*map(scores, found), strict=True)
             mean, away = sum(perplexities) / len(found), sum(distances) / len(found)
             spread = f"{mean:.2f} ({min(perplexities):.2f} to {max(perplexities):.2f})"
-            cells = [name, words, f"{plain[0]:.2f}", spread, f"{plain[1]:.3f}", f"{away:.3f}", f"{seconds:.0f}"]
+            cells = [name, words, plain[0], spread, plain[1], f"{away:.3f}", f"{seconds:.0f}"]
             print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import blocks
 
 PACKAGES = ["tensorly-torch", "tensorly"]
-REQUIREMENTS = ["torch==2.13.0", "tensorly-torch==0.5.0", "transformers==5.23.0"]
+REQUIREMENTS = ["torch==2.13.0", "tensorly==0.9.0", "tensorly-torch==0.5.0", "transformers==5.23.0"]
 METHODS = {"tensorly-torch": {"train"}}
 BLIND = {"tensorly-torch"}
 CANNOT: dict[tuple[str, ...], str] = {}
