@@ -215,7 +215,8 @@ class Compression:
         original, everything = self.original, self.whole
         lists = self.engine.format != "ctranslate2"
         size, bits = everything.bytes, options.bits[0]
-        sizes = sizes_of(original.model, original.tokens, everything.folder, size, bits, lists=lists)
+        layers = sum(self.depths.values())
+        sizes = sizes_of(original.model, original.tokens, layers, everything.folder, size, bits, lists=lists)
         self.prices = Prices(self.blocks, self.depths, sizes, probes)
 
         self.losses = unmeasured_losses(original, options.may_go)

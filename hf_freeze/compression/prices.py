@@ -17,19 +17,22 @@ _BYTES = {32: 4.0, 16: 2.0, 8: 1.01, 4: 0.5 + 4 / GROUP}  # of a weight, with it
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """`of_token`: numbers in the tables for each token; `token_bytes`: of the tokenizer's files; `bits`: of the whole model in
-    the engine, `bytes`: of its folder. `lists`: whether a folder of this engine has a config with what is kept."""
+    """`of_token`: numbers in the tables for each token; `token_bytes`: of the tokenizer's files; `of_layer`: bytes of a layer
+    besides its weights; `bits`: of the whole model in the engine, `bytes`: of its folder. `lists`: whether a folder of this
+    engine has a config with what is kept."""
 
     of_token: int
     tokens: int
     token_bytes: float
     bits: int
     bytes: float
+    of_layer: float = 0.0
     lists: bool = False
 
 
-def sizes_of(model: Any, tokens: int, folder: Path, size: int, bits: int, *, lists: bool) -> Sizes:
+def sizes_of(model: Any, tokens: int, layers: int, folder: Path, size: int, bits: int, *, lists: bool) -> Sizes:
     """`folder`, `size`: of the whole model in the engine, in `bits`."""
+    graphs = sum(map(_without_weights, folder.glob("*.onnx")))
     tables = {id(p): p for p in model.parameters() if tokens and p.ndim == 2 and p.shape[0] == tokens}
     files = [path for path in folder.iterdir() if path.is_file() and ("token" in path.name or "vocab" in path.name)]
     return Sizes(
@@ -38,8 +41,17 @@ def sizes_of(model: Any, tokens: int, folder: Path, size: int, bits: int, *, lis
         token_bytes=sum(path.stat().st_size for path in files) / max(tokens, 1),
         bits=bits,
         bytes=size,
+        of_layer=graphs / layers,
         lists=lists,
     )
+
+
+def _without_weights(graph: Path) -> int:
+    """The bytes of an ONNX file that are no numbers: mostly nodes, and those of a layer are thousands of bytes."""
+    import onnx
+
+    tensors = onnx.load(graph, load_external_data=False).graph.initializer
+    return graph.stat().st_size - sum(len(tensor.raw_data) for tensor in tensors)
 
 
 def probe_shapes(full: Shape, blocks: Mapping[str, Block], may_go: frozenset[str]) -> dict[str, Shape]:
@@ -70,6 +82,7 @@ class Prices:
         self._of_layer, self._of_weight = dict.fromkeys(depths, 0.0), dict.fromkeys(depths, 0.0)
         counted = sum(self.of_block(block, block.units, sizes.bits)[0] for block in blocks.values())
         counted += self.of_tables(sizes.tokens, sizes.bits)[0]
+        counted += sum(self.of_layers(stack, depth)[0] for stack, depth in depths.items())
         self.fixed_bytes = sizes.bytes - counted
         if probes:
             self._fit(probes)
@@ -85,7 +98,7 @@ class Prices:
         return _LISTED * kept if self._sizes.lists and kept < count else 0.0
 
     def of_layers(self, stack: str, depth: int) -> tuple[float, float]:
-        return 0.0, depth * self._of_layer[stack]
+        return depth * self._sizes.of_layer, depth * self._of_layer[stack]
 
     def of_tables(self, tokens: int, bits: int) -> tuple[float, float]:
         numbers = tokens * self._sizes.of_token

@@ -10,10 +10,11 @@ import pytest
 import torch
 from support.tokenizers_of_each_kind import word_level, wordpiece
 from support.tracing import trace_once
-from transformers import AutoModel, BertConfig, BertModel, MarianConfig, MarianMTModel
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, MarianConfig, MarianMTModel
 from typer.testing import CliRunner
 
 import hf_freeze
+from hf_freeze import make_variant
 from hf_freeze.analysis.vocabulary import count_tokens
 from hf_freeze.cli import app
 from hf_freeze.compression import compression
@@ -21,13 +22,15 @@ from hf_freeze.compression.blocks import Block, blocks_of
 from hf_freeze.compression.budget import Budget, read_bytes
 from hf_freeze.compression.choose import Options, Program, levels
 from hf_freeze.compression.compression import Compression
-from hf_freeze.compression.engine import Stopwatch
+from hf_freeze.compression.engine import Stopwatch, serve
 from hf_freeze.compression.inputs import Inputs, batches_of
 from hf_freeze.compression.losses import Losses, layer_losses
 from hf_freeze.compression.original import Subject
-from hf_freeze.compression.prices import Prices, Sizes
+from hf_freeze.compression.prices import Prices, Sizes, sizes_of
 from hf_freeze.compression.progress import Progress, Stopped
+from hf_freeze.compression.shape import whole
 from hf_freeze.io import bytes_of
+from hf_freeze.methods import LayerSelection
 from hf_freeze.model.samples import samples_of
 from hf_freeze.publish.export.served import opened
 
@@ -164,6 +167,22 @@ def test_blocks_name_all_attentions_and_ffns(encoder):
     for one in blocks.values():
         assert list(one.losses) == sorted(one.losses)
         assert Block(**json.loads(json.dumps(asdict(one)))).kept(2) == one.kept(2)
+
+
+def test_a_layer_has_the_price_of_its_graph(encoder, tmp_path):
+    """In ONNX, where the nodes of a small layer take more than its weights."""
+    model = AutoModel.from_pretrained(encoder)
+    sizes = {}
+    for name, variant in {"two": model, "one": make_variant(model, [LayerSelection(keep={"encoder": [0]})])}.items():
+        for each in (variant, AutoTokenizer.from_pretrained(encoder)):
+            each.save_pretrained(tmp_path / name)
+        sizes[name] = bytes_of(serve(tmp_path / name, "onnx", "int8", tmp_path / f"served-{name}"))
+    blocks = blocks_of(model, samples_of(model, texts(30), AutoTokenizer.from_pretrained(encoder)))
+    shape = replace(whole({"encoder": 2}, blocks, 8), tokens=model.config.vocab_size)
+    found = sizes_of(model, shape.tokens, 2, tmp_path / "served-two", sizes["two"], 8, lists=True)
+    prices = Prices(blocks, {"encoder": 2}, found)
+    assert prices.cost(shape)[0] == pytest.approx(sizes["two"])
+    assert prices.cost(replace(shape, layers={"encoder": (0,)}))[0] == pytest.approx(sizes["one"], rel=0.1)
 
 
 def test_fewer_layers_are_not_measured_past_a_loss_that_is_of_no_use(encoder, tmp_path):
