@@ -482,7 +482,8 @@ def test_random_bands_are_made_again_from_the_seed(tmp_path):
     again = AUTO_CLASSES["seq2seq-lm"].from_pretrained(tmp_path)
     assert torch.equal(logits(again, wide_batch("marian")), logits(variant, wide_batch("marian")))
     again.resize_token_embeddings(50)
-    assert torch.equal(again.model.shared.dense_weight()[:V], rows)
+    # Their products are of other shapes, which not every CPU rounds alike.
+    torch.testing.assert_close(again.model.shared.dense_weight()[:V], rows, rtol=0, atol=1e-6)
     training_step(again, wide_batch("marian"))
     again.save_pretrained(tmp_path / "resized")
     twice = AUTO_CLASSES["seq2seq-lm"].from_pretrained(tmp_path / "resized")
@@ -520,7 +521,9 @@ def test_resizing_is_of_the_last_band(name, rows, output, tmp_path):
         assert variant.config.vocab_size == rows != variant.config.decoder_vocab_size
         variant.resize_decoder_token_embeddings(rows)
     table, head, kept = variant.get_input_embeddings(), variant.get_output_embeddings(), min(rows, V)
-    assert torch.equal(table.dense_weight()[:kept], before[:kept])
+    torch.testing.assert_close(
+        table.dense_weight()[:kept], before[:kept], rtol=0, atol=1e-6
+    )  # products of other shapes
     assert [len(band.weight) for band in table.bands] == [len(b.weight) for b in head.bands] == [7, 13, rows - 20]
     assert table.num_embeddings == head.out_features == variant.config.vocab_size == rows
     assert (head.tails[1].weight is table.tails[1].weight) == (name in ("marian", "gpt2", "llama", "bert"))
