@@ -37,7 +37,9 @@ from hf_freeze.training.healing import DEFAULT, Healed, HealLimit, heal, parse_l
 _TIGHTER = 4  # times that a shape is chosen again because its folder is above the budget
 _LARGEST, _SMALLEST = 0.9, 1.05  # of a front: times the whole model and the smallest shape
 _HALVINGS = 5  # of the range of sizes, when bytes are to be fewest for a loss
-_ROUNDED = 1.001  # times the bytes of the smallest, where they are named: folders hold names of other folders
+_ROUNDED = (
+    1.001  # times the bytes of the smallest, where they are named: its config may hold the name of a longer folder
+)
 _MARGIN = 0.002  # share of a limit of bytes that is left free, since sizes are estimates
 _MUCH_WORSE = 3.0  # times the expected loss of the best, from which a candidate is not measured
 _POOLING = {"cls": "cls", "lasttoken": "last"}  # of sentence-transformers -> of `heal`
@@ -195,7 +197,8 @@ class Compression:
             self.say(str(error))
 
     def _prepare(self, limits: tuple[float, float | None] | None = None) -> None:
-        """What parts are worth, and what they cost. `limits`: where they are known, what exceeds them is not measured."""
+        """What parts are worth, and what they cost. `limits`: of bytes and milliseconds; where they are known, they are checked
+        before minutes of measuring, and shapes that are of no use within them are not measured."""
 
         def find() -> dict[str, Any]:
             self.say("measuring what each head and neuron is worth")
@@ -220,8 +223,8 @@ class Compression:
         self.prices = Prices(self.blocks, self.depths, sizes, probes)
 
         self.losses = unmeasured_losses(original, options.may_go)
-        if limits is not None and _above(self.prices.cost(self._smallest()[0]), limits):
-            self._check_reach()  # before minutes of measuring
+        if limits is not None and _above(self.prices.cost(self._smallest(options.bits)), limits):
+            self._check_reach()
 
         def worst(losses: Losses) -> float:
             with_all_layers = replace(options, may_go=options.may_go - {"layers"})
@@ -247,16 +250,15 @@ class Compression:
         made, the smallest shape. Raises ValueError with what that takes if it is above, too."""
         self.budget = budget
         wanted = self._limits()
-        least = self.prices.cost(self._smallest()[0])
+        least = self.prices.cost(self._smallest(self.options.bits))
         limits = max(wanted[0] * (1 - _MARGIN), least[0]), wanted[1]
         ways: Sequence[str] = _WAYS
-        for _ in range(_TIGHTER):
-            found = None if _above(least, wanted) else self._chosen(limits, ways)
-            if found is None:
+        for _ in range(0 if _above(least, wanted) else _TIGHTER):
+            if (found := self._chosen(limits, ways)) is None:
                 break
             shape, way = found
             ways = [way]  # what was compared is not compared again for a few bytes less
-            made = self._finally(shape)
+            made = self._built(shape)
             if not (excess := budget.excess(made.bytes, made.ms)):
                 return made
             self.say(f"above the budget: {', '.join(excess)}; choosing again, for less")
@@ -265,45 +267,43 @@ class Compression:
             if made.ms is not None and wanted[1] is not None and limits[1] is not None:
                 lower = lower[0], min(limits[1] * (1 - TIME_RESERVE), wanted[1] * min(ms / made.ms, 1.0))
             limits = min(limits[0], lower[0]), lower[1]
-        made = self._finally(self._check_reach())
-        if excess := budget.excess(made.bytes, made.ms):  # times differ
+        made = self._built(self._check_reach())
+        if excess := budget.excess(made.bytes, made.ms):  # a second measurement of its time may be longer
             raise ValueError(f"the budget of {budget.words()} was missed by the smallest shape: {', '.join(excess)}")
         return made
 
-    def _finally(self, shape: Shape) -> Made:
+    def _built(self, shape: Shape) -> Made:
         """A shape that was chosen, cut, healed and exported."""
         self.chosen = shape
         folder, healed = self._cut(shape)
         return replace(self._made(shape, f"served-{shape.digest}", folder), model=folder, healed=healed)
 
-    def _smallest(self) -> list[Shape]:
-        """The smallest shapes by their estimates: with weights in all bits, and in the most only, since fewer add to a graph."""
-        cost, ms = ("bytes", self._limits()[1]) if self.budget.limits_bytes else ("ms", None)
-        every = dict.fromkeys([self.options.bits, self.options.bits[:1]])
-        programs = (Program(self.blocks, self.losses, self.prices, replace(self.options, bits=bits)) for bits in every)
-        return [program.smallest(cost, ms) for program in programs]
+    def _smallest(self, bits: tuple[int, ...]) -> Shape:
+        """The smallest shape by its estimate, with weights in these bits."""
+        program = Program(self.blocks, self.losses, self.prices, replace(self.options, bits=bits))
+        return program.smallest("bytes", self._limits()[1]) if self.budget.limits_bytes else program.smallest("ms")
 
     def _check_reach(self) -> Shape:
         """The smallest shape, made without healing, which changes neither bytes nor time: estimates are too rough to refuse a
         budget by. Raises ValueError with what it takes if that is above."""
-        found: list[tuple[float, Shape, str]] = []
-        for shape in self._smallest():
+        found: list[tuple[bool, float, Shape]] = []
+        for bits in dict.fromkeys([self.options.bits, self.options.bits[:1]]):  # few bits add nodes to a graph
+            shape = self._smallest(bits)
             made, limit = self._probe(shape), self.budget.max_ms
             if not self.budget.excess(made.bytes, made.ms):
                 return shape
-            if limit is not None and made.ms is not None and made.ms > limit:
-                found.append((made.ms, shape, f"{math.ceil(1000 * made.ms) / 1000:g} ms"))
-            else:
-                found.append((made.bytes, shape, in_bytes_up(made.bytes * _ROUNDED)))
-        _, shape, shown = min(found, key=lambda one: one[0])
-        cost = "ms" if shown.endswith("ms") else "bytes"
-        within = f" within {self.budget.limit('ms')}" if cost == "bytes" and self.budget.limits_time else ""
+            late = limit is not None and made.ms is not None and made.ms > limit
+            found.append((late, made.ms if late and made.ms is not None else made.bytes, shape))
+        late, least, shape = min(found, key=lambda one: one[:2])  # one within the time, if there is any
+        shown = f"{math.ceil(1000 * least) / 1000:g} ms" if late else in_bytes_up(least * _ROUNDED)
+        within = f" within {self.budget.limit('ms')}" if self.budget.limits_time and not late else ""
         raise ValueError(
-            f"the budget of {self.budget.limit(cost)} is out of reach: the smallest shape{within} ({self.words(shape)}) needs "
-            f"about {shown}; give it at least that"
+            f"the budget of {self.budget.limit('ms' if late else 'bytes')} is out of reach: the smallest shape{within} "
+            f"({self.words(shape)}) needs about {shown}; give it at least that"
         )
 
     def _probe(self, shape: Shape) -> Made:
+        """The shape in the engine, cut and not healed."""
         with tempfile.TemporaryDirectory(dir=self.out) as temporary:
             folder = Path(temporary) / "model"
             if f"made-probe-{shape.digest}" not in self.phases.seconds_by_phase:

@@ -57,8 +57,8 @@ def measured_losses(
     progress: Progress,
     worst: Callable[[Losses], float],
 ) -> Losses:
-    """Of a model, where parts of these kinds may go. `once`: of `Phases`. `worst`: given all losses but those of layers, that of
-    fewer layers from which it is of no use, so that still fewer are not measured."""
+    """Of a model, where parts of these kinds may go. `once`: of `Phases`. `worst`: from the losses of all other parts, the
+    loss above which it does not pay to remove layers; once a number of layers loses more, still fewer are not measured."""
     depths = original.depths
     stacks = [stack for stack in depths if "layers" in may_go]
     kinds = [kind for kind in ("heads", "neurons") if kind in may_go and any(b.kind == kind for b in blocks.values())]
@@ -89,7 +89,7 @@ def measured_losses(
 
 
 def unmeasured_losses(original: Original, may_go: frozenset[str]) -> Losses:
-    """All that `measured_losses` may find to choose from, at no loss: for what is possible at all."""
+    """The choices that `measured_losses` gives, each without a loss: which shapes there are, before anything is measured."""
     layers: dict[str, Any] = {}
     for stack, depth in original.depths.items():
         least = 1 if "layers" in may_go else depth

@@ -47,7 +47,7 @@ def sizes_of(model: Any, tokens: int, layers: int, folder: Path, size: int, bits
 
 
 def _without_weights(graph: Path) -> int:
-    """The bytes of an ONNX file that are no numbers: mostly nodes, and those of a layer are thousands of bytes."""
+    """The bytes of an ONNX file besides its tensors. Nearly all are of nodes: a layer has thousands of bytes of them."""
     import onnx
 
     tensors = onnx.load(graph, load_external_data=False).graph.initializer
