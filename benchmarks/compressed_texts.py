@@ -89,19 +89,19 @@ def interval(differences: np.ndarray) -> str:
 def controls(compression: Compression, size: int, seed: int) -> Iterator[tuple[str, Path]]:
     """(what was done, the served folder) of other ways to at most `size` bytes. `compression`: one that has run."""
     found = {
-        "the same share in each layer": uniform(compression, size),
-        "a random shape": drawn(compression, size, np.random.default_rng(seed)),
-        "fewer layers, not calibrated": shallow(compression, size),
+        "the same share in each layer": (uniform(compression, size), True),
+        "a random shape": (drawn(compression, size, np.random.default_rng(seed)), True),
+        "fewer layers, not calibrated": (shallow(compression, size), False),
     }
     original, engine = compression.original, compression.engine
-    for name, shape in found.items():
+    for name, (shape, calibrated) in found.items():
         if shape is None:
             continue
         subject = original.subject(shape.tokens)
         folder = compression.out / f"control-{shape.digest}"
         if not folder.exists():
             cut = methods_of(shape, compression.blocks, compression.depths)
-            variant = subject.cut(cut) if "not calibrated" not in name else hf_freeze.make_variant(subject.model, cut)
+            variant = subject.cut(cut) if calibrated else hf_freeze.make_variant(subject.model, cut)
             original.save(variant, subject.tokenizer, folder)
         served = serve(folder, engine.format, engine.quantization, compression.out / "engine" / folder.name)
         yield f"{name}: {compression.words(shape)}", served

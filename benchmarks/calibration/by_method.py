@@ -32,7 +32,10 @@ def cuts(config: Any) -> dict[str, list[tuple[str, Any]]]:
         "low_rank": [("half of the FFN weights", methods.LowRank(rank=low))],
         "tensor_train": [("half of the FFN weights", methods.TensorTrain(rank=train))],
         "tucker": [("half of the FFN weights", methods.Tucker(rank=tucker_rank(0.5, hidden, width)))],
-        "ffn_pruning": [("3/4 of the neurons left", methods.FFNPruning(width=width * 3 // 4))],
+        "ffn_pruning": [
+            ("3/4 of the neurons left", methods.FFNPruning(width=width * 3 // 4)),
+            ("1/2 of the neurons left", methods.FFNPruning(width=width // 2)),
+        ],
         "head_pruning": [("half of the heads", methods.HeadPruning(share=0.5))],
         "hidden_pruning": [("3/4 of the channels left", methods.HiddenPruning(width=hidden * 3 // 4))],
         "layer_selection": [("4 of 5 layers left", methods.LayerSelection(share=0.8))],
