@@ -336,6 +336,19 @@ def test_classes_are_those_of_the_variant(classifier, traced_once):
         np.testing.assert_allclose([e["score"] for e in found], [e["score"] for e in wanted], rtol=1e-4)
 
 
+def test_a_graph_is_a_valid_one_and_keeps_only_what_an_engine_reads(classifier, traced_once):
+    """Names and shapes of what is computed within it take as many bytes as all the rest."""
+    path = export_model(classifier, "onnx") / "model.onnx"
+    onnx.checker.check_model(str(path), full_check=True)
+    graph = onnx.load(path, load_external_data=False).graph
+    assert {"input_ids", "attention_mask"} <= {value.name for value in graph.input}
+    assert [value.name for value in graph.output] == ["logits"]
+    assert not graph.value_info
+    names = [node.name for node in graph.node]
+    assert len(set(names)) == len(names) > 10  # other tools tell nodes apart by their names
+    assert max(map(len, names)) <= 4
+
+
 def weights_of_products(path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
     """The integers (inputs, outputs) and scales of each weight that a product reads."""
     graph = onnx.load(path).graph
