@@ -3,12 +3,14 @@
     python benchmarks/compressed_texts.py MODEL --captions captions --budgets 12% 8%
     python benchmarks/compressed_texts.py MODEL --captions captions --budgets 12% --controls --model2vec ENVIRONMENT/bin/python
     python benchmarks/compressed_texts.py MODEL --captions captions --budgets 12% --others sst2/dev.jsonl.gz --column sentence
+    python benchmarks/compressed_texts.py MODEL --texts sst2/train.jsonl.gz --others sst2/dev.jsonl.gz --column sentence
 
 Claims: none; the table says what comes of it.
 
 The captions train.1.en.gz to train.5.en.gz of a folder are of the same images, a line each. Those of the last 5,000 images are
 kept out; all others are the texts. For each budget, MODEL is compressed. Then the model itself, the whole of it in int8, and each
-compressed folder, in ONNX Runtime, search caption 1 of each image that was kept out by its caption 5. Columns:
+compressed folder, in ONNX Runtime, search caption 1 of each image that was kept out by its caption 5. With `--texts` in place of
+captions, nothing is searched. Columns:
 
 - folder: MB of all files, tokenizer included, and the share of the model's;
 - recall@1, and its difference from the model's with a 95 % interval, by a paired bootstrap over images;
@@ -71,6 +73,15 @@ print(json.dumps([dims, made]))
 def captions(folder: Path, number: int) -> list[str]:
     with gzip.open(folder / f"train.{number}.en.gz", "rt", encoding="utf-8") as file:
         return file.read().splitlines()
+
+
+def read(options: Any) -> tuple[list[str], list[str], list[str]]:
+    """(texts to learn from, captions to be found, and those that search for them)"""
+    if options.texts is not None:
+        return list(read_text([options.texts], unit="filled lines", column=options.column)["text"]), [], []
+    every = [captions(options.captions, number) for number in range(1, 6)]
+    texts = [line for lines in zip(*(lines[: -options.images] for lines in every), strict=True) for line in lines]
+    return texts, every[0][-options.images :], every[4][-options.images :]
 
 
 def vectors(folder: Any, texts: list[str]) -> np.ndarray:
@@ -165,13 +176,15 @@ def static_vectors(python: Path, model: str, size: int, texts: list[str], folder
 def main() -> None:
     parser = _shared.parser(__doc__, presets=False)
     parser.add_argument("model", metavar="MODEL", help="a folder or Hub id of a sentence encoder")
-    parser.add_argument("--captions", type=Path, required=True, help="folder with train.1.en.gz to train.5.en.gz")
+    learnt = parser.add_mutually_exclusive_group(required=True)
+    learnt.add_argument("--captions", type=Path, help="folder with train.1.en.gz to train.5.en.gz")
+    learnt.add_argument("--texts", type=Path, help="a file of other texts, to compare on --others")
     parser.add_argument("--budgets", nargs="+", default=["12%"], help="of bytes, such as 12%% or 11MB; see --time")
     parser.add_argument("--time", action="store_true", help="budgets are of time, shares of that of the whole in int8")
     parser.add_argument("--controls", action="store_true", help="other ways to as many bytes, too")
     parser.add_argument("--model2vec", type=Path, help="Python of an environment with model2vec[distill]")
     parser.add_argument("--others", type=Path, help="a file with texts of another kind")
-    parser.add_argument("--column", default="text", help="of that file")
+    parser.add_argument("--column", default="text", help="of these files")
     parser.add_argument("--images", type=int, default=5000, help="that are kept out")
     parser.add_argument("--heal", default="0", help="0, 10min or 1epoch")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
@@ -179,31 +192,35 @@ def main() -> None:
         "--keep", type=Path, help="folder for the compressed models; a run that was stopped goes on there"
     )
     options = parser.parse_args()
-    every = [captions(options.captions, number) for number in range(1, 6)]
-    texts = [line for lines in zip(*(lines[: -options.images] for lines in every), strict=True) for line in lines]
-    wanted, queries = (every[number][-options.images :] for number in (0, 4))
+    if options.texts is not None and options.others is None:
+        parser.error("--texts needs --others to compare on")
+    texts, wanted, queries = read(options)
     count, others = len(wanted), []
     if options.others is not None:
         others = sample(read_text([options.others], unit="filled lines", column=options.column)["text"], options.images)
     asked = [*wanted, *queries, *others]
 
     def hits(found: np.ndarray) -> np.ndarray:
+        if not count:
+            return np.zeros(0)
         return (found[count : 2 * count] @ found[:count].T).argmax(1) == np.arange(count)
 
     of_model = vectors(options.model, asked)
     before, rows = hits(of_model), []
+    of_model_recall = f"{before.mean():.4f}" if count else "–"
 
     def add(label: str, found: np.ndarray, size: int, whole: int, seconds: float | None = None) -> None:
         after, cosines = hits(found), []
-        for some in (slice(count), slice(2 * count, None)) if others else (slice(count),):
+        for some in [slice(count)] * bool(count) + [slice(2 * count, None)] * bool(others):
             same = found.shape == of_model.shape
             cosines.append(f"{(found[some] * of_model[some]).sum(1).mean():.4f}" if same else "–")
-        change = interval(after.astype(float) - before)
+        change = interval(after.astype(float) - before) if count else "–"
+        recall = f"{after.mean():.4f}" if count else "–"
         shown = "–" if seconds is None else f"{seconds:.0f}"
         row = [
             label,
             f"{size / 1e6:.2f} ({size / whole:.1%})",
-            f"{after.mean():.4f}",
+            recall,
             change,
             ", ".join(cosines),
             shown,
@@ -221,7 +238,7 @@ def main() -> None:
                 made = compression.run()
                 model = made.original_bytes
                 if not rows:
-                    rows.append(["the model", f"{model / 1e6:.2f} (100%)", f"{before.mean():.4f}", "", "1", ""])
+                    rows.append(["the model", f"{model / 1e6:.2f} (100%)", of_model_recall, "", "1", ""])
                     add("whole, int8", vectors(made.whole.folder, asked), made.whole.bytes, model)
                 label, after = f"{budget}, seed {seed}: {made.kept}", made.after
                 if after.ms is not None and made.whole.ms is not None:
@@ -235,7 +252,7 @@ def main() -> None:
                     )
                     add(name, found, size, model)
     headings = ["", "folder, MB", "recall@1", "difference", "cosine", "seconds"]
-    summary = f"{count:,} images that were kept out, {len(texts):,} captions of the others as texts"
+    summary = f"{count:,} images that were kept out, {len(texts):,} texts"
     _shared.report(options, _shared.markdown(headings, rows), summary)
 
 
