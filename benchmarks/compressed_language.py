@@ -71,9 +71,8 @@ def texts_of(options: Any) -> tuple[list[str], list[str]]:
     """(to learn from, to compare on at the end)"""
     if options.own:
         served = opened(options.model)
-        return [
-            written(served.model, served.tokenizer, count, seed) for count, seed in ((options.own, 0), (_TESTED, 999))
-        ]
+        model, tokenizer = served.model, served.tokenizer
+        return written(model, tokenizer, options.own, seed=0), written(model, tokenizer, _TESTED, seed=999)
     learnt, test = (
         [str(text) for text in read_text(some, unit="documents")["text"]] for some in (options.texts, options.test)
     )
