@@ -37,32 +37,36 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--budget", default="12%", help="of bytes, such as 12%% (of the model's) or 300kB")
     parser.add_argument("--heal", default="0", help="0, 10min or 1epoch")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for models and compressions; a run that was stopped goes on there"
+    )
     options = parser.parse_args()
     table = []
     for task in options.tasks:
         with tempfile.TemporaryDirectory() as temporary:
-            source = Path(temporary) / "model"
+            folder = (options.keep or Path(temporary)) / task
+            source = folder / "model"
             taught = trained(task, options, source)
             made = hf_freeze.compress(
                 source,
                 texts=taught.inputs,
                 budget=Budget(max_bytes=options.budget),
-                out=Path(temporary) / "small",
+                out=folder / f"{options.budget.strip('%')}-heal-{options.heal}",
                 heal=0 if options.heal == "0" else options.heal,
             )
             before = np.array(taught.right(answers(opened(source), taught.tested).items))
             table.append(
                 [f"{task}, the model", f"{made.original_bytes / 1e6:.2f}", f"{100 * before.mean():.2f}", "", "", ""]
             )
-            for label, folder, seconds in (
+            for label, served, seconds in (
                 ("whole, int8", made.whole, ""),
                 (f"{options.budget}: {made.kept}", made.after, f"{made.seconds:.0f}"),
             ):
-                after = np.array(taught.right(answers(opened(folder.folder), taught.tested).items))
+                after = np.array(taught.right(answers(opened(served.folder), taught.tested).items))
                 change = interval(100 * (after - before))
-                fidelity = f"{folder.fidelity.score:.4f}"
+                fidelity = f"{served.fidelity.score:.4f}"
                 table.append(
-                    [label, f"{folder.bytes / 1e6:.2f}", f"{100 * after.mean():.2f}", change, fidelity, seconds]
+                    [label, f"{served.bytes / 1e6:.2f}", f"{100 * after.mean():.2f}", change, fidelity, seconds]
                 )
         print(json.dumps(table[-3:]), flush=True)
     headings = ["", "folder, MB", "score, %", "difference", "fidelity", "seconds"]
