@@ -74,10 +74,10 @@ class Compression:
         callback: Callback | None = None,
         watch: Callable[["Compression"], Any] = lambda compression: None,
     ) -> None:
-        parse_limit(heal)
         self.source, self.budget, self.out, self.command, self.seed = source, budget, out, command, seed
         self.console = console or Console()
-        self.min_fidelity, self._heal, self._native = min_fidelity, heal, native
+        self.min_fidelity, self._native = min_fidelity, native
+        self._heal = heal if parse_limit(heal) != (0.0, None) else None
         self.inputs = Inputs.of(items, seed, labels)
         served = opened(source)
         if labels is not None:
@@ -272,11 +272,13 @@ class Compression:
             raise ValueError(f"the budget of {budget.words()} was missed by the smallest shape: {', '.join(excess)}")
         return made
 
-    def _built(self, shape: Shape) -> Made:
-        """A shape that was chosen, cut, healed and exported."""
+    def _built(self, shape: Shape, heals: bool = True) -> Made:
+        """A shape, cut, healed and exported."""
         self.chosen = shape
-        folder, healed = self._cut(shape)
-        return replace(self._made(shape, f"served-{shape.digest}", folder), model=folder, healed=healed)
+        heal = self._heal if heals else None
+        name = f"{shape.digest}-unhealed" if heal != self._heal else shape.digest
+        folder, healed = self._cut(shape, self.out / f"model-{name}", heal)
+        return replace(self._made(shape, f"served-{name}", folder), model=folder, healed=healed)
 
     def _smallest(self, bits: tuple[int, ...]) -> Shape:
         """The smallest shape by its estimate, with weights in these bits."""
@@ -289,7 +291,7 @@ class Compression:
         found: list[tuple[bool, float, Shape]] = []
         for bits in dict.fromkeys([self.options.bits, self.options.bits[:1]]):  # few bits add nodes to a graph
             shape = self._smallest(bits)
-            made, limit = self._probe(shape), self.budget.max_ms
+            made, limit = self._built(shape, heals=False), self.budget.max_ms
             if not self.budget.excess(made.bytes, made.ms):
                 return shape
             late = limit is not None and made.ms is not None and made.ms > limit
@@ -301,17 +303,6 @@ class Compression:
             f"the budget of {self.budget.limit('ms' if late else 'bytes')} is out of reach: the smallest shape{within} "
             f"({self.words(shape)}) needs about {shown}; give it at least that"
         )
-
-    def _probe(self, shape: Shape) -> Made:
-        """The shape in the engine, cut and not healed."""
-        with tempfile.TemporaryDirectory(dir=self.out) as temporary:
-            folder = Path(temporary) / "model"
-            if f"made-probe-{shape.digest}" not in self.phases.seconds_by_phase:
-                self.progress.tell("cut", "cutting the smallest model")
-                subject = self.original.subject(shape.tokens)
-                variant = subject.cut(methods_of(shape, self.blocks, self.depths))  # calibration adds biases
-                self.original.save(variant.merge() if self._native else variant, subject.tokenizer, folder)
-            return self._made(shape, f"probe-{shape.digest}", folder)
 
     def _limits(self) -> tuple[float, float | None]:
         size = math.inf if self.budget.max_bytes is None else float(self.budget.max_bytes)
@@ -364,26 +355,24 @@ class Compression:
         self._nearest = min(self._nearest, (shape.digest, loss, variant), key=lambda one: one[1])
         return loss
 
-    def _cut(self, shape: Shape) -> tuple[Path, Healed | None]:
-        """The saved variant of a shape, healed; and what came of the healing."""
-        folder = self.out / f"model-{shape.digest}"
+    def _cut(self, shape: Shape, folder: Path, limit: HealLimit | None) -> tuple[Path, Healed | None]:
+        """The saved variant of a shape, healed; and what came of the healing. `limit`: None for none."""
 
         def make() -> dict[str, Any] | None:
             subject, healed = self.original.subject(shape.tokens), None
-            heals = parse_limit(self._heal) != (0.0, None)
             everything = methods_of(shape, self.blocks, self.depths)
-            bits = few_bits(shape, self.blocks) if heals else []  # those come after the healing
+            bits = [] if limit is None else few_bits(shape, self.blocks)  # those come after the healing
             if self._nearest[0] == shape.digest and not bits:
                 variant = self._nearest[2]
             else:
                 self.progress.tell("cut", "cutting the model")
                 variant = subject.cut(everything[: len(everything) - len(bits)])
-            if heals:
+            if limit is not None:
                 variant = variant if variant is not subject.model else make_variant(subject.model, [])
                 self.progress.tell("heal", "healing")
                 samples = replace(batches_of(subject.served, self.inputs.learnt), held_out=subject.held_out)
                 pooling = _POOLING.get(subject.served.sentence.get("mode", "mean"), "mean")
-                options: Any = {"limit": self._heal, "pooling": pooling, "seed": self.seed}
+                options: Any = {"limit": limit, "pooling": pooling, "seed": self.seed}
                 healed = heal(variant, subject.model, samples, self.out, callback=self.progress.heard, **options)
             if bits:
                 variant = make_variant(variant, bits, calibration=subject.samples)
