@@ -41,7 +41,7 @@ class Texts(Dataset):
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Tensor]], pad: int) -> None:
-        self.rows, self._pad = rows, pad
+        self.rows, self.pad = rows, pad
         self.lengths = np.array([_length(row) for row in rows], dtype=np.int64)
         self.tokens = int(self.lengths.sum())
         self._targets: list[tuple[dict[str, Tensor], int, int]] = []
@@ -63,7 +63,7 @@ class Texts(Dataset):
 
     def some(self, count: int, seed: int) -> "Texts":
         chosen = np.sort(np.random.default_rng(seed).permutation(len(self))[:count])
-        return Texts([self.rows[index] for index in chosen], self._pad)
+        return Texts([self.rows[index] for index in chosen], self.pad)
 
     def steps(self, seed: int) -> int:
         """Of an epoch."""
@@ -83,7 +83,7 @@ class Texts(Dataset):
         return batch
 
     def _batch(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        return {name: _padded([row[name] for row in rows], self._pad if name in _IDS else 0) for name in rows[0]}
+        return {name: _padded([row[name] for row in rows], self.pad if name in _IDS else 0) for name in rows[0]}
 
     def compute_targets(
         self, folder: Path, original: Any, objective: "Objective", report: Callable[[dict[str, Any]], Any]
