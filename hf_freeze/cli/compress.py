@@ -118,6 +118,10 @@ def compress(
                 raise ValueError(f"{name} is for --data: leave it out")
         if front is not None and (max_bytes, max_ms, max_loss) != (None, None, None):
             raise ValueError("--front chooses the sizes itself: leave --max-bytes, --max-ms and --max-loss out")
+        if front is None and (max_bytes, max_ms, max_loss) == (None, None, None):
+            raise ValueError(
+                "what is the limit? give --max-bytes, --max-ms or --max-loss, or --front for several sizes"
+            )
         from hf_freeze.compression.budget import Budget
 
         budget = None if front is not None else Budget(max_bytes=max_bytes, max_ms=max_ms, max_loss=max_loss)

@@ -139,7 +139,8 @@ def read_bytes(text: str) -> int:
         )
     if not match[2] and 0 < float(match[1]) < 1000:
         raise ValueError(
-            f"max_bytes={text!r}: without a unit these are bytes, which hold no model; write {match[1]}MB or {match[1]}kB"
+            f"max_bytes={text!r}: without a unit these are bytes, which hold no model; write {match[1]}MB, {match[1]}kB or "
+            f"{match[1]}%"
         )
     return round(float(match[1]) * _UNITS[match[2]])
 

@@ -120,7 +120,7 @@ class Compression:
         self.results: list[Measured] = []
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def run(self) -> Compressed:
         """Within the budget. Raises ValueError for one that is out of reach, and for less than `min_fidelity`."""
@@ -231,7 +231,7 @@ class Compression:
             best = limits and Program(self.blocks, losses, self.prices, with_all_layers).solve(*limits)
             return _MUCH_WORSE * best[1] if best else math.inf
 
-        parts, phases = (self.blocks, options.may_go, options.bits), (self.phases.once, self.progress)
+        parts, phases = (self.blocks, options.may_go, options.bits), (self.phases, self.progress)
         self.losses = measured_losses(self.original, *parts, *phases, worst)
         self.program = Program(self.blocks, self.losses, self.prices, options)
 
@@ -327,7 +327,7 @@ class Compression:
         self._nearest = "", math.inf, None
         if len(some) == 1:
             return some[0][0], some[0][2]
-        self.progress.plan(len(some))
+        self.progress.plan(sum(not self.phases.done(f"tried-{shape.digest}") for shape, *_ in some))
         results = []
         for shape, expected, _ in some:
             loss = self.phases.once(f"tried-{shape.digest}", lambda shape=shape: self._distance(shape))
@@ -335,7 +335,7 @@ class Compression:
             costs: Any = {"bytes": size, "ms": ms if self.prices.knows_time else None}
             tried = Tried(words=words, loss=loss, expected=expected, **costs)
             self.tried += [tried] if tried not in self.tried else []
-            self.say(f"candidate: {words}: about {in_bytes(size)}; loss {loss:.4f} (expected {expected:.4f})")
+            self.say(f"candidate: {words}: about {in_bytes(size)}; loss {loss:.2g} (expected {expected:.2g})")
             results.append(loss)
         shape, _, way = some[results.index(min(results))]
         return shape, way

@@ -13,6 +13,7 @@ from hf_freeze.analysis.answers import compare_answers
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compression.blocks import Block
 from hf_freeze.compression.original import Original, Subject
+from hf_freeze.compression.phases import Phases
 from hf_freeze.compression.progress import Progress
 from hf_freeze.compression.shape import methods_of, quantized, whole
 from hf_freeze.methods.ffn_pruning import neurons_at_once
@@ -53,16 +54,20 @@ def measured_losses(
     blocks: Mapping[str, Block],
     may_go: frozenset[str],
     bits: Sequence[int],
-    once: Callable[[str, Callable[[], Any]], Any],
+    phases: Phases,
     progress: Progress,
     worst: Callable[[Losses], float],
 ) -> Losses:
-    """Of a model, where parts of these kinds may go. `once`: of `Phases`. `worst`: from the losses of all other parts, the
+    """Of a model, where parts of these kinds may go. `worst`: from the losses of all other parts, the
     loss above which it does not pay to remove layers; once a number of layers loses more, still fewer are not measured."""
     depths = original.depths
     stacks = [stack for stack in depths if "layers" in may_go]
     kinds = [kind for kind in ("heads", "neurons") if kind in may_go and any(b.kind == kind for b in blocks.values())]
-    progress.plan(sum(min(depths[stack], _DEPTHS) for stack in stacks) + len(_SHARES) * len(kinds) + 4)
+    planned = {f"factor-{kind}": len(_SHARES) for kind in kinds} | ({"four-bits": 1} if 4 in bits else {})
+    planned |= {"tokens": len(_COVERAGES)} if "tokens" in may_go else {}
+    planned |= {f"layers-{stack}": min(depths[stack] - 1, _DEPTHS) for stack in stacks}
+    progress.plan(sum(count for name, count in planned.items() if not phases.done(name)))
+    once = phases.once
 
     def factor(kind: str) -> float:
         found = []

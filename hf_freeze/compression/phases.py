@@ -40,9 +40,12 @@ class Phases:
     def seconds_by_phase(self) -> dict[str, float]:
         return dict(self._state["seconds"])
 
+    def done(self, name: str) -> bool:
+        return name in self._state["results"]
+
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
         """The result of a phase as plain data: computed at the first call, then read. The time of phases within it is theirs."""
-        if name not in self._state["results"]:
+        if not self.done(name):
             began, spent = time.monotonic(), self._spent
             result = compute()
             self._state["results"][name] = json.loads(json.dumps(result))

@@ -51,7 +51,7 @@ class Progress:
         self._end()
         left = self._spent / self._done * max(self._planned - self._done, 0) if self._done else None
         self._began = time.monotonic()
-        told = "" if left is None else f" (about {duration(left)} left)"
+        told = "" if left is None else f" (about {duration(left)} of measuring left)"
         self._say(f"measuring: {text}{told}")
         share = self._done / max(self._planned, self._done, 1)
         self._tell(Step(phase="measuring", text=text, share=share, seconds_left=left))

@@ -3,6 +3,7 @@
 import base64
 import json
 import shlex
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -44,6 +45,7 @@ def write_report(compression: Compression, result: Compressed | None = None, *, 
         finished=result is not None,
         stopped=stopped,
         now=compression.progress.last.text,
+        written=time.strftime("%H:%M:%S"),
         left=None if left is None else duration(left),
         budget=compression.budget.words(),
         lines=lines,
@@ -124,13 +126,13 @@ def _row(label: str, measured: Measured) -> dict[str, str]:
         row |= {score.name: score.shown(score.value), _DIFFERENCE: difference}
     low, high = found.intervals["score"]
     row |= {_FIDELITY: f"{found.score:.4f} ({low:.4f} to {high:.4f})"}
-    return row | ({} if found.kl is None else {"KL": f"{found.kl:.4f}"})
+    return row | ({} if found.kl is None else {"KL": f"{found.kl:.2g}"})
 
 
 def _tried_row(tried: Tried) -> dict[str, str]:
     row = {"kept": tried.words, "folder": f"~{in_bytes(tried.bytes)}"}
     row |= {} if tried.ms is None else {"ms a text": f"~{tried.ms:.2f}"}
-    return row | {"loss": f"{tried.loss:.4f}", "expected": f"{tried.expected:.4f}"}
+    return row | {"loss": f"{tried.loss:.2g}", "expected": f"{tried.expected:.2g}"}
 
 
 def sentences(compression: Compression, result: Compressed) -> list[str]:
@@ -150,7 +152,11 @@ def sentences(compression: Compression, result: Compressed) -> list[str]:
         change = f"{score.difference:+.1f} points (95 % interval {score.low:+.1f} to {score.high:+.1f})"
         before, now = score.shown(score.original), score.shown(score.value)
         lines.append(f"By the labels of {score.count:,} of them: {score.name} {before} before, {now} after, {change}.")
-    if healed is not None:
+    if healed is not None and not healed.steps:
+        lines.append(
+            f"Not healed: it gives the outputs of the original already (held-out loss {healed.loss_before:.2g})."
+        )
+    elif healed is not None:
         effect = f"held-out loss {healed.loss_before:.4g} to {healed.loss_after:.4g}"
         effect = effect if healed.better else "it did not help, and was undone"
         lines.append(f"Healed for {duration(healed.seconds)}, {healed.epochs:.2g} epochs of the texts: {effect}.")
@@ -201,6 +207,7 @@ def picture(compression: Compression, parts: Sequence[tuple[str, float, str]]) -
     if compression.budget.max_bytes:
         axes.axvline(compression.budget.max_bytes / unit, color=_GREY, linestyle="--", label="budget")
     axes.set(xlabel=f"size of the served folder, {name}", ylabel="distance from the original (lower is better)")
+    axes.margins(0.1)
     axes.set(xlim=(0, None), ylim=(0, None))
     axes.grid(alpha=0.4)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize=8)

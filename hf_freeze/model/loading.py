@@ -75,7 +75,12 @@ def load_model(name: str | os.PathLike[str], **options: Any) -> Any:
 def _saved_class(name: str | os.PathLike[str]) -> tuple[Any, Any]:
     """The config of a saved model and the class that wrote it; if the config names none, the class of the first task."""
     check_exists(name)
-    config = AutoConfig.from_pretrained(name)
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except OSError as error:
+        if Path(name).exists():
+            raise
+        raise FileNotFoundError(f"{name} is no folder here, and the Hub gave no such model: {error}") from error
     classes = _classes(config)
     written_by = [model_class for name, model_class in classes.items() if name in (config.architectures or ())]
     return config, (written_by or list(classes.values()))[0]

@@ -179,6 +179,7 @@ def own_targets(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     if "input_ids" in batch:
         positions = getattr(model.config, "max_position_embeddings", None) or MOST_TOKENS
         options["max_new_tokens"] = min(2 * batch["input_ids"].shape[1] + 10, MOST_TOKENS, positions - 1)
+        options["max_length"] = None  # of both, transformers takes the first, and warns each time
     with in_eval_mode(model):
         written = model.generate(**on_device(model, batch), **options)
     start = model.generation_config.decoder_start_token_id

@@ -38,14 +38,16 @@ _SAVED = 60.0  # seconds between two checkpoints
 _RATE, _FASTEST, _LORA_RATE = 3e-4, 3e-3, 1e-3
 _WIDTH = 384  # from which on the rate is `_RATE`; narrower models learn faster by the square, up to `_FASTEST`
 _LORA_FROM = 500_000_000  # parameters
+_EQUAL = 1e-4  # held-out loss below which there is nothing to learn: rounding to 8 bits costs ten times that at least
 
 Report = Callable[[dict[str, Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Healed:
-    """`loss_before`, `loss_after`: on the same held-out texts; unless `better`, the model has been left as it was. `tokens`: of
-    training, counted again in each epoch. `seconds`: of the whole call. `bytes_per_token`: of the stored outputs."""
+    """`loss_before`, `loss_after`: on the same held-out texts; unless `better`, the model has been left as it was. `steps`:
+    none where it gave the outputs of the original already. `tokens`: of training, counted again in each epoch. `seconds`: of the
+    whole call. `bytes_per_token`: of the stored outputs."""
 
     epochs: float = 0.0
     steps: int = 0
@@ -107,17 +109,21 @@ def heal(
     key = fingerprint(student) + fingerprint(original) + repr((limit, seed, lora, rate, objective))
     key = hashlib.sha256((key + train.digest + held_out.digest).encode()).hexdigest()
     folder, plan = out / "heal", _plan_in(out / "heal", key)
+    started = time.monotonic()
+    held_out.compute_targets(folder / "held_out", original, objective, report)
+    of_token = (time.monotonic() - started) / held_out.tokens
+    started = time.monotonic()
+    loss_before = held_out.loss(student, objective)
+    measuring = time.monotonic() - started
+    if loss_before < _EQUAL and not held_out.have_numbers:
+        return Healed(seconds=time.monotonic() - began, loss_before=loss_before, loss_after=loss_before)
     model = _with_adapters(student, seed) if lora else student
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
     def trainer(texts: Texts, steps: int, **options: Any) -> _Healer:
         return _Healer(model, texts, objective, folder / "checkpoints", steps, rate=rate, seed=seed, **options)
 
-    # How many steps there is time for, and so how many texts need outputs of the original.
-    started = time.monotonic()
-    held_out.compute_targets(folder / "held_out", original, objective, report)
-    if plan is None:
-        of_token = (time.monotonic() - started) / held_out.tokens
+    if plan is None:  # how many steps there is time for, and so how many texts need outputs of the original
         probe = trainer(held_out, _PROBES)
         probe.train()
         _restore(model, before)
@@ -126,9 +132,6 @@ def heal(
     texts = train.some(plan["texts"], seed)
     texts.compute_targets(folder / "outputs", original, objective, report)
 
-    started = time.monotonic()
-    loss_before = held_out.loss(model, objective)
-    measuring = time.monotonic() - started
     time_left = math.inf if plan["seconds"] is None else plan["seconds"] - (time.monotonic() - began) - measuring
     healer = trainer(texts, plan["steps"], time_left=time_left, saved_every=plan["saved_every"], report=report)
     healer.train(resume_from_checkpoint=last_whole_checkpoint(folder / "checkpoints"))

@@ -61,6 +61,11 @@ class Texts(Dataset):
                 sha.update(f"{name}{tuple(value.shape)}".encode() + value.cpu().contiguous().numpy().tobytes())
         return sha.hexdigest()
 
+    @property
+    def have_numbers(self) -> bool:
+        """Whether the outputs of the original are numbers, which have any scale."""
+        return "values" in self._targets[0][0]
+
     def some(self, count: int, seed: int) -> "Texts":
         chosen = np.sort(np.random.default_rng(seed).permutation(len(self))[:count])
         return Texts([self.rows[index] for index in chosen], self.pad)

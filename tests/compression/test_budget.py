@@ -15,7 +15,7 @@ def test_budgets_are_read_and_refused():
     assert [read_bytes(text) for text in ("2MB", "500 kB", "1.5MiB", "1200")] == [2_000_000, 500_000, 1_572_864, 1200]
     assert in_bytes(1_903_000) == "1.90 MB"
     assert Budget(max_bytes="2MB") == Budget(max_bytes=2_000_000)
-    with pytest.raises(ValueError, match=r"max_bytes='11.4': without a unit .*; write 11.4MB or 11.4kB"):
+    with pytest.raises(ValueError, match=r"max_bytes='11.4': without a unit .*; write 11.4MB, 11.4kB or 11.4%"):
         Budget(max_bytes="11.4")
     assert Budget(max_bytes="11400").max_bytes == 11400
     with pytest.raises(ValueError, match=r"'2 mb' is no number of bytes; write it as 2MB"):

@@ -293,7 +293,12 @@ def test_the_time_left_is_that_of_the_measurements_so_far(monkeypatch):
     now[0] += 500  # counts for no measurement
     told.plan(2)
     told.step("c")
-    assert said == ["measuring: a", "measuring: b (about 20 s left)", "exporting", "measuring: c (about 45 s left)"]
+    assert said == [
+        "measuring: a",
+        "measuring: b (about 20 s of measuring left)",
+        "exporting",
+        "measuring: c (about 45 s of measuring left)",
+    ]
     assert (told.last.share, told.last.seconds_left) == (2 / 5, 45)
 
 

@@ -191,6 +191,30 @@ def test_limit_0_does_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("lora", [False, True])
+def test_a_student_that_gives_the_same_outputs_is_not_trained(lora, tmp_path):
+    original = original_of("classes")
+    student = make_variant(original, [])
+    names, before = [name for name, _ in student.named_parameters()], fingerprint(student)
+    result = healed(student, original, "classes", tmp_path, lora=lora)
+    assert (result.steps, result.better) == (0, False)
+    assert result.loss_before == result.loss_after < 1e-4
+    assert fingerprint(student) == before
+    assert [name for name, _ in student.named_parameters()] == names
+
+
+def test_numbers_may_be_small(tmp_path):
+    """Their loss depends on their scale."""
+    original = original_of("classes")
+    original.config.num_labels, original.num_labels = 1, 1
+    original.classifier = torch.nn.Linear(original.classifier.in_features, 1)
+    with torch.no_grad():
+        original.classifier.weight *= 1e-3
+    result = healed(student_of(original), original, "classes", tmp_path)
+    assert result.loss_before < 1e-4
+    assert result.steps > 0
+
+
+@pytest.mark.parametrize("lora", [False, True])
 def test_a_student_that_becomes_worse_is_left_as_it_was(lora, tmp_path):
     original = original_of("classes")
     student = student_of(original)

@@ -86,7 +86,9 @@ def opened(source: str | os.PathLike[str], tokenizer: Any = None) -> Served:
         return found
     tokenizer = load_tokenizer(source) or tokenizer
     if tokenizer is None:
-        raise ValueError(f"{source} has no tokenizer, which its answers need: save the model's own there")
+        raise ValueError(
+            f"{source} has no tokenizer, which its answers need: save that of the model there, by save_pretrained"
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked
     sentence = read_sentence_files(source) if task == "feature-extraction" else {}
@@ -412,6 +414,7 @@ def _greedy(asked: _Asked, chosen: list[int], batch: dict[str, Tensor]) -> tuple
         config.update(num_beams=1, num_return_sequences=1, **limit)
         found = model.translate_ids([asked.rows[i]["input_ids"] for i in chosen], config, len(chosen))
         return [[] for _ in chosen], [returned[0] for returned in found]
+    limit |= {"max_length": None} if limit else {}  # of both, transformers takes the first, and warns each time
     found, config = model.generate(**batch, num_beams=1, do_sample=False, **limit).tolist(), model.generation_config
     starts = [ids[:1] for ids in found]
     if hasattr(config, "no_timestamps_token_id"):  # Whisper returns what follows these tokens
