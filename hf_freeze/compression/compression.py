@@ -216,10 +216,8 @@ class Compression:
             probes = [(shape, times[name]) for name, shape in shapes.items()]
         assert self.whole is not None
         original, everything = self.original, self.whole
-        lists = self.engine.format != "ctranslate2"
-        size, bits = everything.bytes, options.bits[0]
-        layers = sum(self.depths.values())
-        sizes = sizes_of(original.model, original.tokens, layers, everything.folder, size, bits, lists=lists)
+        folder, size = everything.folder, everything.bytes
+        sizes = sizes_of(original.model, original.tokens, self.depths, folder, size, self.engine)
         self.prices = Prices(self.blocks, self.depths, sizes, probes)
 
         self.losses = unmeasured_losses(original, options.may_go)

@@ -24,19 +24,23 @@ _WRITTEN = 16  # tokens, when times of language models are measured
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """`bits`: of weights, the most first; `uniform`: whether it needs one width for all layers of a stack."""
+    """`bits`: of weights, the most first; `float_bytes`: of numbers that are none, such as biases; `uniform`: whether it needs
+    one width for all layers of a stack."""
 
     name: str
     format: str | None
     quantization: str | None
     bits: tuple[int, ...]
-    uniform: bool
+    float_bytes: int = 4
+    uniform: bool = False
 
 
 ENGINES = {
-    "onnx": Engine(name="onnx", format="onnx", quantization="int8", bits=(8, 4), uniform=False),
-    "ctranslate2": Engine(name="ctranslate2", format="ctranslate2", quantization="int8", bits=(8,), uniform=True),
-    "torch": Engine(name="torch", format=None, quantization=None, bits=(32,), uniform=False),
+    "onnx": Engine(name="onnx", format="onnx", quantization="int8", bits=(8, 4)),
+    "ctranslate2": Engine(
+        name="ctranslate2", format="ctranslate2", quantization="int8_float16", bits=(8,), float_bytes=2, uniform=True
+    ),
+    "torch": Engine(name="torch", format=None, quantization=None, bits=(32,)),
 }
 
 

@@ -1,48 +1,58 @@
 """What parts cost in an engine: bytes by counting, milliseconds by a few measurements."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
 
+from hf_freeze.architectures.base import hidden_size
+from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compression.blocks import Block
+from hf_freeze.compression.engine import Engine
 from hf_freeze.compression.shape import GROUP, Shape
 
 _LISTED = 5.0  # bytes of the number of a token or neuron in a config that tells which are kept
-_BYTES = {32: 4.0, 16: 2.0, 8: 1.01, 4: 0.5 + 4 / GROUP}  # of a weight, with its scales
+_OF_LAYERS = 0.6  # share of a graph that its layers take, at least
+_BYTES = {32: 4.0, 16: 2.0, 4: 0.5 + 4 / GROUP}  # of a weight, with its scales
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """`of_token`: numbers in the tables for each token; `token_bytes`: of the tokenizer's files; `of_layer`: bytes of a layer
-    besides its weights; `bits`: of the whole model in the engine, `bytes`: of its folder. `lists`: whether a folder of this
-    engine has a config with what is kept."""
+    """`of_token`: numbers in the tables for each token; `token_bytes`: of the tokenizer's files; `eight`: bytes of a weight in
+    8 bits, with its scale; `of_layer`: stack -> bytes of a layer besides its weights; `bits`: of the whole model in the engine,
+    `bytes`: of its folder. `lists`: whether a folder of this engine has a config with what is kept."""
 
     of_token: int
     tokens: int
     token_bytes: float
     bits: int
     bytes: float
-    of_layer: float = 0.0
+    eight: float = 1.01
+    of_layer: Mapping[str, float] = field(default_factory=dict)
     lists: bool = False
 
 
-def sizes_of(model: Any, tokens: int, layers: int, folder: Path, size: int, bits: int, *, lists: bool) -> Sizes:
-    """`folder`, `size`: of the whole model in the engine, in `bits`."""
-    graphs = sum(map(_without_weights, folder.glob("*.onnx")))
+def sizes_of(model: Any, tokens: int, depths: Mapping[str, int], folder: Path, size: int, engine: Engine) -> Sizes:
+    """`folder`, `size`: of the whole model in the engine."""
+    graphs, architecture = sum(map(_without_weights, folder.glob("*.onnx"))), architecture_for(model)
+    of_layer = dict.fromkeys(depths, _OF_LAYERS * graphs / sum(depths.values()))
+    for name, p in model.base_model.named_parameters():
+        if p.ndim == 1 and (place := architecture.layer_of(name)) is not None:  # biases and norms
+            of_layer[place[0]] += engine.float_bytes * p.numel() / depths[place[0]]
     tables = {id(p): p for p in model.parameters() if tokens and p.ndim == 2 and p.shape[0] == tokens}
     files = [path for path in folder.iterdir() if path.is_file() and ("token" in path.name or "vocab" in path.name)]
     return Sizes(
         of_token=sum(p.shape[1] for p in tables.values()),
         tokens=tokens,
         token_bytes=sum(path.stat().st_size for path in files) / max(tokens, 1),
-        bits=bits,
+        bits=engine.bits[0],
         bytes=size,
-        of_layer=graphs / layers,
-        lists=lists,
+        eight=1 + 3 / hidden_size(model.config),  # 4 bytes for each output, of which FFNs have fewer
+        of_layer=of_layer,
+        lists=engine.format != "ctranslate2",
     )
 
 
@@ -79,6 +89,7 @@ class Prices:
     ) -> None:
         self._blocks, self._depths, self._sizes, self.knows_time = blocks, depths, sizes, bool(probes)
         self.fixed_ms, self._of_number = 0.0, 0.0
+        self._bytes = _BYTES | {8: sizes.eight}
         self._of_layer, self._of_weight = dict.fromkeys(depths, 0.0), dict.fromkeys(depths, 0.0)
         counted = sum(self.of_block(block, block.units, sizes.bits)[0] for block in blocks.values())
         counted += self.of_tables(sizes.tokens, sizes.bits)[0]
@@ -92,17 +103,17 @@ class Prices:
         weights = units * block.per_unit
         stack, _ = block.place
         listed = self._listed(units, block.units) if block.kind == "neurons" else 0.0
-        return weights * _BYTES[bits] + listed, weights * self._of_weight[stack]
+        return weights * self._bytes[bits] + listed, weights * self._of_weight[stack]
 
     def _listed(self, kept: int, count: int) -> float:
         return _LISTED * kept if self._sizes.lists and kept < count else 0.0
 
     def of_layers(self, stack: str, depth: int) -> tuple[float, float]:
-        return depth * self._sizes.of_layer, depth * self._of_layer[stack]
+        return depth * self._sizes.of_layer.get(stack, 0.0), depth * self._of_layer[stack]
 
     def of_tables(self, tokens: int, bits: int) -> tuple[float, float]:
         numbers = tokens * self._sizes.of_token
-        size = numbers * _BYTES[bits] + tokens * self._sizes.token_bytes + self._listed(tokens, self._sizes.tokens)
+        size = numbers * self._bytes[bits] + tokens * self._sizes.token_bytes + self._listed(tokens, self._sizes.tokens)
         return size, numbers * self._of_number
 
     def cost(self, shape: Shape) -> tuple[float, float]:
