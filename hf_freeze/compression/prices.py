@@ -16,21 +16,20 @@ from hf_freeze.compression.shape import GROUP, Shape
 
 _LISTED = 5.0  # bytes of the number of a token or neuron in a config that tells which are kept
 _OF_LAYERS = 0.6  # share of a graph that its layers take, at least
-_BYTES = {32: 4.0, 16: 2.0, 4: 0.5 + 4 / GROUP}  # of a weight, with its scales
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """`of_token`: numbers in the tables for each token; `token_bytes`: of the tokenizer's files; `eight`: bytes of a weight in
-    8 bits, with its scale; `of_layer`: stack -> bytes of a layer besides its weights; `bits`: of the whole model in the engine,
-    `bytes`: of its folder. `lists`: whether a folder of this engine has a config with what is kept."""
+    """`of_token`: numbers in the tables for each token; `token_bytes`: of the tokenizer's files; `hidden`: size; `of_layer`:
+    stack -> bytes of a layer besides its weights; `bits`: of the whole model in the engine, `bytes`: of its folder. `lists`:
+    whether a folder of this engine has a config with what is kept."""
 
     of_token: int
     tokens: int
     token_bytes: float
     bits: int
     bytes: float
-    eight: float = 1.01
+    hidden: int = 256
     of_layer: Mapping[str, float] = field(default_factory=dict)
     lists: bool = False
 
@@ -50,7 +49,7 @@ def sizes_of(model: Any, tokens: int, depths: Mapping[str, int], folder: Path, s
         token_bytes=sum(path.stat().st_size for path in files) / max(tokens, 1),
         bits=engine.bits[0],
         bytes=size,
-        eight=1 + 3 / hidden_size(model.config),  # 4 bytes for each output, of which FFNs have fewer
+        hidden=hidden_size(model.config),
         of_layer=of_layer,
         lists=engine.format != "ctranslate2",
     )
@@ -89,7 +88,10 @@ class Prices:
     ) -> None:
         self._blocks, self._depths, self._sizes, self.knows_time = blocks, depths, sizes, bool(probes)
         self.fixed_ms, self._of_number = 0.0, 0.0
-        self._bytes = _BYTES | {8: sizes.eight}
+        # Of a weight, with its scales of 4 bytes: in 8 bits one for each output, of which FFNs have fewer; in 4 bits one for each
+        # group of a row, the last of which is filled up.
+        groups, hidden = -(-sizes.hidden // GROUP), sizes.hidden
+        self._bytes = {32: 4.0, 16: 2.0, 8: 1 + 3 / hidden, 4: groups * (GROUP / 2 + 4) / hidden}
         self._of_layer, self._of_weight = dict.fromkeys(depths, 0.0), dict.fromkeys(depths, 0.0)
         counted = sum(self.of_block(block, block.units, sizes.bits)[0] for block in blocks.values())
         counted += self.of_tables(sizes.tokens, sizes.bits)[0]

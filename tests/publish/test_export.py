@@ -182,6 +182,15 @@ def test_int8_is_smaller_and_translates(trained):
     assert sizes["int8"] < 0.6 * sizes[None]
 
 
+def test_16_bits_make_the_file_smaller_and_cpus_compute_in_32(trained, capfd):
+    folders = {name: export_model(trained, "ctranslate2", quantization=name) for name in ("int8", "int8_float16")}
+    sizes = {name: (folder / "model.bin").stat().st_size for name, folder in folders.items()}
+    assert sizes["int8_float16"] < 0.95 * sizes["int8"]
+    capfd.readouterr()
+    assert CTranslate2Translator(folders["int8_float16"], **ENGINE)._engine.compute_type == "int8_float32"
+    assert "warning" not in capfd.readouterr().err
+
+
 def test_the_folder_serves_without_hf_freeze(trained, tmp_path):
     folder = export_model(trained, "ctranslate2", out=tmp_path / "out")
     tokenizer, engine = AutoTokenizer.from_pretrained(folder), ctranslate2.Translator(str(folder), **ENGINE)

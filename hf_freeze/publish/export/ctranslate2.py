@@ -154,7 +154,7 @@ def _compare(model: Any, folder: Path) -> None:
         target_ids = rng.integers(len(target), size=length).tolist()
         tokens = [target[i] for i in target_ids]
         if model.config.is_encoder_decoder:
-            engine = ctranslate2.Translator(str(folder), **_computed(folder, options))
+            engine = ctranslate2.Translator(str(folder), **options)
             log_probs = engine.score_batch([[source[i] for i in source_ids]], [tokens])[0].log_probs
             start, labels = model.generation_config.decoder_start_token_id, [*target_ids, eos]
             inputs = {"input_ids": [source_ids], "decoder_input_ids": [[start, *target_ids]]}
@@ -193,7 +193,7 @@ class CTranslate2Translator(Translator):
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
         super().__init__(folder)
-        self._engine = require("ctranslate2", self.format).Translator(str(folder), **options)
+        self._engine = require("ctranslate2", self.format).Translator(str(folder), **_computed(folder, options))
         self._source, self._target = (_vocabulary(Path(folder), side) for side in ("source", "target"))
         self._target_ids = {token: i for i, token in enumerate(self._target)}
 
