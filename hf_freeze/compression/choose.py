@@ -15,6 +15,7 @@ from hf_freeze.compression.prices import Prices
 from hf_freeze.compression.shape import Shape
 
 _GAP, _SECONDS = 1e-3, 20.0  # of the solver: relative distance from the optimum, and time
+_WIDE = 64  # neurons from which on multiples are kept
 _LEVELS = 12  # numbers of units that may be kept of a block, from none to all
 
 
@@ -34,7 +35,7 @@ def levels(block: Block, options: Options) -> list[int]:
     """Numbers of units that may be kept, the most first. An attention keeps one head at least."""
     if block.kind not in options.may_go:
         return [block.units]
-    wide = block.kind == "neurons" and block.units >= 8 * options.multiple
+    wide = block.kind == "neurons" and block.units >= max(2 * options.multiple, _WIDE)
     step = options.multiple if wide else 1
     counts = {round(block.units * level / _LEVELS / step) * step for level in range(1, _LEVELS)} - {0}
     return sorted({count for count in counts if count < block.units} | {block.units}, reverse=True)

@@ -142,6 +142,15 @@ def test_the_program_finds_the_best_of_all_shapes(seed, uniform):
             assert prices.cost(shape)[0] <= limit + 1e-6
 
 
+@pytest.mark.parametrize(("units", "multiple"), [(1536, 8), (64, 8), (1536, 64), (256, 64), (128, 64)])
+def test_neurons_stay_in_multiples(units, multiple):
+    ffn = block("encoder.0.ffn", units, False, torch.Generator().manual_seed(0))
+    found = levels(ffn, Options(multiple=multiple))
+    assert found[0] == units
+    assert len(found) == len(set(found)) > 1
+    assert all(count % multiple == 0 for count in found)
+
+
 def test_prices_of_time_are_those_of_the_measured_shapes():
     generator = torch.Generator().manual_seed(0)
     blocks = {"encoder.0.ffn": block("encoder.0.ffn", 8, False, generator)}
