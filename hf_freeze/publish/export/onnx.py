@@ -255,13 +255,12 @@ def _save(graphs: dict[str, Any], folder: Path, seeded: dict[bytes, float], form
 def _with_short_names(graph: Any) -> None:
     """Numbers for the names of nodes and of what they compute, and no shapes of that, which engines infer: half of what a graph
     takes without its weights."""
-    kept = {value.name for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())}
     for value in graph.initializers.values():
         value.shape = value.type = None
     for number, node in enumerate(graph.all_nodes()):
         node.name = str(number)
         for place, value in enumerate(node.outputs):
-            if value.name and value.name not in kept:
+            if value.name and not value.is_graph_output():
                 value.name, value.shape, value.type = f"{number}.{place}", None, None
 
 
