@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--test", nargs="+", type=Path, help="files to compare on at the end")
     parser.add_argument("--own", type=int, default=0, help="in place of files: so many texts of the model's own")
     parser.add_argument("--budgets", nargs="+", default=["50%"], help="of bytes, shares of those in int8, such as 50%%")
+    parser.add_argument("--samples", type=int, default=512, help="texts that tell what parts are worth")
     parser.add_argument("--heal", default="default", help="0, 10min or 1epoch; a tenth of an epoch if not given")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--controls", action="store_true", help="other ways to as many bytes, too")
@@ -119,7 +120,9 @@ def main() -> None:
                 budget = Budget(max_bytes=int(float(share.rstrip("%")) / 100 * size))
                 heal = 0 if options.heal == "0" else options.heal
                 where = out / f"{share.strip('%')}-heal-{heal}-seed-{seed}"
-                compression = Compression(options.model, texts, budget, where, heal=heal, seed=seed)
+                compression = Compression(
+                    options.model, texts, budget, where, heal=heal, seed=seed, samples=options.samples
+                )
                 made = compression.run()
                 add(f"{share}, seed {seed}: {made.kept}", made.after.folder, size, made.seconds)
                 if options.controls:
