@@ -256,7 +256,9 @@ class Compression:
                 break
             shape, way = found
             ways = [way]  # what was compared is not compared again for a few bytes less
-            made = self._built(shape)
+            made = self._built(shape, heals=False)  # healing changes neither bytes nor time
+            if not budget.excess(made.bytes, made.ms):
+                made = self._built(shape)
             if not (excess := budget.excess(made.bytes, made.ms)):
                 return made
             self.say(f"above the budget: {', '.join(excess)}; choosing again, for less")
