@@ -103,10 +103,12 @@ class Original:
         return self._subjects[tokens]
 
     def trimmed(self, tokens: int) -> Served:
-        keep = self._kept(size=tokens)
+        keep, tokenizer = self._kept(size=tokens), self.served.tokenizer
+        if tokenizer.is_fast:
+            tokenizer.backend_tokenizer.no_truncation()  # else how it was called last is among the settings of the new one
         model = make_variant(self.model, [keep])
         model = model if hasattr(self.model, "methods") else model.merge()
-        return replace(self.served, model=model.eval(), tokenizer=trim_tokenizer(self.served.tokenizer, keep.keep))
+        return replace(self.served, model=model.eval(), tokenizer=trim_tokenizer(tokenizer, keep.keep))
 
     def sizes(self, coverages: Sequence[float]) -> list[int]:
         """Numbers of tokens that cover these shares of the texts, the largest first."""
