@@ -29,7 +29,7 @@ import torch
 from compressed_texts import controls
 
 import hf_freeze
-from hf_freeze.analysis.answers import Answers, compare_answers
+from hf_freeze.analysis.answers import compare_answers
 from hf_freeze.compression.budget import Budget
 from hf_freeze.compression.compression import Compression
 from hf_freeze.compression.engine import engine_for, serve
@@ -101,7 +101,7 @@ def main() -> None:
     rows: list[list[str]] = []
 
     def add(label: str, folder: Path, whole: int, seconds: float | None = None) -> None:
-        found = compare_answers(expected, asked(folder, test, expected))
+        found = compare_answers(expected, answers(opened(folder), test, like=expected))
         (low, high), size = found.intervals["kl"], bytes_of(folder)
         ratio = (found.perplexity or 0.0) / (found.original_perplexity or 1.0)
         kl = f"{found.kl:.4f} ({low:.4f} to {high:.4f})"
@@ -131,10 +131,6 @@ def main() -> None:
     headings = ["", "folder, MB", "KL, nats", "agreement", "perplexity", "seconds"]
     summary = f"{len(texts):,} texts to learn from, {len(test):,} to compare on"
     _shared.report(options, _shared.markdown(headings, rows), summary)
-
-
-def asked(folder: Path, test: list[str], expected: Answers) -> Answers:
-    return answers(opened(folder), test, like=expected)
 
 
 if __name__ == "__main__":

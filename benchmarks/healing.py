@@ -4,10 +4,10 @@
 
 Claim: a step costs at most 1.1 times one of plain training, once the outputs of the original are stored.
 
-MODEL is a language model or a translator. The student has half of the neurons. Both kinds of steps have the same batches, the
-same optimizer and take turns; plain training learns the tokens themselves. Columns: seconds of a
-step (medians), their ratio with the least and largest of all turns, bytes that are stored for each token, and seconds in which
-the original computes the outputs for as many tokens as a step has.
+MODEL is a language model or a translator. The student has half of the neurons. Healing and plain training have the same batches
+and the same optimizer, and take turns; plain training learns the tokens themselves. Columns: seconds of a step (medians), their
+ratio with the least and the largest of all turns, bytes that are stored for each token, and seconds that the original needs for
+the outputs of as many tokens as a step has.
 """
 
 import statistics

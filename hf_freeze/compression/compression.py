@@ -37,9 +37,7 @@ from hf_freeze.training.healing import DEFAULT, Healed, HealLimit, heal, parse_l
 _TIGHTER = 4  # times that a shape is chosen again because its folder is above the budget
 _LARGEST, _SMALLEST = 0.9, 1.05  # of a front: times the whole model and the smallest shape
 _HALVINGS = 5  # of the range of sizes, when bytes are to be fewest for a loss
-_ROUNDED = (
-    1.001  # times the bytes of the smallest, where they are named: its config may hold the name of a longer folder
-)
+_ROUNDED = 1.001  # times the bytes of the smallest, where they are named: its config may name a longer folder
 _MARGIN = 0.002  # share of a limit of bytes that is left free, since sizes are estimates
 _MUCH_WORSE = 3.0  # times the expected loss of the best, from which a candidate is not measured
 _POOLING = {"cls": "cls", "lasttoken": "last"}  # of sentence-transformers -> of `heal`
@@ -273,7 +271,7 @@ class Compression:
         return made
 
     def _built(self, shape: Shape, heals: bool = True) -> Made:
-        """A shape, cut, healed and exported."""
+        """A shape, cut, healed (if `heals`) and exported."""
         self.chosen = shape
         heal = self._heal if heals else None
         name = f"{shape.digest}-unhealed" if heal != self._heal else shape.digest
@@ -289,7 +287,7 @@ class Compression:
         """The smallest shape, made without healing, which changes neither bytes nor time: estimates are too rough to refuse a
         budget by. Raises ValueError with what it takes if that is above."""
         found: list[tuple[bool, float, Shape]] = []
-        for bits in dict.fromkeys([self.options.bits, self.options.bits[:1]]):  # few bits add nodes to a graph
+        for bits in dict.fromkeys([self.options.bits, self.options.bits[:1]]):  # 4 bits fill up narrow rows
             shape = self._smallest(bits)
             made, limit = self._built(shape, heals=False), self.budget.max_ms
             if not self.budget.excess(made.bytes, made.ms):

@@ -341,6 +341,12 @@ def test_the_command_wants_texts_or_labels(tmp_path):
     assert "give --texts, or --data with labels" in found.output
 
 
+def test_the_command_wants_a_limit(tmp_path):
+    found = CliRunner().invoke(app, ["compress", "x", "--out", str(tmp_path), "--texts", str(tmp_path / "a.txt")])
+    assert found.exit_code == 2
+    assert "give --max-bytes, --max-ms or --max-loss, or --front" in found.output
+
+
 def test_bytes_are_fewest_for_a_loss(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr(compression, "_HALVINGS", 2)
     found = []

@@ -11,6 +11,7 @@ from hf_freeze import make_variant, methods
 from hf_freeze.cli import app
 from hf_freeze.experiments.recipes.load import load_recipe
 from hf_freeze.experiments.runs.grid import run_grid
+from hf_freeze.model import loading
 
 MISSING = ["./nowhere", "../nowhere/model", "/nowhere", "runs/nowhere/model"]
 COMMANDS = {
@@ -28,6 +29,24 @@ def test_commands_name_the_missing_folder(command, name):
     assert done.exit_code == 2
     assert re.search(rf"Error: {re.escape(name)!s} does not exist: neither a folder here nor a Hub id", done.stderr)
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_name_that_the_hub_does_not_give_is_said_first(monkeypatch):
+    def unknown(name):
+        raise OSError("no connection")
+
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", unknown)
+    with pytest.raises(
+        FileNotFoundError, match="nosuch is no folder here, and the Hub gave no such model: no connection"
+    ):
+        loading.load_model("nosuch")
+
+
+def test_a_damaged_folder_is_not_said_to_be_missing(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(OSError, match=r"config\.json") as damaged:
+        loading.load_model(tmp_path)
+    assert "is no folder here" not in str(damaged.value)
 
 
 @pytest.mark.parametrize("name", MISSING)
