@@ -18,7 +18,7 @@ from hf_freeze.compression.blocks import Block, blocks_of
 from hf_freeze.compression.budget import TIME_RESERVE, Budget, in_bytes, in_bytes_up
 from hf_freeze.compression.choose import Options, Program
 from hf_freeze.compression.engine import Stopwatch, engine_for, new_tokens_of, serve
-from hf_freeze.compression.inputs import Inputs, batches_of, digest_of_items
+from hf_freeze.compression.inputs import Inputs, digest_of_items
 from hf_freeze.compression.labels import Labels, Score, check_labels, score_of
 from hf_freeze.compression.losses import Losses, measured_losses, unmeasured_losses
 from hf_freeze.compression.original import Original
@@ -368,10 +368,11 @@ class Compression:
             if limit is not None:
                 variant = variant if variant is not subject.model else make_variant(subject.model, [])
                 self.progress.tell("heal", "healing")
-                samples = replace(batches_of(subject.served, self.inputs.learnt), held_out=subject.held_out)
+                samples = replace(self.original.lessons(subject.served), held_out=subject.held_out)
+                teacher = self.original.teacher(subject)
                 pooling = _POOLING.get(subject.served.sentence.get("mode", "mean"), "mean")
                 options: Any = {"limit": limit, "pooling": pooling, "seed": self.seed}
-                healed = heal(variant, subject.model, samples, self.out, callback=self.progress.heard, **options)
+                healed = heal(variant, teacher, samples, self.out, callback=self.progress.heard, **options)
             if bits:
                 variant = make_variant(variant, bits, calibration=subject.samples)
             self.original.save(variant.merge() if self._native else variant, subject.tokenizer, folder)

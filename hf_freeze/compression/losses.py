@@ -12,7 +12,7 @@ from hf_freeze import methods
 from hf_freeze.analysis.answers import compare_answers
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compression.blocks import Block
-from hf_freeze.compression.original import Original, Subject
+from hf_freeze.compression.original import PREDICT, Original, Subject
 from hf_freeze.compression.phases import Phases
 from hf_freeze.compression.progress import Progress
 from hf_freeze.compression.shape import methods_of, quantized, whole
@@ -110,10 +110,9 @@ def _token_losses(original: Original, progress: Progress) -> dict[int, float]:
     since a text is in other tokens there. Of others: the distance of the answers.
     """
     items, expected = original.inputs.compared, original.expected("compared")
-    predicts = original.served.task in ("causal-lm", "seq2seq-lm")
+    predicts = original.served.task in PREDICT
     if original.served.task == "seq2seq-lm":
-        written = [(item, answer["text"]) for item, answer in zip(items, expected.items, strict=True)]
-        items = [(item if isinstance(item, str) else item[0], text) for item, text in written if text]
+        items = original.with_written(items, expected)
     before, count = _nats(original.served, items) if predicts else (0.0, 0)
     found: dict[int, float] = {}
     for size in original.sizes(_COVERAGES):

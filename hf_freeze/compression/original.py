@@ -25,6 +25,7 @@ from hf_freeze.publish.export.served import Served, answers
 from hf_freeze.publish.sentence_files import copy_processors, copy_sentence_files
 from hf_freeze.publish.trimming import named_tokens
 
+PREDICT = ("causal-lm", "seq2seq-lm")  # tasks of models whose outputs are the tokens of a text, one after the other
 _WRITTEN = 2048  # inputs whose outputs tell which tokens a model writes
 
 
@@ -98,9 +99,29 @@ class Original:
         if tokens not in self._subjects:
             self._subjects = {size: one for size, one in self._subjects.items() if size is None}  # at most two models
             served = self.served if tokens is None else self.trimmed(tokens)
-            learnt = batches_of(served, self.inputs.learnt[: self._samples])
-            self._subjects[tokens] = Subject(served, learnt, batches_of(served, self.inputs.compared).batches)
+            learnt = self.lessons(served, self._samples)
+            compared = batches_of(served, self._read_by(served, self.inputs.compared)).batches
+            self._subjects[tokens] = Subject(served, learnt, compared)
         return self._subjects[tokens]
+
+    def lessons(self, served: Served, count: int | None = None) -> Samples:
+        """Of the first `count` inputs to learn from, for the model or for it with fewer tokens."""
+        return batches_of(served, self._read_by(served, self.inputs.learnt[:count]))
+
+    def teacher(self, subject: Subject) -> Any:
+        """The model whose outputs a variant of `subject` learns. None where tokens are gone, by which texts are split as the model
+        has never learnt: the variant then learns the texts."""
+        return None if subject.served is not self.served and self.served.task in PREDICT else subject.model
+
+    def _read_by(self, served: Served, items: Sequence[Any]) -> Sequence[Any]:
+        """With fewer tokens a model does not write what it wrote with all of them: it reads that."""
+        return items if served is self.served or self.served.task != "seq2seq-lm" else self.with_written(items)
+
+    def with_written(self, items: Sequence[Any], found: Answers | None = None) -> list[tuple[str, str]]:
+        """(text, what the model writes for it), of those for which it writes something. `found`: its answers, if known."""
+        found = found or answers(self.served, items)
+        written = zip(items, found.items, strict=True)
+        return [(item if isinstance(item, str) else item[0], one["text"]) for item, one in written if one["text"]]
 
     def trimmed(self, tokens: int) -> Served:
         keep, tokenizer = self._kept(size=tokens), self.served.tokenizer

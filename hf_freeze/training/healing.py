@@ -75,7 +75,9 @@ def heal(
 ) -> Healed:
     """Train `student` in place, on its device, to give the outputs of `original`; leave it as it was if the held-out loss rises.
 
-    `samples`: inputs of both, which have the same tokens.
+    `samples`: inputs of both, which have the same tokens. Without an `original`, models that write or predict tokens learn those
+    of the samples: of a translator, the labels, which may be what its original wrote (Kim and Rush, 2016, sequence-level
+    distillation, https://arxiv.org/abs/1606.07947), so that the student may have other tokens.
 
     The loss of next tokens, classes and spans is KL(original ‖ student), a mean over the real tokens or the texts: of the K most
     probable tokens and all others as one, at temperature 2 and times 4 (spans: at 1). Numbers and classes of
@@ -90,8 +92,8 @@ def heal(
     `out / "heal"` has the stored outputs and checkpoints. A killed call resumes there, if called with the same arguments.
     `callback` receives {"stage":, "step":, "steps":} and, in training, "loss" and "seconds_left".
 
-    Raises ValueError for an unknown limit or pooling, a student without trainable parameters, outputs of another shape, and fewer
-    than two texts.
+    Raises ValueError for an unknown limit or pooling, a student without trainable parameters, outputs of another shape, fewer
+    than two texts, and without an original, samples of a translator that have no labels.
     """
     began, report = time.monotonic(), callback or (lambda message: None)
     seconds, epochs = parse_limit(limit)
@@ -101,12 +103,13 @@ def heal(
     if not learns:
         raise ValueError(f"no parameter of the {type(student).__name__} is trainable: there is nothing to heal")
     objective = Objective(pooling)
-    train, held_out = texts_of(original, samples, seed)
+    train, held_out = texts_of(student if original is None else original, samples, seed, labels=original is None)
     if lora is None:
         lora = student.num_parameters() > _LORA_FROM
     of_all = min(max(_RATE * (_WIDTH / hidden_size(student.config)) ** 2, _RATE), _FASTEST)
     rate = learning_rate or (_LORA_RATE if lora else of_all)
-    key = fingerprint(student) + fingerprint(original) + repr((limit, seed, lora, rate, objective))
+    key = fingerprint(student) + (fingerprint(original) if original is not None else "")
+    key += repr((limit, seed, lora, rate, objective))
     key = hashlib.sha256((key + train.digest + held_out.digest).encode()).hexdigest()
     folder, plan = out / "heal", _plan_in(out / "heal", key)
     started = time.monotonic()
@@ -151,7 +154,7 @@ def heal(
         loss_before=loss_before,
         loss_after=loss_after,
         better=better,
-        bytes_per_token=bytes_of(folder / "outputs") / texts.tokens,
+        bytes_per_token=bytes_of(folder / "outputs") / texts.tokens if original is not None else 0.0,
     )
 
 

@@ -32,6 +32,7 @@ _HELD_OUT, _ONE_OF = 4096, 8  # tokens to compare by, about; where none are held
 _NO_TOKENS = 64  # padded tokens that an image or a sound counts as
 _IDS = ("input_ids", "decoder_input_ids")
 _NEVER = -1e4  # instead of -inf, of which fp16 and a gradient make nan
+_NO_TOKEN = -100  # of labels
 
 
 class Texts(Dataset):
@@ -88,12 +89,17 @@ class Texts(Dataset):
         return batch
 
     def _batch(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        return {name: _padded([row[name] for row in rows], self.pad if name in _IDS else 0) for name in rows[0]}
+        fills = dict.fromkeys(_IDS, self.pad) | {"labels": _NO_TOKEN}
+        return {name: _padded([row[name] for row in rows], fills.get(name, 0)) for name in rows[0]}
 
     def compute_targets(
         self, folder: Path, original: Any, objective: "Objective", report: Callable[[dict[str, Any]], Any]
     ) -> None:
-        """Write the outputs of the original to `folder`, except files that are there already."""
+        """Write the outputs of the original to `folder`, except files that are there already. Without an original, the tokens of
+        the texts are what is learnt."""
+        if original is None:
+            self._targets = [({}, 0, 0)] * len(self)
+            return
         folder.mkdir(exist_ok=True)
         chunks = _cut(np.argsort(self.lengths, kind="stable"), self.lengths, _FILE)
         targets: dict[int, Any] = {}
@@ -130,11 +136,12 @@ class Texts(Dataset):
             return float(torch.cat([objective.losses(model, batch).double() for batch in batches]).mean())
 
 
-def texts_of(original: Any, samples: Samples, seed: int) -> tuple[Texts, Texts]:
-    """What to train on, in random order, and what to compare the losses by."""
+def texts_of(model: Any, samples: Samples, seed: int, *, labels: bool = False) -> tuple[Texts, Texts]:
+    """What to train on, in random order, and what to compare the losses by. `labels`: with the token that comes next, of texts
+    for models that write or predict them."""
     order = np.random.default_rng(seed)
     train, held_out = (
-        [row for batch in part for row in _rows(original, batch)] for part in (samples.batches, samples.held_out)
+        [row for batch in part for row in _rows(model, batch, labels)] for part in (samples.batches, samples.held_out)
     )
     train, held_out = ([rows[index] for index in order.permutation(len(rows))] for rows in (train, held_out))
     if not held_out:
@@ -142,7 +149,7 @@ def texts_of(original: Any, samples: Samples, seed: int) -> tuple[Texts, Texts]:
         train, held_out = train[count:], train[:count]
     if not train or not held_out:
         raise ValueError(f"healing needs at least two texts, one to compare by; {len(held_out)} given")
-    pad = getattr(original.config, "pad_token_id", None) or 0
+    pad = getattr(model.config, "pad_token_id", None) or 0
     fits = np.cumsum([_length(row) for row in held_out]) <= _HELD_OUT
     return Texts(train, pad), Texts(held_out[: max(int(fits.sum()), 1)], pad)
 
@@ -177,8 +184,11 @@ class Objective:
     def losses(self, student: Any, batch: Mapping[str, Any]) -> Tensor:
         """(N,): of the real tokens, or of the texts."""
         batch = dict(batch)
-        targets = batch.pop("targets")
+        targets, labels = batch.pop("targets"), batch.pop("labels", None)
         values, _, mask = _outputs_of(student, batch)
+        if labels is not None:
+            known = labels != _NO_TOKEN
+            return functional.cross_entropy(values[known].float(), labels[known], reduction="none")
         ids = targets.get("ids")
         ((name, expected),) = ((name, value.float()) for name, value in targets.items() if name != "ids")
         if values.shape[:2] != expected.shape[:2] or (ids is None and values.shape != expected.shape):
@@ -256,20 +266,31 @@ def _one_choice(model: Any, values: Tensor) -> bool:
     return values.shape[-1] > 1 and getattr(model.config, "problem_type", None) != "multi_label_classification"
 
 
-def _rows(model: Any, batch: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """The rows of a batch, without the padding at their ends. Labels become what a decoder reads."""
+def _rows(model: Any, batch: Mapping[str, Any], with_labels: bool) -> list[dict[str, Tensor]]:
+    """The rows of a batch, without the padding at their ends. Labels become what a decoder reads; `with_labels`: they stay, and
+    those of a language model are its next tokens."""
     batch = {name: value.cpu() for name, value in batch.items() if torch.is_tensor(value)}
-    labels = batch.pop("labels", None)
-    if labels is not None and model.config.is_encoder_decoder and "decoder_input_ids" not in batch:
+    labels, writes = batch.pop("labels", None), model.config.is_encoder_decoder
+    if labels is not None and writes and "decoder_input_ids" not in batch:
         batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
-        batch["decoder_attention_mask"] = (labels != -100).long()
+        batch["decoder_attention_mask"] = (labels != _NO_TOKEN).long()
+    if with_labels and not writes:
+        known = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, _NO_TOKEN)
+        labels = functional.pad(known[:, 1:], (0, 1), value=_NO_TOKEN)
+    if with_labels:
+        if labels is None:
+            raise ValueError(
+                "healing without an original needs the text that the decoder should write, as labels of each batch"
+            )
+        batch["labels"] = labels
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     for mask_name in {"attention_mask", "decoder_attention_mask"} & batch.keys():
         mask, in_decoder = batch[mask_name], mask_name.startswith("decoder")
+        of_decoder = [name for name in batch if name.startswith("decoder") or (name == "labels" and writes)]
         alike = [
             name
             for name, value in batch.items()
-            if value.shape[:2] == mask.shape and name.startswith("decoder") == in_decoder
+            if value.shape[:2] == mask.shape and (name in of_decoder) == in_decoder
         ]
         for row, end in zip(rows, _ends(mask) if mask.dim() == 2 else (), strict=mask.dim() == 2):
             row |= {name: row[name][:end] for name in alike}

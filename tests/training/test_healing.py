@@ -1,5 +1,6 @@
 """Healing: what a student learns, what is stored, and that a killed call ends as an uninterrupted one."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -139,6 +140,26 @@ def test_texts_of_labels_are_compared_where_none_are_held_out():
     assert not samples.held_out
     train, held_out = texts_of(original, samples, seed=0)
     assert (len(train), len(held_out)) == (14, 2)
+
+
+@pytest.mark.parametrize("case", ["next tokens", "translations"])
+def test_without_an_original_the_tokens_of_the_texts_are_learnt(case, tmp_path):
+    student = original_of(case)
+    samples = samples_for(student, case)
+    texts, _ = texts_of(student, samples, seed=0, labels=True)
+    texts.compute_targets(tmp_path, None, Objective("mean"), lambda message: None)
+    nats, count = 0.0, 0
+    with torch.no_grad():
+        for batch in samples.batches:  # the loss of transformers, a mean over the known tokens of a batch
+            labels = batch.get("labels", batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100))
+            known = int((labels[:, 0 if case == "translations" else 1 :] != -100).sum())
+            nats += float(student(**(batch | {"labels": labels})).loss) * known
+            count += known
+    assert texts.loss(student, Objective("mean")) == pytest.approx(nats / count, rel=1e-4)
+    known = replace(samples, held_out=samples.batches)  # of random tokens, others cannot be predicted
+    result = heal(student, None, known, tmp_path / "healed", limit="30epochs", learning_rate=3e-3)
+    assert result.loss_after < 0.9 * result.loss_before
+    assert result.bytes_per_token == 0
 
 
 # -- what is trained ---------------------------------------------------------------------------------------------------
@@ -306,6 +327,11 @@ def test_what_cannot_be_healed(tmp_path):
         healed(student_of(original), original, "sentences", tmp_path, pooling="max")
     with pytest.raises(ValueError, match="no parameter of the BertModel is trainable"):
         healed(original_of("sentences").requires_grad_(False), original, "sentences", tmp_path)
+    with pytest.raises(ValueError, match="without an original needs the text that the decoder should write, as labels"):
+        translator = original_of("translations")
+        ids = {"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
+        batch = ids | {"decoder_input_ids": ids["input_ids"], "decoder_attention_mask": ids["attention_mask"]}
+        heal(translator, None, samples_of(translator, [batch]), tmp_path, limit="1epoch")
     with pytest.raises(ValueError, match="at least two texts, one to compare by; 1 given"):
         heal(student_of(original), original, samples_for(original, "sentences", 1, 1), tmp_path, limit="1epoch")
     narrow = AutoModel.from_config(small_config("bert", hidden_size=8))
