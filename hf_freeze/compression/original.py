@@ -109,8 +109,8 @@ class Original:
         return batches_of(served, self._read_by(served, self.inputs.learnt[:count]))
 
     def teacher(self, subject: Subject) -> Any:
-        """The model whose outputs a variant of `subject` learns. None where tokens are gone, by which texts are split as the model
-        has never learnt: the variant then learns the texts."""
+        """The model whose outputs a variant of `subject` learns. None where tokens are gone and texts are split as the model has
+        never learnt: the variant then learns the texts."""
         return None if subject.served is not self.served and self.served.task in PREDICT else subject.model
 
     def _read_by(self, served: Served, items: Sequence[Any]) -> Sequence[Any]:

@@ -327,11 +327,10 @@ def test_what_cannot_be_healed(tmp_path):
         healed(student_of(original), original, "sentences", tmp_path, pooling="max")
     with pytest.raises(ValueError, match="no parameter of the BertModel is trainable"):
         healed(original_of("sentences").requires_grad_(False), original, "sentences", tmp_path)
+    translator, ids = original_of("translations"), torch.tensor([[3, 4]])
+    unlabelled = samples_of(translator, [dict.fromkeys(["input_ids", "attention_mask", "decoder_input_ids"], ids)])
     with pytest.raises(ValueError, match="without an original needs the text that the decoder should write, as labels"):
-        translator = original_of("translations")
-        ids = {"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
-        batch = ids | {"decoder_input_ids": ids["input_ids"], "decoder_attention_mask": ids["attention_mask"]}
-        heal(translator, None, samples_of(translator, [batch]), tmp_path, limit="1epoch")
+        heal(translator, None, unlabelled, tmp_path, limit="1epoch")
     with pytest.raises(ValueError, match="at least two texts, one to compare by; 1 given"):
         heal(student_of(original), original, samples_for(original, "sentences", 1, 1), tmp_path, limit="1epoch")
     narrow = AutoModel.from_config(small_config("bert", hidden_size=8))
