@@ -3,6 +3,7 @@ heal, export, and measure again."""
 
 import contextlib
 import math
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -276,7 +277,11 @@ class Compression:
         heal = self._heal if heals else None
         name = f"{shape.digest}-unhealed" if heal != self._heal else shape.digest
         folder, healed = self._cut(shape, self.out / f"model-{name}", heal)
-        return replace(self._made(shape, f"served-{name}", folder), model=folder, healed=healed)
+        made = replace(self._made(shape, f"served-{name}", folder), model=folder, healed=healed)
+        if heal is not None:  # what it was before is of no more use
+            for before in (f"model-{name}-unhealed", f"engine/served-{name}-unhealed"):
+                shutil.rmtree(self.out / before, ignore_errors=True)
+        return made
 
     def _smallest(self, bits: tuple[int, ...]) -> Shape:
         """The smallest shape by its estimate, with weights in these bits."""

@@ -34,6 +34,7 @@ from hf_freeze.io import bytes_of
 from hf_freeze.methods import LayerSelection
 from hf_freeze.model.samples import samples_of
 from hf_freeze.publish.export.served import opened
+from hf_freeze.training.healing import Healed
 
 WORDS = [
     "a",
@@ -241,6 +242,55 @@ def test_the_budget_is_met_by_one_that_was_stopped_and_a_finished_one_is_read_ag
         hf_freeze.compress(encoder, min_fidelity=1.0, **settings)
 
 
+def test_what_was_measured_is_not_planned_again(encoder, tmp_path, monkeypatch):
+    planned, plan = [], Progress.plan
+    monkeypatch.setattr(Progress, "plan", lambda self, steps: (planned.append(steps), plan(self, steps)))
+    settings = {"texts": texts(), "budget": Budget(max_bytes="75%"), "out": tmp_path / "small", **FEW_PARTS}
+    measured = []
+
+    def stop(step):
+        measured.extend([step.text] if step.phase == "measuring" else [])
+        return len(measured) == 3  # after both measurements of neurons
+
+    with pytest.raises(Stopped):
+        hf_freeze.compress(encoder, callback=stop, **settings)
+    first = planned.pop(0)
+    hf_freeze.compress(encoder, **settings)
+    assert planned[0] == first - 2
+
+
+def test_only_a_shape_within_the_budget_is_healed(encoder, tmp_path, monkeypatch):
+    healed, sizes, original = [], [], bytes_of(encoder)
+
+    def size_of(folder):
+        if folder.name.endswith("-unhealed"):
+            sizes.append(folder.name)
+            if len(sizes) == 1:
+                return original + 1
+        return bytes_of(folder)
+
+    def heal(variant, *_, **options):
+        healed.append(options["limit"])
+        return Healed(loss_before=2e-5, loss_after=2e-5)
+
+    monkeypatch.setattr(compression, "bytes_of", size_of)
+    monkeypatch.setattr(compression, "heal", heal)
+    settings = {
+        "budget": Budget(max_bytes="90%"),
+        "out": tmp_path / "small",
+        "engine": "torch",
+        "keep_vocabulary": True,
+    }
+    result = hf_freeze.compress(encoder, texts=texts(), heal="1epoch", **settings)
+    assert len(set(sizes)) == 2
+    assert not (tmp_path / "small" / "engine" / sizes[-1]).exists()
+    assert not list((tmp_path / "small").glob(f"model-{result.shape.digest}-*"))
+    assert healed == ["1epoch"]
+    assert f"served-{result.shape.digest}" == result.after.folder.name
+    table = (tmp_path / "small" / "README.md").read_text()
+    assert "Not healed: it gives the outputs of the original already (held-out loss 2e-05)." in table
+
+
 @pytest.fixture(scope="module")
 def graphs():
     """Of the encoder as it is, by the names of its parts: traced once for all tests that export it."""
@@ -381,9 +431,9 @@ def test_a_native_model_needs_no_code_of_ours(encoder, tmp_path):
     AutoModel.from_pretrained(result.after.folder)
 
 
-def test_tokens_that_a_translator_writes_are_kept(tmp_path):
-    """Texts of the source language alone must not cost the target language its tokens."""
-    folder = tmp_path / "translator"
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("translator")
     torch.manual_seed(0)
     tokenizer = word_level(())
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
@@ -401,12 +451,37 @@ def test_tokens_that_a_translator_writes_are_kept(tmp_path):
     )
     MarianMTModel(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    compression = Compression(str(folder), ["a dog"] * 40, Budget(max_bytes="80%"), tmp_path / "out", engine="torch")
+    return folder
+
+
+def test_tokens_that_a_translator_writes_are_kept(translator, tmp_path):
+    """Texts of the source language alone must not cost the target language its tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(translator)
+    compression = Compression(
+        str(translator), ["a dog"] * 40, Budget(max_bytes="80%"), tmp_path / "out", engine="torch"
+    )
     written = batches_of(compression.original.served, compression.inputs.learnt).batches
     tokens = {token for batch in written for token in batch["decoder_input_ids"].unique().tolist()}
     read = count_tokens(tokenizer, ["a dog"])
     assert any(not read[token] for token in tokens)
     assert all(compression.original.counts[token] for token in tokens)
+
+
+def test_fewer_tokens_are_learnt_from_what_the_translator_wrote_with_all(translator, tmp_path):
+    """Nothing can be learnt from the answers of a model that splits texts as it never did."""
+    compression = Compression(str(translator), texts(), Budget(max_bytes="80%"), tmp_path / "out", engine="torch")
+    original = compression.original
+    trimmed = original.subject(original.sizes([0.9])[0])
+    assert (original.teacher(original.subject()), original.teacher(trimmed)) == (original.model, None)
+    wanted = sorted(" ".join(answer["text"].split()) for answer in original.expected("compared").items)
+    pad = trimmed.tokenizer.pad_token_id
+    labels = [row for batch in trimmed.held_out for row in batch["labels"].masked_fill(batch["labels"] < 0, pad)]
+    found = [
+        " ".join(trimmed.tokenizer.decode(row, skip_special_tokens=True).removeprefix("<s>").split()) for row in labels
+    ]
+    lost = set(original.served.tokenizer.get_vocab()) - set(trimmed.tokenizer.get_vocab())
+    assert lost & {word for text in wanted for word in text.split()}
+    assert sorted(found) == sorted(" ".join(word for word in text.split() if word not in lost) for text in wanted)
 
 
 @pytest.mark.parametrize(
