@@ -21,7 +21,7 @@ from hf_freeze.methods.base import Method
 from hf_freeze.model.fidelity import fidelity_on
 from hf_freeze.model.make import make_variant
 from hf_freeze.model.samples import Samples
-from hf_freeze.publish.export.served import Served, answers
+from hf_freeze.publish.export.served import Served, answers, texts_written
 from hf_freeze.publish.sentence_files import copy_processors, copy_sentence_files
 from hf_freeze.publish.trimming import named_tokens
 
@@ -117,11 +117,11 @@ class Original:
         """With fewer tokens a model does not write what it wrote with all of them: it reads that."""
         return items if served is self.served or self.served.task != "seq2seq-lm" else self.with_written(items)
 
-    def with_written(self, items: Sequence[Any], found: Answers | None = None) -> list[tuple[str, str]]:
-        """(text, what the model writes for it), of those for which it writes something. `found`: its answers, if known."""
-        found = found or answers(self.served, items)
-        written = zip(items, found.items, strict=True)
-        return [(item if isinstance(item, str) else item[0], one["text"]) for item, one in written if one["text"]]
+    def with_written(self, items: Sequence[Any]) -> list[tuple[str, str]]:
+        """(text, what the model writes for it), of those for which it writes something. Of pairs, the first is the text."""
+        texts = [item if isinstance(item, str) else item[0] for item in items]
+        written = zip(texts, texts_written(self.served, texts), strict=True)
+        return [both for both in written if both[1]]
 
     def trimmed(self, tokens: int) -> Served:
         keep, tokenizer = self._kept(size=tokens), self.served.tokenizer

@@ -146,6 +146,17 @@ def answers(served: Served, items: Iterable[Any], like: Answers | None = None) -
     return Answers(served.task, found, vocabulary)
 
 
+@torch.no_grad()
+def texts_written(served: Served, texts: Sequence[str]) -> list[str]:
+    """What a translator in PyTorch or an engine writes for texts, as `answers` says, without the probabilities."""
+    asked, found = _Asked(served, [_encoded(served, text) for text in texts], None, []), [""] * len(texts)
+    with in_eval_mode(served.model) if isinstance(served.model, nn.Module) else contextlib.nullcontext():
+        for chosen, batch in asked.batches():
+            for number, ids in zip(chosen, _translated(asked, chosen, batch)[1], strict=True):
+                found[number] = served.tokenizer.decode(ids, skip_special_tokens=True)
+    return found
+
+
 def forward_batches(served: Served, items: Iterable[Any]) -> list[dict[str, Tensor]]:
     """The same items as inputs of the forward: see `answers`."""
     rows = [row for item in items for row in _rows(served, item)]
@@ -382,9 +393,7 @@ def _written(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
     """Of models that write: the text of greedy search, and the probabilities of the tokens that the original wrote."""
     tokenizer = asked.served.tokenizer
     for chosen, batch in asked.batches():
-        starts, written = _greedy(asked, chosen, batch)
-        if "input_ids" in batch:  # whatever the batch that a text is in
-            written = [ids[: _most_new(asked.rows[i])] for ids, i in zip(written, chosen, strict=True)]
+        starts, written = _translated(asked, chosen, batch)
         targets, found = written, [{"text": tokenizer.decode(ids, skip_special_tokens=True)} for ids in written]
         if asked.like is not None and asked.numbers is not None:
             theirs = [asked.like.items[i].get("target", np.empty(0)) for i in chosen]
@@ -401,6 +410,14 @@ def _written(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
                 at = [*range(len(ids))]
                 found[place] |= asked.choices(chosen[place], log_probs, at) | {"nats": _nats(log_probs, ids)}
         yield from zip(chosen, found, strict=True)
+
+
+def _translated(asked: _Asked, chosen: list[int], batch: dict[str, Tensor]) -> tuple[list[list[int]], list[list[int]]]:
+    """What `_greedy` gives, whatever the batch that a text is in."""
+    starts, written = _greedy(asked, chosen, batch)
+    if "input_ids" in batch:
+        written = [ids[: _most_new(asked.rows[i])] for ids, i in zip(written, chosen, strict=True)]
+    return starts, written
 
 
 def _greedy(asked: _Asked, chosen: list[int], batch: dict[str, Tensor]) -> tuple[list[list[int]], list[list[int]]]:
