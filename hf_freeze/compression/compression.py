@@ -43,6 +43,7 @@ _MARGIN = 0.002  # share of a limit of bytes that is left free, since sizes are 
 _MUCH_WORSE = 3.0  # times the expected loss of the best, from which a candidate is not measured
 _POOLING = {"cls": "cls", "lasttoken": "last"}  # of sentence-transformers -> of `heal`
 _NATIVE_MULTIPLE = 64
+_WRITTEN = 8192  # texts that a model writes others for when healing is short: writing one takes longer than learning it
 _WAYS = ("", "layers", "heads", "bits")  # what a candidate does not touch, of each one
 
 
@@ -373,7 +374,8 @@ class Compression:
             if limit is not None:
                 variant = variant if variant is not subject.model else make_variant(subject.model, [])
                 self.progress.tell("heal", "healing")
-                samples = replace(self.original.lessons(subject.served), held_out=subject.held_out)
+                few = _WRITTEN if limit == DEFAULT and subject.served.task == "seq2seq-lm" else None
+                samples = replace(self.original.lessons(subject.served, few), held_out=subject.held_out)
                 teacher = self.original.teacher(subject)
                 pooling = _POOLING.get(subject.served.sentence.get("mode", "mean"), "mean")
                 options: Any = {"limit": limit, "pooling": pooling, "seed": self.seed}
