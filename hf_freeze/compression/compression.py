@@ -19,7 +19,7 @@ from hf_freeze.compression.blocks import Block, blocks_of
 from hf_freeze.compression.budget import TIME_RESERVE, Budget, in_bytes, in_bytes_up
 from hf_freeze.compression.choose import Options, Program
 from hf_freeze.compression.engine import Stopwatch, engine_for, new_tokens_of, serve
-from hf_freeze.compression.inputs import Inputs, digest_of_items
+from hf_freeze.compression.inputs import Inputs, batches_of, digest_of_items
 from hf_freeze.compression.labels import Labels, Score, check_labels, score_of
 from hf_freeze.compression.losses import Losses, measured_losses, unmeasured_losses
 from hf_freeze.compression.original import Original
@@ -43,6 +43,7 @@ _MARGIN = 0.002  # share of a limit of bytes that is left free, since sizes are 
 _MUCH_WORSE = 3.0  # times the expected loss of the best, from which a candidate is not measured
 _POOLING = {"cls": "cls", "lasttoken": "last"}  # of sentence-transformers -> of `heal`
 _NATIVE_MULTIPLE = 64
+_BEAMS = 5
 _WRITTEN = 8192  # texts that a model writes others for when healing is short: writing one takes longer than learning it
 _WAYS = ("", "layers", "heads", "bits")  # what a candidate does not touch, of each one
 
@@ -374,8 +375,7 @@ class Compression:
             if limit is not None:
                 variant = variant if variant is not subject.model else make_variant(subject.model, [])
                 self.progress.tell("heal", "healing")
-                few = _WRITTEN if limit == DEFAULT and subject.served.task == "seq2seq-lm" else None
-                samples = replace(self.original.lessons(subject.served, few), held_out=subject.held_out)
+                samples = replace(batches_of(subject.served, self._lessons(limit)), held_out=subject.held_out)
                 teacher = self.original.teacher(subject)
                 pooling = _POOLING.get(subject.served.sentence.get("mode", "mean"), "mean")
                 options: Any = {"limit": limit, "pooling": pooling, "seed": self.seed}
@@ -387,6 +387,17 @@ class Compression:
 
         found = self.phases.once(folder.name, make)
         return folder, Healed(**found) if found else None
+
+    def _lessons(self, limit: HealLimit) -> Sequence[Any]:
+        """The inputs to heal by; of a translator, with what the original writes: in its engine that is fast enough for beams, of
+        which a student learns more (Kim and Rush, 2016, https://arxiv.org/abs/1606.07947)."""
+        learnt, original = self.inputs.learnt, self.original
+        if original.served.task != "seq2seq-lm":
+            return learnt
+        learnt = learnt[: _WRITTEN if limit == DEFAULT else None]
+        if self.engine.name != "ctranslate2" or self.whole is None:
+            return original.with_written(learnt, original.served)
+        return original.with_written(learnt, opened(self.whole.folder), _BEAMS)
 
     def words(self, shape: Shape) -> str:
         return in_words(shape, self.blocks, self.depths, self.original.tokens)

@@ -99,28 +99,23 @@ class Original:
         if tokens not in self._subjects:
             self._subjects = {size: one for size, one in self._subjects.items() if size is None}  # at most two models
             served = self.served if tokens is None else self.trimmed(tokens)
-            learnt = self.lessons(served, self._samples)
-            compared = batches_of(served, self._read_by(served, self.inputs.compared)).batches
-            self._subjects[tokens] = Subject(served, learnt, compared)
+            both = [self.inputs.learnt[: self._samples], self.inputs.compared]
+            if tokens is not None and served.task == "seq2seq-lm":  # it would not write what it wrote with all tokens
+                both = [self.with_written(items, self.served) for items in both]
+            learnt, compared = (batches_of(served, items) for items in both)
+            self._subjects[tokens] = Subject(served, learnt, compared.batches)
         return self._subjects[tokens]
-
-    def lessons(self, served: Served, count: int | None = None) -> Samples:
-        """Of the first `count` inputs to learn from, for the model or for it with fewer tokens."""
-        return batches_of(served, self._read_by(served, self.inputs.learnt[:count]))
 
     def teacher(self, subject: Subject) -> Any:
         """The model whose outputs a variant of `subject` learns. None where tokens are gone and texts are split as the model has
         never learnt: the variant then learns the texts."""
         return None if subject.served is not self.served and self.served.task in PREDICT else subject.model
 
-    def _read_by(self, served: Served, items: Sequence[Any]) -> Sequence[Any]:
-        """With fewer tokens a model does not write what it wrote with all of them: it reads that."""
-        return items if served is self.served or self.served.task != "seq2seq-lm" else self.with_written(items)
-
-    def with_written(self, items: Sequence[Any]) -> list[tuple[str, str]]:
-        """(text, what the model writes for it), of those for which it writes something. Of pairs, the first is the text."""
+    @staticmethod
+    def with_written(items: Sequence[Any], writer: Served, beams: int = 1) -> list[tuple[str, str]]:
+        """(text, what a translator writes for it), of those for which it writes something. Of pairs, the first is the text."""
         texts = [item if isinstance(item, str) else item[0] for item in items]
-        written = zip(texts, texts_written(self.served, texts), strict=True)
+        written = zip(texts, texts_written(writer, texts, beams), strict=True)
         return [both for both in written if both[1]]
 
     def trimmed(self, tokens: int) -> Served:

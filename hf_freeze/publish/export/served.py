@@ -147,12 +147,12 @@ def answers(served: Served, items: Iterable[Any], like: Answers | None = None) -
 
 
 @torch.no_grad()
-def texts_written(served: Served, texts: Sequence[str]) -> list[str]:
-    """What a translator in PyTorch or an engine writes for texts, as `answers` says, without the probabilities."""
+def texts_written(served: Served, texts: Sequence[str], beams: int = 1) -> list[str]:
+    """What a translator, in PyTorch or an engine, writes for texts, in as many beams. `answers` tells its probabilities, too."""
     asked, found = _Asked(served, [_encoded(served, text) for text in texts], None, []), [""] * len(texts)
     with in_eval_mode(served.model) if isinstance(served.model, nn.Module) else contextlib.nullcontext():
         for chosen, batch in asked.batches():
-            for number, ids in zip(chosen, _translated(asked, chosen, batch)[1], strict=True):
+            for number, ids in zip(chosen, _translated(asked, chosen, batch, beams)[1], strict=True):
                 found[number] = served.tokenizer.decode(ids, skip_special_tokens=True)
     return found
 
@@ -412,15 +412,19 @@ def _written(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
         yield from zip(chosen, found, strict=True)
 
 
-def _translated(asked: _Asked, chosen: list[int], batch: dict[str, Tensor]) -> tuple[list[list[int]], list[list[int]]]:
-    """What `_greedy` gives, whatever the batch that a text is in."""
-    starts, written = _greedy(asked, chosen, batch)
+def _translated(
+    asked: _Asked, chosen: list[int], batch: dict[str, Tensor], beams: int = 1
+) -> tuple[list[list[int]], list[list[int]]]:
+    """What `_searched` gives, whatever the batch that a text is in."""
+    starts, written = _searched(asked, chosen, batch, beams)
     if "input_ids" in batch:
         written = [ids[: _most_new(asked.rows[i])] for ids, i in zip(written, chosen, strict=True)]
     return starts, written
 
 
-def _greedy(asked: _Asked, chosen: list[int], batch: dict[str, Tensor]) -> tuple[list[list[int]], list[list[int]]]:
+def _searched(
+    asked: _Asked, chosen: list[int], batch: dict[str, Tensor], beams: int
+) -> tuple[list[list[int]], list[list[int]]]:
     """(what each decoder reads first, what it writes then, up to the end)"""
     model = asked.served.model
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None) or MOST_TOKENS
@@ -428,11 +432,11 @@ def _greedy(asked: _Asked, chosen: list[int], batch: dict[str, Tensor]) -> tuple
     limit = {"max_new_tokens": min(most, positions - 1)} if "input_ids" in batch else {}
     if isinstance(model, CTranslate2Translator):
         config = copy.deepcopy(model.generation_config)
-        config.update(num_beams=1, num_return_sequences=1, **limit)
+        config.update(num_beams=beams, num_return_sequences=1, **limit)
         found = model.translate_ids([asked.rows[i]["input_ids"] for i in chosen], config, len(chosen))
         return [[] for _ in chosen], [returned[0] for returned in found]
     limit |= {"max_length": None} if limit else {}  # of both, transformers takes the first, and warns each time
-    found, config = model.generate(**batch, num_beams=1, do_sample=False, **limit).tolist(), model.generation_config
+    found, config = model.generate(**batch, num_beams=beams, do_sample=False, **limit).tolist(), model.generation_config
     starts = [ids[:1] for ids in found]
     if hasattr(config, "no_timestamps_token_id"):  # Whisper returns what follows these tokens
         starts = [[config.decoder_start_token_id] for _ in found]
