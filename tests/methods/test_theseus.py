@@ -160,6 +160,9 @@ def test_so_it_may_where_the_loss_is_computed_outside(task):
     variant = make_variant(deep_config(bert), [Theseus(rate=NEVER)], task=task)
     variant.advance(0, 1)
     variant.train()(**bert.tiny_inputs("feature-extraction"))[0].sum().backward()
+    assert [name for name, p in variant.named_parameters() if p.grad is not None and p.grad.any()] == []
+    variant.eval()(**bert.tiny_inputs("feature-extraction"))[0].square().sum().backward()
+    assert any(p.grad is not None and p.grad.any() for p in variant.parameters())  # what is served has one
 
 
 @each_architecture
