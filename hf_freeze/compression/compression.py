@@ -231,7 +231,7 @@ class Compression:
             return _MUCH_WORSE * best[1] if best else math.inf
 
         parts, phases = (self.blocks, options.may_go, options.bits), (self.phases, self.progress)
-        self.losses = measured_losses(self.original, *parts, *phases, worst)
+        self.losses = measured_losses(self.original, *parts, *phases, worst, heals=self._heal is not None)
         self.program = Program(self.blocks, self.losses, self.prices, options)
 
     def _times(self, shapes: dict[str, Shape]) -> dict[str, float]:

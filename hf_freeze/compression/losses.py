@@ -28,6 +28,7 @@ _DEPTHS = 6  # of a stack, whose loss is measured
 _FEW = 4  # batches by which removals of a layer are compared
 _SHARES = (0.5, 0.25)  # of heads or neurons that stay when closed forms are checked
 _COVERAGES = (1.0, 0.999, 0.995, 0.98, 0.95)  # of all tokens of the texts
+_RELEARNT = 0.1  # share of the loss of fewer tokens that counts where healing teaches how words are split now
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,11 @@ def measured_losses(
     phases: Phases,
     progress: Progress,
     worst: Callable[[Losses], float],
+    heals: bool,
 ) -> Losses:
     """Of a model, where parts of these kinds may go. `worst`: from the losses of all other parts, the
-    loss above which it does not pay to remove layers; once a number of layers loses more, still fewer are not measured."""
+    loss above which it does not pay to remove layers; once a number of layers loses more, still fewer are not measured.
+    `heals`: whether what is cut will be healed."""
     depths = original.depths
     stacks = [stack for stack in depths if "layers" in may_go]
     kinds = [kind for kind in ("heads", "neurons") if kind in may_go and any(b.kind == kind for b in blocks.values())]
@@ -81,7 +84,8 @@ def measured_losses(
     tokens = {original.tokens: 0.0}
     if "tokens" in may_go:
         found = once("tokens", lambda: _token_losses(original, progress))
-        tokens |= {int(count): loss for count, loss in found.items()}
+        share = _RELEARNT if heals and original.served.task in PREDICT else 1.0
+        tokens |= {int(count): share * loss for count, loss in found.items()}
     layers: dict[str, Any] = {stack: {depth: (tuple(range(depth)), 0.0)} for stack, depth in depths.items()}
     losses = Losses(layers=layers, factors=factors, four_bits=four_bits, tokens=tokens)
     limit = worst(losses) if stacks else 0.0
