@@ -213,12 +213,14 @@ class FactorizedEmbedding(Method):
         surgery.set_values(projection.bias, norm.bias)
         if (output := surgery.output_name(new, new.architecture)) is not None:
             linear, narrow = old.get_submodule(normed.output_linear), new.get_submodule(normed.output_linear)
+            matrix = old.get_submodule(output).weight
+            if all(matrix is not old.base_model.get_submodule(name).weight for name in names):
+                axes = centred_axes(matrix.double(), self.rank)  # a table of its own, which may have another width
+                scale = (self.rank / axes.shape[0]) ** 0.5
             surgery.set_values(narrow.weight, axes.T @ linear.weight.double())
             surgery.set_values(narrow.bias, axes.T @ linear.bias.double())
             _fill_norm(new.get_submodule(normed.output_norm), 1 / scale)
-            surgery.set_values(
-                new.get_submodule(output).weight, scale * old.get_submodule(output).weight.double() @ axes
-            )
+            surgery.set_values(new.get_submodule(output).weight, scale * matrix.double() @ axes)
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -505,6 +505,19 @@ def test_from_a_trained_bert_the_output_is_a_start():
     assert norm.weight.norm().item() == pytest.approx(H**0.5)  # a hidden state before the matrix is as long as it was
 
 
+def test_an_untied_output_of_another_width_has_axes_of_its_own():
+    """The nearest matrix of rank E - 1 to it, its rows without their means (Eckart and Young, 1936)."""
+    native = bert(BertForMaskedLM, **UNTIED)
+    narrow = make_variant(native, [methods.HiddenPruning(width=8)])
+    variant = make_variant(narrow, [methods.FactorizedEmbedding(rank=4)])
+    rows = narrow.cls.predictions.decoder.weight.detach().double()
+    assert rows.shape[1] != narrow.config.hidden_size
+    rows = rows - rows.mean(1, keepdim=True)
+    expected = torch.linalg.svdvals(rows)[:3] * (4 / rows.shape[1]) ** 0.5
+    found = torch.linalg.svdvals(variant.cls.predictions.decoder.weight.detach().double())
+    torch.testing.assert_close(found, torch.cat([expected, expected.new_zeros(1)]), rtol=1e-4, atol=1e-6)
+
+
 def test_centred_axes_keep_the_mean_at_zero():
     rows = torch.randn(30, H)
     axes = centred_axes(rows, E)
