@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from hf_freeze.experiments.recipes.expand import expand
-from hf_freeze.experiments.recipes.load import load_recipe
-from hf_freeze.experiments.runs.environment import environment
-from hf_freeze.experiments.runs.launcher import leave_processes
-from hf_freeze.training.precision import uses_bf16
+from hf_freeze.lab.recipes.expand import expand
+from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.lab.runs.environment import environment
+from hf_freeze.lab.runs.launcher import leave_processes
+from hf_freeze.lab.training.precision import uses_bf16
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "freeze_ablation" / "recipe.yaml"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

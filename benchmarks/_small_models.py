@@ -29,8 +29,8 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from hf_freeze.data.idx import read_images
 from hf_freeze.io import whole_folder
+from hf_freeze.lab.data.idx import read_images
 
 TEXTS = 2000  # without labels, that a model is compressed from; of sounds a quarter as many
 _TESTED = 500

@@ -28,13 +28,13 @@ from matplotlib.figure import Figure
 from hf_freeze.analysis.significance import compare
 from hf_freeze.compression.budget import Budget, in_bytes
 from hf_freeze.compression.engine import Stopwatch, new_tokens_of
-from hf_freeze.experiments.recipes.load import load_recipe
-from hf_freeze.experiments.report.plots.draw import save_png
-from hf_freeze.experiments.report.plots.style import STYLE
-from hf_freeze.experiments.scored import items_of
-from hf_freeze.experiments.tasks.registry import task_of
-from hf_freeze.experiments.tasks.scoring import SCORING
 from hf_freeze.io import bytes_of
+from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.lab.report.plots.draw import save_png
+from hf_freeze.lab.report.plots.style import STYLE
+from hf_freeze.lab.scored import items_of
+from hf_freeze.lab.tasks.registry import task_of
+from hf_freeze.lab.tasks.scoring import SCORING
 
 _COLORS, _MARKERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"), "sDo^v"  # Okabe and Ito
 _LIMITS = ("max_bytes", "max_ms")

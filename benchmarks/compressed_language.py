@@ -34,8 +34,8 @@ from hf_freeze.compression.budget import Budget
 from hf_freeze.compression.compression import Compression
 from hf_freeze.compression.engine import engine_for, serve
 from hf_freeze.compression.shape import quantized
-from hf_freeze.data import read_text, sample
 from hf_freeze.io import bytes_of
+from hf_freeze.lab.data import read_text, sample
 from hf_freeze.publish.export.served import answers, opened
 
 _MOST_TEXTS, _TESTED = 200_000, 500

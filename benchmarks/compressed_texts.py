@@ -46,8 +46,8 @@ from hf_freeze.compression.choose import levels
 from hf_freeze.compression.compression import Compression
 from hf_freeze.compression.engine import serve
 from hf_freeze.compression.shape import Shape, methods_of, whole
-from hf_freeze.data import read_text, sample
 from hf_freeze.io import bytes_of
+from hf_freeze.lab.data import read_text, sample
 from hf_freeze.publish.export.served import answers, opened
 
 _DRAWS = 100_000  # of random shapes, of which one has the right size

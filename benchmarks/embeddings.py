@@ -54,7 +54,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_freeze import make_variant, methods, surgery
-from hf_freeze.experiments.runs.text_training import choose_attention
+from hf_freeze.lab.runs.text_training import choose_attention
 from hf_freeze.layers import DeFINEEmbedding
 from hf_freeze.training import label_smoothed_loss
 

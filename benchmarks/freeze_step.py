@@ -38,7 +38,7 @@ from torch import nn
 from transformers import MarianMTModel
 
 from hf_freeze import make_variant, multiply_adds
-from hf_freeze.experiments.runs.text_training import choose_attention
+from hf_freeze.lab.runs.text_training import choose_attention
 from hf_freeze.methods.registry import method_from_dict
 from hf_freeze.training import label_smoothed_loss
 

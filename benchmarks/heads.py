@@ -38,7 +38,7 @@ from transformers import AutoModelForMaskedLM, BertConfig, DynamicCache, Encoder
 
 from hf_freeze import make_variant, methods
 from hf_freeze.analysis import head_importance
-from hf_freeze.experiments.runs.text_training import choose_attention
+from hf_freeze.lab.runs.text_training import choose_attention
 
 SHARES = (0.25, 0.5, 0.75)
 BARS = {"saved": 0.85, "fixed": 1.0, "scoring": 1.15, "peer": 1.03}

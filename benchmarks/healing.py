@@ -23,8 +23,8 @@ from torch.nn import functional
 import hf_freeze
 from hf_freeze import methods
 from hf_freeze.compression.inputs import batches_of
-from hf_freeze.data import read_text, sample
 from hf_freeze.io import bytes_of
+from hf_freeze.lab.data import read_text, sample
 from hf_freeze.publish.export.served import opened
 from hf_freeze.training.healing import _Healer
 from hf_freeze.training.healing_targets import Objective, texts_of

@@ -28,7 +28,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hf_freeze import make_variant, methods, multiply_adds
-from hf_freeze.experiments.runs.text_training import choose_attention
+from hf_freeze.lab.runs.text_training import choose_attention
 from hf_freeze.layers.long_short import LongShortAttention
 
 BARS = {"convolution": 1.0, "delight": 1.3}

@@ -365,8 +365,8 @@ def plot(bench: Bench, size: Size, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-    from hf_freeze.experiments.report.plots.style import INK, STYLE
-    from hf_freeze.experiments.report.signs import style_of
+    from hf_freeze.lab.report.plots.style import INK, STYLE
+    from hf_freeze.lab.report.signs import style_of
 
     kinds = {"low rank": methods.LowRank, "tensor train": methods.TensorTrain, "Tucker": methods.Tucker}
     dense = size.linear().eval()

@@ -24,7 +24,7 @@ import _shared
 import on_the_fly
 from matplotlib.figure import Figure
 
-from hf_freeze.experiments.report.finished_runs import read_results
+from hf_freeze.lab.report.finished_runs import read_results
 
 PARTS = {
     "0": "",

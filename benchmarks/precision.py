@@ -16,10 +16,11 @@ import _shared
 import torch
 from transformers import DataCollatorForSeq2Seq
 
-from hf_freeze import data, make_variant
-from hf_freeze.experiments.runs.text_training import choose_attention
-from hf_freeze.experiments.tasks import translation
-from hf_freeze.training.precision import has_native_bf16
+from hf_freeze import make_variant
+from hf_freeze.lab import data
+from hf_freeze.lab.runs.text_training import choose_attention
+from hf_freeze.lab.tasks import translation
+from hf_freeze.lab.training.precision import has_native_bf16
 
 VOCABULARY = 800  # of the tokenizer; the tables of the model have the preset's
 

@@ -27,7 +27,7 @@ import torch
 from transformers import BertConfig
 
 from hf_freeze import make_variant, methods
-from hf_freeze.experiments.runs.text_training import choose_attention
+from hf_freeze.lab.runs.text_training import choose_attention
 
 BARS = {"theseus": 1.1, "layer_drop": 0.85, "finalized": 1.03}
 TOTAL = 10**6  # steps of the training, more than are ever run

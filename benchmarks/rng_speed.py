@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from hf_freeze.experiments.runs.environment import environment
+from hf_freeze.lab.runs.environment import environment
 from hf_freeze.seeded import tensor as rng
 
 SIZE = 1 << 24

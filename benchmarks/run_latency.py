@@ -35,10 +35,10 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
-from hf_freeze import data
-from hf_freeze.experiments.runs.environment import environment
-from hf_freeze.experiments.runs.text_training import choose_attention
 from hf_freeze.io import write_whole
+from hf_freeze.lab import data
+from hf_freeze.lab.runs.environment import environment
+from hf_freeze.lab.runs.text_training import choose_attention
 from hf_freeze.run_folder import LATENCY, teacher_folder
 from hf_freeze.training import label_smoothed_loss
 

@@ -41,7 +41,7 @@ LARGE = 1_000_000  # pairs; of more, `map` is not measured, which would take lon
 
 def pool_of(words: int) -> Any:
     """Generated pairs whose source has at most so many words."""
-    from hf_freeze.data import builtin_corpus
+    from hf_freeze.lab.data import builtin_corpus
 
     pairs = builtin_corpus(train=LINES, dev=1, test=1)["train"]
     return pairs.filter(lambda pair: pair["source"].count(" ") < words)
@@ -78,7 +78,7 @@ def tokenizer_of(folder: Path) -> Any:
 
 def copied_rows(copied: Path, rows: Any, *_: Any) -> Iterator[Any]:
     """In place of tokenising: the rows of smaller data, again and again."""
-    from hf_freeze.data.cache import open_tables
+    from hf_freeze.lab.data.cache import open_tables
 
     (path,) = copied.glob("hf_freeze/tokens-*/rows.arrow")
     table, total = open_tables(path).data.table, len(rows.split)
@@ -90,7 +90,7 @@ def first_start(
     paths: list[Path], folder: Path, cache: Path, processes: int, turns: int, has_map: bool, copied: Path | None
 ) -> dict[str, float]:
     """Seconds of reading, of our tokenising and of `datasets.map` alone."""
-    from hf_freeze import data
+    from hf_freeze.lab import data
 
     tokenizer, seconds = tokenizer_of(folder), {"tokenised": [], "map": []}
     for turn in range(turns):
@@ -125,7 +125,7 @@ def second_start(paths: list[Path], folder: Path, cache: Path, max_tokens: int) 
     """Seconds to the first batch, after the imports."""
     import transformers
 
-    from hf_freeze import data
+    from hf_freeze.lab import data
 
     use_cache(cache)
     began = time.perf_counter()
@@ -141,9 +141,11 @@ def training(paths: list[Path], folder: Path, cache: Path, batches: int) -> dict
     """Bytes resident after training and after batches from all over the data; seconds to plan an epoch."""
     import transformers
 
-    from hf_freeze import data, make_variant
-    from hf_freeze.experiments.runs.text_training import backbone_config
-    from hf_freeze.training import TokenBatchTrainer, label_smoothed_loss
+    from hf_freeze import make_variant
+    from hf_freeze.lab import data
+    from hf_freeze.lab.runs.text_training import backbone_config
+    from hf_freeze.lab.training import TokenBatchTrainer
+    from hf_freeze.training import label_smoothed_loss
 
     use_cache(cache)
     tokenizer = tokenizer_of(folder)
@@ -177,7 +179,7 @@ def batch_rates(paths: list[Path], folder: Path, cache: Path, batches: int, roun
     from torch.utils.data import DataLoader
     from transformers import DataCollatorForSeq2Seq
 
-    from hf_freeze import data
+    from hf_freeze.lab import data
 
     use_cache(cache)
     tokenizer = tokenizer_of(folder)

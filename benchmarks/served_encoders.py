@@ -42,15 +42,16 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from hf_freeze import analysis, data, make_variant, methods
+from hf_freeze import analysis, make_variant, methods
 from hf_freeze.analysis.significance import Difference, compare
-from hf_freeze.experiments.scored import items_of
-from hf_freeze.experiments.tasks.items import accuracy
+from hf_freeze.lab import data
+from hf_freeze.lab.scored import items_of
+from hf_freeze.lab.tasks.items import accuracy
+from hf_freeze.lab.training.precision import uses_bf16
 from hf_freeze.publish.export import export_model
 from hf_freeze.publish.export.folders import MARK
 from hf_freeze.publish.latency import Latency, measure, megabytes
 from hf_freeze.publish.trimming import trim_model
-from hf_freeze.training.precision import uses_bf16
 
 ENGINES = {"PyTorch": None, "onnx": None, "onnx int8": "int8", "onnx int8-static": "int8-static"}
 BATCHES = (1, 32)

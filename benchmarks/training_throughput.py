@@ -33,10 +33,12 @@ from torch.nn import functional
 from transformers import DataCollatorForSeq2Seq, MarianMTModel, PrinterCallback, Seq2SeqTrainer, TrainerCallback
 from transformers.utils import logging
 
-from hf_freeze import data, make_variant, multiply_adds
-from hf_freeze.experiments.runs.text_training import backbone_config, choose_attention, training_arguments
-from hf_freeze.experiments.tasks import translation
-from hf_freeze.training import TokenBatchTrainer, label_smoothed_loss
+from hf_freeze import make_variant, multiply_adds
+from hf_freeze.lab import data
+from hf_freeze.lab.runs.text_training import backbone_config, choose_attention, training_arguments
+from hf_freeze.lab.tasks import translation
+from hf_freeze.lab.training import TokenBatchTrainer
+from hf_freeze.training import label_smoothed_loss
 
 
 class Meter(TrainerCallback):

@@ -25,7 +25,7 @@ import _shared
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from hf_freeze.data import read_text
+from hf_freeze.lab.data import read_text
 from hf_freeze.publish.trimming import trim_model
 
 

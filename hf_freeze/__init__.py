@@ -8,6 +8,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from hf_freeze._moved import find_moved_modules
 from hf_freeze._version import __version__ as __version__
 from hf_freeze.compat.registration import register_when_imported
 
@@ -63,3 +64,4 @@ def _exported_config(_: str) -> Any:
 
 
 register_when_imported({"hf_freeze_": _variant_config, "exported_by_hf_freeze": _exported_config})
+find_moved_modules()

@@ -144,7 +144,7 @@ def pytest_collection_finish() -> None:
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch.") and isinstance(logger, logging.Logger):
             logger.propagate = True
-    if HAS_FORK and "hf_freeze.experiments.runs.execute" in sys.modules:
+    if HAS_FORK and "hf_freeze.lab.runs.execute" in sys.modules:
         multiprocessing.resource_tracker.ensure_running()
         with mock.patch.object(multiprocessing.util, "spawnv_passfds", _fork):
             multiprocessing.forkserver.ensure_running()

@@ -39,7 +39,7 @@ SAMPLE = {
     f"{CONTRACT}/test_forward.py::test_merged_is_a_native_model": "`merge`",
     f"{CONTRACT}/test_processes.py::test_a_new_process_opens_the_same_models": "loading in a new process",
     "tests/model/test_loading.py": "shards, `device_map`, dtypes",
-    "tests/training/test_training.py": "`Trainer`",
+    "tests/lab/training/test_training.py": "`Trainer`",
     "tests/training/test_sharding.py": "`load_sharded` in two and three processes",
     "tests/cli/test_inspect.py": "the command line: `inspect`",
     "tests/cli/test_cli.py::test_a_method_is_explained": "the command line: `methods`",

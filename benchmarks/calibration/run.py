@@ -40,7 +40,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from hf_freeze.experiments.runs.environment import environment
+from hf_freeze.lab.runs.environment import environment
 
 HERE = Path(__file__).parent
 PEERS = ["peer_hf_freeze", *sorted(file.stem for file in HERE.glob("peer_*.py") if file.stem != "peer_hf_freeze")]

@@ -25,10 +25,10 @@ from xml.etree import ElementTree
 from results import publish
 
 from hf_freeze.analysis.significance import Difference
-from hf_freeze.experiments.report.build import make_report
-from hf_freeze.experiments.report.report import Report
-from hf_freeze.experiments.report.table import table_cells
-from hf_freeze.experiments.report.wording import pair_cells
+from hf_freeze.lab.report.build import make_report
+from hf_freeze.lab.report.report import Report
+from hf_freeze.lab.report.table import table_cells
+from hf_freeze.lab.report.wording import pair_cells
 from hf_freeze.run_folder import HEAD_SCORES, LATENCY, run_folder
 
 Points = list[tuple[float, float]]

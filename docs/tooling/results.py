@@ -30,12 +30,12 @@ from pathlib import Path
 import yaml
 
 from hf_freeze.analysis.significance import Difference
-from hf_freeze.experiments.report.build import make_report
-from hf_freeze.experiments.report.findings import interval, quality, seeds_in_words
-from hf_freeze.experiments.report.markdown import markdown
-from hf_freeze.experiments.report.report import Report
-from hf_freeze.experiments.report.write import write_pages
-from hf_freeze.experiments.tasks.scoring import TaskScoring
+from hf_freeze.lab.report.build import make_report
+from hf_freeze.lab.report.findings import interval, quality, seeds_in_words
+from hf_freeze.lab.report.markdown import markdown
+from hf_freeze.lab.report.report import Report
+from hf_freeze.lab.report.write import write_pages
+from hf_freeze.lab.tasks.scoring import TaskScoring
 from hf_freeze.run_folder import COMMANDS, HEAD_SCORES, HEAD_TESTS, LATENCY, MAPS, PRECISION
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -1,6 +1,7 @@
 """`hf-freeze architectures`."""
 
-from hf_freeze.cli import facts, terminal
+from hf_freeze import terminal
+from hf_freeze.cli import facts
 
 
 def architectures() -> None:

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_freeze.cli import options, terminal
+from hf_freeze import terminal
+from hf_freeze.cli import laboratory, options
 
 _MOST = 200_000  # texts that are taken of the files
 _Gone = Annotated[str | None, typer.Option(hidden=True)]  # of an earlier version, for a clear error
@@ -85,7 +86,10 @@ def compress(
     ] = False,
     keep_vocabulary: Annotated[bool, typer.Option("--keep-vocabulary", help="All tokens stay.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn, and of healing.")] = 1,
-    settings: options.Settings = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="With a recipe in --data: change a setting; may be repeated."),
+    ] = None,
     min_score: _Gone = None,
     hours: _Gone = None,
     epochs: _Gone = None,
@@ -129,10 +133,10 @@ def compress(
         if texts is not None:
             of_inputs["texts"] = _signals(model, texts) or options.sampled_texts(texts, column or "text", _MOST)
         else:
-            from hf_freeze.experiments.labelled import inputs_and_labels
-
             columns = None if column is None else [name.strip() for name in column.split(",")]
-            of_inputs["texts"], of_inputs["labels"] = inputs_and_labels(model, data or "", columns, label, settings)
+            of_inputs["texts"], of_inputs["labels"] = laboratory.inputs_and_labels(
+                model, data or "", columns, label, settings
+            )
         settings_of_all: dict[str, Any] = {
             "out": out,
             "engine": engine,

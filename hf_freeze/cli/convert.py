@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from hf_freeze import terminal
 from hf_freeze.cli import options as shared
-from hf_freeze.cli import terminal
 
 
 def convert(

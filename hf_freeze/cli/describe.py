@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_freeze.cli import facts, terminal
+from hf_freeze import terminal
+from hf_freeze.cli import facts
 from hf_freeze.cli import options as shared
 
 KNOWN = Path(__file__).with_name("known_types.json")  # written by `make families`

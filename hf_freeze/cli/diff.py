@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hf_freeze import terminal
 from hf_freeze.cli import options as shared
-from hf_freeze.cli import terminal
 
 if TYPE_CHECKING:
     from hf_freeze.analysis.diff import Comparison

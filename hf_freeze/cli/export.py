@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from hf_freeze import terminal
 from hf_freeze.cli import options as shared
-from hf_freeze.cli import terminal
 
 
 def export(
@@ -45,12 +45,11 @@ def export(
 
     Example: hf-freeze export MODEL --format onnx --quantization int8 --texts held-out.txt --min-fidelity 0.98
     """
-    from hf_freeze.data import read_text
     from hf_freeze.io import bytes_of
     from hf_freeze.publish.export import export_model
 
     with terminal.one_line_errors():
-        lines = read_text(texts, column=column)["text"] if texts else None
+        lines = shared.texts_in(texts, "lines", column) if texts else None
         options = {"quantization": quantization, "out": out, "force": force, "texts": lines, "say": terminal.say}
         folder = export_model(model, format, min_fidelity=min_fidelity, **options)
         terminal.say(f"Written: {folder} ({bytes_of(folder) / 1e6:.2f} MB)")

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_freeze.cli import terminal
+from hf_freeze import terminal
 
 _TIMES = ("linear", "number", "tokens", "computed", "ms", "plain ms", "ratio")
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from hf_freeze import terminal
 from hf_freeze.cli import options as shared
-from hf_freeze.cli import terminal
 
 
 def latency(
@@ -31,11 +31,10 @@ def latency(
 
     Example: hf-freeze latency runs/reviews/row-0-seed-1/model --texts reviews.csv --column Review
     """
-    from hf_freeze.data import read_text
     from hf_freeze.publish import latency as module
 
     with terminal.one_line_errors():
-        lines = list(read_text(texts, column=column)["text"])
+        lines = list(shared.texts_in(texts, "lines", column))
         options = {"new_tokens": new_tokens, "exactly": exactly, "rounds": rounds, "threads": threads}
         results = module.measure(folders, lines, batches=batch or module.BATCHES, **options, say=terminal.say)
         rows = module.table(results)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hf_freeze.cli import terminal
+from hf_freeze import terminal
 
 
 def merge(

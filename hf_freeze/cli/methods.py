@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 from rich import box
 
-from hf_freeze.cli import facts, terminal
+from hf_freeze import terminal
+from hf_freeze.cli import facts
 
 
 def methods(

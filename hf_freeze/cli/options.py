@@ -1,10 +1,13 @@
-"""Options that several commands share: of `card` and `push`, the folder and what the metadata of a card says; of `run` and
-`search`, how a recipe is read; of commands that read texts, which of a file they take."""
+"""Options that several commands share: of `card` and `push`, the folder and what the metadata of a card says; of commands that
+read texts, which of a file they take."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from hf_freeze.cli import laboratory
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a model or of a finished run.")]
 Datasets = Annotated[
@@ -34,29 +37,27 @@ Samples = Annotated[
     int, typer.Option(min=1, help="How many of the texts to take: drawn at random, the same ones each time.")
 ]
 
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")
-]
-Smoke = Annotated[
-    bool, typer.Option("--smoke", help="Use the quick version in the recipe, to see whether everything works.")
-]
-ReportTo = Annotated[
-    str | None,
-    typer.Option(help="Show the curves in a tracker: tensorboard, trackio or wandb; one run there for each run."),
-]
-ResumeAnyway = Annotated[
-    bool,
-    typer.Option(
-        "--resume-anyway", help="Resume checkpoints of another version, device, precision or number of threads."
-    ),
-]
-
 
 def sampled_texts(files: list[Path], column: str, samples: int) -> list[str]:
     """The texts for a calibration or a comparison."""
-    from hf_freeze.data import read_text, sample
+    from hf_freeze.data.sampling import sample
 
-    return sample(read_text(files, unit="filled lines", column=column)["text"], samples)
+    return sample(texts_in(files, "filled lines", column), samples)
+
+
+def texts_in(files: list[Path], unit: str, column: str) -> Sequence[str]:
+    """The texts in files, folders of them and patterns: each of the `lines`, `filled lines` or `documents` of plain text; of
+    tables, such as CSV, the column `column`.
+
+    Raises the errors of `read_lines`, and MissingExtra for tables where the laboratory, which reads them, is not installed.
+    """
+    from hf_freeze.data.files import found, kind_of
+    from hf_freeze.data.lines import UNITS
+
+    files = found(files)
+    if any(kind_of(file) != "lines" for file in files):
+        return laboratory.texts_of_tables(files, unit, column)
+    return [text for file in files for text in UNITS[unit](file)]
 
 
 def tokenizer_for_texts(model: Any) -> Any:
@@ -66,7 +67,3 @@ def tokenizer_for_texts(model: Any) -> Any:
     if (tokenizer := load_tokenizer(model)) is None:
         raise ValueError(f"{model} has no tokenizer, which --texts needs: save the model's own there")
     return tokenizer
-
-
-def title_of(recipe: dict[str, Any]) -> str:
-    return recipe["name"] + (f": preset {recipe['preset']}" if "preset" in recipe else "")

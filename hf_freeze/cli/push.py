@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from hf_freeze.cli import terminal
+from hf_freeze import terminal
 from hf_freeze.cli.options import BaseModel, Datasets, Folder, Languages, License, RemoteCode
 
 

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from hf_freeze.cli import options, terminal
+from hf_freeze import terminal
+from hf_freeze.cli import options
 
 
 def trim(
@@ -38,7 +39,6 @@ def trim(
 
     Example: hf-freeze trim MODEL --texts passages.txt --coverage 0.999 --out small
     """
-    from hf_freeze.data import read_text
     from hf_freeze.io import bytes_of
     from hf_freeze.publish.trimming import trim_model
 
@@ -46,10 +46,10 @@ def trim(
         files = [*texts, *(targets or [])]
         folder = trim_model(
             model,
-            read_text(texts, unit="filled lines", column=column)["text"],
+            options.texts_in(texts, "filled lines", column),
             out=out,
             coverage=coverage,
-            targets=read_text(targets, unit="filled lines", column=column)["text"] if targets else (),
+            targets=options.texts_in(targets, "filled lines", column) if targets else (),
             characters=characters,
             files=[file.name for file in files],
             force=force,

@@ -9,7 +9,7 @@ import numpy as np
 from hf_freeze import scores
 from hf_freeze.analysis.answers import Answers
 from hf_freeze.analysis.significance import compare
-from hf_freeze.data.conll import entities
+from hf_freeze.data.entities import entities
 from hf_freeze.publish.export.served import Served
 
 Labelled = Sequence[tuple[Any, Any]]  # (what the model reads, its label)

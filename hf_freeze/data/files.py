@@ -1,21 +1,15 @@
-"""Opens files that may be compressed: the content decides, not the name. Some kinds are read by `datasets`."""
+"""Opens files that may be compressed: the content decides, not the name."""
 
 import contextlib
 import glob
 import io
-import logging
 import lzma
 import re
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
-import pyarrow as pa
-
-from hf_freeze.data.cache import cache_root
+from hf_freeze.install import require
 
 _MAGIC = {  # kind of compression, as Arrow names it -> first bytes
     "gzip": rb"\x1f\x8b",
@@ -25,6 +19,8 @@ _MAGIC = {  # kind of compression, as Arrow names it -> first bytes
     "lz4": rb"\x04\x22\x4d\x18",
 }
 _BUFFER = 1 << 20  # bytes unpacked at a time
+_KINDS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow"}
+_KINDS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # usual endings of their names
 
 
@@ -32,59 +28,44 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # usual endings of their na
 def opened(path: str | Path) -> Iterator[Any]:
     """The bytes of a file, decompressed if it is gzip, bzip2, xz, zstd or lz4.
 
-    Raises FileNotFoundError, and ValueError for a damaged or truncated compressed file.
+    Raises FileNotFoundError; ValueError for a damaged or truncated compressed file; MissingExtra for a compressed one where
+    pyarrow is not installed.
     """
-    name = _packing(path)
+    name = packing_of(path)
     if name is None:
         with open(path, "rb") as file:
             yield file
         return
+    require("lab", f"{path}: a compressed file", "pyarrow")
+    import pyarrow as pa
+
     try:
         with lzma.open(path) if name == "xz" else io.BufferedReader(pa.input_stream(str(path), name), _BUFFER) as file:
             yield file
     except (OSError, EOFError, lzma.LZMAError, pa.ArrowInvalid) as error:
-        raise _damaged(path, name, error) from error
+        raise damaged(path, name, error) from error
 
 
-def _packing(path: str | Path) -> str | None:
+def packing_of(path: str | Path) -> str | None:
+    """The kind of compression, by the first bytes; None for a plain file."""
     with open(path, "rb") as file:
         start = file.read(16)
     return next((name for name, magic in _MAGIC.items() if re.match(magic, start)), None)
 
 
-def _damaged(path: str | Path, kind: str, error: Exception) -> ValueError:
+def damaged(path: str | Path, kind: str, error: Exception) -> ValueError:
     return ValueError(f"{path}: damaged {kind} file: {' '.join(str(error).split())}")
-
-
-@contextlib.contextmanager
-def by_datasets(path: str | Path, kind: str, **options: Any) -> Iterator[Any]:
-    """The rows of a file as an iterable data set, which is read piece by piece and leaves nothing in the cache.
-
-    `kind`: csv, parquet or arrow. Raises FileNotFoundError, and ValueError for a damaged file.
-    """
-    is_packed = _packing(path) is not None
-    logger = logging.getLogger(f"datasets.packaged_modules.{kind}.{kind}")
-    try:
-        logger.disabled = True  # it would print what is raised
-        with tempfile.TemporaryDirectory(dir=cache_root(), prefix="locks-") as folder:
-            plain = Path(path).absolute()
-            if is_packed:
-                plain = Path(folder) / "unpacked"
-                with opened(path) as file, plain.open("wb") as copy:
-                    shutil.copyfileobj(file, copy)
-            files = [glob.escape(str(plain))]
-            yield datasets.load_dataset(
-                kind, data_files=files, split="train", streaming=True, cache_dir=folder, **options
-            )
-    except (pa.ArrowInvalid, OSError) as error:
-        raise _damaged(path, kind.title(), error) from error
-    finally:
-        logger.disabled = False
 
 
 def endings(path: str | Path) -> list[str]:
     """The endings of the name without those of a compression."""
     return [ending for ending in Path(path).suffixes if ending not in COMPRESSED]
+
+
+def kind_of(path: str | Path) -> str:
+    """`csv`, `tsv`, `json`, `parquet`, `arrow` or, for any other file, `lines`, by the ending of the name without that of a
+    compression."""
+    return _KINDS.get((endings(path) or [""])[-1].lower(), "lines")
 
 
 def found(paths: Iterable[str | Path]) -> list[Path]:

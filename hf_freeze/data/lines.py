@@ -74,3 +74,6 @@ def decoded_lines(path: str | Path) -> Iterator[str]:
                 raise ValueError(f"{path}, line {number}: {fault}; {_HINT}") from error
     if not number:
         raise ValueError(f"{path}: the file is empty")
+
+
+UNITS = {"lines": full_lines, "filled lines": filled_lines, "documents": documents}

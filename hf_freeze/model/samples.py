@@ -123,7 +123,7 @@ def _tokenized(model: Any, items: Sequence[Any], tokenizer: Any) -> list[dict[st
         raise ValueError(f"a text of calibration is a str, a pair or a chat, not a {type(wrong).__name__}")
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked
-    from hf_freeze.data.tokenization import check_ids  # with which datasets comes
+    from hf_freeze.data.tokenization import check_ids  # with which tokenizers of transformers come
 
     to_targets = bool(model.config.is_encoder_decoder and model.can_generate())
     limit = longest_of(model, tokenizer)

@@ -11,9 +11,10 @@ import torch
 from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainingArguments
 
 from hf_freeze import count_parameters, make_variant, methods
-from hf_freeze.data import builtin_corpus, read_parallel, train_tokenizer
-from hf_freeze.experiments.runs.text_training import backbone_config
-from hf_freeze.training import TokenBatchTrainer, label_smoothed_loss
+from hf_freeze.lab.data import builtin_corpus, read_parallel, train_tokenizer
+from hf_freeze.lab.runs.text_training import backbone_config
+from hf_freeze.lab.training import TokenBatchTrainer
+from hf_freeze.training import label_smoothed_loss
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 for side in ("--source", "--target", "--dev-source", "--dev-target"):

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from hf_freeze import VariantCallback, analysis, count_parameters, make_variant, stored_bytes
-from hf_freeze.data import builtin_corpus, read_parallel, trim_tokenizer
+from hf_freeze.lab.data import builtin_corpus, read_parallel, trim_tokenizer
 from hf_freeze.methods.registry import method_from_dict
 
 EXAMPLE = [{"method": "factorized_embedding", "rank": 24}]

@@ -22,7 +22,7 @@ from transformers import (
 from hf_freeze import count_parameters, make_variant, methods, multiply_adds, stored_bytes
 from hf_freeze.analysis.accounting import forward_multiply_adds
 from hf_freeze.architectures.registry import ARCHITECTURES
-from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.lab.recipes.load import load_recipe
 from hf_freeze.methods.registry import method_from_dict
 
 RECIPE = ROOT / "recipes" / "freeze_ablation" / "recipe.yaml"

@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import MarianConfig
 
-from hf_freeze import data, make_variant, methods
+from hf_freeze import make_variant, methods
 from hf_freeze.analysis import choose_cutoffs, count_tokens
 from hf_freeze.architectures.base import canonical_parameters
+from hf_freeze.lab import data
 
 ZIPF = 1_000 / np.arange(1, 31)
 

@@ -9,7 +9,7 @@ from support.models import native
 from test_head_importance import CASES, MARIAN
 
 from hf_freeze import analysis, make_variant
-from hf_freeze.experiments.report.plots.maps import attention_figure, embeddings_figure, sentence_figure
+from hf_freeze.lab.report.plots.maps import attention_figure, embeddings_figure, sentence_figure
 from hf_freeze.methods import FactorizedEmbedding, HeadPruning
 
 GPT2 = next(case for case in CASES if case.id.startswith("gpt2"))

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from hf_freeze import make_variant, methods
-from hf_freeze.data import text_blocks, train_tokenizer
+from hf_freeze.lab.data import text_blocks, train_tokenizer
 from hf_freeze.training import label_smoothed_loss
 
 STORIES = ROOT.parent / "shared" / "data" / "stories260k" / "hf"

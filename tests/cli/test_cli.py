@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import hf_freeze
 from hf_freeze import methods
 from hf_freeze.cli import app
-from hf_freeze.cli.terminal import one_line_errors
 from hf_freeze.methods.registry import METHODS, method_from_dict
+from hf_freeze.terminal import one_line_errors
 
 COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 SLOW = {"torch", "transformers", "numpy", "matplotlib", "datasets", "evaluate"}

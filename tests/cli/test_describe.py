@@ -8,9 +8,9 @@ from support import ROOT
 from support.small import small_config
 from typer.testing import CliRunner
 
-from hf_freeze import count_parameters, make_variant
+from hf_freeze import count_parameters, make_variant, terminal
 from hf_freeze.architectures.families import FAILURES, describe_family, failures_file
-from hf_freeze.cli import app, describe, terminal
+from hf_freeze.cli import app, describe
 from hf_freeze.methods import FFNPruning, HeadPruning, LayerSelection, LowRank
 from hf_freeze.methods.registry import METHODS
 

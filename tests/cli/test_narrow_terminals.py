@@ -10,13 +10,13 @@ from support.reports import make_runs
 from support.small import small_config
 from typer.testing import CliRunner
 
-from hf_freeze import make_variant
-from hf_freeze.cli import app, terminal
-from hf_freeze.cli.report import _print_rows
-from hf_freeze.cli.search import _print_front, _print_scores
-from hf_freeze.experiments import scored
-from hf_freeze.experiments.report.build import make_report
-from hf_freeze.experiments.scored import Scored
+from hf_freeze import make_variant, terminal
+from hf_freeze.cli import app
+from hf_freeze.lab import scored
+from hf_freeze.lab.cli.report import _print_rows
+from hf_freeze.lab.cli.search import _print_front, _print_scores
+from hf_freeze.lab.report.build import make_report
+from hf_freeze.lab.scored import Scored
 from hf_freeze.methods import FFNPruning, Freeze, LowRank, VocabularyTrimming
 from hf_freeze.publish import latency
 from hf_freeze.publish.latency import Latency

@@ -22,8 +22,8 @@ from hf_freeze import make_variant
 from hf_freeze.analysis import choose_vocabulary
 from hf_freeze.analysis.vocabulary import count_tokens
 from hf_freeze.architectures.registry import ARCHITECTURES
-from hf_freeze.data import builtin_corpus, train_tokenizer, trim_tokenizer
 from hf_freeze.data.sentencepiece_model import keep_pieces
+from hf_freeze.lab.data import builtin_corpus, train_tokenizer, trim_tokenizer
 
 TEXTS = SOURCE + TARGET
 SOME = SOURCE[:2] + TARGET[:2]

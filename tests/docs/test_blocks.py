@@ -13,10 +13,10 @@ from support.pages import Block, blocks_of, check_page, is_worked_example
 from support.recipes import TINY, write_recipe
 from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
-from hf_freeze import data
-from hf_freeze.experiments.recipes.expand import expand
-from hf_freeze.experiments.recipes.load import load_recipe
-from hf_freeze.experiments.runs.execute import execute
+from hf_freeze.lab import data
+from hf_freeze.lab.recipes.expand import expand
+from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.lab.runs.execute import execute
 
 PAGES = {
     str(page.relative_to(ROOT)): page

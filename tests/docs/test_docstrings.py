@@ -14,16 +14,18 @@ import torch
 from support import ROOT
 from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
-from hf_freeze import data
 from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.lab import data
 
 ROOMS = [
     "",
     "analysis",
     "data",
-    "metrics",
     "methods",
     "training",
+    "lab.data",
+    "lab.metrics",
+    "lab.training",
     "compression",
     "publish.export",
     "seeded",
@@ -185,9 +187,10 @@ def names(tmp_path_factory):
     BertForSequenceClassification(classifier).save_pretrained(folder / "bert-base-uncased")
     imported = {}
     for line in (
-        "from hf_freeze import VariantCallback, analysis, data, make_variant, methods",
-        "from hf_freeze.data import read_idx",
-        "from hf_freeze.metrics import load",
+        "from hf_freeze import VariantCallback, analysis, make_variant, methods\n",
+        "from hf_freeze.lab import data",
+        "from hf_freeze.lab.data import read_idx",
+        "from hf_freeze.lab.metrics import load",
         "from hf_freeze.training import carried_optimizer, gradual_unfreezing, parameter_groups",
         "from transformers import BertConfig, Trainer, pipeline",
         "import torch",

@@ -9,7 +9,7 @@ from support import ROOT
 from support.reports import make_runs
 
 from hf_freeze.analysis.significance import Difference
-from hf_freeze.experiments.tasks.scoring import SCORING
+from hf_freeze.lab.tasks.scoring import SCORING
 from hf_freeze.run_folder import HEAD_TESTS, MAPS
 
 sys.path.insert(0, str(ROOT / "docs" / "tooling"))

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from hf_freeze import make_variant, methods
 from hf_freeze.cli import app
-from hf_freeze.experiments.recipes.load import load_recipe
-from hf_freeze.experiments.runs.grid import run_grid
+from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.lab.runs.grid import run_grid
 from hf_freeze.model import loading
 
 MISSING = ["./nowhere", "../nowhere/model", "/nowhere", "runs/nowhere/model"]

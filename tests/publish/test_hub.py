@@ -26,8 +26,8 @@ from typer.testing import CliRunner
 from hf_freeze import make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.cli import app
-from hf_freeze.experiments.recipes.load import load_recipe
-from hf_freeze.experiments.runs.grid import run_grid
+from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.lab.runs.grid import run_grid
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import empty_model
 from hf_freeze.publish.cards import model_card, read_trained_model

@@ -31,7 +31,7 @@ from transformers import (
 from hf_freeze import make_variant, methods
 from hf_freeze.analysis import choose_vocabulary, trimming_effect
 from hf_freeze.architectures.registry import ARCHITECTURES
-from hf_freeze.data import read_text, trim_tokenizer
+from hf_freeze.lab.data import read_text, trim_tokenizer
 from hf_freeze.publish import trimming
 from hf_freeze.publish.cards import TRIMMING
 from hf_freeze.publish.trimming import trim_model

@@ -17,7 +17,7 @@ import typer
 import yaml
 
 from hf_freeze.cli import app
-from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.lab.recipes.load import load_recipe
 from support import ROOT
 from support.processes import new_process
 from support.recipes import cli

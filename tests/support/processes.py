@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_freeze.experiments.runs.launcher import leave_processes
-from hf_freeze.experiments.runs.processes import Processes
+from hf_freeze.lab.runs.launcher import leave_processes
+from hf_freeze.lab.runs.processes import Processes
 from hf_freeze.seeded.tensor import digest
 from support import TESTS, fork_server
 

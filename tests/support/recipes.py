@@ -6,7 +6,7 @@ import yaml
 from typer.testing import CliRunner
 
 from hf_freeze.cli import app
-from hf_freeze.experiments.recipes.load import load_recipe
+from hf_freeze.lab.recipes.load import load_recipe
 
 TINY = {
     "name": "tiny",

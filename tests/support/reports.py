@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 
-from hf_freeze.experiments.tasks.items import bleu, log_perplexity
+from hf_freeze.lab.tasks.items import bleu, log_perplexity
 
 ENVIRONMENT = {"hf_freeze": "0.1.0", "commit": "abc1234", "torch": "2.13.0", "transformers": "5.23.0"}
 

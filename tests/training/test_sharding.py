@@ -13,8 +13,8 @@ from transformers import MarianConfig, MarianMTModel
 
 from hf_freeze import data, make_variant
 from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.lab.training.decoding import translate
 from hf_freeze.methods import Freeze, LowRank
-from hf_freeze.training.decoding import translate
 
 
 def trained_variant():

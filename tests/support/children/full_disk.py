@@ -1,4 +1,4 @@
-"""Child of experiments/test_crashes.py: `RECIPE FOLDER LIMIT ...` executes a run whose disk gets full, once for each limit.
+"""Child of lab/test_crashes.py: `RECIPE FOLDER LIMIT ...` executes a run whose disk gets full, once for each limit.
 
 After the first checkpoint no file may grow beyond LIMIT bytes. Each run is in FOLDER/LIMIT, in a fork of its own: a limit
 cannot be taken back. Prints limit -> the last line of the error, as JSON.
@@ -12,10 +12,10 @@ import signal
 import sys
 from pathlib import Path
 
-from hf_freeze.experiments.recipes.expand import expand
-from hf_freeze.experiments.recipes.load import load_recipe
-from hf_freeze.experiments.runs import text_training
-from hf_freeze.experiments.runs.execute import execute
+from hf_freeze.lab.recipes.expand import expand
+from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.lab.runs import text_training
+from hf_freeze.lab.runs.execute import execute
 from hf_freeze.run_folder import run_folder
 
 

@@ -22,10 +22,10 @@ from transformers.utils import logging
 
 from hf_freeze import make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
-from hf_freeze.experiments.recipes.expand import expand
-from hf_freeze.experiments.recipes.load import load_recipe
-from hf_freeze.experiments.report.write import write_report
-from hf_freeze.experiments.runs.execute import execute
+from hf_freeze.lab.recipes.expand import expand
+from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.lab.report.write import write_report
+from hf_freeze.lab.runs.execute import execute
 from support.cases import ALL
 from support.recipes import EACH, LONGER, SCHEDULED, figures, write_recipe
 from support.reports import make_runs

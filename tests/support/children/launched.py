@@ -1,4 +1,4 @@
-"""Child of experiments/test_crashes.py, one of a group: `RESULT ...` runs the grid FOLDER/TASK.yaml of each task in grids.json.
+"""Child of lab/test_crashes.py, one of a group: `RESULT ...` runs the grid FOLDER/TASK.yaml of each task in grids.json.
 
 Writes what is wrong at the end to RESULT, in the same folder."""
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 from hf_freeze.cli import app
-from hf_freeze.experiments.runs import launcher
+from hf_freeze.lab.runs import launcher
 from support.processes import left_processes
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
-from hf_freeze.experiments.runs.launcher import leave_processes
+from hf_freeze.lab.runs.launcher import leave_processes
 from hf_freeze.methods import Freeze, HeadPruning, LayerDrop, LayerSharing, MagnitudePruning, Theseus
 from support.cases import MODEL, Case
 from support.models import build, differences, snapshot

@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer
 
-from hf_freeze.experiments.runs.launcher import leave_processes
+from hf_freeze.lab.runs.launcher import leave_processes
+from hf_freeze.lab.training import teacher_translations
+from hf_freeze.lab.training.decoding import translate
 from hf_freeze.model.loading import load_model
-from hf_freeze.training import load_sharded, teacher_translations
-from hf_freeze.training.decoding import translate
+from hf_freeze.training import load_sharded
 from support.cases import ALL, once
 from support.models import differences
 from support.training import gradients

@@ -1,0 +1,147 @@
+"""Pictures of attention and of embeddings: of a run's report, or of any model from Python.
+
+weights = analysis.attention_by_position(model, batches)
+attention_figure({"my model": weights}).savefig("attention.png")
+"""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from hf_freeze.lab.report.report import MAPPED, Report
+
+WIDTH = 7.2  # inches: shown 600 pixels wide, its letters are 10 pixels high
+
+
+def attention_of_rows(report: Report) -> Figure | None:
+    """`attention_figure` of the rows whose attentions were mapped."""
+    rows = {report.name_of(row): weights for row, weights in report.mapped("attention").items()}
+    return attention_figure(rows) if rows else None
+
+
+def embeddings_of_rows(report: Report) -> Figure | None:
+    """`embeddings_figure` of the rows whose embeddings were compared, and of a random table."""
+    rows = report.mapped("embeddings")
+    if not rows:
+        return None
+    panels = {report.name_of(row): (values["similarity"], values["tokens"]) for row, values in rows.items()}
+    return embeddings_figure(panels | {"random table": (next(iter(rows.values()))["random"], [])})
+
+
+def attention_figure(models: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Where heads look: a line a head, grouped by layer, a column for each relative position; dark: much of the attention.
+
+    `models`: name -> attention, such as "encoder.0.self" -> (N, 2R + 1), as `analysis.attention_by_position` gives; of more than
+    three models, the first three.
+    """
+    models = dict(list(models.items())[:MAPPED])
+    kinds = list(dict.fromkeys(_kind(name) for weights in models.values() for name in weights))
+    heads = {kind: max(_lines(weights, kind) for weights in models.values()) for kind in kinds}
+    figure = Figure(figsize=(WIDTH, 0.8 + sum(0.5 + 0.13 * count for count in heads.values())), layout="constrained")
+    plots = figure.subplots(
+        len(kinds), len(models), squeeze=False, sharex=True, height_ratios=[3 + heads[k] for k in kinds]
+    )
+    darkest = max(np.asarray(values).max() for weights in models.values() for values in weights.values())
+    image = None
+    for line, kind in enumerate(kinds):
+        for axes, (model, weights) in zip(plots[line], models.items(), strict=True):
+            parts = {name: np.asarray(values) for name, values in weights.items() if _kind(name) == kind}
+            if not parts:
+                axes.set_axis_off()
+                continue
+            cells = np.concatenate(list(parts.values()))
+            reach = cells.shape[1] // 2
+            extent = (-reach - 0.5, reach + 0.5, len(cells) - 0.5, -0.5)
+            image = axes.imshow(
+                cells, cmap="Blues", vmin=0, vmax=darkest, aspect="auto", extent=extent, interpolation="nearest"
+            )
+            ends = np.cumsum([len(values) for values in parts.values()])
+            for end in ends[:-1]:
+                axes.axhline(end - 0.5, color="#7f7f7f", linewidth=0.6)
+            middles = [end - (len(values) + 1) / 2 for end, values in zip(ends, parts.values(), strict=True)]
+            axes.set_yticks(middles, [f"layer {name.split('.')[1]}" for name in parts])
+            axes.tick_params(axis="y", length=0)
+            named = [textwrap.fill(model, 66 // len(models))] if not line else []
+            axes.set_title("\n".join([*named, kind]), fontsize=9)
+            axes.spines[:].set_visible(False)
+    figure.supxlabel("position of the key minus that of the query, tokens", fontsize=9)
+    if image is not None:
+        figure.colorbar(image, ax=plots.ravel().tolist(), label="share of a head's attention", shrink=0.5, aspect=30)
+    return figure
+
+
+def sentence_figure(weights: Mapping[str, Any], queries: Sequence[str], keys: Sequence[str] | None = None) -> Figure:
+    """The attention of each head in one sentence: a grid of layers and heads, each with a line a query and a column a key.
+
+    `weights`: attentions of one kind -> (N, Q, K), as `analysis.attention_weights` gives; `queries`, `keys`: the tokens, Q and K;
+    None: the keys are the queries. Raises ValueError where their numbers differ from those of the weights.
+    """
+    keys = queries if keys is None else keys
+    grids = {name: np.asarray(values) for name, values in weights.items()}
+    for name, values in grids.items():
+        if values.shape[1:] != (len(queries), len(keys)):
+            raise ValueError(
+                f"sentence_figure: {name!r} has {values.shape[1]} queries and {values.shape[2]} keys, not {len(queries)} and "
+                f"{len(keys)}; give attentions of one kind, and their tokens"
+            )
+    columns = max(map(len, grids.values()))
+    side = max(WIDTH / (columns + 1), 0.35 + 0.13 * max(len(queries), len(keys)))
+    figure = Figure(figsize=(max(WIDTH, side * columns + 1), side * len(grids) + 0.6), layout="constrained")
+    plots = figure.subplots(len(grids), columns, squeeze=False, sharex=True, sharey=True)
+    for line, (name, values) in zip(plots, grids.items(), strict=True):
+        for head, axes in enumerate(line):
+            if head >= len(values):
+                axes.set_axis_off()
+                continue
+            axes.imshow(values[head], cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+            axes.set_title(f"layer {name.split('.')[1]}, head {head}", fontsize=8)
+            axes.set_xticks(range(len(keys)), keys, rotation=90, fontsize=7)
+            axes.set_yticks(range(len(queries)), queries, fontsize=7)
+            axes.tick_params(length=0)
+            axes.spines[:].set_visible(False)
+    return figure
+
+
+def embeddings_figure(models: Mapping[str, tuple[Any, Sequence[str]]]) -> Figure:
+    """Which embeddings are alike: for each model, a token a line and a column. Blue: opposed, white: unrelated, red: alike.
+
+    `models`: name -> (cosine similarities (n, n), the n tokens, or none of a random table); of more than four, the first four.
+    """
+    models = dict(list(models.items())[: MAPPED + 1])
+    columns = min(2, len(models))
+    lines = -(-len(models) // columns)
+    figure = Figure(figsize=(WIDTH, 0.7 + 3.6 * lines if columns > 1 else WIDTH), layout="constrained")
+    plots = figure.subplots(lines, columns, squeeze=False).ravel()
+    for axes in plots[len(models) :]:
+        axes.set_axis_off()
+    image = None
+    for axes, (model, (similarity, tokens)) in zip(plots, models.items(), strict=False):
+        cells = np.asarray(similarity)
+        image = axes.imshow(cells, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
+        axes.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=7)
+        axes.set_yticks(range(len(tokens)), tokens, fontsize=7)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        others = cells[~np.eye(len(cells), dtype=bool)]
+        spread = (
+            f"mean {round(float(others.mean()), 2) + 0.0:+.2f}, standard deviation {others.std():.2f}".replace("-", "−")
+            if others.size
+            else ""
+        )
+        axes.set_title(f"{textwrap.fill(model, 40)}\n{spread}", fontsize=8)
+    if image is not None:
+        figure.colorbar(image, ax=list(plots), label="cosine similarity", location="bottom", shrink=0.5, aspect=40)
+    return figure
+
+
+def _kind(name: str) -> str:
+    """`encoder.0.self` is of "encoder, self-attention"."""
+    stack, *_, kind = name.split(".")
+    return f"{stack}, {kind}-attention"
+
+
+def _lines(weights: Mapping[str, Any], kind: str) -> int:
+    return sum(len(values) for name, values in weights.items() if _kind(name) == kind)

@@ -1,0 +1,112 @@
+"""Before a grid runs: check that its folder fits the recipe and is free, and enter the settings of every run."""
+
+import glob
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from hf_freeze.io import write_whole
+from hf_freeze.lab.runs.precision import noted_precision, resolve_precision
+from hf_freeze.lab.tasks.data_forms import SPLITS, data_form
+from hf_freeze.lab.training.precision import AUTO, uses_bf16
+from hf_freeze.run_folder import COMMANDS, commands_of, first_difference, run_folder, start_folder
+
+
+def check_files(data: dict[str, Any]) -> None:
+    """Raise FileNotFoundError once, rather than in every run."""
+    splits = (*SPLITS, "mismatched") if data_form(data) == "files" else ()
+    for path in (Path(data.get("root", ".")) / file for split in splits for file in data.get(split, ())):
+        if not path.exists() and not glob.glob(str(path), recursive=True):
+            raise FileNotFoundError(f"{path} does not exist; say where the files are: --set data.root=DIRECTORY")
+
+
+def check_folder(folder: Path, run: dict[str, Any]) -> None:
+    """Raise ValueError where `folder` holds a run of other settings. Where the data lies may change, and what is drawn."""
+    path = folder / "run.json"
+    if not path.exists():
+        return
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}); remove {folder}") from error
+    auto = None
+    if "bf16" in run["training"]:
+        noted = noted_precision(folder.parent)
+        auto = uses_bf16(AUTO) if noted is None else noted == "bf16"
+    if difference := first_difference(comparable(recorded, auto), comparable(run, auto)):
+        raise ValueError(f"{folder} holds a run of other settings ({difference}); choose another --out, or remove it")
+
+
+def comparable(run: dict[str, Any], auto: bool | None) -> dict[str, Any]:
+    """A copy of the settings of a run, without what changes no result: where the data lies, the tracker, the axis of a report.
+    `auto`: whether `training.bf16: auto` means bf16; None for a task without the setting."""
+    settings = json.loads(json.dumps(_changing_results(run)))
+    settings["data"].pop("root", None)
+    settings.pop("axis", None)
+    if auto is not None:
+        resolve_precision(settings, auto)
+    return settings
+
+
+def check_other_grid(out: Path, run: dict[str, Any]) -> None:
+    """Raise ValueError where `run` is to start from a run of another grid that is not there, or not finished."""
+    start = start_folder(out, run)
+    if start is None or "grid" not in run["start"] or (run_folder(out, run) / "metrics.json").exists():
+        return
+    if not (start / "metrics.json").exists():
+        raise ValueError(
+            f"{run['start']['grid']} holds no finished run of row {run['row']!r} with seed {run['seed']} to start from: run that "
+            "grid first, or say where it is: --set start=FOLDER"
+        )
+
+
+@contextmanager
+def training_in(folder: Path) -> Iterator[None]:
+    """Inside, `check_free` refuses `folder` to other processes. A process that is killed gives it back."""
+    lock = FileLock(folder / "lock", timeout=0)
+    with suppress(NotImplementedError):  # a file system without locks
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_free(folders: Iterable[Path]) -> None:
+    """Raise ValueError where another process trains the run in one of `folders`."""
+    for folder in folders:
+        try:
+            with training_in(folder):
+                pass
+        except Timeout:
+            raise ValueError(
+                f"another process is training in {folder}: wait until it has ended, or choose another --out"
+            ) from None
+
+
+def claim_all(runs: list[dict[str, Any]], out: Path, command: str | None) -> list[dict[str, Any]]:
+    """Enter the settings of every run, and the command; returns the runs that are not finished."""
+    for run in runs:
+        _claim(run_folder(out, run), run)
+    if command is not None:
+        command = " ".join(command.splitlines())
+        others = {path.parent for path in out.glob("row-*/run.json")} - {run_folder(out, run) for run in runs}
+        # One for all the runs stands alone; of a grid that grew by several, such as a job each, all are kept.
+        before = [earlier for earlier in commands_of(out) if earlier != command] if others else []
+        write_whole(out / COMMANDS, "\n".join([*before, command]) + "\n")
+    return [run for run in runs if not (run_folder(out, run) / "metrics.json").exists()]
+
+
+def _claim(folder: Path, run: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "run.json").exists():
+        write_whole(folder / "run.json", json.dumps(_changing_results(run), indent=1, ensure_ascii=False) + "\n")
+
+
+def _changing_results(run: dict[str, Any]) -> dict[str, Any]:
+    """The settings without those that a resumed run may change freely."""
+    return {key: value for key, value in run.items() if key != "report_to"}

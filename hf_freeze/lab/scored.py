@@ -1,0 +1,115 @@
+"""How good saved and exported models of one task are on the same texts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+from hf_freeze.analysis.significance import compare
+from hf_freeze.io import bytes_of
+from hf_freeze.lab.tasks.items import bleu_items
+from hf_freeze.lab.tasks.labelled import columns_of
+from hf_freeze.lab.tasks.registry import task_of
+from hf_freeze.lab.tasks.scoring import SCORING
+from hf_freeze.lab.training.decoding import most_new_tokens, translate
+from hf_freeze.model.loading import check_exists, load_tokenizer
+from hf_freeze.publish.export.ctranslate2 import CTranslate2Translator
+from hf_freeze.publish.export.folders import mark_of
+
+TASKS = ("translation", "sequence-classification")
+_BATCH = 32
+SPLITS = ("test", "dev")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """`score`: BLEU, or accuracy in %. `to_first`: its difference from the first folder, and the ends of its 95 % interval
+    by a paired bootstrap over the texts; None for the first."""
+
+    folder: Path
+    bytes: int
+    score: float
+    to_first: tuple[float, float, float] | None
+
+
+def score_folders(
+    folders: Sequence[Path],
+    recipe: Mapping[str, Any],
+    *,
+    split: str = "test",
+    say: Callable[[str], Any] = lambda line: None,
+) -> tuple[str, int, list[Scored]]:
+    """(what the score is called, number of texts, one `Scored` for each folder), on a split of the data of `recipe`, whose
+    decoding they all use. Saved models answer in PyTorch, exported ones in their engine.
+
+    Raises ValueError for an unknown split, a task other than translation and sequence classification, and a folder that is not
+    there.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r}: choose from {list(SPLITS)}")
+    if recipe["task"] not in TASKS:
+        raise ValueError(f"task {recipe['task']!r}: hf-freeze score is for {list(TASKS)}")
+    for folder in folders:
+        check_exists(str(folder))
+    scoring, task = SCORING[recipe["task"]], task_of(recipe["task"])
+    texts = task.load(recipe["data"])[split]  # type: ignore[union-attr]
+    measured, results = [], []
+    for folder in folders:
+        say(f"{folder}: {len(texts):,} {scoring.item}")
+        measured.append(items_of(folder, recipe["task"], texts, recipe.get("decoding", {})))
+        found = compare({"first": [measured[0]], "this": [measured[-1]]}, scoring.score)[0]
+        results.append(
+            Scored(
+                folder=folder,
+                bytes=bytes_of(folder),
+                score=float(scoring.score(measured[-1].sum(0))),
+                to_first=(found.difference, found.low, found.high) if len(measured) > 1 else None,
+            )
+        )
+    return scoring.name, len(texts), results
+
+
+def items_of(folder: Path, task: str, split: Any, decoding: Mapping[str, Any]) -> np.ndarray:
+    """What each example of `split` adds to the score, as the engine answers it: `bleu_items`, or (right, 1, class)."""
+    if task == "translation":
+        return bleu_items(translator_of(folder, decoding)(list(split["source"])), list(split["target"]))
+    references = list(split["label"])
+    right = np.equal(_classes(folder, split), references)
+    return np.stack([right, np.ones(len(right)), references], axis=1).astype(np.int64)
+
+
+def translator_of(folder: Path, decoding: Mapping[str, Any]) -> Callable[[list[str]], list[str]]:
+    """What translates texts in the engine. Open once for several calls."""
+    tokenizer = load_tokenizer(folder)
+    if mark_of(folder).get("format") != "ctranslate2":
+        model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+        return lambda texts: translate(model, tokenizer, texts, **decoding)
+    translator = CTranslate2Translator(folder, intra_threads=torch.get_num_threads())
+
+    def translated(texts: list[str]) -> list[str]:
+        longest = max(map(len, tokenizer(texts, truncation=True)["input_ids"]))
+        settings = {"num_beams": decoding.get("num_beams", 1), "max_new_tokens": most_new_tokens(longest)}
+        return [one["translation_text"] for one in translator(texts, truncation=True, **settings)]
+
+    return translated
+
+
+def _classes(folder: Path, split: Any) -> list[int]:
+    """The numbers, in the data, of the classes that the engine answers."""
+    tokenizer = load_tokenizer(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    columns, classes = columns_of(split), []
+    with torch.inference_mode():
+        for start in range(0, len(split), _BATCH):
+            rows = split[start : start + _BATCH]
+            inputs = tokenizer(*(rows[name] for name in columns), truncation=True, padding=True, return_tensors="pt")
+            classes += model(**inputs).logits.argmax(-1).tolist()
+    names = getattr(split.features["label"], "names", [])
+    theirs = model.config.id2label
+    if theirs and set(names) == set(theirs.values()):  # the model may number the same classes in another order
+        return [names.index(theirs[number]) for number in classes]
+    return classes
