@@ -14,12 +14,11 @@ from rich.table import Table
 
 from hf_freeze.install import MissingExtra
 
+_WHOLE: Any = {"break_long_words": False, "break_on_hyphens": False}
+
 
 class OneLineError(Exception):
     """Reported in one line, as a user's mistake is."""
-
-
-_WHOLE: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 
 class _Console(Console):
