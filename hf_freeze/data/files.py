@@ -1,10 +1,13 @@
 """Opens files that may be compressed: the content decides, not the name."""
 
+import bz2
 import contextlib
 import glob
+import gzip
 import io
 import lzma
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ _MAGIC = {  # kind of compression, as Arrow names it -> first bytes
     "zstd": rb"\x28\xb5\x2f\xfd",
     "lz4": rb"\x04\x22\x4d\x18",
 }
+_STANDARD: dict[str, Any] = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
 _BUFFER = 1 << 20  # bytes unpacked at a time
 _KINDS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow"}
 _KINDS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json")
@@ -28,21 +32,25 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")  # usual endings of their na
 def opened(path: str | Path) -> Iterator[Any]:
     """The bytes of a file, decompressed if it is gzip, bzip2, xz, zstd or lz4.
 
-    Raises FileNotFoundError; ValueError for a damaged or truncated compressed file; MissingExtra for a compressed one where
-    pyarrow is not installed.
+    Raises FileNotFoundError; ValueError for a damaged or truncated compressed file; MissingExtra for zstd and lz4 where pyarrow
+    is not installed.
     """
     name = packing_of(path)
     if name is None:
         with open(path, "rb") as file:
             yield file
         return
-    require("lab", f"{path}: a compressed file", "pyarrow")
-    import pyarrow as pa
+    errors: tuple[type[Exception], ...] = (OSError, EOFError, lzma.LZMAError, zlib.error)
+    if name not in _STANDARD:
+        require("lab", f"{path}: a {name} file", "pyarrow")
+        import pyarrow as pa
 
+        errors += (pa.ArrowInvalid,)
     try:
-        with lzma.open(path) if name == "xz" else io.BufferedReader(pa.input_stream(str(path), name), _BUFFER) as file:
+        standard = _STANDARD.get(name)
+        with standard(path) if standard else io.BufferedReader(pa.input_stream(str(path), name), _BUFFER) as file:
             yield file
-    except (OSError, EOFError, lzma.LZMAError, pa.ArrowInvalid) as error:
+    except errors as error:
         raise damaged(path, name, error) from error
 
 

@@ -36,7 +36,7 @@ def encoder(tmp_path_factory):
     config = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 512}
     BertModel(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=40, **config)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "texts.txt").write_text("\n".join(TEXTS))
+    (folder / "texts.txt.gz").write_bytes(gzip.compress("\n".join(TEXTS).encode()))
     return folder
 
 
@@ -61,7 +61,7 @@ rooms(hf_freeze.__path__, "hf_freeze.")
 def test_a_model_is_compressed_and_healed(encoder, tmp_path):
     words = [
         "--texts",
-        encoder / "texts.txt",
+        encoder / "texts.txt.gz",
         "--max-bytes",
         "60%",
         "--engine",
@@ -83,14 +83,14 @@ def test_commands_of_the_laboratory(arguments):
 
 
 def test_files_that_the_laboratory_reads(encoder, tmp_path):
-    table, packed = tmp_path / "texts.csv", tmp_path / "texts.txt.gz"
+    table, packed = tmp_path / "texts.csv", tmp_path / "texts.txt.zst"
     table.write_text("text\na dog\n")
-    packed.write_bytes(gzip.compress(b"a dog\n"))
+    packed.write_bytes(b"\x28\xb5\x2f\xfd")
     budget = ["--max-bytes", "50%", "--out", tmp_path / "small"]
     lab = f"Error: the laboratory, hf_freeze.lab, needs the package datasets{HOW}\n"
     assert printed_by(REFUSED, "compress", encoder, "--texts", table, *budget) == lab
     assert printed_by(REFUSED, "compress", encoder, "--data", table, *budget) == lab
-    needs = f"Error: {packed}: a compressed file needs the package pyarrow{HOW}\n"
+    needs = f"Error: {packed}: a zstd file needs the package pyarrow{HOW}\n"
     assert printed_by(REFUSED, "trim", encoder, "--texts", packed, "--out", tmp_path / "small") == needs
 
 
