@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_freeze._moved import find_moved_modules
 from hf_freeze._version import __version__ as __version__
 from hf_freeze.compat.registration import register_when_imported
+from hf_freeze.model import pushing as _pushing
 
 if TYPE_CHECKING:
     from hf_freeze import analysis as analysis
@@ -63,5 +64,12 @@ def _exported_config(_: str) -> Any:
     return ExportedConfig
 
 
+def _push(model: Any, repo_id: str, **options: Any) -> Any:
+    from hf_freeze.publish.hub import push_model
+
+    return push_model(model, repo_id, **options)
+
+
+_pushing.push = _push
 register_when_imported({"hf_freeze_": _variant_config, "exported_by_hf_freeze": _exported_config})
 find_moved_modules()

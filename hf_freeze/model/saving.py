@@ -1,7 +1,6 @@
 """Saving, loading and pushing a variant. Seeded tensors are not stored; incomplete or damaged checkpoints are refused."""
 
 import contextlib
-import importlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name
 from hf_freeze.compat.transformers import do_not_save, keys_to_ignore, saves_adapters_alone
 from hf_freeze.layers.seeded_weight import SeededWeight
+from hf_freeze.model import pushing
 from hf_freeze.model.atomic_save import finish_adapter, replacing_adapter, replacing_model, staged_subfolder
 from hf_freeze.model.execution import loading
 from hf_freeze.model.native_code import FILES, remote_code
@@ -235,5 +235,4 @@ class SavingMixin(_Model):
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """As the native method, with a card of the methods and sizes if the repository has none."""
-        # By name and late: publish/ builds on this room, and only a push needs it.
-        return importlib.import_module("hf_freeze.publish.hub").push_model(self, repo_id, **kwargs)
+        return pushing.push(self, repo_id, **kwargs)

@@ -237,6 +237,17 @@ def test_push_to_hub_of_a_model_writes_a_card_once(loopback):
     torch.testing.assert_close(again.eval()(**inputs).logits, model.eval()(**inputs).logits)
 
 
+def test_a_push_needs_no_import_of_the_room_that_writes_cards():
+    code = """
+import sys, unittest.mock
+from hf_freeze.model.saving import SavingMixin
+print("hf_freeze.publish.hub" in sys.modules)
+with unittest.mock.patch("hf_freeze.publish.hub.push_model", print):
+    SavingMixin.push_to_hub("model", "me/bert", sep=" to ")
+"""
+    assert printed_by(code).splitlines() == ["False", "model to me/bert"]
+
+
 # -- what goes wrong -------------------------------------------------------------------------------------------------------------
 
 
