@@ -14,14 +14,6 @@ def merge(
     max_shard_size: Annotated[
         str, typer.Option(help="Size of the files that are written; about as much is in memory.")
     ] = "1GB",
-    uneven: Annotated[
-        bool,
-        typer.Option(
-            "--uneven",
-            help="Keep layers of unequal sizes, by per_layer_config, instead of filling them up with zeros. Needs a "
-            "family whose per_layer_config transformers reads.",
-        ),
-    ] = False,
 ) -> None:
     """Make a native model of a variant that is larger than the memory. Loading it needs no hf_freeze.
 
@@ -32,6 +24,6 @@ def merge(
     from hf_freeze.model.convert import merge as merge_model
 
     with terminal.one_line_errors():
-        folder = merge_model(source, out, max_shard_size=max_shard_size, uneven=uneven, say=terminal.say)
+        folder = merge_model(source, out, max_shard_size=max_shard_size, say=terminal.say)
         size = sum(file.stat().st_size for file in folder.iterdir())
         terminal.say(f"Written: {folder} ({size / 1e6:.2f} MB)")

@@ -54,11 +54,6 @@ class Method:
         return frozenset({"layers"} if named or getattr(self, "layers", None) is not None else ())
 
     @property
-    def pads(self) -> bool:
-        """Whether `merge` does no more than fill up layers with zeros."""
-        return False
-
-    @property
     def cuts(self) -> frozenset[str]:
         """The components of which `finalize` cuts matrices, so that a seed cannot regenerate them before."""
         return frozenset()

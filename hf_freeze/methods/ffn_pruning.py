@@ -169,10 +169,6 @@ class FFNPruning(Method):
         check_any_selected(self._blocks(architecture, config), self.layers, "FFNPruning")
 
     @property
-    def pads(self) -> bool:
-        return True
-
-    @property
     def selects(self) -> bool:
         return self.keep is not None or isinstance(self.experts, dict)
 

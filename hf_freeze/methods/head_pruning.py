@@ -142,10 +142,6 @@ class HeadPruning(Method):
     def cuts(self) -> frozenset[str]:
         return frozenset({"attention"} if self.finalizable else ())
 
-    @property
-    def pads(self) -> bool:
-        return not self.finalizable
-
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
         check_attentions(self.heads, "HeadPruning", architecture, config)

@@ -306,21 +306,18 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
 
     # -- and back ----------------------------------------------------------------------------------------------------------
 
-    def merge(self, *, copy: bool = True, uneven: bool = False) -> PreTrainedModel:
+    def merge(self, *, copy: bool = True) -> PreTrainedModel:
         """A plain native model with the same weights and logits; loading it needs no hf_freeze.
 
         `copy`: True gives it memory of its own. With False it takes over the tensors that stay as they are, and the variant
-        cannot be used any more. `uneven`: layers of different sizes, of which heads or neurons were removed, keep these sizes
-        instead of being filled up with zeros. This needs a family whose layers read their sizes from `per_layer_config` of
-        transformers; in transformers 5.23 none does that for heads or neurons.
+        cannot be used any more. Layers that have lost heads or neurons are filled up with zeros.
 
-        Raises ValueError for a method that cannot be undone, while PEFT adapters are in the model, and with `uneven` for a
-        family of which transformers reads no such sizes.
+        Raises ValueError for a method that cannot be undone, and while PEFT adapters are in the model.
         """
         if not copy:
             self.set_seeded_execution("resident")
         with self.resident():
-            return merged(self, copy=copy, uneven=uneven)
+            return merged(self, copy=copy)
 
     @property
     def peft_config(self) -> Any:

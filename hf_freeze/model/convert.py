@@ -91,10 +91,9 @@ def merge(
     out: str | os.PathLike[str],
     *,
     max_shard_size: str = "1GB",
-    uneven: bool = False,
     say: Callable[[str], Any] = lambda text: None,
 ) -> Path:
-    """Write the native model that `merge(uneven=...)` of the variant in the folder `source` gives to the folder `out`.
+    """Write the native model that `merge()` of the variant in the folder `source` gives to the folder `out`.
 
     As `convert`, the way back; after a kill the same call starts again. Raises ValueError for a native source and for a method
     that cannot be undone, and otherwise what `convert` raises.
@@ -103,17 +102,9 @@ def merge(
     def make(model: Any) -> Any:
         if not isinstance(model, VariantMixin):
             raise ValueError(f"{source} holds a native {type(model).__name__} already: there is nothing to merge")
-        return model.merge(copy=False, uneven=uneven)
+        return model.merge(copy=False)
 
-    return _write(
-        Path(source),
-        Path(out),
-        make,
-        {"command": "merge --uneven" if uneven else "merge"},
-        max_shard_size,
-        say,
-        f"merging {source}",
-    )
+    return _write(Path(source), Path(out), make, {"command": "merge"}, max_shard_size, say, f"merging {source}")
 
 
 def _write(

@@ -18,18 +18,15 @@ from hf_freeze.compat.transformers import LAYER_NUMBERS, is_quantized, keep_on_s
 from hf_freeze.model import paging
 from hf_freeze.model.config import cache_fields, native_config
 from hf_freeze.model.sharing import memory_of, use_up
-from hf_freeze.model.uneven import check_native, set_sizes
 from hf_freeze.model.weights import no_draws
 
 
-def merged(variant: Any, *, copy: bool = True, uneven: bool = False) -> PreTrainedModel:
+def merged(variant: Any, *, copy: bool = True) -> PreTrainedModel:
     """A native model with the same weights and logits; loading it needs no hf_freeze. It has memory of its own, or with
     `copy=False` that of the variant where a tensor stays as it is; the variant then cannot be used any more.
 
-    `uneven`: layers keep their numbers of heads and neurons, in `per_layer_config`, instead of being filled up with zeros.
-
-    Raises ValueError for a method that cannot be undone, while PEFT adapters are in the model, for one whose tensors are
-    elsewhere (`device_map`), and with `uneven` for a family of which transformers reads no such sizes.
+    Raises ValueError for a method that cannot be undone, while PEFT adapters are in the model, and for one whose tensors are
+    elsewhere (`device_map`).
     """
     if hasattr(variant, "peft_config"):
         raise ValueError("merge() with adapters of PEFT in the model: merge_and_unload() or unload() them first")
@@ -48,13 +45,9 @@ def merged(variant: Any, *, copy: bool = True, uneven: bool = False) -> PreTrain
             surgery.call_when_finished(source, paged.move)
         with no_draws():
             for method in reversed(structural):
-                if not (uneven and method.pads):
-                    method.merge(source, variant.architecture)
+                method.merge(source, variant.architecture)
     on_meta = variant.device.type == "meta"
     config = native_config_of(variant.native_class, source.config)
-    if uneven and any(method.pads for method in structural):
-        set_sizes(config, source, variant.architecture)
-        check_native(variant.native_class, config, source)
     with torch.device("meta") if on_meta else no_draws(variant.dtype):
         native: Any = variant.native_class(config)
     _check_layers(native, source, variant.config, variant.architecture)

@@ -17,7 +17,6 @@ from hf_freeze.io import write_whole
 from hf_freeze.model.config import VARIANT_FIELDS, cache_fields
 from hf_freeze.model.merging import native_config_of
 from hf_freeze.model.remote_code import MODULE, filled, module, module_for
-from hf_freeze.model.uneven import shapes_of
 from hf_freeze.model.weights import no_draws
 from hf_freeze.seeded import philox, schemes
 from hf_freeze.seeded import tensor as rng
@@ -71,4 +70,5 @@ def is_native(model: Any) -> bool:
     """Whether the native class of the variant `model` has the same tensors, so that it needs no layer of hf_freeze."""
     with torch.device("meta"), no_draws():
         native = model.native_class(native_config_of(model.native_class, model.config))
-    return shapes_of(model) == shapes_of(native)
+    shapes, expected = ({name: value.shape for name, value in each.state_dict().items()} for each in (model, native))
+    return shapes == expected

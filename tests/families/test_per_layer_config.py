@@ -1,8 +1,9 @@
 """Which families of transformers read sizes of a layer from `per_layer_config`: the day on which one more does, this fails.
 
-`merge(uneven=True)` needs a family that reads the number of neurons or heads of a layer. With transformers 5.23 there is none
-that hf_freeze describes: the files below read `head_dim`, `num_key_value_heads` or a window of each layer; `step3p7` and
-`dots3_note` read numbers of query heads as well, but hf_freeze cannot describe these two.
+A merge that leaves layers unequal needs a family that reads the number of neurons or heads of a layer. With transformers 5.23
+there is none that hf_freeze describes, so `merge()` fills such layers up with zeros. The files below read `head_dim`,
+`num_key_value_heads` or a window of each layer; `step3p7` and `dots3_note` read numbers of query heads as well, but hf_freeze
+cannot describe these two.
 """
 
 import copy
@@ -37,8 +38,8 @@ READERS = {  # folders of the modeling files that name it
 }
 UNEVEN: set[str] = set()  # model types, of those that hf_freeze describes, whose layers may differ in neurons or heads
 NEWS = (
-    "transformers {} has changed what it reads from per_layer_config: {}. See whether merge(uneven=True) works on it now "
-    "(hf_freeze/model/uneven.py), say so in the README, and change the list in tests/families/test_per_layer_config.py"
+    "transformers {} has changed what it reads from per_layer_config: {}. See whether merge() can leave layers unequal "
+    "there, instead of filling them up with zeros, and change the list in tests/families/test_per_layer_config.py"
 )
 
 
