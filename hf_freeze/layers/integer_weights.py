@@ -7,8 +7,7 @@ the inputs. If not, the product is that of the dense weight, as in `layers.quant
 Shapes: O outputs or rows of a table, I inputs or columns, G steps of a row, T tokens.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,23 +35,6 @@ from hf_freeze.layers.quantized_factors import (
     QuantizedLowRankOutput,
 )
 from hf_freeze.layers.sparse import SparseLinear
-
-_WEIGHTS_ALONE = [False]
-
-
-@contextmanager
-def merging_weights_alone() -> Iterator[None]:
-    """Inside, models whose inputs are rounded may be merged: for an engine that rounds them itself."""
-    _WEIGHTS_ALONE.append(True)
-    try:
-        yield
-    finally:
-        _WEIGHTS_ALONE.pop()
-
-
-def merges_weights_alone() -> bool:
-    """Whether this is inside `merging_weights_alone`."""
-    return _WEIGHTS_ALONE[-1]
 
 
 class IntegerWeight(Quantized):

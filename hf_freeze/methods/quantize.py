@@ -400,7 +400,7 @@ class Quantize(LinearMethod):
         return replace(self, train=False, begin=None)
 
     def merge(self, model: Model, architecture: Architecture) -> None:
-        if self.activations is not None and not integer_weights.merges_weights_alone():
+        if self.activations is not None:
             raise ValueError(
                 f"method {self.name!r} cannot be merged: it rounds the inputs of linears to {self.activations}, which no native "
                 "class does"

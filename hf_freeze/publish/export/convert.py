@@ -1,6 +1,5 @@
 """Exports a model to another format: merges the methods, converts, compares with PyTorch, and replaces the folder atomically."""
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -13,7 +12,6 @@ from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.architectures.tasks import task_of
 from hf_freeze.compat.pipelines import max_positions
 from hf_freeze.io import whole_folder
-from hf_freeze.layers.integer_weights import merging_weights_alone
 from hf_freeze.methods._checks import check_share
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import load_model, load_tokenizer
@@ -110,11 +108,10 @@ def export_model(
             if any(method.stores_anew for method in model.methods):
                 model.finalize()
             row_steps = trained_grid.steps_of_rows(model)
-            rounds = quantization in getattr(writer, "ROUND_INPUTS", ()) and trained_grid.rounds_inputs(model)
-            if rounds:
+            if quantization in getattr(writer, "ROUND_INPUTS", ()) and trained_grid.rounds_inputs(model):
                 trained_grid.check_static(model, format, say)
-            with merging_weights_alone() if rounds else contextlib.nullcontext():
-                model = _merged(model, format, say)
+                trained_grid.leave_inputs(model)
+            model = _merged(model, format, say)
     export = Export(model, task, tokenizer, quantization, say, texts, row_steps)
     with whole_folder(folder) as written:
         writer.write(export, written)

@@ -1,6 +1,7 @@
 """Models that were quantised before their export: their integers and steps go on into the file, where it has a place for them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from hf_freeze.layers.integer_weights import IntegerWeight
 from hf_freeze.layers.quantized_factors import QuantizedFactor
+from hf_freeze.methods.quantize import Quantize
 
 
 def rounds_inputs(model: Any) -> bool:
@@ -19,6 +21,14 @@ def check_static(model: Any, format: str, say: Callable[[str], Any]) -> None:
     """Say it if inputs have ranges that the format has no place for."""
     if any(isinstance(module, IntegerWeight) and module.grid.is_static for module in model.modules()):
         say(f"{format} finds the range of the inputs of each token itself; those of the training are left out")
+
+
+def leave_inputs(model: Any) -> None:
+    """Have the variant merge as if its inputs were not rounded: for an engine that rounds them itself."""
+    now = model.methods_now
+    model.methods_now = [
+        replace(method, activations=None) if isinstance(method, Quantize) else method for method in now
+    ]
 
 
 @torch.no_grad()
