@@ -92,9 +92,9 @@ def releasing(model: Any, new: Any, *, used_up: bool) -> Iterator[None]:
     paged = paging.active()
     if paged is not None:
         paged.next_step()
-    surgery.make_releasable(model, new, paged)
     try:
-        yield
+        with surgery.releasing(model, new, paged):
+            yield
     except Exception:
         use_up(model)
         raise

@@ -50,7 +50,6 @@ from hf_freeze.surgery.replacing import is_removed as is_removed
 from hf_freeze.surgery.replacing import let_go as let_go
 from hf_freeze.surgery.replacing import linear_at as linear_at
 from hf_freeze.surgery.replacing import linear_names as linear_names
-from hf_freeze.surgery.replacing import make_releasable as make_releasable
 from hf_freeze.surgery.replacing import modules as modules
 from hf_freeze.surgery.replacing import native_experts as native_experts
 from hf_freeze.surgery.replacing import native_module as native_module
@@ -58,6 +57,7 @@ from hf_freeze.surgery.replacing import neuron_features as neuron_features
 from hf_freeze.surgery.replacing import neuron_magnitudes as neuron_magnitudes
 from hf_freeze.surgery.replacing import owner_of as owner_of
 from hf_freeze.surgery.replacing import release as release
+from hf_freeze.surgery.replacing import releasing as releasing
 from hf_freeze.surgery.replacing import replace as replace
 from hf_freeze.surgery.replacing import replace_by_full_name as replace_by_full_name
 from hf_freeze.surgery.replacing import resize_ffns as resize_ffns

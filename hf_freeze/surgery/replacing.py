@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -106,66 +107,77 @@ def set_values(parameter: Any, values: torch.Tensor) -> None:
     parameter.data = values.to(parameter, copy=True).contiguous()
 
 
-_FREED = "_hf_freeze_freed"  # bytes since freed memory was given back; only models that `release` may empty have it
-_KEPT = "_hf_freeze_kept"  # (the new model, where finished modules of it are kept or None)
-_HELD = "_hf_freeze_held"  # names that `release` was called for; only models that are `holding` have it
 _AT_ONCE = 2**25
 
 
-def make_releasable(model: Any, new: Any, kept: Any = None) -> None:
-    """Let `release` free tensors of `model`, which is being converted to `new`. `kept`: has `keep(name, module)` for the modules
-    that are finished, and `restore(name, module)`, whether it had one of them before."""
-    setattr(model, _FREED, 0)
-    setattr(model, _KEPT, (new, kept))
+@dataclass
+class _Conversion:
+    """What is known of a model while it is converted to `new`. The model itself, perhaps a native one, gets no marks."""
+
+    new: Any
+    kept: Any  # where finished modules of `new` are kept, or None
+    waiting: list[str] = field(default_factory=list)  # names that `release` was called for
+    held: bool = False
+    freed: int = 0  # bytes since freed memory was given back
+
+
+_CONVERSIONS: dict[nn.Module, _Conversion] = {}
+
+
+@contextlib.contextmanager
+def releasing(model: Any, new: Any, kept: Any = None) -> Iterator[None]:
+    """Inside, `release` frees tensors of `model`, which is being converted to `new`. `kept`: has `keep(name, module)` for the
+    modules that are finished, and `restore(name, module)`, whether it had one of them before."""
+    _CONVERSIONS[model] = _Conversion(new, kept)
+    try:
+        yield
+    finally:
+        del _CONVERSIONS[model]
 
 
 def restored(model: Any, name: str) -> bool:
     """Whether the new module `name` (below the base model) was found finished, so that it need not be converted."""
-    if not hasattr(model, _KEPT):
+    conversion = _CONVERSIONS.get(model)
+    if conversion is None or conversion.kept is None:
         return False
-    new, kept = getattr(model, _KEPT)
-    return kept is not None and kept.restore(name, new.base_model.get_submodule(name))
+    return conversion.kept.restore(name, conversion.new.base_model.get_submodule(name))
 
 
 def release(model: Any, names: Iterable[str]) -> None:
     """Free the tensors of the modules `names` (below the base model) of a model that is being converted, if nobody needs it
     afterwards. So the old tensors and the new ones never fill the memory together."""
-    if not hasattr(model, _FREED):
-        return
-    if hasattr(model, _HELD):
-        getattr(model, _HELD).extend(names)
-        return
-    freed, (new, kept) = getattr(model, _FREED), getattr(model, _KEPT)
-    for module_name, module in modules(model, names):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                freed += parameter.nbytes
-                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), False)
-        if kept is not None:
-            kept.keep(module_name, new.base_model.get_submodule(module_name))
-    if freed > _AT_ONCE:
-        return_freed_memory()
-        freed = 0
-    setattr(model, _FREED, freed)
+    if (conversion := _CONVERSIONS.get(model)) is not None:
+        conversion.waiting.extend(names)
+        if not conversion.held:
+            let_go(model)
 
 
 @contextlib.contextmanager
 def holding(model: Any) -> Iterator[None]:
     """Inside, `release` waits until `let_go`, because the model still runs."""
-    setattr(model, _HELD, [])
+    conversion = _CONVERSIONS.get(model, _Conversion(None, None))
+    conversion.held = True
     try:
         yield
     finally:
+        conversion.held = False
         let_go(model)
-        delattr(model, _HELD)
 
 
 def let_go(model: Any) -> None:
     """Free what `release` was called for since the model is held."""
-    held = getattr(model, _HELD)
-    delattr(model, _HELD)
-    release(model, held)
-    setattr(model, _HELD, [])
+    if (conversion := _CONVERSIONS.get(model)) is None:
+        return
+    names, conversion.waiting = conversion.waiting, []
+    for module_name, module in modules(model, names):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            conversion.freed += parameter.nbytes
+            module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), False)
+        if conversion.kept is not None:
+            conversion.kept.keep(module_name, conversion.new.base_model.get_submodule(module_name))
+    if conversion.freed > _AT_ONCE:
+        return_freed_memory()
+        conversion.freed = 0
 
 
 def return_freed_memory() -> None:

@@ -38,6 +38,7 @@ def test_a_backbone_is_left_as_it_is_or_used_up(case: Case):
     used_up = native(case)
     assert equal(copied(make_variant(used_up, list(case.methods), copy=False)), unchanged)
     assert all(parameter.is_meta for parameter in used_up.parameters())
+    assert not [name for name in vars(used_up) if "hf_freeze" in name], "marks of the conversion"
 
 
 @over(once() + once(finalized=True))
