@@ -34,6 +34,8 @@ from hf_freeze.methods.registry import register_method
 from hf_freeze.solvers.moments import Moments, loss, projected, without_outputs
 from hf_freeze.solvers.rounding import Rounded, Symmetric, gptq
 
+_OF_SCHEMES = ("layers", "scheme", "components", "weights")  # settings beside a scheme; all others are of `weights`
+
 
 @register_method("quantize", example={"scheme": "nf4", "components": ["ffn", "embeddings"]}, shrinks=True)
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +112,8 @@ class Quantize(LinearMethod):
             )
         if self.scheme is not None:
             check_choice(self.scheme, SCHEMES, "Quantize", "scheme")
-            for setting in fields(self)[-6:]:
-                if getattr(self, setting.name) != setting.default:
+            for setting in fields(self):
+                if setting.name not in _OF_SCHEMES and getattr(self, setting.name) != setting.default:
                     raise ValueError(
                         f"Quantize(scheme={self.scheme!r}, {setting.name}={getattr(self, setting.name)!r}): bitsandbytes freezes "
                         f"its weights as they are; instead of scheme, give weights= one of {list(WIDTHS)}"
