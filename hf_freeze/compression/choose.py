@@ -112,10 +112,10 @@ class Program:
 
     def _of_tables(self) -> list[_Variable]:
         found = []
-        for tokens, loss in self._losses.tokens.items():
+        for tokens in self._losses.tokens:
             if tokens == max(self._losses.tokens) or "tokens" in self._options.may_go:
                 for bits in self._options.bits:
-                    total = loss + self._losses.of_bits("tables", bits, 1.0)
+                    total = self._losses.of_tokens(tokens) + self._losses.of_bits("tables", bits, 1.0)
                     found.append(_Variable("tables", (tokens, bits), total, *self._prices.of_tables(tokens, bits)))
         return found
 

@@ -356,7 +356,7 @@ class Compression:
         self.progress.step(self.words(shape))
         subject = self.original.subject(shape.tokens)
         variant = subject.cut(methods_of(shape, self.blocks, self.depths))
-        loss = subject.distance(variant) + self.losses.tokens.get(shape.tokens or 0, 0.0)
+        loss = subject.distance(variant) + (0.0 if shape.tokens is None else self.losses.of_tokens(shape.tokens))
         self._nearest = min(self._nearest, (shape.digest, loss, variant), key=lambda one: one[1])
         return loss
 
@@ -376,7 +376,7 @@ class Compression:
                 variant = variant if variant is not subject.model else make_variant(subject.model, [])
                 self.progress.tell("heal", "healing")
                 samples = replace(batches_of(subject.served, self._lessons(limit)), held_out=subject.held_out)
-                teacher = self.original.teacher(subject)
+                teacher = self.original.teacher(subject, self.losses.tokens.get(shape.tokens or 0, 0.0))
                 pooling = _POOLING.get(subject.served.sentence.get("mode", "mean"), "mean")
                 options: Any = {"limit": limit, "pooling": pooling, "seed": self.seed}
                 healed = heal(variant, teacher, samples, self.out, callback=self.progress.heard, **options)

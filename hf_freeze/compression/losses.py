@@ -41,9 +41,13 @@ class Losses:
     factors: dict[str, float] = field(default_factory=dict)
     four_bits: dict[str, float] = field(default_factory=dict)
     tokens: dict[int, float] = field(default_factory=dict)
+    relearnt: float = 1.0  # share of `tokens` that counts
 
     def of_units(self, block: Block, units: int) -> float:
         return self.factors.get(block.kind, 1.0) * block.losses[block.units - units]
+
+    def of_tokens(self, count: int) -> float:
+        return self.relearnt * self.tokens[count]
 
     def of_bits(self, name: str, bits: int, share: float) -> float:
         """`share`: of the weights that stay."""
@@ -84,10 +88,10 @@ def measured_losses(
     tokens = {original.tokens: 0.0}
     if "tokens" in may_go:
         found = once("tokens", lambda: _token_losses(original, progress))
-        share = _RELEARNT if heals and original.served.task in PREDICT else 1.0
-        tokens |= {int(count): share * loss for count, loss in found.items()}
+        tokens |= {int(count): loss for count, loss in found.items()}
     layers: dict[str, Any] = {stack: {depth: (tuple(range(depth)), 0.0)} for stack, depth in depths.items()}
-    losses = Losses(layers=layers, factors=factors, four_bits=four_bits, tokens=tokens)
+    relearnt = _RELEARNT if heals and original.served.task in PREDICT else 1.0
+    losses = Losses(layers=layers, factors=factors, four_bits=four_bits, tokens=tokens, relearnt=relearnt)
     limit = worst(losses) if stacks else 0.0
     for stack in stacks:
         found = once(

@@ -26,6 +26,9 @@ from hf_freeze.publish.sentence_files import copy_processors, copy_sentence_file
 from hf_freeze.publish.trimming import named_tokens
 
 PREDICT = ("causal-lm", "seq2seq-lm")  # tasks of models whose outputs are the tokens of a text, one after the other
+_SPLIT_ANEW = (
+    0.05  # nats a token that fewer tokens lose, from which on texts teach better than the model with fewer tokens
+)
 _WRITTEN = 2048  # inputs whose outputs tell which tokens a model writes
 
 
@@ -106,10 +109,10 @@ class Original:
             self._subjects[tokens] = Subject(served, learnt, compared.batches)
         return self._subjects[tokens]
 
-    def teacher(self, subject: Subject) -> Any:
+    def teacher(self, subject: Subject, token_loss: float) -> Any:
         """The model whose outputs a variant of `subject` learns. None where tokens are gone and texts are split as the model has
-        never learnt: the variant then learns the texts."""
-        return None if subject.served is not self.served and self.served.task in PREDICT else subject.model
+        never learnt, by the loss of its tokens: the variant then learns the texts."""
+        return None if self.served.task in PREDICT and token_loss > _SPLIT_ANEW else subject.model
 
     @staticmethod
     def with_written(items: Sequence[Any], writer: Served, beams: int = 1) -> list[tuple[str, str]]:
