@@ -214,7 +214,7 @@ class FactorizedEmbedding(Method):
         if (output := surgery.output_name(new, new.architecture)) is not None:
             linear, narrow = old.get_submodule(normed.output_linear), new.get_submodule(normed.output_linear)
             matrix = old.get_submodule(output).weight
-            if all(matrix is not old.base_model.get_submodule(name).weight for name in names):
+            if f"{output}.weight" not in new.all_tied_weights_keys:
                 axes = centred_axes(matrix.double(), self.rank)  # a table of its own, which may have another width
                 scale = (self.rank / axes.shape[0]) ** 0.5
             surgery.set_values(narrow.weight, axes.T @ linear.weight.double())
