@@ -22,7 +22,7 @@ from hf_freeze.compression.engine import Stopwatch, engine_for, new_tokens_of, s
 from hf_freeze.compression.inputs import Inputs, batches_of, digest_of_items
 from hf_freeze.compression.labels import Labels, Score, check_labels, score_of
 from hf_freeze.compression.losses import Losses, measured_losses, unmeasured_losses
-from hf_freeze.compression.original import Original
+from hf_freeze.compression.original import Original, with_written
 from hf_freeze.compression.phases import Phases
 from hf_freeze.compression.prices import Prices, probe_shapes, sizes_of
 from hf_freeze.compression.progress import Callback, Progress
@@ -43,8 +43,8 @@ _MARGIN = 0.002  # share of a limit of bytes that is left free, since sizes are 
 _MUCH_WORSE = 3.0  # times the expected loss of the best, from which a candidate is not measured
 _POOLING = {"cls": "cls", "lasttoken": "last"}  # of sentence-transformers -> of `heal`
 _NATIVE_MULTIPLE = 64
-_BEAMS = 5
-_WRITTEN = 8192  # texts that a model writes others for when healing is short: writing one takes longer than learning it
+_BEAMS = 5  # of a translator that writes what a student learns
+_TAUGHT = 8192  # texts that it writes others for when healing is short: writing one takes longer than learning it
 _WAYS = ("", "layers", "heads", "bits")  # what a candidate does not touch, of each one
 
 
@@ -391,13 +391,14 @@ class Compression:
     def _lessons(self, limit: HealLimit) -> Sequence[Any]:
         """The inputs to heal by; of a translator, with what the original writes: in its engine that is fast enough for beams, of
         which a student learns more (Kim and Rush, 2016, https://arxiv.org/abs/1606.07947)."""
-        learnt, original = self.inputs.learnt, self.original
-        if original.served.task != "seq2seq-lm":
+        learnt, served = self.inputs.learnt, self.original.served
+        if served.task != "seq2seq-lm":
             return learnt
-        learnt = learnt[: _WRITTEN if limit == DEFAULT else None]
-        if self.engine.name != "ctranslate2" or self.whole is None:
-            return original.with_written(learnt, original.served)
-        return original.with_written(learnt, opened(self.whole.folder), _BEAMS)
+        learnt = learnt[: _TAUGHT if limit == DEFAULT else None]
+        if self.engine.name != "ctranslate2":
+            return with_written(learnt, served)
+        assert self.whole is not None
+        return with_written(learnt, opened(self.whole.folder), _BEAMS)
 
     def words(self, shape: Shape) -> str:
         return in_words(shape, self.blocks, self.depths, self.original.tokens)

@@ -120,7 +120,7 @@ def _token_losses(original: Original, progress: Progress) -> dict[int, float]:
     items, expected = original.inputs.compared, original.expected("compared")
     predicts = original.served.task in PREDICT
     if original.served.task == "seq2seq-lm":
-        items = original.with_written(items, original.served)
+        items = original.written
     before, count = _nats(original.served, items) if predicts else (0.0, 0)
     found: dict[int, float] = {}
     for size in original.sizes(_COVERAGES):

@@ -27,7 +27,7 @@ from hf_freeze.publish.trimming import named_tokens
 
 PREDICT = ("causal-lm", "seq2seq-lm")  # tasks of models whose outputs are the tokens of a text, one after the other
 _SPLIT_ANEW = (
-    0.05  # nats a token that fewer tokens lose, from which on texts teach better than the model with fewer tokens
+    0.05  # nats a token that fewer tokens lose; where they lose more, texts teach, not the model with fewer tokens
 )
 _WRITTEN = 2048  # inputs whose outputs tell which tokens a model writes
 
@@ -54,6 +54,20 @@ class Subject:
 
     def distance(self, variant: Any, batches: int | None = None) -> float:
         return fidelity_on(self.model, variant, self.held_out[:batches]).distance
+
+
+def with_written(items: Sequence[Any], writer: Served, beams: int = 1) -> list[tuple[str, str]]:
+    """(text, what a translator writes for it), of those for which it writes something. Of pairs, the first is the text."""
+    texts = _sources(items)
+    return _paired(texts, texts_written(writer, texts, beams))
+
+
+def _sources(items: Sequence[Any]) -> list[str]:
+    return [item if isinstance(item, str) else item[0] for item in items]
+
+
+def _paired(texts: Sequence[str], written: Sequence[str]) -> list[tuple[str, str]]:
+    return [both for both in zip(texts, written, strict=True) if both[1]]
 
 
 class Original:
@@ -102,11 +116,10 @@ class Original:
         if tokens not in self._subjects:
             self._subjects = {size: one for size, one in self._subjects.items() if size is None}  # at most two models
             served = self.served if tokens is None else self.trimmed(tokens)
-            both = [self.inputs.learnt[: self._samples], self.inputs.compared]
+            learnt, compared = self.inputs.learnt[: self._samples], self.inputs.compared
             if tokens is not None and served.task == "seq2seq-lm":  # it would not write what it wrote with all tokens
-                both = [self.with_written(items, self.served) for items in both]
-            learnt, compared = (batches_of(served, items) for items in both)
-            self._subjects[tokens] = Subject(served, learnt, compared.batches)
+                learnt, compared = self._written_samples, self.written
+            self._subjects[tokens] = Subject(served, batches_of(served, learnt), batches_of(served, compared).batches)
         return self._subjects[tokens]
 
     def teacher(self, subject: Subject, token_loss: float) -> Any:
@@ -114,12 +127,15 @@ class Original:
         never learnt, by the loss of its tokens: the variant then learns the texts."""
         return None if self.served.task in PREDICT and token_loss > _SPLIT_ANEW else subject.model
 
-    @staticmethod
-    def with_written(items: Sequence[Any], writer: Served, beams: int = 1) -> list[tuple[str, str]]:
-        """(text, what a translator writes for it), of those for which it writes something. Of pairs, the first is the text."""
-        texts = [item if isinstance(item, str) else item[0] for item in items]
-        written = zip(texts, texts_written(writer, texts, beams), strict=True)
-        return [both for both in written if both[1]]
+    @cached_property
+    def written(self) -> list[tuple[str, str]]:
+        """Of a translator: the inputs "compared", each with what it writes."""
+        items = self.expected("compared").items
+        return _paired(_sources(self.inputs.compared), [answer["text"] for answer in items])
+
+    @cached_property
+    def _written_samples(self) -> list[tuple[str, str]]:
+        return with_written(self.inputs.learnt[: self._samples], self.served)
 
     def trimmed(self, tokens: int) -> Served:
         keep, tokenizer = self._kept(size=tokens), self.served.tokenizer

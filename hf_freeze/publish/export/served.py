@@ -148,11 +148,11 @@ def answers(served: Served, items: Iterable[Any], like: Answers | None = None) -
 
 @torch.no_grad()
 def texts_written(served: Served, texts: Sequence[str], beams: int = 1) -> list[str]:
-    """What a translator, in PyTorch or an engine, writes for texts, in as many beams. `answers` tells its probabilities, too."""
+    """What a translator writes for texts, in PyTorch or its engine, by a search with `beams` beams; with 1, as in `answers`."""
     asked, found = _Asked(served, [_encoded(served, text) for text in texts], None, []), [""] * len(texts)
     with in_eval_mode(served.model) if isinstance(served.model, nn.Module) else contextlib.nullcontext():
         for chosen, batch in asked.batches():
-            for number, ids in zip(chosen, _translated(asked, chosen, batch, beams)[1], strict=True):
+            for number, ids in zip(chosen, _decoded(asked, chosen, batch, beams)[1], strict=True):
                 found[number] = served.tokenizer.decode(ids, skip_special_tokens=True)
     return found
 
@@ -393,7 +393,7 @@ def _written(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
     """Of models that write: the text of greedy search, and the probabilities of the tokens that the original wrote."""
     tokenizer = asked.served.tokenizer
     for chosen, batch in asked.batches():
-        starts, written = _translated(asked, chosen, batch)
+        starts, written = _decoded(asked, chosen, batch)
         targets, found = written, [{"text": tokenizer.decode(ids, skip_special_tokens=True)} for ids in written]
         if asked.like is not None and asked.numbers is not None:
             theirs = [asked.like.items[i].get("target", np.empty(0)) for i in chosen]
@@ -412,7 +412,7 @@ def _written(asked: _Asked) -> Iterator[tuple[int, dict[str, Any]]]:
         yield from zip(chosen, found, strict=True)
 
 
-def _translated(
+def _decoded(
     asked: _Asked, chosen: list[int], batch: dict[str, Tensor], beams: int = 1
 ) -> tuple[list[list[int]], list[list[int]]]:
     """What `_searched` gives, whatever the batch that a text is in."""
