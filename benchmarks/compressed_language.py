@@ -33,6 +33,7 @@ from hf_freeze.analysis.answers import compare_answers
 from hf_freeze.compression.budget import Budget
 from hf_freeze.compression.compression import Compression
 from hf_freeze.compression.engine import engine_for, serve
+from hf_freeze.compression.settings import Settings
 from hf_freeze.compression.shape import quantized
 from hf_freeze.io import bytes_of
 from hf_freeze.lab.data import read_text, sample
@@ -120,9 +121,8 @@ def main() -> None:
                 budget = Budget(max_bytes=int(float(share.rstrip("%")) / 100 * size))
                 heal = 0 if options.heal == "0" else options.heal
                 where = out / f"{share.strip('%')}-heal-{heal}-seed-{seed}"
-                compression = Compression(
-                    options.model, texts, budget, where, heal=heal, seed=seed, samples=options.samples
-                )
+                settings = Settings(heal=heal, seed=seed, samples=options.samples)
+                compression = Compression(options.model, texts, budget, where, settings)
                 made = compression.run()
                 add(f"{share}, seed {seed}: {made.kept}", made.after.folder, size, made.seconds)
                 if options.controls:

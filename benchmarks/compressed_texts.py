@@ -45,6 +45,7 @@ from hf_freeze.compression.budget import Budget
 from hf_freeze.compression.choose import levels
 from hf_freeze.compression.compression import Compression
 from hf_freeze.compression.engine import serve
+from hf_freeze.compression.settings import Settings
 from hf_freeze.compression.shape import Shape, methods_of, whole
 from hf_freeze.io import bytes_of
 from hf_freeze.lab.data import read_text, sample
@@ -234,7 +235,7 @@ def main() -> None:
                 out = (options.keep or Path(temporary)) / f"{budget.strip('%')}-seed-{seed}"
                 heal = 0 if options.heal == "0" else options.heal
                 limit = {"max_ms": budget} if options.time else {"max_bytes": budget}
-                compression = Compression(options.model, texts, Budget(**limit), out, heal=heal, seed=seed)
+                compression = Compression(options.model, texts, Budget(**limit), out, Settings(heal=heal, seed=seed))
                 made = compression.run()
                 model = made.original_bytes
                 if not rows:

@@ -1,10 +1,8 @@
 """The story of a compression: measure the model, find out what its parts are worth, choose what stays, cut with calibration,
-heal, export, and measure again."""
+heal, export, and measure again (`making.py`)."""
 
 import contextlib
 import math
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,27 +11,24 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from hf_freeze.analysis.answers import compare_answers
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compression.blocks import Block, blocks_of
 from hf_freeze.compression.budget import TIME_RESERVE, Budget, in_bytes, in_bytes_up
 from hf_freeze.compression.choose import Options, Program
-from hf_freeze.compression.engine import Stopwatch, engine_for, new_tokens_of, serve
-from hf_freeze.compression.inputs import Inputs, batches_of, digest_of_items
-from hf_freeze.compression.labels import Labels, Score, check_labels, score_of
+from hf_freeze.compression.engine import engine_for
+from hf_freeze.compression.inputs import Inputs, digest_of_items
+from hf_freeze.compression.labels import Labels, check_labels
 from hf_freeze.compression.losses import Losses, measured_losses, unmeasured_losses
-from hf_freeze.compression.original import Original, with_written
+from hf_freeze.compression.making import Maker
+from hf_freeze.compression.original import Original
 from hf_freeze.compression.phases import Phases
 from hf_freeze.compression.prices import Prices, probe_shapes, sizes_of
 from hf_freeze.compression.progress import Callback, Progress
-from hf_freeze.compression.results import Compressed, Made, Measured, Tried, points_lost
-from hf_freeze.compression.shape import Shape, few_bits, in_words, methods_of, whole
-from hf_freeze.io import bytes_of
-from hf_freeze.model.fidelity import Fidelity
-from hf_freeze.model.make import make_variant
-from hf_freeze.publish.export.served import answers, opened
+from hf_freeze.compression.results import Compressed, Made, Measured, Tried
+from hf_freeze.compression.settings import Settings
+from hf_freeze.compression.shape import Shape, whole
+from hf_freeze.publish.export.served import opened
 from hf_freeze.seeded.tensor import fingerprint
-from hf_freeze.training.healing import DEFAULT, Healed, HealLimit, heal, parse_limit
 
 _TIGHTER = 4  # times that a shape is chosen again because its folder is above the budget
 _LARGEST, _SMALLEST = 0.9, 1.05  # of a front: times the whole model and the smallest shape
@@ -41,10 +36,7 @@ _HALVINGS = 5  # of the range of sizes, when bytes are to be fewest for a loss
 _ROUNDED = 1.001  # times the bytes of the smallest, where they are named: its config may name a longer folder
 _MARGIN = 0.002  # share of a limit of bytes that is left free, since sizes are estimates
 _MUCH_WORSE = 3.0  # times the expected loss of the best, from which a candidate is not measured
-_POOLING = {"cls": "cls", "lasttoken": "last"}  # of sentence-transformers -> of `heal`
 _NATIVE_MULTIPLE = 64
-_BEAMS = 5  # of a translator that writes what a student learns
-_TAUGHT = 8192  # texts that it writes others for when healing is short: writing one takes longer than learning it
 _WAYS = ("", "layers", "heads", "bits")  # what a candidate does not touch, of each one
 
 
@@ -61,64 +53,61 @@ class Compression:
         items: Sequence[Any],
         budget: Budget,
         out: Path,
+        settings: Settings | None = None,
         *,
         labels: Labels | None = None,
-        engine: str | None = None,
-        samples: int = 512,
-        heal: HealLimit = DEFAULT,
-        native: bool = False,
-        keep_vocabulary: bool = False,
-        min_fidelity: float | None = None,
-        seed: int = 1,
         console: Console | None = None,
         command: str = "",
         callback: Callback | None = None,
         watch: Callable[["Compression"], Any] = lambda compression: None,
     ) -> None:
-        self.source, self.budget, self.out, self.command, self.seed = source, budget, out, command, seed
+        settings = settings or Settings()
+        self.source, self.budget, self.out, self.command, self.settings = source, budget, out, command, settings
         self.console = console or Console()
-        self.min_fidelity, self._native = min_fidelity, native
-        self._heal = heal if parse_limit(heal) != (0.0, None) else None
-        self.inputs = Inputs.of(items, seed, labels)
+        self.inputs = Inputs.of(items, settings.seed, labels)
         served = opened(source)
         if labels is not None:
             check_labels(served, labels)
         kind = architecture_for(served.model).model_type
-        self.engine = engine_for("torch" if native else engine, served.task, kind)
-        identity = {
+        self.engine = engine_for("torch" if settings.native else settings.engine, served.task, kind)
+        identity = asdict(settings) | {
             "model": fingerprint(served.model),
             "budget": budget.to_dict(),
             "engine": self.engine.name,
             "inputs": [len(items), digest_of_items(list(items))],
             "labels": labels and digest_of_items([*asdict(labels).values()]),
-            "samples": samples,
-            "seed": seed,
-            "heal": str(heal),
-            "native": native,
-            "keep_vocabulary": keep_vocabulary,
+            "heal": str(settings.heal),
         }
+        del identity["min_fidelity"]  # it changes nothing that is made
         self.phases = Phases(out, identity)
         self.progress = Progress(self.say, callback, lambda: watch(self))
-        self.original = Original(source, served, self.inputs, samples, self.phases.once)
+        self.original = Original(source, served, self.inputs, settings.samples, self.phases.once)
         self.depths = self.original.depths
+        made = self.original, self.engine, settings, out, self.phases, self.progress
+        self.maker = Maker(*made, times=budget.limits_time)
+        uniform = settings.native or self.engine.uniform
         may_go = {"layers", "heads", "neurons", "tokens"}
-        may_go -= {"tokens"} if keep_vocabulary or not self.original.can_lose_tokens() else set()
-        may_go -= {"heads"} if native or self.engine.uniform else set()  # few native configs have a size of a head
+        may_go -= {"tokens"} if settings.keep_vocabulary or not self.original.can_lose_tokens() else set()
+        may_go -= {"heads"} if uniform else set()  # few native configs have a size of a head
         only_time = budget.limits_time and not budget.limits_bytes  # 4 bits save bytes, not time
         self.options = Options(
             bits=self.engine.bits[:1] if only_time else self.engine.bits,
-            uniform=native or self.engine.uniform,
-            multiple=_NATIVE_MULTIPLE if native else 8,
+            uniform=uniform,
+            multiple=_NATIVE_MULTIPLE if settings.native else 8,
             may_go=frozenset(may_go),
         )
-        self._stopwatch: Stopwatch | None = None
         self.tried: list[Tried] = []
         self.chosen: Shape | None = None
-        # Of the candidates: the shape's digest, loss and variant.
-        self._nearest: tuple[str, float, Any] = ("", math.inf, None)
-        self.blocks: dict[str, Block] = {}
-        self.whole: Measured | None = None  # the model as it is, in the engine; `results`: smaller ones
-        self.results: list[Measured] = []
+        self.results: list[Measured] = []  # of smaller models
+
+    @property
+    def blocks(self) -> dict[str, Block]:
+        return self.maker.blocks
+
+    @property
+    def whole(self) -> Measured | None:
+        """The model as it is, in the engine."""
+        return self.maker.whole
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -136,7 +125,7 @@ class Compression:
             else:
                 self._prepare(self._limits())
                 made = self._within(self.budget)
-            if loss is not None and (lost := self._loss(made)) > loss:
+            if loss is not None and (lost := self.maker.loss(made)) > loss:
                 raise ValueError(
                     f"max_loss={loss:g}: the model in {made.folder} loses {lost:.2f} points on the inputs that shapes are "
                     "chosen by; give more bytes or time, or allow a larger loss"
@@ -155,7 +144,7 @@ class Compression:
 
     def _of_fewest_bytes(self, best: Made, max_loss: float) -> Made:
         """The smallest folder that loses at most so many points, by halving the range of sizes. `best`: of the whole model."""
-        if (lost := self._loss(best)) > max_loss:
+        if (lost := self.maker.loss(best)) > max_loss:
             raise ValueError(
                 f"max_loss={max_loss:g}: the whole model in {self.engine.name} loses {lost:.2f} points already; allow more, or "
                 "choose another engine"
@@ -166,8 +155,8 @@ class Compression:
             size, made = math.sqrt(least * most), None
             with self._telling(size):
                 made = self._within(Budget(max_bytes=int(size)))
-                self.say(f"{in_bytes(made.bytes)} lose {self._loss(made):.2f} points")
-            if made is not None and self._loss(made) <= max_loss:
+                self.say(f"{in_bytes(made.bytes)} lose {self.maker.loss(made):.2f} points")
+            if made is not None and self.maker.loss(made) <= max_loss:
                 best, most = made, float(made.bytes)
             else:
                 least = size
@@ -178,15 +167,13 @@ class Compression:
     def _begun(self) -> Iterator[Made]:
         """With the whole model in the engine, measured."""
         try:
-            shape = whole(self.depths, {}, self.options.bits[0])
-            everything = self._made(shape, "whole", self.original.folder)
-            self.whole = self._measured(everything)
+            everything = self.maker.everything()
             self.budget = self.budget.resolved(self.original.bytes, everything.ms)
+            assert self.whole is not None
             self.say(f"the model: {in_bytes(self.original.bytes)}; in {self.engine.name}: {self.whole.words}")
             yield everything
         finally:
-            if self._stopwatch is not None:
-                self._stopwatch.close()
+            self.maker.close()
 
     @contextlib.contextmanager
     def _telling(self, size: float) -> Iterator[None]:
@@ -207,13 +194,13 @@ class Compression:
             return {name: asdict(block) for name, block in blocks_of(subject.model, subject.samples).items()}
 
         found = self.phases.once("blocks", find)
-        self.blocks = {name: Block(**values) for name, values in found.items()}
+        self.maker.blocks = {name: Block(**values) for name, values in found.items()}
         options = self.options
         full = replace(whole(self.depths, self.blocks, options.bits[0]), tokens=self.original.tokens)
         probes: list[tuple[Shape, float]] = []
         if self.budget.limits_time:
             shapes = probe_shapes(full, self.blocks, options.may_go)
-            times = self.phases.once("probes", lambda: self._times(shapes))
+            times = self.phases.once("probes", lambda: self.maker.milliseconds_of(shapes))
             probes = [(shape, times[name]) for name, shape in shapes.items()]
         assert self.whole is not None
         original, everything = self.original, self.whole
@@ -231,18 +218,9 @@ class Compression:
             return _MUCH_WORSE * best[1] if best else math.inf
 
         parts, phases = (self.blocks, options.may_go, options.bits), (self.phases, self.progress)
-        self.losses = measured_losses(self.original, *parts, *phases, worst, heals=self._heal is not None)
+        self.losses = measured_losses(self.original, *parts, *phases, worst, heals=self.maker.heal is not None)
+        self.maker.losses = self.losses
         self.program = Program(self.blocks, self.losses, self.prices, options)
-
-    def _times(self, shapes: dict[str, Shape]) -> dict[str, float]:
-        folders = {}
-        for name, shape in shapes.items():
-            self.say(f"exporting {name}, to learn what it costs in {self.engine.name}")
-            model = make_variant(self.original.model, methods_of(shape, self.blocks, self.depths))
-            with tempfile.TemporaryDirectory(dir=self.out) as temporary:
-                saved = self.original.save(model, self.original.served.tokenizer, Path(temporary) / "model")
-                folders[name] = self._served(f"probe-{shape.digest}", saved)
-        return self._milliseconds(folders)
 
     def _within(self, budget: Budget) -> Made:
         """The best shape that was found, cut, healed and exported. If none is within the budget as it is estimated or as it was
@@ -257,9 +235,9 @@ class Compression:
                 break
             shape, way = found
             ways = [way]  # what was compared is not compared again for a few bytes less
-            made = self._built(shape, heals=False)  # healing changes neither bytes nor time
+            made = self.maker.built(shape, heals=False)  # healing changes neither bytes nor time
             if not budget.excess(made.bytes, made.ms):
-                made = self._built(shape)
+                made = self.maker.built(shape)
             if not (excess := budget.excess(made.bytes, made.ms)):
                 return made
             self.say(f"above the budget: {', '.join(excess)}; choosing again, for less")
@@ -268,21 +246,9 @@ class Compression:
             if made.ms is not None and wanted[1] is not None and limits[1] is not None:
                 lower = lower[0], min(limits[1] * (1 - TIME_RESERVE), wanted[1] * min(ms / made.ms, 1.0))
             limits = min(limits[0], lower[0]), lower[1]
-        made = self._built(self._check_reach())
+        made = self.maker.built(self._check_reach())
         if excess := budget.excess(made.bytes, made.ms):  # a second measurement of its time may be longer
             raise ValueError(f"the budget of {budget.words()} was missed by the smallest shape: {', '.join(excess)}")
-        return made
-
-    def _built(self, shape: Shape, heals: bool = True) -> Made:
-        """A shape, cut, healed (if `heals`) and exported."""
-        self.chosen = shape
-        heal = self._heal if heals else None
-        name = f"{shape.digest}-unhealed" if heal != self._heal else shape.digest
-        folder, healed = self._cut(shape, self.out / f"model-{name}", heal)
-        made = replace(self._made(shape, f"served-{name}", folder), model=folder, healed=healed)
-        if heal is not None:  # what it was before is of no more use
-            for before in (f"model-{name}-unhealed", f"engine/served-{name}-unhealed"):
-                shutil.rmtree(self.out / before, ignore_errors=True)
         return made
 
     def _smallest(self, bits: tuple[int, ...]) -> Shape:
@@ -296,7 +262,7 @@ class Compression:
         found: list[tuple[bool, float, Shape]] = []
         for bits in dict.fromkeys([self.options.bits, self.options.bits[:1]]):  # 4 bits fill up narrow rows
             shape = self._smallest(bits)
-            made, limit = self._built(shape, heals=False), self.budget.max_ms
+            made, limit = self.maker.built(shape, heals=False), self.budget.max_ms
             if not self.budget.excess(made.bytes, made.ms):
                 return shape
             late = limit is not None and made.ms is not None and made.ms > limit
@@ -306,7 +272,7 @@ class Compression:
         within = f" within {self.budget.limit('ms')}" if self.budget.limits_time and not late else ""
         raise ValueError(
             f"the budget of {self.budget.limit('ms' if late else 'bytes')} is out of reach: the smallest shape{within} "
-            f"({self.words(shape)}) needs about {shown}; give it at least that"
+            f"({self.maker.words(shape)}) needs about {shown}; give it at least that"
         )
 
     def _limits(self) -> tuple[float, float | None]:
@@ -329,14 +295,14 @@ class Compression:
             return None
         best = min(expected for _, expected, _ in candidates.values())
         some = [one for one in candidates.values() if one[1] <= _MUCH_WORSE * best]
-        self._nearest = "", math.inf, None
+        self.maker.forget_nearest()
         if len(some) == 1:
             return some[0][0], some[0][2]
         self.progress.plan(sum(not self.phases.done(f"tried-{shape.digest}") for shape, *_ in some))
         results = []
         for shape, expected, _ in some:
-            loss = self.phases.once(f"tried-{shape.digest}", lambda shape=shape: self._distance(shape))
-            (size, ms), words = self.prices.cost(shape), self.words(shape)
+            loss = self.phases.once(f"tried-{shape.digest}", lambda shape=shape: self.maker.distance(shape))
+            (size, ms), words = self.prices.cost(shape), self.maker.words(shape)
             costs: Any = {"bytes": size, "ms": ms if self.prices.knows_time else None}
             tried = Tried(words=words, loss=loss, expected=expected, **costs)
             self.tried += [tried] if tried not in self.tried else []
@@ -351,120 +317,20 @@ class Compression:
         kinds |= {"layers"} if any(len(shape.layers[stack]) < depth for stack, depth in self.depths.items()) else set()
         return kinds | ({"bits"} if any(bits < self.options.bits[0] for bits in shape.bits.values()) else set())
 
-    def _distance(self, shape: Shape) -> float:
-        """Of a shape from the original, that of its tokens included."""
-        self.progress.step(self.words(shape))
-        subject = self.original.subject(shape.tokens)
-        variant = subject.cut(methods_of(shape, self.blocks, self.depths))
-        loss = subject.distance(variant) + (0.0 if shape.tokens is None else self.losses.of_tokens(shape.tokens))
-        self._nearest = min(self._nearest, (shape.digest, loss, variant), key=lambda one: one[1])
-        return loss
-
-    def _cut(self, shape: Shape, folder: Path, limit: HealLimit | None) -> tuple[Path, Healed | None]:
-        """The saved variant of a shape, healed; and what came of the healing. `limit`: None for none."""
-
-        def make() -> dict[str, Any] | None:
-            subject, healed = self.original.subject(shape.tokens), None
-            everything = methods_of(shape, self.blocks, self.depths)
-            bits = [] if limit is None else few_bits(shape, self.blocks)  # those come after the healing
-            if self._nearest[0] == shape.digest and not bits:
-                variant = self._nearest[2]
-            else:
-                self.progress.tell("cut", "cutting the model")
-                variant = subject.cut(everything[: len(everything) - len(bits)])
-            if limit is not None:
-                variant = variant if variant is not subject.model else make_variant(subject.model, [])
-                self.progress.tell("heal", "healing")
-                samples = replace(batches_of(subject.served, self._lessons(limit)), held_out=subject.held_out)
-                teacher = self.original.teacher(subject, self.losses.tokens.get(shape.tokens or 0, 0.0))
-                pooling = _POOLING.get(subject.served.sentence.get("mode", "mean"), "mean")
-                options: Any = {"limit": limit, "pooling": pooling, "seed": self.seed}
-                healed = heal(variant, teacher, samples, self.out, callback=self.progress.heard, **options)
-            if bits:
-                variant = make_variant(variant, bits, calibration=subject.samples)
-            self.original.save(variant.merge() if self._native else variant, subject.tokenizer, folder)
-            return asdict(healed) if healed else None
-
-        found = self.phases.once(folder.name, make)
-        return folder, Healed(**found) if found else None
-
-    def _lessons(self, limit: HealLimit) -> Sequence[Any]:
-        """The inputs to heal by; of a translator, with what the original writes: in its engine that is fast enough for beams, of
-        which a student learns more (Kim and Rush, 2016, https://arxiv.org/abs/1606.07947)."""
-        learnt, served = self.inputs.learnt, self.original.served
-        if served.task != "seq2seq-lm":
-            return learnt
-        learnt = learnt[: _TAUGHT if limit == DEFAULT else None]
-        if self.engine.name != "ctranslate2":
-            return with_written(learnt, served)
-        assert self.whole is not None
-        return with_written(learnt, opened(self.whole.folder), _BEAMS)
-
-    def words(self, shape: Shape) -> str:
-        return in_words(shape, self.blocks, self.depths, self.original.tokens)
-
-    def _served(self, name: str, source: Path) -> Path:
-        return serve(source, self.engine.format, self.engine.quantization, self.out / "engine" / name)
-
-    def _made(self, shape: Shape, name: str, source: Path) -> Made:
-        """The saved model in `source` in the engine, with what it costs."""
-
-        def measure() -> dict[str, Any]:
-            self.progress.tell("engine", f"measuring in {self.engine.name}")
-            folder = self._served(name, source)
-            ms = self._milliseconds({name: folder})[name] if self.budget.limits_time else None
-            return {"bytes": bytes_of(folder), "ms": ms}
-
-        return Made(shape=shape, folder=self.out / "engine" / name, **self.phases.once(f"made-{name}", measure))
-
-    def _milliseconds(self, folders: dict[str, Path]) -> dict[str, float]:
-        texts = [item if isinstance(item, str) else " ".join(self.inputs.words(item)) for item in self.inputs.compared]
-        if not any(texts):
-            raise ValueError("max_ms: times are measured of models that read texts; give max_bytes")
-        if self._stopwatch is None:
-            written = [item["text"] for item in self.original.expected("compared").items if "text" in item]
-            everything = self.out / "engine" / "whole"
-            count = new_tokens_of(everything, self.original.served.task, written)
-            self._stopwatch = Stopwatch(everything, texts, count)
-        return self._stopwatch.milliseconds(folders, None if self.whole is None else self.whole.ms)
-
-    def _judged(self, made: Made, part: str) -> tuple[Fidelity, Score | None]:
-        """Of the answers in the engine to the inputs "dev" or "test"."""
-        labels = self.inputs.labels
-
-        def judge() -> dict[str, Any]:
-            self.progress.tell("engine", f"comparing in {self.engine.name}")
-            expected, served = self.original.expected(part), opened(made.folder)
-            found = answers(served, getattr(self.inputs, part), like=expected)
-            score = None
-            if labels is not None:
-                score = score_of(labels, getattr(labels, part), (self.original.served, expected), (served, found))
-            return {"fidelity": asdict(compare_answers(expected, found)), "score": score and asdict(score)}
-
-        found = self.phases.once(f"{part}-{made.folder.name}", judge)
-        return Fidelity(**found["fidelity"]), Score(**found["score"]) if found["score"] else None
-
-    def _loss(self, made: Made) -> float:
-        return points_lost(*self._judged(made, "dev"))
-
-    def _measured(self, made: Made) -> Measured:
-        fidelity, score = self._judged(made, "test")
-        return Measured(folder=made.folder, bytes=made.bytes, ms=made.ms, fidelity=fidelity, score=score)
-
     def _finished(self, made: Made) -> Compressed:
         """Compared on the inputs that nothing was chosen by."""
         assert self.whole is not None
-        after = self.whole if made.model is None else self._measured(made)
+        after = self.whole if made.model is None else self.maker.measured(made)
         self.chosen, self.results = (None, []) if made.model is None else (made.shape, [*self.results, after])
-        fidelity = after.fidelity.score
-        if self.min_fidelity is not None and fidelity is not None and fidelity < self.min_fidelity:
+        fidelity, least = after.fidelity.score, self.settings.min_fidelity
+        if least is not None and fidelity is not None and fidelity < least:
             raise ValueError(
-                f"min_fidelity={self.min_fidelity:g}: the compressed model in {made.folder} has {fidelity:.4f} on held-out "
+                f"min_fidelity={least:g}: the compressed model in {made.folder} has {fidelity:.4f} on held-out "
                 "texts; give more bytes or time, more texts, or longer healing"
             )
         return Compressed(
             shape=made.shape,
-            kept=self.words(made.shape) if made.model is not None else "everything",
+            kept=self.maker.words(made.shape) if made.model is not None else "everything",
             model=made.model,
             original_bytes=self.original.bytes,
             whole=self.whole,

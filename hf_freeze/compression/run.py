@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hf_freeze.compression.labels import Labels
 from hf_freeze.compression.progress import Callback
 from hf_freeze.compression.report import write_front, write_report
 from hf_freeze.compression.results import Compressed
+from hf_freeze.compression.settings import Settings
 from hf_freeze.training.healing import DEFAULT, HealLimit
 
 
@@ -88,7 +90,10 @@ def _reported(
     """A compression whose page says why it has stopped. Its many small models show no bars, which would hide what is said."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    compression = Compression(fspath(model), texts, budget, Path(out), watch=write_report, **options)
+    names = {field.name for field in fields(Settings)}
+    settings = Settings(**{name: value for name, value in options.items() if name in names})
+    others = {name: value for name, value in options.items() if name not in names}
+    compression = Compression(fspath(model), texts, budget, Path(out), settings, watch=write_report, **others)
     try:
         yield compression
     except Exception as error:

@@ -18,7 +18,8 @@ import hf_freeze
 from hf_freeze import make_variant
 from hf_freeze.analysis.vocabulary import count_tokens
 from hf_freeze.cli import app
-from hf_freeze.compression import compression
+from hf_freeze.compression import compression as story
+from hf_freeze.compression import making
 from hf_freeze.compression.blocks import Block, blocks_of
 from hf_freeze.compression.budget import Budget, read_bytes
 from hf_freeze.compression.choose import Options, Program, levels
@@ -29,6 +30,7 @@ from hf_freeze.compression.losses import Losses, layer_losses
 from hf_freeze.compression.original import Subject
 from hf_freeze.compression.prices import Prices, Sizes, sizes_of
 from hf_freeze.compression.progress import Progress, Stopped
+from hf_freeze.compression.settings import Settings
 from hf_freeze.compression.shape import whole
 from hf_freeze.io import bytes_of
 from hf_freeze.methods import LayerSelection
@@ -273,8 +275,8 @@ def test_only_a_shape_within_the_budget_is_healed(encoder, tmp_path, monkeypatch
         healed.append(options["limit"])
         return Healed(loss_before=2e-5, loss_after=2e-5)
 
-    monkeypatch.setattr(compression, "bytes_of", size_of)
-    monkeypatch.setattr(compression, "heal", heal)
+    monkeypatch.setattr(making, "bytes_of", size_of)
+    monkeypatch.setattr(making, "heal", heal)
     settings = {
         "budget": Budget(max_bytes="90%"),
         "out": tmp_path / "small",
@@ -398,7 +400,7 @@ def test_the_command_wants_a_limit(tmp_path):
 
 
 def test_bytes_are_fewest_for_a_loss(encoder, tmp_path, monkeypatch):
-    monkeypatch.setattr(compression, "_HALVINGS", 2)
+    monkeypatch.setattr(story, "_HALVINGS", 2)
     found = []
     for loss in (0.5, 30):
         settings = {"budget": Budget(max_loss=loss), "out": tmp_path / str(loss), **FEW_PARTS}
@@ -458,7 +460,7 @@ def test_tokens_that_a_translator_writes_are_kept(translator, tmp_path):
     """Texts of the source language alone must not cost the target language its tokens."""
     tokenizer = AutoTokenizer.from_pretrained(translator)
     compression = Compression(
-        str(translator), ["a dog"] * 40, Budget(max_bytes="80%"), tmp_path / "out", engine="torch"
+        str(translator), ["a dog"] * 40, Budget(max_bytes="80%"), tmp_path / "out", Settings(engine="torch")
     )
     written = batches_of(compression.original.served, compression.inputs.learnt).batches
     tokens = {token for batch in written for token in batch["decoder_input_ids"].unique().tolist()}
@@ -469,7 +471,9 @@ def test_tokens_that_a_translator_writes_are_kept(translator, tmp_path):
 
 def test_fewer_tokens_are_learnt_from_what_the_translator_wrote_with_all(translator, tmp_path):
     """Nothing can be learnt from the answers of a model that splits texts as it never did."""
-    compression = Compression(str(translator), texts(), Budget(max_bytes="80%"), tmp_path / "out", engine="torch")
+    compression = Compression(
+        str(translator), texts(), Budget(max_bytes="80%"), tmp_path / "out", Settings(engine="torch")
+    )
     original = compression.original
     trimmed = original.subject(original.sizes([0.9])[0])
     assert original.teacher(original.subject(), 0.0) is original.model
