@@ -1,5 +1,7 @@
 """Limits as they are written, what is above them, and what a compression remembers."""
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -107,3 +109,11 @@ def test_phases_are_kept_and_another_compression_is_refused(tmp_path):
     (tmp_path / "phases.json").write_text("{")
     with pytest.raises(ValueError, match=r"is damaged"):
         Phases(tmp_path, {"seed": 1})
+
+
+def test_a_budget_is_checked_without_importing_torch():
+    """A mistake is told at once, not after the seconds that torch takes."""
+    code = (
+        "import sys; from hf_freeze.compression import Budget; Budget(max_bytes='30%'); print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
