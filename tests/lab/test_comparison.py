@@ -14,11 +14,13 @@ from support.browser import dump_page, needs_browser
 from support.reports import ENVIRONMENT, EVIL, Page, make_runs, write_lines
 
 from hf_freeze.analysis.significance import compare
-from hf_freeze.lab.report.build import make_report
+from hf_freeze.lab.report.build import make_report, make_reports
 from hf_freeze.lab.report.finished_runs import read_results
-from hf_freeze.lab.report.fronts import Measure, default_axes, front, measures
-from hf_freeze.lab.report.groups import make_reports, sources_of
+from hf_freeze.lab.report.groups import sources_of
+from hf_freeze.lab.report.measures import Measure, front
 from hf_freeze.lab.report.page import page
+from hf_freeze.lab.report.pictures import pictures_of
+from hf_freeze.lab.report.plots.costs import points_of
 from hf_freeze.lab.report.write import write_reports
 from hf_freeze.lab.runs.collect import write_results
 from hf_freeze.lab.tasks.items import bleu, digest_of_test_set
@@ -147,7 +149,7 @@ def test_the_front_is_what_its_definition_says(seed):
             name: (float(rng.integers(8)), None) for name in names if rng.random() < 0.9
         }  # ties, and some are missing
         on = {name: str(rng.integers(2)) for name in values} if kind == "time" else {}
-        axes.append(Measure("", "", "", kind, higher, values, on))
+        axes.append(Measure("", "", "", kind, values, higher, on=on))
     known = [name for name in names if all(name in axis.values for axis in axes)]
 
     def beats(one, other):
@@ -168,21 +170,21 @@ def write_latency(folder, ratio, device="A Processor", first_ms=50.0):
 def test_measured_latency_is_an_axis(tmp_path):
     make_runs(tmp_path, seeds=(1,))
     report = make_report([tmp_path], lambda text: None)
-    assert not {"latency_1", "latency_64", "work"} & set(measures(report))
-    assert default_axes(report, measures(report)) == ["bleu", "stored"]
+    assert not {"latency_1", "latency_64", "work"} & set(report.measures)
+    assert report.weighed_by == ["bleu", "stored"]
     for row, ratio in (("0", 1.0), ("3", 0.5)):
         write_latency(tmp_path / f"row-{row}-seed-1", ratio)
     report = make_report([tmp_path], lambda text: None)
-    found = measures(report)
+    found = report.measures
     assert found["latency_1"].values == {"0": (50.0, None), "3": (25.0, None)}
-    assert default_axes(report, found) == ["bleu", "stored", "latency_1"]
+    assert report.weighed_by == ["bleu", "stored", "latency_1"]
     assert set(found["latency_1"].on.values()) == {"A Processor, 1 of 2 cores: 9 sentences"}
     kept = {record["row"]: record.get("latency") for record in write_results(tmp_path, [])}
     assert {row for row, latency in kept.items() if latency} == {"0", "3"}
     for path in tmp_path.glob("row-*"):
         shutil.rmtree(path)
     assert read_results(tmp_path)[0]["latency"]["decoding"]["1"]["ratio"] == 1.0
-    assert measures(make_report([tmp_path], lambda text: None))["latency_1"].values == found["latency_1"].values
+    assert make_report([tmp_path], lambda text: None).measures["latency_1"].values == found["latency_1"].values
 
 
 def test_memory_of_inference_is_an_axis(tmp_path):
@@ -192,7 +194,7 @@ def test_memory_of_inference_is_an_axis(tmp_path):
     }
     make_runs(tmp_path, seeds=(1,), changes={key: {"memory": value} for key, value in memory.items()})
     report = make_report([tmp_path], lambda text: None)
-    found = measures(report)
+    found = report.measures
     assert found["resident"].values == {"0": (8.0, None), "3": (2.0, None)}
     assert found["read"].values == {"0": (4.0, None), "3": (1.0, None)}
     assert "read MB: weights that a decoding step reads from memory, likewise." in page([report])
@@ -201,13 +203,13 @@ def test_memory_of_inference_is_an_axis(tmp_path):
 def test_a_resumed_or_unlike_time_is_no_time(tmp_path):
     """A resumed run knows only what it took after its last restart; measuring heads is no decoding."""
     make_runs(tmp_path, seeds=(1, 2))
-    assert "minutes" not in measures(make_report([tmp_path], lambda text: None))
+    assert "minutes" not in make_report([tmp_path], lambda text: None).measures
     make_runs(tmp_path / "one", seeds=(1,))
-    found = measures(make_report([tmp_path / "one"], lambda text: None))
+    found = make_report([tmp_path / "one"], lambda text: None).measures
     assert found["minutes"].values["0"] == (1.5, None)
     assert found["test"].values["0"] == (1.0, None)
     change_settings(tmp_path / "one", head_scores=["importance"])
-    assert "test" not in measures(make_report([tmp_path / "one"], lambda text: None))
+    assert "test" not in make_report([tmp_path / "one"], lambda text: None).measures
 
 
 # -- the page --------------------------------------------------------------------------------------------------------------------
@@ -265,33 +267,44 @@ def test_labels_of_several_grids_are_only_text(compared):
 
 def rows_of(page, table="table-1"):
     """{row: {name of a column: text}} of the rows that are shown, in their order."""
-    (body,) = re.findall(rf'<table class="rows" id="{table}">(.*?)</table>', page, re.DOTALL)
+    (body,) = re.findall(rf'<table class="rows[^>]*id="{table}">(.*?)</table>', page, re.DOTALL)
     names = re.findall(r'<th scope="col"[^>]*data-name="(\w+)"', body)
     found = {}
-    for attributes, line in re.findall(r"<tr( [^>]*data-from[^>]*)>(.*?)</tr>", body, re.DOTALL):
+    for attributes, line in re.findall(r"<tr([^>]*)>(.*?)</tr>", body.split("<tbody>")[1], re.DOTALL):
         cells = [html.unescape(cell).strip() for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line, re.DOTALL)]
-        if not re.search(r'\bhidden\b(?!")', re.sub(r'"[^"]*"', '""', attributes)):
+        if "hidden" not in attributes:
             found[cells[0]] = dict(zip(names, cells, strict=True))
             found[cells[0]]["grey"] = "beaten" in attributes
     return found
 
 
-def test_the_page_marks_the_fronts_without_a_script(compared):
+def test_the_page_marks_the_front_without_a_script(compared):
     reports, out = compared
-    found = measures(reports[0])
-    axes = default_axes(reports[0], found)
+    axes = reports[0].weighed_by
     assert axes == ["bleu", "stored", "work"]
     names = [row["row"] for row in reports[0].rows]
-    two, three = (front([found[name] for name in some], names) for some in (axes[:2], axes))
+    on = front([reports[0].measures[name] for name in axes], names)
     shown = rows_of((out / "report.html").read_text("utf-8"))
     assert list(shown) == names
     for name, cells in shown.items():
-        marks = [mark for mark, on in (("2-D", two.get(name)), ("3-D", three.get(name))) if on]
-        assert cells["front"] == (", ".join(marks) or "–")
-        assert cells["grey"] == (three.get(name) is False)
-    assert "A 2" in two
-    assert "A 2" not in three, "its multiply-adds are not known, so it is not judged"
+        assert cells["front"] == ("front" if on.get(name) else "–")
+        assert cells["grey"] == (on.get(name) is False)
+    assert 0 < sum(on.values()) < len(on)
+    assert "A 2" not in on, "its multiply-adds are not known, so it is not judged"
     assert shown["A 2"]["work"] == "–"
+
+
+def test_the_search_suggests_what_rows_differ_in(compared):
+    text = (compared[1] / "report.html").read_text("utf-8")
+    suggested = [html.unescape(word) for word in re.findall(r'<option value="([^"]*)">', text)]
+    assert suggested == [
+        "freeze",
+        "low_rank",
+        "one",
+        EVIL,
+        "three",
+        *(f"{a} Processor, 1 of 2 cores" for a in ("A", "Another")),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -308,50 +321,67 @@ def browse(tmp_path_factory):
 
 
 @needs_browser
-def test_the_script_finds_the_fronts_of_the_page(compared, browse):
+def test_the_script_finds_the_front_of_the_page(compared, browse):
     """Two implementations: the page as written, and the page as the script leaves it."""
     path = compared[1] / "report.html"
     page, before = browse(path), path.read_text("utf-8")
     for table in ("table-1", "table-2"):
         assert rows_of(page, table) == rows_of(before, table)
     assert "8 of 8 rows shown" in page
-    assert page.count("<svg") == before.count("<svg") + 2
-    # The script adds the label as text: in the tooltip of its point, and in the sentence about the fronts.
-    assert page.count("<title>B 0: &lt;script&gt;alert") == 1
-    assert page.count("alert") == before.count("alert") + 2
+    # The script adds the label as text: to the mark of its row in each of three pictures.
+    assert page.count("<title>B 0: &lt;script&gt;alert") == 3
+    assert page.count("alert") == before.count("alert") + 3
 
 
 @needs_browser
-def test_sorting_filtering_and_columns_are_in_the_address(compared, browse):
+def test_what_the_reader_chooses_is_in_the_address(compared, browse):
     reports, out = compared
-    page = browse(out / "report.html", "sort1=-bleu&find=NUMBER+row&hide=chrf.stored&with1=none&group=1")
+    address = "sort1=-bleu&find=NUMBER+row&show1=bleu.to_first.stored&over1=bleu.stored"
+    page = browse(out / "report.html", address)
     scores = {row["row"]: row["bleu"][0] for row in reports[0].rows if row["row"].startswith("A")}
     shown = rows_of(page)
     assert list(shown) == sorted(scores, key=lambda row: -scores[row])
     assert re.findall(r'data-name="(\w+)"[^>]*aria-sort="(\w+)"', page) == [("bleu", "descending")]
     assert "5 of 8 rows shown" in page
-    assert page.count("{ display: none; }") == 4, "two columns of two tables"
-    assert {cells["front"] for cells in shown.values()} == {"2-D", "–"}
+    (classes,) = re.findall(r'<table class="rows ([^"]*)" id="table-1">', page)
+    left = {name.removeprefix("no-") for name in classes.split()}
+    assert left == set(next(iter(shown.values()))) - {"row", "label", "bleu", "to_first", "stored", "grey"}
+    columns = list(next(iter(shown.values())))
+    assert f"#table-1.no-chrf tr > :nth-child({1 + columns.index('chrf')})" in page
+    on = front([reports[0].measures[name] for name in ("bleu", "stored")], list(scores))
+    assert {name for name, cells in shown.items() if cells["front"] == "front"} == {name for name in on if on[name]}
+    assert '<span class="front">BLEU, stored MB</span>' in page
     assert re.search(r'<section[^>]*data-group="2"[^>]*hidden', page)
+    (drawing,) = re.findall(r'<g id="plot-stored-row-5-0"[^>]*>', page)
+    assert "display: none" in drawing, "a row that is not shown is not in the pictures"
+    assert "display: none" not in re.findall(r'<g id="plot-stored-row-4-0"[^>]*>', page)[0]
 
 
 @needs_browser
 def test_what_is_missing_is_last_either_way(compared, browse):
     for sign, first in (("", "A 4"), ("-", "A 0")):
-        shown = rows_of(browse(compared[1] / "report.html", f"sort1={sign}work&from=A&method=nonsense"))
+        shown = rows_of(browse(compared[1] / "report.html", f"sort1={sign}work&find=number&unknown=nonsense"))
         assert list(shown)[-1] == "A 2"
         assert next(iter(shown)) == first
-    shown = rows_of(browse(compared[1] / "report.html", "method=low_rank"))
+    shown = rows_of(browse(compared[1] / "report.html", "find=low_rank"))
     assert list(shown) == ["B 0"]
 
 
 @needs_browser
-def test_times_of_unlike_machines_are_not_drawn_together(compared, browse):
-    page = browse(compared[1] / "report.html", "x1=minutes&with1=none")
-    (drawing,) = re.findall(r'<div class="drawing">(.*?)</div>', page.split('id="group-2"')[0], re.DOTALL)
-    assert set(re.findall(r"<title>(\w \d):", drawing)) == {f"A {i}" for i in range(5)}
-    assert "1 row of other machines not drawn. Measured on: A Processor, 1 of 2 cores." in page
-    assert rows_of(page)["B 0"]["front"] == "2-D", "no row of its machine beats it"
+def test_times_of_unlike_machines_do_not_beat_each_other(compared, browse):
+    page = browse(compared[1] / "report.html", "over1=bleu.minutes")
+    assert rows_of(page)["B 0"]["front"] == "front", "no row of its machine beats it"
+
+
+def test_times_of_unlike_machines_are_not_drawn_together(tmp_path):
+    changes = {(row, 1): {"seconds": {"train": 60 + 30 * int(row)}} for row in "012"}
+    changes["2", 1]["environment"] = ENVIRONMENT | {"device": "Another Processor"}
+    make_runs(tmp_path, rows={row: (f"row {row}", 0.5) for row in "012"}, seeds=(1,), changes=changes)
+    report = make_report([tmp_path], lambda text: None)
+    (picture,) = [picture for picture in pictures_of(report) if picture.name == "minutes"]
+    assert picture.title == "BLEU against minutes of training"
+    assert picture.says == "Measured on: A Processor, 1 of 2 cores. 1 row of other machines not drawn."
+    assert [(point.row, point.x) for point in points_of(report, "minutes")] == [("0", 1.0), ("1", 1.5)]
 
 
 def test_hundreds_of_rows_stay_small(tmp_path):

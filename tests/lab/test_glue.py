@@ -20,8 +20,7 @@ from hf_freeze.lab.data import read_labelled, read_table
 from hf_freeze.lab.data.tables import TEXT
 from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.load import load_recipe, read_recipe
-from hf_freeze.lab.report.build import make_report
-from hf_freeze.lab.report.groups import make_reports
+from hf_freeze.lab.report.build import make_report, make_reports
 from hf_freeze.lab.report.table import table_cells
 from hf_freeze.lab.runs.execute import execute
 from hf_freeze.lab.runs.grid import run_grid

@@ -16,8 +16,6 @@ from hf_freeze.analysis import significance
 from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.load import load_recipe
 from hf_freeze.lab.report.build import make_report
-from hf_freeze.lab.report.plots.costs import cost_figure
-from hf_freeze.lab.report.plots.style import named
 from hf_freeze.lab.report.report import Series
 from hf_freeze.lab.report.write import write_report
 from hf_freeze.lab.runs import measured_heads as heads
@@ -331,8 +329,8 @@ def test_numbers_of_the_heat_maps(grid):
 
 
 def test_significant_heads_are_underlined(grid, tmp_path):
+    from hf_freeze.lab.report.pictures import head_scores
     from hf_freeze.lab.report.plots.heat_maps import heads_figure
-    from hf_freeze.lab.report.wording import head_scores
 
     _, out = grid
     scores, tests = (read(out / "row-0-seed-1") for read in (read_head_scores, read_head_tests))
@@ -366,13 +364,11 @@ def test_many_rows_are_compared_with_the_first_alone(monkeypatch, grid):
     unclear = [line for line in text.splitlines() if line.startswith("- Too few seeds to test")]
     assert unclear[0].startswith("- Too few seeds to test against row 0: 7 rows; see the table.")
     assert '<table class="matrix">' not in (out / "report.html").read_text("utf-8")
-    # Their signs are those of their series, which the legend names; so many points have no names of their own.
-    signs, series = many.signs(), many.series()
-    assert all(len({signs[row["row"]] for row in each.rows}) == 1 for each in series)
-    assert len(set(signs.values())) == len(series) < len(many.rows)
-    assert list(named(many).values()) == [each.name for each in series]
-    (axes,) = cost_figure(many, "stored").axes
-    assert not axes.texts
+    # Of many rows, seven have a sign: the first, those at the ends of the front, and the best.
+    signs, front = many.signs(7), many.front("stored")
+    assert len(signs) == 7
+    assert {"0", front[0]["row"], front[-1]["row"]} <= set(signs)
+    assert list(signs.values()) == list(range(7))
 
 
 def test_a_series_is_named_by_what_its_labels_share():

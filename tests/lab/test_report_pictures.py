@@ -15,7 +15,7 @@ from support.browser import dump_page, needs_browser
 from support.cases import ALL
 from support.reports import make_runs
 
-from hf_freeze.lab.report.groups import make_reports
+from hf_freeze.lab.report.build import make_reports
 from hf_freeze.lab.report.page import page
 from hf_freeze.lab.tasks.scoring import SCORING
 from hf_freeze.run_folder import HEAD_SCORES

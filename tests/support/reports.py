@@ -86,6 +86,15 @@ def make_runs(folder, *, task="translation", rows=ROWS, seeds=(1, 2, 3), changes
     return records
 
 
+def sizes(*totals):
+    """Changes of records: a row each of so many parameters, stored as they are."""
+    count = {"trainable_share": 1.0, "by_component": {}}
+    return {
+        (row, 1): {"parameters": count | dict.fromkeys(("total", "trainable", "stored"), n) | {"stored_bytes": 4 * n}}
+        for row, n in zip(ROWS, totals, strict=True)
+    }
+
+
 def write_lines(folder, records):
     (folder / "results.jsonl").write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), "utf-8")
 

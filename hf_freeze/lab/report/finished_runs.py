@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from hf_freeze.io import write_whole
 from hf_freeze.lab.recipes.rows import method_of
 from hf_freeze.methods.parts import Schedule, parts_of
 from hf_freeze.run_folder import LATENCY, read_head_scores, read_head_tests, read_maps, run_folder
+
+_POINTS = 200  # of the curve of a schedule
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,17 @@ class Run:
     items: np.ndarray | None
     source: str = ""  # the letter of its grid, where rows of several are compared
 
+    @property
+    def folder(self) -> Path:
+        return run_folder(self.grid, self.record)
+
     @functools.cached_property
     def methods(self) -> list[dict[str, Any]]:
         """Those of its model, what it started from included; where there is no model, those that the recipe added."""
-        config = run_folder(self.grid, self.record) / "model" / "config.json"
-        if config.exists():
-            return json.loads(config.read_text(encoding="utf-8"))["methods"]
-        return self.settings.get("methods", [])
+        return _read_json(self.folder / "model" / "config.json").get("methods", self.settings.get("methods", []))
 
-    def schedules(self, points: int = 200) -> dict[str, list[tuple[float, float]]]:
+    @functools.cached_property
+    def schedules(self) -> dict[str, list[tuple[float, float]]]:
         """What its methods scheduled, in words -> (share of training, value); empty where nothing was, or it did not train."""
         curves: dict[str, list[tuple[float, float]]] = {}
         steps = self.record.get("steps", 0)
@@ -42,8 +46,8 @@ class Run:
             applied = [method_of(data) for data in self.settings.get("methods", [])]
         except ValueError:  # of another version
             return {}
-        for _, schedule in parts_of(applied, Schedule):
-            for step in sorted({round(steps * point / points) for point in range(points + 1)}) if steps else ():
+        for _, schedule in parts_of(applied, Schedule) if steps else ():
+            for step in sorted({round(steps * point / _POINTS) for point in range(_POINTS + 1)}):
                 for name, value in schedule.values(step, steps).items():
                     curves.setdefault(name, []).append((step / steps, value))
         return curves
@@ -51,17 +55,17 @@ class Run:
     @property
     def head_scores(self) -> dict[str, dict[str, list[float]]]:
         """Name of a score -> attention -> a number for each head; empty where none were measured."""
-        return read_head_scores(run_folder(self.grid, self.record))
+        return read_head_scores(self.folder)
 
     @property
     def head_tests(self) -> dict[str, dict[str, list[float]]]:
         """Name of a score -> attention -> a corrected p for each head; empty where none were tested."""
-        return read_head_tests(run_folder(self.grid, self.record))
+        return read_head_tests(self.folder)
 
     @property
     def maps(self) -> dict[str, Any]:
         """What the pictures of its attentions and embeddings show; empty where none are wanted."""
-        return read_maps(run_folder(self.grid, self.record))
+        return read_maps(self.folder)
 
     @property
     def row(self) -> str:
@@ -81,8 +85,7 @@ class Run:
     @property
     def latency(self) -> dict[str, Any]:
         """What benchmarks/run_latency.py measured of its model; empty where it did not."""
-        path = run_folder(self.grid, self.record) / LATENCY
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else self.record.get("latency") or {}
+        return _read_json(self.folder / LATENCY) or self.record.get("latency") or {}
 
     @property
     def precision(self) -> str:
@@ -156,51 +159,31 @@ def read_results(folder: Path, say: Callable[[str], Any] = print) -> list[dict[s
     return records
 
 
-def read_runs(folders: Sequence[Path], say: Callable[[str], Any] = print) -> list[Run]:
-    """The finished runs of all `folders`, in their order.
-
-    Raises ValueError where the folders' tasks differ, or two of them hold the same row and seed.
-    """
-    runs: list[Run] = []
-    seen: dict[tuple[str, int], Path] = {}
-    for folder in folders:
-        for run in read_folder(folder, say):
-            if runs and run.task != runs[0].task:
-                both = f"{runs[0].grid} holds runs of {runs[0].task} and {folder} of {run.task}"
-                raise ValueError(f"{both}: a report is of one task")
-            if runs and run.metric != runs[0].metric:
-                metrics = [other.metric or "the default" for other in (runs[0], run)]
-                raise ValueError(
-                    f"{runs[0].grid} is scored by {metrics[0]} and {folder} by {metrics[1]}: not comparable"
-                )
-            if other := seen.get(run.key):
-                raise ValueError(f"{other} and {folder} both hold row {run.row!r} with seed {run.key[1]}")
-            seen[run.key] = folder
-            runs.append(run)
-    return runs
-
-
 def read_folder(folder: Path, say: Callable[[str], Any] = print) -> list[Run]:
     """The finished runs of one folder, of whatever tasks. Raises ValueError where it holds a row twice with the same seed."""
     runs: dict[tuple[str, int], Run] = {}
     for record in read_results(folder, say):
-        run = _read_run(folder, record)
+        own = run_folder(folder, record)
+        log = own / "log.jsonl"
+        entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
+        items = np.load(own / "items.npy") if (own / "items.npy").exists() else None
+        run = Run(record, folder, _read_json(own / "run.json"), entries, items)
         if run.key in runs:
             raise ValueError(f"{folder} holds twice row {run.row!r} with seed {run.key[1]}")
         runs[run.key] = run
     return list(runs.values())
 
 
-def _read_run(grid: Path, record: dict[str, Any]) -> Run:
-    folder = run_folder(grid, record)
-    settings, log, items = folder / "run.json", folder / "log.jsonl", folder / "items.npy"
-    return Run(
-        record,
-        grid,
-        json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {},
-        [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else [],
-        np.load(items) if items.exists() else None,
-    )
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def by_row(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """The runs of each row, in the order of the grid."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.row, []).append(run)
+    return groups
 
 
 def split_of(runs: Sequence[Run]) -> str:
@@ -215,34 +198,28 @@ def label_of(record: dict[str, Any]) -> str:
 
 def unlike_settings(runs: Sequence[Run]) -> list[str]:
     """A sentence on the rows whose runs differ in more than their seed, so that their means are of unlike things."""
-    rows_by_setting: dict[str, set[str]] = {}
-    first: dict[str, Run] = {}
-    for run in runs:
-        base = first.setdefault(run.row, run)
-        ours, theirs = _without_seed(run), _without_seed(base)
-        for name in sorted(key for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]):
-            rows_by_setting.setdefault(name, set()).add(run.row)
+    rows_by_setting: dict[str, list[str]] = {}
+    for row, group in by_row(runs).items():
+        base, *others = map(_without_seed, group)
+        unlike = {key for other in others for key in base.keys() & other.keys() if base[key] != other[key]}
+        for name in sorted(unlike):
+            rows_by_setting.setdefault(name, []).append(row)
     return [
-        f"Row {', '.join(row for row in first if row in rows)}: the seeds differ in {name}, so the mean is of unlike runs."
+        f"Row {', '.join(rows)}: the seeds differ in {name}, so the mean is of unlike runs."
         for name, rows in rows_by_setting.items()
     ]
 
 
 def _without_seed(run: Run) -> dict[str, Any]:
     """What must be equal in all seeds of a row. Only what both know is compared: later versions may know more settings."""
-    settings = {key: value for key, value in run.settings.items() if key not in ("name", "preset")}
-    if isinstance(settings.get("data"), dict):
-        settings["data"] = {key: value for key, value in settings["data"].items() if key != "root"}
+    settings = _left_out(run.settings, ("seed", "name", "preset", "root"))
     if isinstance(settings.get("training"), dict):  # "auto" may stand for what another seed's run names
-        settings["training"] = settings["training"] | {"bf16": run.precision}
-    return _unseeded(settings, run.record["seed"]) | {"label": run.record["label"]}
+        settings["training"] |= {"bf16": run.precision}
+    return settings | {"label": run.record["label"]}
 
 
-def _unseeded(settings: dict[str, Any], seed: int) -> dict[str, Any]:
-    """`settings` of a run, or of what it starts from or learns from, without the run's seed."""
-    kept = {key: value for key, value in settings.items() if key != "seed"}
-    for method in (methods := [dict(method) for method in kept.get("methods", [])]):
-        if method.get("seed") == seed:
-            del method["seed"]
-    others = {key: _unseeded(kept[key], seed) for key in ("start", "teacher") if key in kept}
-    return kept | ({"methods": methods} if "methods" in kept else {}) | others
+def _left_out(settings: Any, names: Collection[str]) -> Any:
+    """A copy without `names`, at any depth: also in what a run starts from, learns from, and in its methods."""
+    if isinstance(settings, dict):
+        return {key: _left_out(value, names) for key, value in settings.items() if key not in names}
+    return [_left_out(value, names) for value in settings] if isinstance(settings, list) else settings

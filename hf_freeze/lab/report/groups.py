@@ -6,9 +6,7 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_freeze.lab.report.build import report_of
 from hf_freeze.lab.report.finished_runs import Run, Source, read_folder, split_of
-from hf_freeze.lab.report.report import Report
 from hf_freeze.lab.tasks.data_forms import data_form
 from hf_freeze.lab.tasks.items import digest_of_test_set
 from hf_freeze.lab.tasks.scoring import SCORING, TaskScoring, scoring_of
@@ -27,23 +25,13 @@ class Basis:
     test_set: str  # a digest of what its items have apart from any model
 
 
-def make_reports(folders: Sequence[Path], say: Callable[[str], Any] = print) -> list[Report]:
-    """One report for each group of rows that may be compared, in the order of `folders`. Of several grids, names of rows
-    begin with the letter of their grid. Raises ValueError as `read_folder` does, for a task of which no report is made, and
-    where a folder is named twice."""
-    sources = sources_of(folders, say)
+def groups_of(sources: Sequence[Source]) -> dict[Basis, list[Run]]:
+    """What runs have in common -> those that may be compared, in the order of `sources`."""
     groups: dict[Basis, list[Run]] = {}
     for source in sources:
         for run, basis in zip(source.runs, _bases(source), strict=True):
             groups.setdefault(basis, []).append(replace(run, source=source.letter))
-    if len(sources) == len(groups) == 1:
-        return [report_of(sources[0].runs, sources, say)]
-    reports = []
-    for number, (basis, runs) in enumerate(groups.items(), 1):
-        letters = {run.source for run in runs}
-        report = report_of(runs, [source for source in sources if source.letter in letters], say)
-        reports.append(replace(report, title=_title(runs), number=number, tested_on=_tested_on(basis, runs)))
-    return reports
+    return groups
 
 
 def sources_of(folders: Sequence[Path], say: Callable[[str], Any] = print) -> list[Source]:
@@ -119,7 +107,7 @@ def _letter(number: int) -> str:
     return (_letter(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
 
 
-def _title(runs: Sequence[Run]) -> str:
+def title_of(runs: Sequence[Run]) -> str:
     task = scoring_of(runs[0].task, runs[0].metric)
     on_dev = ", on its dev split" if split_of(runs) == "dev" else ""
     return f"{runs[0].task.replace('-', ' ').capitalize()} by {task.name}: {_data_in_words(runs)}{on_dev}"
@@ -140,7 +128,7 @@ def _data_in_words(runs: Sequence[Run]) -> str:
     )
 
 
-def _tested_on(basis: Basis, runs: Sequence[Run]) -> str:
+def tested_on(basis: Basis, runs: Sequence[Run]) -> str:
     """What the rows have in common, in a sentence."""
     known = basis.data and any(run.items is not None or "test_set" in run.record for run in runs)
     parts = [f"Data: {basis.data}." if basis.data else "Data: the settings were not kept."]

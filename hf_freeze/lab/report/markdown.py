@@ -1,18 +1,10 @@
 """A report as a Markdown page."""
 
 from hf_freeze.lab.report.findings import answer, findings
+from hf_freeze.lab.report.pictures import pictures_of
 from hf_freeze.lab.report.report import Report
 from hf_freeze.lab.report.table import table_cells
-from hf_freeze.lab.report.wording import (
-    head_scores,
-    legend,
-    machines,
-    map_captions,
-    method,
-    one_head_cells,
-    pair_cells,
-    signatures,
-)
+from hf_freeze.lab.report.wording import legend, machines, method, one_head_cells, pair_cells, signatures
 from hf_freeze.publish.markdown import escape, markdown_table
 
 
@@ -25,17 +17,13 @@ def markdown(report: Report) -> str:
     lines += [f"**{note}**" for note in report.notes] + [""] * bool(report.notes)
     lines += [" ".join(line[0].upper() + line[1:] for line in legend(report)), ""]
     lines += [f"- {escape(what)}: {escape(sentence)}" for what, sentence in findings(report)] + [""]
-    if report.measured:
-        picture = report.picture("heads")
-        lines += ["## Attention heads", "", f"![what the heads are worth]({picture})", "", head_scores(report), ""]
-        if cells := one_head_cells(report):
+    for picture in pictures_of(report):
+        if picture.kept:
+            lines += [f"## {picture.section}", "", f"![{picture.title.lower()}]({report.picture(picture.name)})", ""]
+            lines += [picture.says, ""] * bool(picture.says)
+        if picture.name == "heads" and (cells := one_head_cells(report)):
             headings = ["attention", "best head", f"{report.task.name} with it alone"]
             lines += [*markdown_table(headings, cells, left=1), ""]
-    for picture, (title, text) in map_captions(report).items():
-        lines += [f"## {title}", "", f"![{title.lower()}]({report.picture(picture)})", "", text, ""]
-    if any(run.schedules() for run in report.runs):
-        picture = report.picture("schedules")
-        lines += ["## Schedules", "", f"![what methods scheduled in training]({picture})", ""]
     if report.all_pairs:
         lines += ["## Differences between all rows", "", *markdown_table(*pair_cells(report), left=2), ""]
     lines += [method(report), ""]

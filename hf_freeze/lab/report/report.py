@@ -1,5 +1,6 @@
 """What the runs of one or several grids show, as data: rows, series, fronts and tested differences."""
 
+import functools
 import json
 import os
 from collections.abc import Sequence
@@ -9,10 +10,11 @@ from typing import Any
 from hf_freeze.analysis.significance import MANY, Difference
 from hf_freeze.lab.recipes.rows import OF_A_ROW
 from hf_freeze.lab.report.finished_runs import Run, Source, split_of
-from hf_freeze.lab.report.signs import SIGNS
+from hf_freeze.lab.report.measures import Measure, front_line, measures_of
 from hf_freeze.lab.tasks.scoring import Axis, Columns, TaskScoring
 
 MAPPED = 3  # rows whose pictures stand side by side
+FEW = 7  # rows that a picture can name and a reader can tell apart
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Report:
-    """What `make_report` found; `rows` as of `summarise`, `differences` of all pairs of rows that could be tested."""
+    """What `make_report` found. `rows` have a mean and a spread for each column; `differences` are of the pairs of rows that
+    could be tested."""
 
     title: str
     task: TaskScoring
@@ -65,24 +68,24 @@ class Report:
         return sorted({run.record["seed"] for run in self.runs})
 
     @property
+    def columns(self) -> Columns:
+        """Those of the task that the table shows. Of the trained share and the number of parameters, one that tells no rows
+        apart is left out, and so are multiply-adds that only some rows have or that are all equal."""
+        known = {name for row in self.rows for name in row} - {"total" if self.one_size else ""}
+        if not self.one_size and self._number_of("share") == 1:
+            known -= {"share"}
+        if self._number_of("work") == 1 or any("work" not in row for row in self.rows):
+            known -= {"work"}
+        return {name: column for name, column in self.task.columns.items() if name in known}
+
+    @property
     def one_size(self) -> bool:
         """Whether all rows have equally many parameters."""
-        return len({row["total"][0] for row in self.rows}) == 1
+        return self._number_of("total") == 1
 
-    @property
-    def _alike(self) -> set[str]:
-        """Of the trained share and the number of parameters, what does not tell rows apart where the other does; and the
-        multiply-adds where they tell none apart."""
-        one_share = "share" in self.rows[0] and len({row["share"][0] for row in self.rows}) == 1
-        work = {row["work"][0] if "work" in row else None for row in self.rows}
-        alike = {"total"} if self.one_size else {"share"} if one_share else set()
-        return alike | ({"work"} if None in work or len(work) == 1 else set())
-
-    @property
-    def columns(self) -> Columns:
-        """Those of the task that the table shows."""
-        known = {name for row in self.rows for name in row}
-        return {name: column for name, column in self.task.columns.items() if name in known - self._alike}
+    def _number_of(self, column: str) -> int:
+        """How many different values it has."""
+        return len({row[column][0] for row in self.rows if column in row})
 
     @property
     def qualities(self) -> list[str]:
@@ -92,17 +95,25 @@ class Report:
     @property
     def axes(self) -> dict[str, Axis]:
         """Those of the task that the plots show: the share, unless the number of parameters tells more rows apart."""
-        values = {name: len({row[name][0] for row in self.rows if name in row}) for name in ("share", "total")}
-        left_out = "share" if values["total"] > values["share"] else "total"
+        left_out = "share" if self._number_of("total") > self._number_of("share") else "total"
         kept = {name: axis for name, axis in self.task.axes.items() if name != left_out}
         return kept if len(kept) > 1 else self.task.axes
 
+    @functools.cached_property
+    def measures(self) -> dict[str, Measure]:
+        """What rows may be weighed by."""
+        return measures_of(self.task, self.rows, self.runs)
+
     @property
-    def environments(self) -> list[dict[str, Any]]:
-        environments = [
-            run.record["environment"] | {"precision": run.precision} for run in self.runs if "environment" in run.record
+    def weighed_by(self) -> list[str]:
+        """The score, what is stored, and what decoding costs: its time where that of half of the rows was measured, else
+        multiply-adds; neither where rows do not differ in it."""
+        third = [
+            name
+            for name in ("latency_1", "latency_64", "work")
+            if (measure := self.measures.get(name)) and measure.tells and 2 * len(measure.values) >= len(self.rows)
         ]
-        return list({json.dumps(environment, sort_keys=True): environment for environment in environments}.values())
+        return [self.task.quality, "stored", *third[:1]]
 
     def picture(self, name: str) -> str:
         """The file of a picture, such as report.png, or report-2.png of the second group of rows."""
@@ -115,12 +126,8 @@ class Report:
 
     def front(self, cost: str) -> list[dict[str, Any]]:
         """The Pareto front: those rows of which none of no higher cost is as good, from the cheapest to the best."""
-        sign = -1 if self.task.higher else 1
-        front: list[dict[str, Any]] = []
-        for row in sorted(self.rows, key=lambda row: (row[cost][0], sign * row[self.task.quality][0])):
-            if not front or sign * row[self.task.quality][0] < sign * front[-1][self.task.quality][0]:
-                front.append(row)
-        return front
+        rows = {row["row"]: row for row in self.rows}
+        return [rows[name] for name in front_line(self.measures[self.task.quality], self.measures[cost], list(rows))]
 
     @property
     def setting(self) -> str | None:
@@ -136,41 +143,40 @@ class Report:
         if self.setting is None:
             return []
         name, setting = self.setting.split(".")
-        series_by_key: dict[tuple[str, str], Series] = {}
+        others = "head_pruning" if name == "heads" else name  # `heads` of a recipe is that method in its model
         runs = {run.row: run for run in reversed(self.runs)}
+        series: dict[tuple[str, str], Series] = {}
+        without = []
         for row in self.rows:
             run = runs[row["row"]]
-            if name == "heads":  # a field of the recipe, which the model has as heads by name
-                having, others = [run.settings["heads"]] if "heads" in run.settings else [], "head_pruning"
-            else:
-                having, others = [method for method in run.methods if method["method"] == name], name
+            having = [method for method in run.methods if method["method"] == name]
+            if name == "heads":
+                having = [run.settings["heads"]] if "heads" in run.settings else []
             alike = [{**method, "seed": None} for method in run.methods if method["method"] != others]
             key = json.dumps([alike, *(run.settings.get(section) for section in OF_A_ROW)], sort_keys=True)
             rest = json.dumps([{**method, setting: None, "seed": None} for method in having], sort_keys=True)
             if not having:
-                first = next((place for place in series_by_key if place[0] == key), (key, rest))
-                series_by_key.setdefault(first, Series()).without.append(row)
-                continue
-            if (key, "[]") in series_by_key:  # begun by a row without the method
-                series_by_key[key, rest] = series_by_key.pop((key, "[]"))
-            value: Any = having[0].get(setting)
-            if type(value) in (int, float):
-                series_by_key.setdefault((key, rest), Series()).points.append((value, row))
-        for series in series_by_key.values():
-            series.points.sort(key=lambda point: point[0])
-        return [series for series in series_by_key.values() if series.points or series.without]
+                without.append((key, row))
+            elif type(value := having[0].get(setting)) in (int, float):
+                series.setdefault((key, rest), Series()).points.append((value, row))
+        for key, row in without:
+            place = next((place for place in series if place[0] == key), (key, ""))
+            series.setdefault(place, Series()).without.append(row)
+        for one_series in series.values():
+            one_series.points.sort(key=lambda point: point[0])
+        return list(series.values())
 
-    def signs(self) -> dict[str, int]:
-        """Row -> the number of its sign in the plots: one of its own, or where the rows are many, that of its series or grid."""
-        series = self.series()
-        if len(self.rows) >= (MANY if len(self.sources) > 1 else SIGNS) and not series:
-            letters = list(dict.fromkeys(run.source for run in self.runs))
-            return {run.row: letters.index(run.source) for run in self.runs}
-        if not series or len(self.rows) < MANY:
-            return {row["row"]: number for number, row in enumerate(self.rows)}
-        signs = {row["row"]: number for number, one_series in enumerate(series) for row in one_series.rows}
-        others = [row["row"] for row in self.rows if row["row"] not in signs]
-        return signs | {name: len(series) + number for number, name in enumerate(others)}
+    def signs(self, most: int = MANY) -> dict[str, int]:
+        """Row -> the number of its sign in the plots. Of more than `most` rows only some have one: the first, the best for their
+        size, and then the best."""
+        names = [row["row"] for row in self.rows]
+        if len(names) > most:
+            best = sorted(self.rows, key=lambda row: row[self.task.quality][0], reverse=self.task.higher)
+            front = self.front("stored")
+            ends = [self.rows[0], *front[:1], *front[::-1], *best]
+            chosen = list(dict.fromkeys(row["row"] for row in ends))[:FEW]
+            names = [name for name in names if name in chosen]
+        return {name: number for number, name in enumerate(names)}
 
     @property
     def measured(self) -> Run | None:

@@ -1,9 +1,9 @@
-"""What columns, marks, pictures and tests of a report mean, in words."""
+"""What columns, marks and tests of a report mean, in words."""
 
-from hf_freeze.analysis.ablation import HEAD_LEVEL
+import json
+
 from hf_freeze.analysis.significance import LEVEL, REPLICATES, TOO_FEW, enough_replicates
 from hf_freeze.lab.report.convergence import FEWEST, scores_of
-from hf_freeze.lab.report.findings import p_value
 from hf_freeze.lab.report.report import Report
 
 
@@ -13,24 +13,24 @@ def legend(report: Report) -> list[str]:
     what = f"mean {task.name} minus that of row {first}"
     if task.signed(0).startswith("×"):
         what = f"{task.name} divided by that of row {first} (means over seeds are geometric); more than 1 is worse"
-    lines = [f"vs row {first}: {what}."]
-    if report.differences:
-        lines[0] = lines[0][:-1] + f". * marks a significant difference (corrected p < {LEVEL}); {unmarked(report)}."
+    marks = (
+        f" * marks a significant difference (corrected p < {LEVEL}); {unmarked(report)}." if report.differences else ""
+    )
+    lines = [f"vs row {first}: {what}.{marks}"]
     if len(report.seeds) > 1:
         lines.append("± is the standard deviation over seeds.")
     lines.append(_steps(report))
     stored = task.columns["stored"][0]
     if "fewer" in task.columns:
-        lines.append(
-            f"parameters: of the whole network, biases too; {stored}: tensors of the file, with the places of weights that are "
-            f"left; times fewer, times smaller: row {first} divided by this row."
-        )
-        return lines
-    share = "share %: trained parameters of all; " if "share" in report.columns else ""
-    total = "total k: all parameters, in thousands; " if "total" in report.columns else ""
-    work = "macs k: thousands of multiply-adds for a token at length 32; " if "work" in report.columns else ""
-    lines.append(f"{share}{total}{work}{stored}: tensors that the checkpoint holds.")
-    return lines
+        sizes = f"parameters: of the whole network, biases too; {stored}: tensors of the file, with the places of weights that "
+        return [*lines, f"{sizes}are left; times fewer, times smaller: row {first} divided by this row."]
+    meanings = {
+        "share": "share %: trained parameters of all; ",
+        "total": "total k: all parameters, in thousands; ",
+        "work": "macs k: thousands of multiply-adds for a token at length 32; ",
+    }
+    known = "".join(meaning for name, meaning in meanings.items() if name in report.columns)
+    return [*lines, f"{known}{stored}: tensors that the checkpoint holds."]
 
 
 def _steps(report: Report) -> str:
@@ -52,52 +52,6 @@ def unmarked(report: Report) -> str:
     if with_seeds == {False}:
         return f"others: {TOO_FEW}"
     return "others are not significant" + f"; with one seed: {TOO_FEW}" * (False in with_seeds)
-
-
-_SETTINGS = {"heads.fraction": "fraction of heads removed", "layer_selection.share": "share of layers kept"}
-
-
-def setting_in_words(report: Report) -> str:
-    """Such as "rank of factorized embedding"; empty where no setting is drawn."""
-    if report.setting in _SETTINGS:
-        return _SETTINGS[report.setting]
-    name, _, setting = (report.setting or "").partition(".")
-    return f"{setting} of {name}".replace("_", " ") if setting else ""
-
-
-def head_scores(report: Report) -> str:
-    """What the heat-maps of heads show; empty where no heads were measured."""
-    run = report.measured
-    if run is None:
-        return ""
-    meanings = {
-        "importance": "Importance is that of Michel et al. (2019) on the training set, divided by its norm over the attention.",
-        "ablation": f"Ablation is what {report.task.name} on the dev set loses without the head.",
-        "one_head": f"One head is what {report.task.name} on the dev set loses where it alone is left of its attention.",
-    }
-    shown = [meaning for name, meaning in meanings.items() if name in run.head_scores]
-    tested = (
-        f" Underlined: significant, p < {HEAD_LEVEL} after Holm's correction over all heads." if run.head_tests else ""
-    )
-    return f"Of row {run.row}, seed {run.record['seed']}. {' '.join(shown)}{tested}"
-
-
-def map_captions(report: Report) -> dict[str, tuple[str, str]]:
-    """Picture -> its title and what it shows, for the pictures that a row has."""
-    attention = (
-        "Where the heads look",
-        "Mean share of each head's attention by relative position, over the dev set, a line a head; darker is more.",
-    )
-    embeddings = (
-        "Which embeddings are alike",
-        "Cosine similarities of the most frequent tokens in training, similar ones side by side, and those of a random table.",
-    )
-    captions = {"attention": attention, "embeddings": embeddings}
-    return {
-        picture: (title, f"{text} Row {', '.join(rows)}, the first seed.")
-        for picture, (title, text) in captions.items()
-        if (rows := report.mapped(picture))
-    }
 
 
 def one_head_cells(report: Report) -> list[list[str]]:
@@ -131,10 +85,14 @@ def signatures(report: Report) -> list[str]:
 
 
 def machines(report: Report) -> list[str]:
+    """The code and the machines that the runs were made by."""
+    known = [
+        run.record["environment"] | {"precision": run.precision} for run in report.runs if "environment" in run.record
+    ]
     return [
         f"Code {e['commit'] or 'version ' + e['hf_freeze']}, torch {e['torch']}, transformers {e['transformers']}; "
         f"{e['device']}, {e['threads']} of {e['cores']} cores for each run{'; ' * bool(e['precision'])}{e['precision']}."
-        for e in report.environments
+        for e in {json.dumps(environment, sort_keys=True): environment for environment in known}.values()
     ]
 
 
@@ -147,6 +105,6 @@ def pair_cells(report: Report) -> tuple[list[str], list[list[str]]]:
         # With many test items, or where both models give nonsense, such as one word for every sentence:
         if (d.significant and not report.shows(d.difference)) or low == high == signed(0.0, 2):
             verdict = "too small to show"
-        numbers = signed(d.difference, 2), f"{low} to {high}", p_value(d.p), p_value(d.p_corrected)
-        cells.append([d.row, d.base, *numbers, verdict])
+        p, corrected = ("< 0.001" if p < 0.001 else f"{p:.3f}" for p in (d.p, d.p_corrected))
+        cells.append([d.row, d.base, signed(d.difference, 2), f"{low} to {high}", p, corrected, verdict])
     return ["row", "against", "difference", "95 % interval", "p", "p corrected", ""], cells

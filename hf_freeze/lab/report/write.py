@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_freeze.io import write_whole
-from hf_freeze.lab.report.build import make_report
-from hf_freeze.lab.report.groups import make_reports
+from hf_freeze.lab.report.build import make_report, make_reports
 from hf_freeze.lab.report.markdown import markdown
 from hf_freeze.lab.report.page import page
-from hf_freeze.lab.report.plots.draw import draw, draw_extra
+from hf_freeze.lab.report.pictures import draw_kept
+from hf_freeze.lab.report.plots.draw import draw
 from hf_freeze.lab.report.report import Report
 
 
@@ -40,4 +40,4 @@ def write_pages(reports: Sequence[Report], out: Path) -> None:
     write_whole(out / "report.html", page(reports, out))
     for report in reports:
         draw(report, out / report.picture("report"))
-        draw_extra(report, out)
+        draw_kept(report, out)

@@ -8,6 +8,8 @@ cost no more than it does, in any goal. Without costs among the goals these are 
 import math
 from collections.abc import Sequence
 
+from hf_freeze.lab.pareto import on_front
+
 Point = tuple[float, ...]  # the dev loss, then the costs among the goals; less is better
 
 
@@ -21,8 +23,4 @@ def goes_on(trial: Point, others: Sequence[Point], keep: float) -> bool:
 
 def front_of(points: dict[str, Point]) -> dict[str, Point]:
     """The points that no other is as good as in every goal and better than in one."""
-    return {name: point for name, point in points.items() if not any(_beats(other, point) for other in points.values())}
-
-
-def _beats(one: Point, other: Point) -> bool:
-    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+    return {name: points[name] for name, best in zip(points, on_front(list(points.values())), strict=True) if best}

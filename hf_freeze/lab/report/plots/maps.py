@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from hf_freeze.lab.report.plots.style import WIDTH
 from hf_freeze.lab.report.report import MAPPED, Report
-
-WIDTH = 7.2  # inches: shown 600 pixels wide, its letters are 10 pixels high
 
 
 def attention_of_rows(report: Report) -> Figure | None:
@@ -39,34 +38,35 @@ def attention_figure(models: Mapping[str, Mapping[str, Any]]) -> Figure:
     """
     models = dict(list(models.items())[:MAPPED])
     kinds = list(dict.fromkeys(_kind(name) for weights in models.values() for name in weights))
-    heads = {kind: max(_lines(weights, kind) for weights in models.values()) for kind in kinds}
+    parts = {  # of each kind and model
+        kind: [
+            {name: np.asarray(values) for name, values in weights.items() if _kind(name) == kind}
+            for weights in models.values()
+        ]
+        for kind in kinds
+    }
+    heads = {kind: max(sum(map(len, part.values())) for part in parts[kind]) for kind in kinds}
     figure = Figure(figsize=(WIDTH, 0.8 + sum(0.5 + 0.13 * count for count in heads.values())), layout="constrained")
-    plots = figure.subplots(
-        len(kinds), len(models), squeeze=False, sharex=True, height_ratios=[3 + heads[k] for k in kinds]
-    )
+    ratios = [3 + heads[kind] for kind in kinds]
+    plots = figure.subplots(len(kinds), len(models), squeeze=False, sharex=True, height_ratios=ratios)
     darkest = max(np.asarray(values).max() for weights in models.values() for values in weights.values())
     image = None
     for line, kind in enumerate(kinds):
-        for axes, (model, weights) in zip(plots[line], models.items(), strict=True):
-            parts = {name: np.asarray(values) for name, values in weights.items() if _kind(name) == kind}
-            if not parts:
+        for axes, model, part in zip(plots[line], models, parts[kind], strict=True):
+            if not part:
                 axes.set_axis_off()
                 continue
-            cells = np.concatenate(list(parts.values()))
+            cells = np.concatenate(list(part.values()))
             reach = cells.shape[1] // 2
             extent = (-reach - 0.5, reach + 0.5, len(cells) - 0.5, -0.5)
-            image = axes.imshow(
-                cells, cmap="Blues", vmin=0, vmax=darkest, aspect="auto", extent=extent, interpolation="nearest"
-            )
-            ends = np.cumsum([len(values) for values in parts.values()])
+            image = heat_map(axes, cells, vmin=0, vmax=darkest, aspect="auto", extent=extent)
+            ends = np.cumsum([len(values) for values in part.values()])
             for end in ends[:-1]:
                 axes.axhline(end - 0.5, color="#7f7f7f", linewidth=0.6)
-            middles = [end - (len(values) + 1) / 2 for end, values in zip(ends, parts.values(), strict=True)]
-            axes.set_yticks(middles, [f"layer {name.split('.')[1]}" for name in parts])
-            axes.tick_params(axis="y", length=0)
+            middles = [end - (len(values) + 1) / 2 for end, values in zip(ends, part.values(), strict=True)]
+            axes.set_yticks(middles, [f"layer {name.split('.')[1]}" for name in part])
             named = [textwrap.fill(model, 66 // len(models))] if not line else []
             axes.set_title("\n".join([*named, kind]), fontsize=9)
-            axes.spines[:].set_visible(False)
     figure.supxlabel("position of the key minus that of the query, tokens", fontsize=9)
     if image is not None:
         figure.colorbar(image, ax=plots.ravel().tolist(), label="share of a head's attention", shrink=0.5, aspect=30)
@@ -92,16 +92,11 @@ def sentence_figure(weights: Mapping[str, Any], queries: Sequence[str], keys: Se
     figure = Figure(figsize=(max(WIDTH, side * columns + 1), side * len(grids) + 0.6), layout="constrained")
     plots = figure.subplots(len(grids), columns, squeeze=False, sharex=True, sharey=True)
     for line, (name, values) in zip(plots, grids.items(), strict=True):
-        for head, axes in enumerate(line):
-            if head >= len(values):
-                axes.set_axis_off()
-                continue
-            axes.imshow(values[head], cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+        for axes in line[len(values) :]:
+            axes.set_axis_off()
+        for head, (axes, cells) in enumerate(zip(line, values, strict=False)):
+            heat_map(axes, cells, across=keys, down=queries, vmin=0, vmax=1)
             axes.set_title(f"layer {name.split('.')[1]}, head {head}", fontsize=8)
-            axes.set_xticks(range(len(keys)), keys, rotation=90, fontsize=7)
-            axes.set_yticks(range(len(queries)), queries, fontsize=7)
-            axes.tick_params(length=0)
-            axes.spines[:].set_visible(False)
     return figure
 
 
@@ -120,28 +115,32 @@ def embeddings_figure(models: Mapping[str, tuple[Any, Sequence[str]]]) -> Figure
     image = None
     for axes, (model, (similarity, tokens)) in zip(plots, models.items(), strict=False):
         cells = np.asarray(similarity)
-        image = axes.imshow(cells, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
-        axes.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=7)
-        axes.set_yticks(range(len(tokens)), tokens, fontsize=7)
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-        others = cells[~np.eye(len(cells), dtype=bool)]
-        spread = (
-            f"mean {round(float(others.mean()), 2) + 0.0:+.2f}, standard deviation {others.std():.2f}".replace("-", "−")
-            if others.size
-            else ""
-        )
+        image = heat_map(axes, cells, across=tokens, down=tokens, cmap="RdBu_r", vmin=-1, vmax=1)
+        others, spread = cells[~np.eye(len(cells), dtype=bool)], ""
+        if others.size:
+            mean = round(float(others.mean()), 2) + 0.0
+            spread = f"mean {mean:+.2f}, standard deviation {others.std():.2f}".replace("-", "−")
         axes.set_title(f"{textwrap.fill(model, 40)}\n{spread}", fontsize=8)
     if image is not None:
         figure.colorbar(image, ax=list(plots), label="cosine similarity", location="bottom", shrink=0.5, aspect=40)
     return figure
 
 
+def heat_map(
+    axes: Any, cells: np.ndarray, *, across: Sequence[str] | None = None, down: Sequence[str] | None = None, **look: Any
+) -> Any:
+    """Draw `cells` (lines, columns), which may be named, and return the image. `look`: of `imshow`."""
+    image = axes.imshow(cells, **{"cmap": "Blues", "interpolation": "nearest"} | look)
+    if across is not None:
+        axes.set_xticks(range(len(across)), across, rotation=90, fontsize=7)
+    if down is not None:
+        axes.set_yticks(range(len(down)), down, fontsize=7)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return image
+
+
 def _kind(name: str) -> str:
     """`encoder.0.self` is of "encoder, self-attention"."""
     stack, *_, kind = name.split(".")
     return f"{stack}, {kind}-attention"
-
-
-def _lines(weights: Mapping[str, Any], kind: str) -> int:
-    return sum(len(values) for name, values in weights.items() if _kind(name) == kind)

@@ -6,10 +6,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from hf_freeze.lab.report.plots.costs import set_score_axis
-from hf_freeze.lab.report.plots.style import SIZE, named
+from hf_freeze.lab.report.plots.style import SIZE
 from hf_freeze.lab.report.report import Report
 from hf_freeze.lab.report.signs import style_of
-from hf_freeze.lab.report.wording import setting_in_words
+
+_SETTINGS = {"heads.fraction": "fraction of heads removed", "layer_selection.share": "share of layers kept"}
+
+
+def setting_in_words(report: Report) -> str:
+    """Such as "rank of factorized embedding"; empty where no setting is drawn."""
+    name, _, setting = (report.setting or "").partition(".")
+    words = f"{setting} of {name}".replace("_", " ") if setting else ""
+    return _SETTINGS.get(report.setting or "", words)
 
 
 def setting_figure(report: Report) -> Figure | None:
@@ -22,7 +30,7 @@ def setting_figure(report: Report) -> Figure | None:
 
 def draw_setting(axes: Any, report: Report) -> None:
     """The score against the setting that the recipe names: a line for each series, dashed where the method is left out."""
-    values, crowded = set(), len(named(report)) < len(report.rows)
+    values = set()
     for index, series in enumerate(report.series()):
         colour, marker = style_of(index)
         for row in series.without:
@@ -42,5 +50,4 @@ def draw_setting(axes: Any, report: Report) -> None:
     if not shares:
         axes.set_xticks(sorted(values), [f"{value:g}" for value in sorted(values)])
     axes.grid()
-    if not crowded:  # else the legend of all plots names them
-        axes.legend(fontsize=8)
+    axes.legend(fontsize=8)
