@@ -62,7 +62,7 @@ def write_runs(path: Path, page: str, records: list[dict[str, Any]], grid: Path)
     (grid / "command.txt").write_text("".join(f"{command}\n" for command in commands), encoding="utf-8")
     write_logs(page, records, grid)
     if (drawing := figure(page, "heads")) is not None:
-        row, seed = re.findall(r"What the heads are worth <span>Row (\S+), seed (\d+):", page)[0]
+        row, seed = re.findall(r"What the heads are worth <span>(?:Of row|Row) (\S+), seed (\d+)[.:]", page)[0]
         scores = json.dumps(head_scores(drawing))
         (grid / f"row-{row}-seed-{seed}" / HEAD_SCORES).write_text(scores, encoding="utf-8")
     write_latencies(page, records, grid)
@@ -189,11 +189,13 @@ def table_values(page: str) -> dict[str, dict[str, tuple[float | None, float | N
     """Row -> column -> value, spread and machine of the table of rows; empty of pages that are too old to hold them."""
     columns = re.findall(r'<th scope="col"[^>]* data-name="(\w+)"', page)
     values: dict[str, dict[str, tuple[float | None, float | None, str]]] = {}
-    for line in re.findall(r"<tr data-from.*?</tr>", page, re.DOTALL):
+    (body,) = re.findall(r'<table class="rows.*?<tbody>(.*?)</tbody>', page, re.DOTALL) or [""]
+    for line in re.findall(r"<tr.*?</tr>", body, re.DOTALL):
         cells = re.findall(r"<t[hd]([^>]*)>(.*?)</t[hd]>", line, re.DOTALL)
         found = {}
-        for name, (attributes, _) in zip(columns, cells, strict=True):
+        for name, (attributes, text) in zip(columns, cells, strict=True):
             data = dict(re.findall(r'data-(\w+)="([^"]*)"', attributes))
+            data |= {"spread": text.split(" ± ")[1]} if " ± " in text and "spread" not in data else {}
             value, spread = (float(data[key]) if key in data else None for key in ("value", "spread"))
             found[name] = (value, spread, html.unescape(data.get("on", "")))
         values[html.unescape(cells[0][1])] = found

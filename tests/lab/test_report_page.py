@@ -33,13 +33,12 @@ def test_the_page_holds_all_it_shows(tmp_path, pictures):
     assert "#010203" not in text
     for said in (
         "Learning curves",
-        "600; 600 trained, 600 stored",
         "Which differences are significant?",
         "hf-freeze run tiny.yaml",
     ):
         assert said in text
     assert text.count("<details>") == 1 + 9
-    for said in ("abc1234", "123", "yes; its training time is that after the last restart", "&#34;epochs&#34;: 2.0"):
+    for said in ("abc1234", "123000000", "&#34;resumed&#34;: true", "&#34;epochs&#34;: 2.0", "&#34;by_component&#34;"):
         assert said in text
     assert "/here" not in text, "where the data lies is nobody's business"
     # The table is sorted by numbers, not by how they are written: by all of its columns but the label.

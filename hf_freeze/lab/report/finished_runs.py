@@ -212,14 +212,14 @@ def unlike_settings(runs: Sequence[Run]) -> list[str]:
 
 def _without_seed(run: Run) -> dict[str, Any]:
     """What must be equal in all seeds of a row. Only what both know is compared: later versions may know more settings."""
-    settings = _left_out(run.settings, ("seed", "name", "preset", "root"))
+    settings = left_out(run.settings, ("seed", "name", "preset", "root"))
     if isinstance(settings.get("training"), dict):  # "auto" may stand for what another seed's run names
         settings["training"] |= {"bf16": run.precision}
     return settings | {"label": run.record["label"]}
 
 
-def _left_out(settings: Any, names: Collection[str]) -> Any:
+def left_out(settings: Any, names: Collection[str]) -> Any:
     """A copy without `names`, at any depth: also in what a run starts from, learns from, and in its methods."""
     if isinstance(settings, dict):
-        return {key: _left_out(value, names) for key, value in settings.items() if key not in names}
-    return [_left_out(value, names) for value in settings] if isinstance(settings, list) else settings
+        return {key: left_out(value, names) for key, value in settings.items() if key not in names}
+    return [left_out(value, names) for value in settings] if isinstance(settings, list) else settings

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_freeze.lab.report.finished_runs import Run, Source, read_folder, split_of
-from hf_freeze.lab.tasks.data_forms import data_form
 from hf_freeze.lab.tasks.items import digest_of_test_set
 from hf_freeze.lab.tasks.scoring import SCORING, TaskScoring, scoring_of
 
@@ -108,24 +107,11 @@ def _letter(number: int) -> str:
 
 
 def title_of(runs: Sequence[Run]) -> str:
+    """Which task and score, and whose rows."""
     task = scoring_of(runs[0].task, runs[0].metric)
     on_dev = ", on its dev split" if split_of(runs) == "dev" else ""
-    return f"{runs[0].task.replace('-', ' ').capitalize()} by {task.name}: {_data_in_words(runs)}{on_dev}"
-
-
-def _data_in_words(runs: Sequence[Run]) -> str:
-    data = runs[0].settings.get("data") or runs[0].record.get("data") or {}
-    limit = f", trained on {data['limit']:,} items" if type(data.get("limit")) is int else ""
-    match data_form(data):
-        case "builtin":
-            return "the built-in corpus" + limit
-        case "hub":
-            return f"{data['hub']}" + limit
-        case "files":
-            return ", ".join(map(str, data.get("test", data["train"]))) + limit
-    return "the data of " + ", ".join(
-        dict.fromkeys(name for run in runs for name in (run.recipe, run.grid.resolve().name))
-    )
+    recipes = ", ".join(dict.fromkeys(run.recipe for run in runs))
+    return f"{runs[0].task.replace('-', ' ').capitalize()} by {task.name}: {recipes}{on_dev}"
 
 
 def tested_on(basis: Basis, runs: Sequence[Run]) -> str:

@@ -12,7 +12,7 @@ import jinja2
 from markupsafe import Markup
 
 from hf_freeze.lab.report import findings, table, wording
-from hf_freeze.lab.report.finished_runs import Run, Source, label_of
+from hf_freeze.lab.report.finished_runs import Run, Source, label_of, left_out
 from hf_freeze.lab.report.pictures import pictures_of, svg_plots
 from hf_freeze.lab.report.report import Report
 from hf_freeze.lab.report.signs import MARKERS, style_of
@@ -111,22 +111,9 @@ def _matrix(report: Report) -> list[list[str]]:
     return lines
 
 
-def _details(run: Run) -> dict[str, Any]:
-    """What is known of a run: its facts in tables, and its settings as JSON."""
-    record, settings = run.record, json.loads(json.dumps(run.settings))
-    if isinstance(settings.get("data"), dict):
-        settings["data"].pop("root", None)  # where the data lies is nobody's business
-    facts: dict[str, Any] = {name: f"{value:.4g}" for name, value in record["metrics"].items()}
-    facts |= {f"{name} (s)": f"{value:.1f}" for name, value in record.get("seconds", {}).items()}
-    facts |= {name: record[name] for name in ("steps", "epochs_trained", "epochs_to_convergence") if name in record}
-    resumed = {True: "yes; its training time is that after the last restart", False: "no", None: ""}
-    facts |= {"precision": run.precision, "resumed": resumed[record.get("resumed")]}
-    facts["peak memory (MB)"] = f"{record['peak_memory_bytes'] / 1e6:,.0f}" if "peak_memory_bytes" in record else ""
-    parameters = {name: f"{n:,}" for name, n in record["parameters"].items() if isinstance(n, int)}
-    for name, part in record["parameters"].get("by_component", {}).items():
-        parameters[name] = f"{part['total']:,}; {part['trainable']:,} trained, {part['stored']:,} stored"
-    return {
-        "summary": f"Row {run.row}, seed {record['seed']}: {label_of(record)}",
-        "tables": {"Metrics, times": facts, "Parameters": parameters, "Environment": record.get("environment", {})},
-        "settings": json.dumps(settings, indent=1, ensure_ascii=False) if settings else "",
-    }
+def _details(run: Run) -> tuple[str, dict[str, str]]:
+    """What is known of a run, as JSON. Where its data lies is nobody's business."""
+    parts = {"Settings": run.settings, "Results": run.record}
+    known = {name: left_out(part, ("root",)) for name, part in parts.items() if part}
+    texts = {name: json.dumps(part, indent=1, ensure_ascii=False) for name, part in known.items()}
+    return f"Row {run.row}, seed {run.record['seed']}: {label_of(run.record)}", texts
