@@ -116,7 +116,9 @@ def _check_other_metrics_are_not_compared(folder, record):
     other = shutil.copytree(folder, folder.parent / "other")
     (other / "results.jsonl").write_text(json.dumps(record | {"metric": "accuracy"}) + "\n")
     assert len(make_reports([folder, other], say=lambda text: None)) == 2
-    with pytest.raises(ValueError, match=r"out, .*other hold 2 groups of rows to compare, not one: .* by F1 score: .* by accuracy: "):
+    with pytest.raises(
+        ValueError, match=r"out, .*other hold 2 groups of rows to compare, not one: .* by F1 score: .* by accuracy: "
+    ):
         make_report([folder, other], say=lambda text: None)
 
 

@@ -78,7 +78,8 @@ def _of_costs(report: Report) -> list[Picture]:
         says, measure = "", report.measures[cost]
         if cost == next(iter(axes)):
             bars = "; bars: standard deviation over seeds" if len(report.seeds) > 1 else ""
-            says = f"Each point is a row of the table{bars}. No row is better than those on the dashed line and costs no more."
+            says = f"Each point is a row of the table{bars}. "
+            says += "No row of the table is better than one on the dashed line and costs no more."
         if measure.kind == "time":
             others = sum(not measure.drawn(row) for row in measure.values)
             says = f"Measured on: {measure.machine}." * bool(measure.machine)

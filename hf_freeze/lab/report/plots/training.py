@@ -3,6 +3,7 @@
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from hf_freeze.lab.report.finished_runs import by_row
 from hf_freeze.lab.report.plots.style import SIZE
 from hf_freeze.lab.report.report import Report
 from hf_freeze.lab.report.signs import style_of
@@ -47,9 +48,9 @@ def schedules_figure(report: Report) -> Figure:
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
     signs = report.signs()
-    for run in {run.row: run for run in reversed(report.runs) if run.schedules}.values():
-        for what, points in run.schedules.items():
-            colour, label = style_of(signs.get(run.row))[0], f"{report.name_of(run.row)}: {what}"
+    for row, runs in by_row(report.runs).items():
+        for what, points in next((run.schedules for run in runs if run.schedules), {}).items():
+            colour, label = style_of(signs.get(row))[0], f"{report.name_of(row)}: {what}"
             axes.plot(*zip(*points, strict=True), color=colour, drawstyle="steps-post", label=label)
     axes.set(xlabel="share of training", ylabel="value of the schedule", xlim=(0, 1))
     axes.set_ylim(bottom=0)
