@@ -59,7 +59,7 @@ def attention_figure(models: Mapping[str, Mapping[str, Any]]) -> Figure:
             cells = np.concatenate(list(part.values()))
             reach = cells.shape[1] // 2
             extent = (-reach - 0.5, reach + 0.5, len(cells) - 0.5, -0.5)
-            image = heat_map(axes, cells, vmin=0, vmax=darkest, aspect="auto", extent=extent)
+            image = _heat_map(axes, cells, vmin=0, vmax=darkest, aspect="auto", extent=extent)
             ends = np.cumsum([len(values) for values in part.values()])
             for end in ends[:-1]:
                 axes.axhline(end - 0.5, color="#7f7f7f", linewidth=0.6)
@@ -95,7 +95,7 @@ def sentence_figure(weights: Mapping[str, Any], queries: Sequence[str], keys: Se
         for axes in line[len(values) :]:
             axes.set_axis_off()
         for head, (axes, cells) in enumerate(zip(line, values, strict=False)):
-            heat_map(axes, cells, across=keys, down=queries, vmin=0, vmax=1)
+            _heat_map(axes, cells, across=keys, down=queries, vmin=0, vmax=1)
             axes.set_title(f"layer {name.split('.')[1]}, head {head}", fontsize=8)
     return figure
 
@@ -115,7 +115,7 @@ def embeddings_figure(models: Mapping[str, tuple[Any, Sequence[str]]]) -> Figure
     image = None
     for axes, (model, (similarity, tokens)) in zip(plots, models.items(), strict=False):
         cells = np.asarray(similarity)
-        image = heat_map(axes, cells, across=tokens, down=tokens, cmap="RdBu_r", vmin=-1, vmax=1)
+        image = _heat_map(axes, cells, across=tokens, down=tokens, cmap="RdBu_r", vmin=-1, vmax=1)
         others, spread = cells[~np.eye(len(cells), dtype=bool)], ""
         if others.size:
             mean = round(float(others.mean()), 2) + 0.0
@@ -126,7 +126,7 @@ def embeddings_figure(models: Mapping[str, tuple[Any, Sequence[str]]]) -> Figure
     return figure
 
 
-def heat_map(
+def _heat_map(
     axes: Any, cells: np.ndarray, *, across: Sequence[str] | None = None, down: Sequence[str] | None = None, **look: Any
 ) -> Any:
     """Draw `cells` (lines, columns), which may be named, and return the image. `look`: of `imshow`."""
