@@ -155,9 +155,10 @@ class Report:
             alike = [{**method, "seed": None} for method in run.methods if method["method"] != others]
             key = json.dumps([alike, *(run.settings.get(section) for section in OF_A_ROW)], sort_keys=True)
             rest = json.dumps([{**method, setting: None, "seed": None} for method in having], sort_keys=True)
+            value: Any = having[0].get(setting) if having else None
             if not having:
                 without.append((key, row))
-            elif type(value := having[0].get(setting)) in (int, float):
+            elif type(value) in (int, float):
                 series.setdefault((key, rest), Series()).points.append((value, row))
         for key, row in without:
             place = next((place for place in series if place[0] == key), (key, ""))
