@@ -54,7 +54,7 @@ def measured(name, options, ids):
     backbone = AutoModel.from_config(AutoConfig.for_model("llama", **LLAMA))
     try:
         variant = make_variant(backbone, [CASES[name]])
-        if any(method.finalizable for method in variant.methods):
+        if any(method.facts.finalizable for method in variant.methods):
             variant.finalize()
         merged = variant.merge()
     except ValueError as error:

@@ -128,7 +128,7 @@ def protected_by(item: Any, commands: Sequence[str]) -> tuple[dict[Fact, float],
             facts[function, name, spec.indices[name]] = OF_A_VALUE
             continue
         values = {("architecture", value.architecture.model_type)}
-        values |= {(f"method {number}", method.name) for number, method in enumerate(value.methods)}
+        values |= {(f"method {number}", name) for number, name in enumerate(value.names)}
         values.add(("config", value.architecture.model_type, value.config))
         if is_invariant:
             required |= {(function, *fact) for fact in values}

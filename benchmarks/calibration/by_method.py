@@ -71,7 +71,7 @@ def main() -> None:
     torch.set_num_threads(1)
     task = measures.LanguageModel(options.model, Path(), "test", Path())
     every = cuts(task.whole.config)
-    missing = {name for name, each in METHODS.items() if each.calibrates} - every.keys()
+    missing = {name for name, each in METHODS.items() if each.registered.calibration} - every.keys()
     assert not missing, f"no cut of {missing}"
 
     def scores(model: Any) -> tuple[float, float]:
@@ -89,7 +89,7 @@ def main() -> None:
     for name in options.only or every:
         for words, method in every[name]:
             plain = ["–", "–"]  # of a method that there is only with a calibration
-            if not method.needs_calibration:
+            if method.facts.calibration != "needed":
                 perplexity, distance = scores(make_variant(task.whole, [method]).eval())
                 plain = [f"{perplexity:.2f}", f"{distance:.3f}"]
             began, found = time.process_time(), []

@@ -46,17 +46,17 @@ def source_of(method: type[Method]) -> str:
 
 def facts(method: type[Method]) -> str:
     """The table at the top."""
-    by_hand = [name for name, architecture in sorted(ARCHITECTURES.items()) if method.supports(architecture)]
-    others = method.architectures is None and "blocks" not in method.needs
-    needs = " and ".join(CAPABILITIES[need] for need in sorted(method.needs & CAPABILITIES.keys()))
+    by_hand = [name for name, architecture in sorted(ARCHITECTURES.items()) if method.refusal(architecture) is None]
+    others = method.registered.architectures is None and "blocks" not in method.registered.needs
+    needs = " and ".join(CAPABILITIES[need] for need in sorted(method.registered.needs & CAPABILITIES.keys()))
     beyond = f"; other [families](../families.md) where {needs or 'the parts are understood'}" if others else ""
     rows = {
         "Python": f"`methods.{method.__name__}`",
         "In a recipe": f"`{json.dumps({'method': method.name} | changed_settings(method.example))}`",
         "Source": source_of(method),
         "Works on": ", ".join(by_hand) + beyond,
-        "Backbone": "a config: it trains from scratch" if method.from_scratch else "a config or trained weights",
-        "Smaller file": "yes" if method.shrinks else "no",
+        "Backbone": "a config: it trains from scratch" if method.registered.from_scratch else "a config or trained weights",
+        "Smaller file": "yes" if method.registered.shrinks else "no",
         "Savings kept by": kept_by(method),
     }
     return "| fact | value |\n| --- | --- |\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
@@ -69,11 +69,11 @@ def kept_by(method: type[Method]) -> str:
 
 
 def works_on(method: type[Method]) -> str:
-    by_hand = ", ".join(name for name, architecture in sorted(ARCHITECTURES.items()) if method.supports(architecture))
+    by_hand = ", ".join(name for name, architecture in sorted(ARCHITECTURES.items()) if method.refusal(architecture) is None)
     return (
         "any family"
-        if not method.needs and method.architectures is None
-        else (f"{by_hand}" + ", others where proved" * ("blocks" not in method.needs and method.architectures is None))
+        if not method.registered.needs and method.registered.architectures is None
+        else (f"{by_hand}" + ", others where proved" * ("blocks" not in method.registered.needs and method.registered.architectures is None))
     )
 
 

@@ -13,7 +13,7 @@ from hf_freeze.architectures.published import PUBLISHED, default_config
 from hf_freeze.architectures.registry import LOOKUP, architecture_of
 
 FAILURES = Path(__file__).with_name("known_failures.json")  # written by `make families`, with docs/families.json
-# What a method may need (`Method.needs`) -> in words.
+# What a method may need (`Facts.needs`) -> in words.
 CAPABILITIES = {
     "linears": "linears are modules that compute x Wᵀ + b",
     "heads": "heads can be exchanged, and one that is zero removed",

@@ -51,16 +51,17 @@ def _of_method(method: type["Method"]) -> dict[str, Any]:
     from hf_freeze.methods.registry import changed_settings, written
     from hf_freeze.publish.export.survival import surviving_formats
 
+    facts = method.registered
     return {
         "class": method.__name__,
         "source": " ".join((sys.modules[method.__module__].__doc__ or "").split("\n\n")[0].split()),
         # Each paragraph and each item of a list on one line; code, which four spaces indent, stays.
         "doc": re.sub(r"(?<!\n)\n(?: {2})?(?=[^\s-])", " ", inspect.getdoc(method) or ""),
         "settings": {field.name: [_type_of(field), _default_of(field)] for field in fields(method)},
-        "by_hand": sorted(name for name, architecture in ARCHITECTURES.items() if method.supports(architecture)),
+        "by_hand": sorted(name for name, architecture in ARCHITECTURES.items() if method.refusal(architecture) is None),
         # Whether it works on families that are not described by hand, where this is proved.
-        "on_derived": method.architectures is None and "blocks" not in method.needs,
-        "needs": [CAPABILITIES[need] for need in sorted(method.needs & CAPABILITIES.keys())],
+        "on_derived": facts.architectures is None and "blocks" not in facts.needs,
+        "needs": [CAPABILITIES[need] for need in sorted(facts.needs & CAPABILITIES.keys())],
         "python": written(method.example),
         "recipe": {"method": method.name} | changed_settings(method.example),
         "formats": surviving_formats(method),  # which keep what it saves

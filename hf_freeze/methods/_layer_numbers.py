@@ -1,13 +1,10 @@
 """Settings that name layers by number, after a later method has given the layers new numbers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hf_freeze.architectures.base import Architecture
-
-# Stack -> for each of its layers, the number that the layer, or its original, had before.
-Kept = Mapping[str, Sequence[int]]
-
+from hf_freeze.methods.parts import Kept
 
 def renumbered_layers(layers: Mapping[str, list[int]], kept: Kept) -> dict[str, list[int]]:
     """A setting `layers`, such as `{"encoder": [0, 1]}`, with the new numbers; layers that are gone are left out."""

@@ -1,7 +1,7 @@
 """Shared by the methods that replace the linears of attention and FFN."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,10 +18,11 @@ from hf_freeze.methods._checks import (
     check_positive,
     check_positive_list,
 )
-from hf_freeze.methods.base import Method, Model, Statistics
+from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.solvers.moments import Moments, loss
 from hf_freeze.solvers.tensors import alternate
 
+LINEARS = Facts(needs={"linears"})  # what all these methods have in common
 _MOST_MODES = 32  # no dimension has more prime factors
 
 
@@ -30,7 +31,6 @@ class LinearMethod(Method):
     """Replaces each linear of `components` (`"ffn"`, `"attention"` or both) in `layers`, such as `{"encoder": [0, 1]}` (None:
     all layers)."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"linears"})
     components: list[str] = field(default_factory=lambda: ["ffn"])
     layers: dict[str, list[int]] | None = None
     choices: ClassVar[tuple[str, ...]] = LINEAR_COMPONENTS
@@ -105,6 +105,11 @@ class LinearMethod(Method):
             surgery.replace(model, name, surgery.dense_linear(module))
 
 
+def factors(*by_layer: str) -> Facts:
+    """The facts of a `FactorizedMethod`, of which these fields may name linears."""
+    return replace(LINEARS, shrinks=True, calibration="used", by_layer=by_layer)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FactorizedMethod(LinearMethod):
     """Replaces linears by products of factors. `execution`: see `hf_freeze.layers.factorized`."""
@@ -164,8 +169,6 @@ class ShapedMethod(FactorizedMethod):
     """Replaces the weight of a linear by a decomposition of a tensor: both dimensions are split into factors (`shape`), and the
     decomposition has one `rank`, or a list of `ranks`."""
 
-    by_layer: ClassVar[tuple[str, ...]] = ("ranks",)
-    calibrates: ClassVar[bool] = True
     rank: int | None = None
     ranks: list[int] | dict[str, list[int]] | None = None
     shape: list[list[int]] | None = None

@@ -8,10 +8,13 @@ from torch import nn
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.sparse import SparseLinear
-from hf_freeze.methods._linear import LinearMethod
-from hf_freeze.methods.base import Model
+from hf_freeze.methods._linear import LINEARS, LinearMethod
+from hf_freeze.methods.base import Facts, Model
 
 M = TypeVar("M", bound="SparseMethod")
+
+# The keys of `nonzeros` contain layer numbers, at the latest after `finalize`.
+SPARSE = replace(LINEARS, shrinks=True, by_layer=("nonzeros",), refers_to={"layers"}, holds={"masks"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +22,6 @@ class SparseMethod(LinearMethod):
     """`nonzeros`: linear -> number of its remaining weights. It is None until `finalize()` fills it in."""
 
     skips_removed: ClassVar[bool] = False  # `nonzeros` has all linears
-    by_layer: ClassVar[tuple[str, ...]] = ("nonzeros",)
     nonzeros: dict[str, int] | None = None
 
     def __post_init__(self) -> None:
@@ -41,16 +43,8 @@ class SparseMethod(LinearMethod):
                 )
 
     @property
-    def keeps_masks(self) -> bool:
-        return True
-
-    @property
-    def refers_to(self) -> frozenset[str]:
-        return frozenset({"layers"})  # the keys of `nonzeros` contain layer numbers, at the latest after `finalize`
-
-    @property
-    def finalizable(self) -> bool:
-        return self.nonzeros is None
+    def facts(self) -> Facts:
+        return replace(super().facts, finalizable=self.nonzeros is None)
 
     def prepare(self, model: Model, architecture: Architecture) -> None:
         if self.nonzeros is not None:

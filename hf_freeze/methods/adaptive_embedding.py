@@ -5,7 +5,7 @@ approximation for GPUs", https://arxiv.org/abs/1609.04309).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,14 +16,18 @@ from hf_freeze.layers.adaptive_embedding import AdaptiveInputEmbedding, Adaptive
 from hf_freeze.layers.factorized_embedding import nearest_factors
 from hf_freeze.methods._checks import check_choice, check_positive
 from hf_freeze.methods._linear import set_field
-from hf_freeze.methods.base import Method, Model, Statistics
+from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import Part, ResizedTables
 from hf_freeze.methods.registry import register_method
 
 OUTPUTS = ("adaptive", "dense")
 
 
-@register_method("adaptive_embedding", example={"cutoffs": [12, 26], "factor": 2, "width": 8}, shrinks=True)
+@register_method(
+    "adaptive_embedding",
+    example={"cutoffs": [12, 26], "factor": 2, "width": 8},
+    facts=Facts(needs={"blocks"}, shrinks=True),
+)
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveEmbedding(Method):
     """Replace each V x H table by bands of different widths. Band i holds the token ids from `cutoffs[i - 1]` (0 for the first
@@ -50,7 +54,6 @@ class AdaptiveEmbedding(Method):
     the whole last band.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"blocks"})
     cutoffs: list[int]
     factor: int = 4
     width: int | None = None

@@ -1,16 +1,47 @@
-"""`Method`: the base class of all techniques, with the hooks that the model calls."""
+"""`Method`, the base class of all techniques with the hooks that the model calls, and `Facts`, what others know of a method."""
 
 import copy
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.methods._layer_numbers import Kept, renumbered_layers, renumbered_names
+from hf_freeze.methods._layer_numbers import renumbered_layers, renumbered_names
+from hf_freeze.methods.parts import Kept, P, Part
 from hf_freeze.methods.parts import Model as Model
-from hf_freeze.methods.parts import P, Part
 from hf_freeze.methods.parts import Statistics as Statistics
 from hf_freeze.seeded import SeededTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a method does, as far as the model, the table of orders (`order.py`) and the contract tests must know.
+
+    `register_method` takes them. Those that depend on the setting are given by `Method.facts`.
+    """
+
+    # The backbones that it takes.
+    needs: Set[str] = frozenset()  # capabilities that must be proved: `architectures/families.py`
+    architectures: Set[str] | None = None  # supported model types; None means all
+    from_scratch: Set[str] = frozenset()  # "blocks", "tables": it puts in others, which no trained weights fit
+    # The outputs and the size of the model.
+    exact: bool = False  # the forward in eval mode stays unchanged, until `finalize` makes the model smaller
+    stochastic: bool = False  # the forward in training mode is random, drawn by `torch.randn_like`
+    shrinks: bool = False  # stored bytes fall, after `finalize()` where there is one
+    # How the model applies it.
+    structural: bool = True  # it overrides `restructure` or `convert`
+    selects: bool = False  # `convert` keeps weights by position, not by value: an optimiser's state can be carried over
+    calibration: Literal["used", "needed"] | None = None  # what `convert` does with statistics of texts
+    finalizable: bool = False  # training ends with `finalize`, which has not been called yet
+    stores: Set[str] = frozenset()  # components whose weights it stores in a form of its own, which no seed can draw
+    by_layer: tuple[str, ...] = ()  # fields that may be dicts with keys such as "encoder.0.self"
+    # What may go together, by `order.py`.
+    repeatable: bool = True  # it may be applied to the same model twice
+    renumbers: Literal["layers", "tokens"] | None = None  # those that it keeps get new numbers
+    refers_to: Set[str] = frozenset()  # "layers", "tokens": it names them by number; `layers` and `by_layer` are added
+    shares_layers: bool = False  # several layers use one set of parameters
+    holds: Set[str] = frozenset()  # "masks" of each layer; until `finalize`, "scores" of each layer or the old "blocks"
+    cuts: Set[str] = frozenset()  # components of which `finalize` cuts matrices: until then, a seed cannot define them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,75 +49,22 @@ class Method:
     """One technique: a validated config that round-trips through JSON, and hooks that change a model.
 
     A subclass is a frozen, keyword-only dataclass that validates its fields in `__post_init__` (ValueError with the value,
-    the limit and the choices) and overrides the hooks that it needs. Rarer abilities are `parts`. The facts below are read by
-    the model, by `order.py` and by the contract tests.
+    the limit and the choices) and overrides the hooks that it needs. Rarer abilities are `parts`. `register_method` sets the
+    class variables.
     """
 
     name: ClassVar[str]
     example: ClassVar["Method"]  # a tiny setting that the contract tests apply to every supported architecture
-    shrinks: ClassVar[bool] = False  # stored bytes fall with the example, after `finalize()` where there is one
-    exact: ClassVar[bool] = False  # the example leaves the forward unchanged
-    stochastic: ClassVar[bool] = False  # the example's forward in training mode is random
-    from_scratch: ClassVar[bool] = False  # it cannot take over trained weights: the backbone must be a config
-    architectures: ClassVar[frozenset[str] | None] = None  # supported model types; None means all
-    needs: ClassVar[frozenset[str]] = frozenset()  # capabilities that must be proved: `architectures/families.py`
-
-    structural: ClassVar[bool] = True  # it overrides `restructure` or `convert`
-    converts_fresh: ClassVar[bool] = False  # its modules cannot draw values: fresh weights also pass through `convert`
-    freezes: ClassVar[bool] = False  # `freeze` names parameters, in `layers` if the method has that field
-    as_successor: ClassVar[bool] = (
-        False  # though `from_scratch`, its blocks may learn beside trained ones: `keeps_old_blocks`
-    )
-    keeps_old_blocks: ClassVar[bool] = False  # copies of the old blocks run beside the new ones until `finalize`
-    replaces_blocks: ClassVar[bool] = False  # replaces all attentions or FFNs by blocks of another design
-    repeatable: ClassVar[bool] = True  # may be applied to the same model twice
-    shares_layers: ClassVar[bool] = False  # several layers use one set of parameters
-    drops_masks: ClassVar[bool] = False  # `finalize` drops what `keeps_masks` is about
-    calibrates: ClassVar[bool] = False  # `convert` uses statistics of texts, if it gets any
-    renumbers: ClassVar[str | None] = None  # "layers" or "tokens": the kept ones get new numbers
-    by_layer: ClassVar[tuple[str, ...]] = ()  # fields that may be dicts with keys such as "encoder.0.self"
+    modes: ClassVar[Mapping[str, "Method"]] = {}  # settings of another kind, by name, which the tests apply as well
+    registered: ClassVar[Facts] = Facts()  # the facts of every setting
 
     @property
-    def refers_to(self) -> frozenset[str]:
-        """The items ("layers", "tokens") that the setting refers to by number or name: renumbering them would change its
-        meaning."""
-        named = any(isinstance(getattr(self, name), dict) for name in self.by_layer)
-        return frozenset({"layers"} if named or getattr(self, "layers", None) is not None else ())
-
-    @property
-    def cuts(self) -> frozenset[str]:
-        """The components of which `finalize` cuts matrices, so that a seed cannot regenerate them before."""
-        return frozenset()
-
-    @property
-    def keeps_masks(self) -> bool:
-        """Whether it keeps a mask or a score for each layer, which layers with shared parameters cannot have."""
-        return False
-
-    @property
-    def follows_layers(self) -> bool:
-        """Whether a later method may remove or repeat layers that the setting names: `renumbered` gives it their new numbers."""
-        return not self.finalizable
-
-    @property
-    def selects(self) -> bool:
-        """Whether `convert` keeps weights by position, not by value, so that an optimiser's state can be carried over."""
-        return False
-
-    @property
-    def needs_calibration(self) -> bool:
-        """Whether it has no form without statistics, when it is applied to a model."""
-        return False
-
-    @property
-    def finalizable(self) -> bool:
-        """Whether training ends with `finalize`, which has not been called yet."""
-        return False
-
-    @property
-    def stores_anew(self) -> frozenset[str]:
-        """Components whose weights `finalize` will store in another form: a seed cannot draw them."""
-        return frozenset()
+    def facts(self) -> Facts:
+        """The facts of this setting."""
+        named = any(isinstance(getattr(self, name), dict) for name in self.registered.by_layer)
+        if not named and getattr(self, "layers", None) is None:
+            return self.registered
+        return replace(self.registered, refers_to={"layers", *self.registered.refers_to})
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -98,33 +76,25 @@ class Method:
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @classmethod
-    def supports(cls, architecture: Architecture) -> bool:
-        """Whether the method works on this architecture."""
-        return cls.refusal(architecture) is None
-
-    @classmethod
     def refusal(cls, architecture: Architecture) -> str | None:
         """Why the method does not work on this architecture; None if it does."""
-        if cls.architectures is not None and architecture.model_type not in cls.architectures:
-            return f"it supports {sorted(cls.architectures)}"
-        return next((architecture.refusals[need] for need in sorted(cls.needs) if need in architecture.refusals), None)
+        facts = cls.registered
+        if facts.architectures is not None and architecture.model_type not in facts.architectures:
+            return f"it supports {sorted(facts.architectures)}"
+        return next((architecture.refusals[need] for need in sorted(facts.needs) if need in architecture.refusals), None)
 
     @classmethod
     def advice(cls, architecture: Architecture, config: Any) -> str | None:
         """The settings that this model needs because the usual ones do not reach all of it; None if they do."""
         return None
 
-    def layers_kept(self, architecture: Architecture, config: Any) -> Kept:
-        """Stack -> the old numbers of its new layers, in order, for the stacks whose layers get new numbers."""
-        return {}
-
     def renumbered(self, architecture: Architecture, kept: Kept) -> "Method":
-        """The method with the numbers that layers have after `kept` (`layers_kept` of a later method); itself if it names none.
+        """The method with the numbers that layers have after `kept` (`KeptLayers` of a later method); itself if it names none.
         The result may name no layer any more, which `__post_init__` and `check` would refuse: they are not called."""
         changed: dict[str, Any] = {}
         if (layers := getattr(self, "layers", None)) is not None:
             changed["layers"] = renumbered_layers(layers, kept)
-        for name in self.by_layer:
+        for name in self.registered.by_layer:
             if isinstance(value := getattr(self, name), dict):
                 changed[name] = renumbered_names(value, architecture, kept)
         if not changed:
@@ -159,7 +129,7 @@ class Method:
         """Fill the modules that `restructure` put into `new` from the weights of `old`, which may be a native model.
 
         Called once, by `make_variant`, after everything of the same name and shape has been copied. `statistics`: what the
-        linears of `old` see, if there is a calibration; for methods that say `calibrates`.
+        linears of `old` see, if there is a calibration; for methods with the fact `calibration`.
         """
 
     def prepare(self, model: Model, architecture: Architecture) -> None:
@@ -172,7 +142,7 @@ class Method:
 
     def finalize(self, model: Model, architecture: Architecture) -> "Method":
         """End training, in place, at any step: remove the parts that only training needs. Returns the method that the config
-        names from then on; it is no longer `finalizable`."""
+        names from then on, whose facts say no longer `finalizable`."""
         raise NotImplementedError
 
     def merge(self, model: Model, architecture: Architecture) -> None:

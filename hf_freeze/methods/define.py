@@ -4,7 +4,7 @@ Token Embeddings for Neural Sequence Modeling", https://arxiv.org/abs/1911.12385
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,14 +14,18 @@ from hf_freeze.architectures.base import Architecture, base_name
 from hf_freeze.layers.define import DeFINEEmbedding, group_counts, output_widths
 from hf_freeze.layers.factorized_embedding import LowRankOutput, nearest_factors
 from hf_freeze.methods._checks import check_positive, check_share, nearest_multiples
-from hf_freeze.methods.base import Method, Model, Statistics
+from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.registry import register_method
 
 _DEEPEST = 64
 _WIDEST = 16  # times the hidden size
 
 
-@register_method("define", example={"depth": 2, "width": 8, "groups": 2, "map_dim": 4, "dropout": 0.0}, shrinks=True)
+@register_method(
+    "define",
+    example={"depth": 2, "width": 8, "groups": 2, "map_dim": 4, "dropout": 0.0},
+    facts=Facts(needs={"blocks"}, shrinks=True),
+)
 @dataclass(frozen=True, kw_only=True)
 class DeFINE(Method):
     """Replace each V x H table by a unit that maps, expands and reduces: a table of V x n with n = `map_dim`; N = `depth` group
@@ -46,7 +50,6 @@ class DeFINE(Method):
     has replaced.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"blocks"})
     depth: int
     width: int
     groups: int

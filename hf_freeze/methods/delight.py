@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -20,7 +20,7 @@ from hf_freeze.methods._checks import (
     check_share,
     nearest_multiples,
 )
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Facts, Method, Model
 from hf_freeze.methods.registry import register_method
 
 _DEEPEST = 64
@@ -30,9 +30,9 @@ _WIDEST = 16  # times the hidden size
 @register_method(
     "delight",
     example={"n_min": 1, "n_max": 2, "map_dim": 4, "groups": 2, "dropout": 0.0},
-    shrinks=True,
-    from_scratch=True,
-    architectures=("marian", "gpt2"),
+    facts=Facts(
+        needs={"blocks"}, architectures={"marian", "gpt2"}, from_scratch={"blocks", "tables"}, shrinks=True
+    ),
 )
 @dataclass(frozen=True, kw_only=True)
 class DeLighT(Method):
@@ -60,8 +60,6 @@ class DeLighT(Method):
     widths that the groups do not divide, and an attention, FFN or table that another method has changed.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"blocks"})
-    replaces_blocks: ClassVar[bool] = True
     n_min: int = 4
     n_max: int = 8
     m_w: float = 2.0

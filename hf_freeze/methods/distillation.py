@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -19,7 +19,7 @@ from hf_freeze.architectures.tasks import tasks_of
 from hf_freeze.compat.transformers import mask_of_frames
 from hf_freeze.layers.hooks import captured_outputs
 from hf_freeze.methods._checks import check_choice, check_share, is_number
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Facts, Method, Model
 from hf_freeze.methods.parts import Objective, Part, Step
 from hf_freeze.methods.registry import register_method
 
@@ -27,7 +27,7 @@ _HIDDEN = ("none", "skip", "last")
 _ONE_CLASS = "single_label_classification"  # transformers' problem_type
 
 
-@register_method("distillation", example={"temperature": 2.0, "alpha": 0.5}, exact=True)
+@register_method("distillation", example={"temperature": 2.0, "alpha": 0.5}, facts=Facts(structural=False, exact=True))
 @dataclass(frozen=True, kw_only=True)
 class Distillation(Method):
     """Train with (1 - alpha) · the loss of the labels + alpha · T² · KL(teacher ‖ student), where KL compares outputs at
@@ -50,7 +50,6 @@ class Distillation(Method):
     fewer layers, another hidden size or another architecture. Training without a teacher raises it too.
     """
 
-    structural: ClassVar[bool] = False
     teacher: Any = field(default=None, compare=False, repr=False, metadata={"runtime": True})
     temperature: float = 2.0
     alpha: float = 0.5

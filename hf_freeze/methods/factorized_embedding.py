@@ -4,7 +4,7 @@ Language Representations", https://arxiv.org/abs/1909.11942).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,13 +20,15 @@ from hf_freeze.layers.factorized_embedding import (
     nearest_factors,
 )
 from hf_freeze.methods._checks import check_bool, check_positive
-from hf_freeze.methods.base import Method, Model, Statistics
+from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import Part, ResizedTables
 from hf_freeze.methods.registry import register_method
 from hf_freeze.solvers.tables import weighted_table
 
 
-@register_method("factorized_embedding", example={"rank": 4}, shrinks=True)
+@register_method(
+    "factorized_embedding", example={"rank": 4}, facts=Facts(needs={"vocabulary"}, shrinks=True, calibration="used")
+)
 @dataclass(frozen=True, kw_only=True)
 class FactorizedEmbedding(Method):
     """Replace each V x H table by a table of V x E and a projection from E = `rank` to the hidden size H.
@@ -48,8 +50,6 @@ class FactorizedEmbedding(Method):
     get a smaller rank, except in BERT.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"vocabulary"})
-    calibrates: ClassVar[bool] = True
     rank: int
     share: bool = False
 

@@ -4,8 +4,8 @@ Molchanov et al., 2017, https://arxiv.org/abs/1611.06440).
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +21,7 @@ from hf_freeze.methods._checks import (
     check_share,
     is_ascending,
 )
-from hf_freeze.methods.base import Method, Model, Statistics
+from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
@@ -35,7 +35,11 @@ _MULTIPLE = (
 )
 
 
-@register_method("ffn_pruning", example={"width": 13}, shrinks=True)
+@register_method(
+    "ffn_pruning",
+    example={"width": 13},
+    facts=Facts(needs={"neurons"}, shrinks=True, calibration="used", by_layer=("keep", "experts")),
+)
 @dataclass(frozen=True, kw_only=True)
 class FFNPruning(Method):
     """Keep the `width` neurons of the largest magnitude in each FFN in `layers` (None: all). Or `keep`, such as
@@ -66,9 +70,6 @@ class FFNPruning(Method):
     the groups of a router allow, another setting beside `experts`, and a config that cannot hold their number.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"neurons"})
-    calibrates: ClassVar[bool] = True
-    by_layer: ClassVar[tuple[str, ...]] = ("keep", "experts")
     width: int | None = None
     keep: dict[str, surgery.Kept] | None = None
     layers: dict[str, list[int]] | None = None
@@ -169,7 +170,12 @@ class FFNPruning(Method):
         check_any_selected(self._blocks(architecture, config), self.layers, "FFNPruning")
 
     @property
-    def selects(self) -> bool:
+    def facts(self) -> Facts:
+        return replace(super().facts, selects=self._names_all)
+
+    @property
+    def _names_all(self) -> bool:
+        """Whether the setting names what stays."""
         return self.keep is not None or isinstance(self.experts, dict)
 
     def _experts_left(self, architecture: Architecture, config: Any) -> dict[str, list[int]]:
@@ -299,7 +305,7 @@ class FFNPruning(Method):
         return origins
 
     def decided(self, old: Any, architecture: Architecture, statistics: Statistics | None) -> "FFNPruning":
-        if self.selects:
+        if self._names_all:
             return self
         if isinstance(self.experts, int):
             return self._best_experts(old, architecture, statistics)

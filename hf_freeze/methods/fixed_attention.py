@@ -1,7 +1,7 @@
 """Self-attention by fixed patterns of positions (Raganato et al., 2020, https://arxiv.org/abs/2002.10260)."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
@@ -9,13 +9,13 @@ from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers.fixed_heads import EMPTY_ROWS, PATTERNS, UNITS, Words
 from hf_freeze.methods._checks import check_any_selected, check_choice, is_ascending
 from hf_freeze.methods._head_settings import chosen_attentions
-from hf_freeze.methods.base import Method, Model, Statistics
+from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
 
 
-@register_method("fixed_attention", example={"patterns": [5]}, shrinks=True)
+@register_method("fixed_attention", example={"patterns": [5]}, facts=Facts(needs={"blocks"}, shrinks=True))
 @dataclass(frozen=True, kw_only=True)
 class FixedAttention(Method):
     """Let the first heads of the encoder's self-attention, in `layers` (None: all), attend by position alone. These heads have
@@ -34,7 +34,6 @@ class FixedAttention(Method):
     patterns than heads, an unknown `empty_rows` or layer, and an attention that is causal or that another method has changed.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"blocks"})
     patterns: int | list[int] = 7
     unit: str = "token"
     continuations: list[int] | None = None
@@ -60,8 +59,9 @@ class FixedAttention(Method):
         check_choice(self.empty_rows, EMPTY_ROWS, "FixedAttention", "empty_rows")
 
     @property
-    def refers_to(self) -> frozenset[str]:
-        return super().refers_to | ({"tokens"} if bool(self.continuations) else set())
+    def facts(self) -> Facts:
+        facts = super().facts
+        return replace(facts, refers_to={"tokens", *facts.refers_to}) if self.continuations else facts
 
     @classmethod
     def refusal(cls, architecture: Architecture) -> str | None:

@@ -4,7 +4,7 @@ parameters are born equal: Attention is mostly what you need", https://arxiv.org
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -26,7 +26,7 @@ from hf_freeze.methods._checks import (
     is_number,
     training_span,
 )
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Facts, Method, Model
 from hf_freeze.methods.parts import FreezePhase, InitialValues, Part, SeededValues
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import SeededTensor
@@ -53,7 +53,11 @@ _SCHEMES = {
 _DENSITY = 1 / 3  # Achlioptas (2003)
 
 
-@register_method("freeze", example={"ffn": "random", "attention": "frozen", "seed": 13}, shrinks=True)
+@register_method(
+    "freeze",
+    example={"ffn": "random", "attention": "frozen", "seed": 13},
+    facts=Facts(structural=False, shrinks=True),
+)
 @dataclass(frozen=True, kw_only=True)
 class Freeze(Method):
     """Freeze components. The mode of each component is one of
@@ -97,8 +101,6 @@ class Freeze(Method):
     not have, and a begin or end that is outside 0..1, in the wrong order or set for a component that is not stored.
     """
 
-    structural: ClassVar[bool] = False
-    freezes: ClassVar[bool] = True
     embeddings: str = "trainable"
     attention: str | dict[str, str] = "trainable"
     ffn: str = "trainable"
@@ -117,7 +119,7 @@ class Freeze(Method):
         if self.attention == {}:
             raise ValueError("Freeze(attention={}): must be a mode, or a dict such as {'cross': 'random'}")
         for component, modes in _MODES.items():
-            for field, mode in self.modes(component).items():
+            for field, mode in self.modes_of(component).items():
                 check_choice(mode, modes, "Freeze", field)
         check_seed(self.seed, "Freeze")
         check_layers_type(self.layers)
@@ -155,7 +157,7 @@ class Freeze(Method):
                 "the embeddings, with another scheme"
             )
 
-    def modes(self, component: str) -> dict[str, str]:
+    def modes_of(self, component: str) -> dict[str, str]:
         """Field, as text, -> mode: one for a component, or one for each of its parts."""
         value = getattr(self, component)
         if component != "attention" or not isinstance(value, dict):
@@ -164,11 +166,11 @@ class Freeze(Method):
 
     def _seeds(self, component: str) -> bool:
         """Whether a seed regenerates some of its weights."""
-        return any(mode not in _STORED for mode in self.modes(component).values())
+        return any(mode not in _STORED for mode in self.modes_of(component).values())
 
     def _has(self, component: str, *modes: str) -> bool:
         """Whether some of its weights have one of these modes."""
-        return any(mode in modes for mode in self.modes(component).values())
+        return any(mode in modes for mode in self.modes_of(component).values())
 
     @property
     def phase(self) -> tuple[float, float]:
@@ -254,7 +256,7 @@ class _Phase(FreezePhase):
         frozen = [
             component if getattr(self.method, component) == "frozen" else f"parts of {component}"
             for component in _MODES
-            if "frozen" in self.method.modes(component).values()
+            if "frozen" in self.method.modes_of(component).values()
         ]
         layers = "" if self.method.layers is None else f" of {self.method.layers}"
         return {f"{', '.join(frozen)}{layers} frozen": float(self.frozen_at(step / total_steps))}

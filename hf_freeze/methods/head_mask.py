@@ -4,19 +4,19 @@ https://arxiv.org/abs/1905.10650; Voita et al., 2019, https://arxiv.org/abs/1905
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type, full_name
 from hf_freeze.layers.gated import Gated
 from hf_freeze.methods._checks import check_any_selected, check_bool
 from hf_freeze.methods._head_settings import check_attentions, check_head, check_heads_type, chosen_attentions
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Facts, Method, Model
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import SeededTensor
 
 
-@register_method("head_mask", example={}, exact=True)
+@register_method("head_mask", example={}, facts=Facts(needs={"heads"}, exact=True, by_layer=("heads",)))
 @dataclass(frozen=True, kw_only=True)
 class HeadMask(Method):
     """Multiply the context of each head by a gate, in `layers` (None: all). A gate starts at 0 for the heads that `heads` names,
@@ -27,9 +27,6 @@ class HeadMask(Method):
     Raises ValueError for an unknown layer, attention or head, and for an attention that another method has changed.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"heads"})
-    freezes: ClassVar[bool] = True
-    by_layer: ClassVar[tuple[str, ...]] = ("heads",)
     heads: dict[str, list[int]] | None = None
     trainable: bool = True
     layers: dict[str, list[int]] | None = None

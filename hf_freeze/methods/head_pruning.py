@@ -4,8 +4,8 @@ https://arxiv.org/abs/1905.10650).
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
@@ -24,7 +24,7 @@ from hf_freeze.methods._checks import (
 from hf_freeze.methods._gradual_heads import HEAD_SCOPES, FewerHeads, OpenGates, kept_count, mask_least
 from hf_freeze.methods._head_settings import check_attentions, check_head, check_heads_type, chosen_attentions
 from hf_freeze.methods._ramps import RAMPS
-from hf_freeze.methods.base import Method, Model, Statistics
+from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
@@ -35,7 +35,15 @@ from hf_freeze.solvers.moments import Moments
 _MOST_PENALTY = 1e9
 
 
-@register_method("head_pruning", example={"share": 0.5}, shrinks=True)
+@register_method(
+    "head_pruning",
+    example={"share": 0.5},
+    modes={
+        "gradual": {"share": 0.5, "begin": 0.0, "end": 0.5, "scope": "global", "ramp": "linear"},
+        "gates": {"penalty": 0.1},
+    },
+    facts=Facts(needs={"heads"}, shrinks=True, calibration="used", by_layer=("heads",)),
+)
 @dataclass(frozen=True, kw_only=True)
 class HeadPruning(Method):
     """Remove the heads that `heads` names, such as `{"encoder.0.self": [1, 3]}` (`analysis.select_heads`), as Michel et al.
@@ -76,10 +84,6 @@ class HeadPruning(Method):
     these without `share`, and a penalty outside 0..1e9.
     """
 
-    drops_masks: ClassVar[bool] = True
-    needs: ClassVar[frozenset[str]] = frozenset({"heads"})
-    by_layer: ClassVar[tuple[str, ...]] = ("heads",)
-    calibrates: ClassVar[bool] = True
     heads: dict[str, list[int]] | None = None
     share: float | Literal["auto"] | None = None
     layers: dict[str, list[int]] | None = None
@@ -103,7 +107,7 @@ class HeadPruning(Method):
                         "or end"
                     )
         if self.share == AUTO:
-            if self.finalizable:
+            if self._in_training:
                 raise ValueError("HeadPruning(share='auto'): is decided before training: leave begin and end out")
         elif self.share is not None:
             check_share(self.share, "HeadPruning", "share")
@@ -119,28 +123,26 @@ class HeadPruning(Method):
     def parts(self) -> tuple[Part, ...]:
         if self.penalty is not None:
             return (OpenGates(self, self.penalty),)
-        return (FewerHeads(self),) if self.finalizable else (Selection(self.origins, self.decided, self.must_decide),)
+        return (FewerHeads(self),) if self._in_training else (Selection(self.origins, self.decided, self.must_decide),)
 
     @property
-    def finalizable(self) -> bool:
+    def facts(self) -> Facts:
+        facts = super().facts
+        if not self._in_training:
+            return replace(facts, selects=self.heads is not None)
+        gates = self.penalty is not None  # which are all open at first
+        ends: dict[str, Any] = {"finalizable": True, "refers_to": {"layers"}, "holds": {"scores"}, "cuts": {"attention"}}
+        return replace(facts, exact=True, stochastic=gates, shrinks=not gates, **ends)
+
+    @property
+    def _in_training(self) -> bool:
+        """Whether heads go while the model is trained."""
         return self.penalty is not None or (self.begin, self.end) != (None, None)
 
     @property
     def _competes(self) -> bool:
         """Whether a calibration decides how many heads each attention keeps."""
-        return self.share == AUTO or (self.scope == "global" and not self.finalizable)
-
-    @property
-    def refers_to(self) -> frozenset[str]:
-        return super().refers_to | ({"layers"} if self.finalizable else set())  # finalize() names heads
-
-    @property
-    def keeps_masks(self) -> bool:
-        return self.finalizable
-
-    @property
-    def cuts(self) -> frozenset[str]:
-        return frozenset({"attention"} if self.finalizable else ())
+        return self.share == AUTO or (self.scope == "global" and not self._in_training)
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
@@ -158,14 +160,10 @@ class HeadPruning(Method):
             return attentions
         return {name: attention for name, attention in attentions.items() if not surgery.is_removed(model, attention.q)}
 
-    @property
-    def selects(self) -> bool:
-        return self.heads is not None
-
     def restructure(self, model: Model, architecture: Architecture) -> None:
         for name, attention in self._with_heads(model, architecture).items():
             heads = surgery.count_heads(model, attention, self.name)
-            if self.finalizable:
+            if self._in_training:
                 linear = surgery.dense_module(model, attention.o, self.name, advice="leave it out by layers=")
                 masked = MaskedHeads if self.penalty is None else HardConcrete
                 surgery.replace(
@@ -207,7 +205,7 @@ class HeadPruning(Method):
             )
 
     def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
-        if self.finalizable:  # the matrices are as they were
+        if self._in_training:  # the matrices are as they were
             return
         attentions = self._with_heads(old, new.architecture)
         plain = {name: self._chosen(name, attention, old) for name, attention in attentions.items()}
@@ -354,7 +352,7 @@ class HeadPruning(Method):
         return HeadPruning(heads=removed) if removed else HeadPruning(share=1.0, layers=self.layers)
 
     def merge(self, model: Model, architecture: Architecture) -> None:
-        if self.finalizable:
+        if self._in_training:
             for name, module in self.masked(model, architecture).items():
                 output = self._attentions(architecture, model.config)[name].o
                 surgery.replace(model, output, surgery.dense_linear(module))

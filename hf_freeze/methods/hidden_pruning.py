@@ -5,7 +5,7 @@ Muralidharan et al., 2024, "Compact Language Models via Pruning and Knowledge Di
 import copy
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -16,14 +16,18 @@ from hf_freeze.architectures.probe import adds_one
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.architectures.roles import is_norm
 from hf_freeze.methods._checks import check_one_given, check_positive, is_ascending
-from hf_freeze.methods.base import Method, Model, Statistics
+from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import Part, SeededValues, Selection, parts_of
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
 from hf_freeze.solvers.moments import Moments, best_dense, best_scale, loss
 
 
-@register_method("hidden_pruning", example={"width": 8}, shrinks=True)
+@register_method(
+    "hidden_pruning",
+    example={"width": 8},
+    facts=Facts(needs={"hidden"}, shrinks=True, calibration="used", repeatable=False),
+)
 @dataclass(frozen=True, kw_only=True)
 class HiddenPruning(Method):
     """Keep the `width` channels of the largest magnitude of the hidden states, everywhere: the residual stream of the whole model
@@ -50,9 +54,6 @@ class HiddenPruning(Method):
     of LowRank, FactorizedEmbedding without BERT's norm, and Quantize with int8 can.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
-    repeatable: ClassVar[bool] = False
-    calibrates: ClassVar[bool] = True
     width: int | None = None
     keep: list[int] | None = None
 
@@ -71,8 +72,8 @@ class HiddenPruning(Method):
         return list(range(self.width)) if self.keep is None else self.keep  # type: ignore[arg-type]
 
     @property
-    def selects(self) -> bool:
-        return self.keep is not None
+    def facts(self) -> Facts:
+        return replace(super().facts, selects=self.keep is not None)
 
     @property
     def parts(self) -> tuple[Part, ...]:

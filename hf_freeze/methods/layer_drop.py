@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
@@ -10,9 +10,8 @@ from hf_freeze.layers.layer_forward import Skipped
 from hf_freeze.layers.learnt_skip import LearntSkip, draw, drop_rates, drop_scores
 from hf_freeze.layers.thinned import Thinned
 from hf_freeze.methods._checks import check_bool, check_positive, check_seed, check_share
-from hf_freeze.methods._layer_numbers import Kept
-from hf_freeze.methods.base import Method, Model
-from hf_freeze.methods.parts import Part, Schedule
+from hf_freeze.methods.base import Facts, Method, Model
+from hf_freeze.methods.parts import Kept, Part, Schedule
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import draws
 from hf_freeze.surgery.sublayers import ATTENTION, FFN, check_sublayers, head_count, is_part_of, kinds_of, last_linears
@@ -20,7 +19,12 @@ from hf_freeze.surgery.sublayers import ATTENTION, FFN, check_sublayers, head_co
 LAYERS, HEADS, NEURONS = "layers", "heads", "neurons"
 
 
-@register_method("layer_drop", example={"p": 0.5, "seed": 8}, exact=True)
+@register_method(
+    "layer_drop",
+    example={"p": 0.5, "seed": 8},
+    modes={"learnt": {"p": 0.3, "learned": True, "seed": 10}},
+    facts=Facts(needs={"layers"}, exact=True, repeatable=False),
+)
 @dataclass(frozen=True, kw_only=True)
 class LayerDrop(Method):
     """In each training step, skip every layer of `stacks` (None: all) with probability `p`. In eval mode all layers run, and
@@ -60,9 +64,6 @@ class LayerDrop(Method):
     `stacks`, a second LayerDrop, and a native LayerDrop.
     """
 
-    drops_masks: ClassVar[bool] = True
-    needs: ClassVar[frozenset[str]] = frozenset({"layers"})
-    repeatable: ClassVar[bool] = False
     p: float | dict[str, float] = 0.2
     stacks: list[str] | None = None
     groups: int = 8
@@ -168,8 +169,14 @@ class LayerDrop(Method):
         return (_Draws(self),) if any(self.probabilities.values()) or self.rates is not None else ()
 
     @property
-    def refers_to(self) -> frozenset[str]:
-        return frozenset({"layers"} if self.learned or self.rates is not None else ())
+    def facts(self) -> Facts:
+        named = {"layers"} if self.learned or self.rates is not None else frozenset()
+        return replace(
+            super().facts,
+            refers_to=named,
+            finalizable=self.learned,
+            holds={"scores"} if self.learned else frozenset(),
+        )
 
     def renumbered(self, architecture: Architecture, kept: Kept) -> "LayerDrop":
         if self.rates is None:
@@ -178,14 +185,6 @@ class LayerDrop(Method):
             stack: [of[number] for number in kept.get(stack, range(len(of)))] for stack, of in self.rates.items()
         }
         return replace(self, rates=of_kept)
-
-    @property
-    def finalizable(self) -> bool:
-        return self.learned
-
-    @property
-    def keeps_masks(self) -> bool:
-        return self.learned
 
     def learnt_rates(self, model: Any, architecture: Architecture) -> dict[str, list[float]]:
         """Stack -> the probability of each of its layers to be left out, by their scores or as `finalize()` has fixed it."""

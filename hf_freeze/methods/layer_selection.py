@@ -3,21 +3,25 @@
 import contextlib
 import itertools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, changes_of_layers, check_layers_type, with_layers
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.methods._checks import check_one_given, check_share
 from hf_freeze.methods._spacing import evenly_spaced
-from hf_freeze.methods.base import Method, Model, Statistics
-from hf_freeze.methods.parts import Part, Selection
+from hf_freeze.methods.base import Facts, Method, Model, Statistics
+from hf_freeze.methods.parts import KeptLayers, Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
 from hf_freeze.solvers.moments import best_dense
 
 
-@register_method("layer_selection", example={"share": 0.5}, shrinks=True)
+@register_method(
+    "layer_selection",
+    example={"share": 0.5},
+    facts=Facts(needs={"layers"}, shrinks=True, calibration="used", selects=True, renumbers="layers"),
+)
 @dataclass(frozen=True, kw_only=True)
 class LayerSelection(Method):
     """Keep only the layers that `keep` names, such as `{"encoder": [0, 2, 4]}`, in their order and with new numbers; stacks
@@ -32,9 +36,6 @@ class LayerSelection(Method):
     a method that needs the layers as they are: LayerSharing with groups, and one that names layers and waits for `finalize()`.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"layers"})
-    calibrates: ClassVar[bool] = True
-    renumbers: ClassVar[str | None] = "layers"
     keep: dict[str, list[int]] | None = None
     share: float | None = None
 
@@ -55,7 +56,7 @@ class LayerSelection(Method):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (Selection(self.origins, self.decided, by_statistics=True),)
+        return (Selection(self.origins, self.decided, by_statistics=True), KeptLayers(self.layers_kept))
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.keep, config)
@@ -81,10 +82,6 @@ class LayerSelection(Method):
 
     def describe(self, architecture: Architecture, config: Any) -> Architecture:
         return with_layers(architecture, self.layers_kept(architecture, config))
-
-    @property
-    def selects(self) -> bool:
-        return True
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         for stack, numbers in self.layers_kept(architecture, model.config).items():

@@ -3,8 +3,8 @@ https://arxiv.org/abs/1909.11942)."""
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -26,7 +26,8 @@ from hf_freeze.layers.factorized import FactorizedLinear
 from hf_freeze.layers.quantized import STORED, Quantized
 from hf_freeze.methods._checks import check_choice, check_positive
 from hf_freeze.methods._linear import set_field
-from hf_freeze.methods.base import Method, Model, Statistics
+from hf_freeze.methods.base import Facts, Method, Model, Statistics
+from hf_freeze.methods.parts import KeptLayers, Part
 from hf_freeze.methods.registry import register_method
 from hf_freeze.solvers.moments import best_dense, loss, together
 
@@ -37,7 +38,11 @@ _SWEEPS = 4  # what a linear sees and has to make up for changes with the others
 _RIDGE = 0.1  # all places change with each step: smaller steps come nearer
 
 
-@register_method("layer_sharing", example={"start": "middle"}, shrinks=True)
+@register_method(
+    "layer_sharing",
+    example={"start": "middle"},
+    facts=Facts(needs={"layers"}, shrinks=True, calibration="used", shares_layers=True),
+)
 @dataclass(frozen=True, kw_only=True)
 class LayerSharing(Method):
     """Let all layers of a stack share one set of parameters, which is stored and counted once, in each of `stacks` (None: all).
@@ -63,9 +68,6 @@ class LayerSharing(Method):
     factors is that of their products.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"layers"})
-    shares_layers: ClassVar[bool] = True
-    calibrates: ClassVar[bool] = True
     stacks: list[str] | None = None
     components: list[str] | None = None
     groups: int = 1
@@ -97,12 +99,13 @@ class LayerSharing(Method):
                 check_positive(depth, "LayerSharing", f"depth[{stack!r}]")
 
     @property
-    def refers_to(self) -> frozenset[str]:
-        return frozenset({"layers"} if self.groups > 1 else ())  # a layer's number decides its group
+    def facts(self) -> Facts:
+        named = {"layers"} if self.groups > 1 else frozenset()  # a layer's number decides its group
+        return replace(super().facts, refers_to=named)
 
     @property
-    def follows_layers(self) -> bool:
-        return False  # the groups of fewer layers would be others
+    def parts(self) -> tuple[Part, ...]:
+        return (KeptLayers(self.layers_kept),)
 
     def check(self, architecture: Architecture, config: Any) -> None:
         shared = self._shared(architecture, config)

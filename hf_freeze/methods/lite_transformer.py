@@ -3,7 +3,7 @@ https://arxiv.org/abs/2004.11886).
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention
@@ -13,7 +13,7 @@ from hf_freeze.layers.long_short import ConvolutionAlone, LongShortAttention
 from hf_freeze.methods._blocks import check_blocks, with_blocks
 from hf_freeze.methods._checks import check_bool, check_choice, check_positive, check_positive_list, check_share
 from hf_freeze.methods._linear import set_field
-from hf_freeze.methods.base import Method, Model
+from hf_freeze.methods.base import Facts, Method, Model
 from hf_freeze.methods.registry import register_method
 
 _WIDEST = 1 << 10
@@ -22,9 +22,7 @@ _WIDEST = 1 << 10
 @register_method(
     "lite_transformer",
     example={"kernels": [3, 5], "heads": 2, "conv_heads": 2},
-    shrinks=True,
-    from_scratch=True,
-    architectures=("marian", "gpt2"),
+    facts=Facts(needs={"blocks"}, architectures={"marian", "gpt2"}, from_scratch={"blocks"}, shrinks=True),
 )
 @dataclass(frozen=True, kw_only=True)
 class LiteTransformer(Method):
@@ -45,9 +43,6 @@ class LiteTransformer(Method):
     hidden size, and an attention or FFN that another method has changed.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"blocks"})
-    replaces_blocks: ClassVar[bool] = True
-    as_successor: ClassVar[bool] = True
     kernels: list[int] = field(default_factory=lambda: [3, 7, 15, 31, 31, 31])
     conv: str = "dynamic"
     attention: bool = True

@@ -13,13 +13,13 @@ from hf_freeze.layers import LowRankLinear
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.low_rank import SOLVERS
 from hf_freeze.methods._checks import check_positive
-from hf_freeze.methods._linear import FactorizedMethod, glorot_std
+from hf_freeze.methods._linear import FactorizedMethod, factors, glorot_std
 from hf_freeze.methods.registry import register_method
 from hf_freeze.solvers.low_rank import low_rank
 from hf_freeze.solvers.moments import Moments
 
 
-@register_method("low_rank", example={"rank": 4}, shrinks=True)
+@register_method("low_rank", example={"rank": 4}, facts=factors("rank"))
 @dataclass(frozen=True, kw_only=True)
 class LowRank(FactorizedMethod):
     """Replace each weight W by a product up · down with an inner size of `rank`. It is smaller than W if
@@ -39,8 +39,6 @@ class LowRank(FactorizedMethod):
     """
 
     replaces: ClassVar[tuple[type[nn.Module], ...]] = (LowRankLinear,)
-    by_layer: ClassVar[tuple[str, ...]] = ("rank",)
-    calibrates: ClassVar[bool] = True
     rank: int | dict[str, int]
     solver: str = "exact"
 

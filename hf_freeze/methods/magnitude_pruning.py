@@ -3,8 +3,8 @@ that the outputs need least (Frantar & Alistarh, 2023, "SparseGPT", https://arxi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +15,8 @@ from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.masked import Masked, prune_smallest
 from hf_freeze.methods._checks import check_choice, check_share, check_training_span, training_span
 from hf_freeze.methods._ramps import in_stages, ramp
-from hf_freeze.methods._sparse import SparseMethod
-from hf_freeze.methods.base import Model, Statistics
+from hf_freeze.methods._sparse import SPARSE, SparseMethod
+from hf_freeze.methods.base import Facts, Model, Statistics
 from hf_freeze.methods.parts import Part, Schedule
 from hf_freeze.methods.registry import register_method
 from hf_freeze.solvers.allocation import allocate
@@ -40,7 +40,7 @@ _SHARES = (
 _UNITS = 64  # that the smallest linear is divided into
 
 
-@register_method("magnitude_pruning", example={"sparsity": 0.5}, shrinks=True)
+@register_method("magnitude_pruning", example={"sparsity": 0.5}, facts=replace(SPARSE, calibration="used"))
 @dataclass(frozen=True, kw_only=True)
 class MagnitudePruning(SparseMethod):
     """Zero the share `sparsity` of the weights with the smallest magnitudes, ranked over all chosen linears together
@@ -64,7 +64,6 @@ class MagnitudePruning(SparseMethod):
     """
 
     sparsity: float
-    calibrates: ClassVar[bool] = True
     scope: str = "global"
     criterion: str = "magnitude"
     begin: float | None = None
@@ -84,19 +83,19 @@ class MagnitudePruning(SparseMethod):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        gradual = self.finalizable and (self.begin, self.end) != (None, None)
+        gradual = self.nonzeros is None and (self.begin, self.end) != (None, None)
         return (_RisingSparsity(self),) if gradual else ()
 
     @property
-    def needs_calibration(self) -> bool:
-        return self.criterion != "magnitude"
+    def facts(self) -> Facts:
+        return replace(super().facts, calibration="used" if self.criterion == "magnitude" else "needed")
 
     def training_module(self, linear: Any) -> nn.Module:
         return Masked.from_linear(linear)
 
     @torch.no_grad()
     def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
-        if statistics is None or self.parts or not self.finalizable:
+        if statistics is None or self.parts or self.nonzeros is not None:
             return
         modules = dict(self.modules(new, new.architecture))
         shares = dict.fromkeys(modules, 1 - self.sparsity)
@@ -150,11 +149,11 @@ class MagnitudePruning(SparseMethod):
 
     def prepare(self, model: Model, architecture: Architecture) -> None:
         super().prepare(model, architecture)
-        if not self.parts and not self.needs_calibration:
+        if not self.parts and self.criterion == "magnitude":
             self.prune(model, architecture, self.sparsity)
 
     def finalize(self, model: Model, architecture: Architecture) -> "MagnitudePruning":
-        if not self.needs_calibration:
+        if self.criterion == "magnitude":
             self.prune(model, architecture, self.sparsity)
         return super().finalize(model, architecture)
 

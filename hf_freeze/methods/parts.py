@@ -16,6 +16,10 @@ from hf_freeze.seeded import Origin, SeededTensor
 from hf_freeze.solvers.moments import Moments
 
 
+# Stack -> for each of its layers, the number that the layer, or its original, had before.
+Kept = Mapping[str, Sequence[int]]
+
+
 class Model(Protocol):
     """The interface of a variant that methods use."""
 
@@ -148,6 +152,12 @@ class FreezePhase(Schedule):
         raise NotImplementedError
 
 
+def layers_kept(method: Any, architecture: Architecture, config: Any) -> Kept:
+    """What `KeptLayers` of a method says, or nothing."""
+    part = None if method is None else method.part(KeptLayers)
+    return {} if part is None else part.kept(architecture, config)
+
+
 def frozen_at(method: Any, progress: float | None) -> bool:
     """Whether the parameters of `method.freeze` are frozen after the share `progress` of training (None: before training)."""
     phase = method.part(FreezePhase)
@@ -192,6 +202,17 @@ class KeptTokens(Part):
     def with_kept(self, kept: list[int]) -> Any:
         """The method with other kept ids, after `resize_token_embeddings`."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class KeptLayers(Part):
+    """Stacks get another depth.
+
+    `kept(architecture, config)`: stack -> for each of its new layers, the number of the old one that it is or copies; without
+    the stacks that stay. Earlier methods that name layers go on with the new numbers.
+    """
+
+    kept: Callable[[Architecture, Any], Kept]
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from hf_freeze.layers.quantized_factors import (
 from hf_freeze.layers.sparse import SparseLinear, Sparsifiable
 from hf_freeze.layers.tensor_train import TensorTrainLinear
 from hf_freeze.methods._checks import check_bool, check_choice, check_one_given, check_share
-from hf_freeze.methods._linear import LinearMethod
-from hf_freeze.methods.base import Model, Statistics
+from hf_freeze.methods._linear import LINEARS, LinearMethod
+from hf_freeze.methods.base import Facts, Model, Statistics
 from hf_freeze.methods.parts import Part, Schedule
 from hf_freeze.methods.registry import register_method
 from hf_freeze.solvers.moments import Moments, loss, projected, without_outputs
@@ -37,7 +37,20 @@ from hf_freeze.solvers.rounding import Rounded, Symmetric, gptq
 _OF_SCHEMES = ("layers", "scheme", "components", "weights")  # settings beside a scheme; all others are of `weights`
 
 
-@register_method("quantize", example={"scheme": "nf4", "components": ["ffn", "embeddings"]}, shrinks=True)
+@register_method(
+    "quantize",
+    example={"scheme": "nf4", "components": ["ffn", "embeddings"]},
+    modes={
+        "trained": {
+            "train": True,
+            "weights": "int8",
+            "activations": "int8",
+            "weight_ranges": "learnt",
+            "components": ["ffn", "embeddings"],
+        }
+    },
+    facts=replace(LINEARS, shrinks=True, calibration="used"),
+)
 @dataclass(frozen=True, kw_only=True)
 class Quantize(LinearMethod):
     """Few bits for the weights of `components`, in one of two ways.
@@ -86,8 +99,6 @@ class Quantize(LinearMethod):
     seen, and a missing bitsandbytes.
     """
 
-    calibrates: ClassVar[bool] = True
-    converts_fresh: ClassVar[bool] = True
     replaces: ClassVar[tuple[type[nn.Module], ...]] = (LowRankLinear, SparseLinear, TensorTrainLinear)
     choices: ClassVar[tuple[str, ...]] = (*LINEAR_COMPONENTS, "embeddings", "experts")
 
@@ -136,16 +147,12 @@ class Quantize(LinearMethod):
         return Grid(**{name: getattr(self, name) for name in names})
 
     @property
-    def finalizable(self) -> bool:
-        return self.train
+    def facts(self) -> Facts:
+        return replace(super().facts, finalizable=self.train, stores={*self.components})
 
     @property
     def parts(self) -> tuple[Part, ...]:
         return (_Rounding(self),) if self.train and (self.begin is not None or self.grid.is_static) else ()
-
-    @property
-    def stores_anew(self) -> frozenset[str]:
-        return frozenset(self.components if self.train else ())
 
     @property
     def _linear_components(self) -> list[str]:

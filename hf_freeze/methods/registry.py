@@ -1,14 +1,14 @@
 """METHODS, the decorator that registers a method there, and the conversion of methods to plain data and back."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from hf_freeze.methods.base import Method
+from hf_freeze.methods.base import Facts, Method
 
 METHODS: dict[str, type[Method]] = {}
 
@@ -19,21 +19,22 @@ def register_method(
     name: str,
     *,
     example: dict[str, Any],
-    shrinks: bool = False,
-    exact: bool = False,
-    stochastic: bool = False,
-    from_scratch: bool = False,
-    architectures: Iterable[str] | None = None,
+    facts: Facts = Facts(),  # noqa: B008 (frozen)
+    modes: Mapping[str, dict[str, Any]] = {},  # noqa: B006 (never changed)
 ) -> Callable[[M], M]:
-    """Class decorator: register a method under `name`, with the facts that the contract tests read."""
+    """Class decorator: register a method under `name`.
+
+    `example`: a tiny setting, which the contract tests apply to every architecture that the method supports. `modes`: further
+    ones that differ from it in kind, by a name for each, such as a setting that is trained in another way. `facts`: what others
+    must know of every setting; `Method.facts` gives what depends on it.
+    """
 
     def register(cls: M) -> M:
         if name in METHODS:
             raise ValueError(f"method {name!r} is registered already, by {METHODS[name].__qualname__}")
-        cls.name, cls.shrinks, cls.exact, cls.stochastic = name, shrinks, exact, stochastic
-        cls.from_scratch = from_scratch
-        cls.architectures = None if architectures is None else frozenset(architectures)
-        setattr(cls, "example", cls(**example))  # noqa: B010 (a subclass where Method is declared)
+        cls.name, cls.registered = name, facts
+        for attribute, value in [("example", cls(**example)), ("modes", {mode: cls(**of) for mode, of in modes.items()})]:
+            setattr(cls, attribute, value)  # a subclass where Method is declared
         METHODS[name] = cls
         return cls
 

@@ -9,11 +9,11 @@ from hf_freeze.layers import TensorTrainLinear
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.shapes import modes_of
 from hf_freeze.layers.tensor_train import check_ranks, full_ranks
-from hf_freeze.methods._linear import ShapedMethod, glorot_std
+from hf_freeze.methods._linear import ShapedMethod, factors, glorot_std
 from hf_freeze.methods.registry import register_method
 
 
-@register_method("tensor_train", example={"rank": 4}, shrinks=True)
+@register_method("tensor_train", example={"rank": 4}, facts=factors("ranks"))
 @dataclass(frozen=True, kw_only=True)
 class TensorTrain(ShapedMethod):
     """Replace each weight by a TT-matrix: d cores of (r_{k-1}, n_k, m_k, r_k), with Σ r_{k-1} n_k m_k r_k parameters.

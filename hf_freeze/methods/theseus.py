@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import (
@@ -20,8 +20,8 @@ from hf_freeze.layers.layer_forward import Replaced
 from hf_freeze.methods._checks import check_choice, check_positive_share, check_seed, is_number
 from hf_freeze.methods._linear import set_field
 from hf_freeze.methods._ramps import RAMPS, ramp
-from hf_freeze.methods.base import Method, Model, Statistics
-from hf_freeze.methods.parts import Part, Schedule, Selection
+from hf_freeze.methods.base import Facts, Method, Model, Statistics
+from hf_freeze.methods.parts import KeptLayers, Part, Schedule, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin, SeededTensor, draws
 
@@ -39,7 +39,11 @@ def _whole_steps(steps: float) -> float:
     return steps if steps > 1e15 else math.ceil(steps - 1e-9 * max(steps, 1))
 
 
-@register_method("theseus", example={"rate": 0.5, "train": "all"}, shrinks=True)
+@register_method(
+    "theseus",
+    example={"rate": 0.5, "train": "all"},
+    facts=Facts(needs={"layers"}, shrinks=True, repeatable=False, renumbers="layers"),
+)
 @dataclass(frozen=True, kw_only=True)
 class Theseus(Method):
     """Halve the depth, or divide it further. Each layer of the shallow successor replaces an equal number of consecutive layers
@@ -72,10 +76,6 @@ class Theseus(Method):
     the first step.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"layers"})
-    renumbers: ClassVar[str | None] = "layers"
-    repeatable: ClassVar[bool] = False
-    keeps_old_blocks: ClassVar[bool] = True
     successor: dict[str, int] | None = None
     rate: float | None = None
     schedule: Sequence[Any] | None = None
@@ -161,9 +161,11 @@ class Theseus(Method):
         return {stack: range(depth) for stack, depth in self._depths(architecture, config).items()}
 
     @property
-    def refers_to(self) -> frozenset[str]:
+    def facts(self) -> Facts:
+        if self.finalized:
+            return super().facts
         # A predecessor layer is found by the number of its successor.
-        return frozenset() if self.finalized else frozenset({"layers"})
+        return replace(super().facts, finalizable=True, refers_to={"layers"}, holds={"blocks"})
 
     # -- the modules -----------------------------------------------------------------------------------------------------
 
@@ -232,8 +234,8 @@ class Theseus(Method):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        selection = Selection(self.origins)
-        return (selection,) if self.finalized else (selection, _Replacing(self))
+        always = (Selection(self.origins), KeptLayers(self.layers_kept))
+        return always if self.finalized else (*always, _Replacing(self))
 
     def rate_at(self, step: int, total_steps: int) -> float:
         """The replacing rate after `step` of `total_steps` steps. Raises ValueError if the schedule ends after training."""
@@ -255,10 +257,6 @@ class Theseus(Method):
                 f"Theseus(schedule={self.schedule!r}, steps={self.steps!r}): only successors run after {steps} steps, but "
                 f"training has {total_steps}; give fewer, or a share of training such as steps=0.5"
             )
-
-    @property
-    def finalizable(self) -> bool:
-        return not self.finalized
 
     def finalize(self, model: Model, architecture: Architecture) -> "Theseus":
         self.merge(model, architecture)

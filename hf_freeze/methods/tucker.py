@@ -8,11 +8,11 @@ from torch import nn
 from hf_freeze.layers import TuckerLinear
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.shapes import modes_of
-from hf_freeze.methods._linear import ShapedMethod, glorot_std
+from hf_freeze.methods._linear import ShapedMethod, factors, glorot_std
 from hf_freeze.methods.registry import register_method
 
 
-@register_method("tucker", example={"rank": 2}, shrinks=True)
+@register_method("tucker", example={"rank": 2}, facts=factors("ranks"))
 @dataclass(frozen=True, kw_only=True)
 class Tucker(ShapedMethod):
     """Replace each weight by a Tucker decomposition: a core with one rank per mode and a factor (mode, rank) for each mode. The

@@ -1,6 +1,6 @@
 """Sparse variational dropout (Molchanov et al., 2017, https://arxiv.org/abs/1701.05369)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.variational import Variational
 from hf_freeze.methods._checks import check_number, check_positive, check_share
 from hf_freeze.methods._ramps import ramp
-from hf_freeze.methods._sparse import SparseMethod
+from hf_freeze.methods._sparse import SPARSE, SparseMethod
 from hf_freeze.methods.base import Model
 from hf_freeze.methods.parts import Objective, Part, Schedule, Step
 from hf_freeze.methods.registry import register_method
@@ -23,8 +23,7 @@ _MOST_THRESHOLD = 1e9  # exceeds any log α: at this threshold all weights remai
 @register_method(
     "variational_dropout",
     example={"training_size": 50, "threshold": -6.0, "warmup": 0.0},
-    shrinks=True,
-    stochastic=True,
+    facts=replace(SPARSE, stochastic=True),
 )
 @dataclass(frozen=True, kw_only=True)
 class VariationalDropout(SparseMethod):
@@ -68,7 +67,7 @@ class VariationalDropout(SparseMethod):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        if not self.finalizable:
+        if self.nonzeros is not None:
             return ()
         return (_Divergence(self), _WarmUp(self)) if self.warmup > 0 else (_Divergence(self),)
 

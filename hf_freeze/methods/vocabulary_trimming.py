@@ -3,17 +3,21 @@ https://arxiv.org/abs/2010.05609).
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, read
-from hf_freeze.methods.base import Method, Model, Statistics
+from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import KeptTokens, Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
 
 
-@register_method("vocabulary_trimming", example={"keep": [*range(26), 31, 39]}, shrinks=True)
+@register_method(
+    "vocabulary_trimming",
+    example={"keep": [*range(26), 31, 39]},
+    facts=Facts(needs={"vocabulary"}, shrinks=True, selects=True, renumbers="tokens"),
+)
 @dataclass(frozen=True, kw_only=True)
 class VocabularyTrimming(Method):
     """Keep only the tokens with the ids `keep`, in ascending order, and renumber them from 0. Tables and output matrices of
@@ -40,8 +44,6 @@ class VocabularyTrimming(Method):
     Quantize whose scales are each of one row.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"vocabulary"})
-    renumbers: ClassVar[str | None] = "tokens"
     keep: list[int]
 
     def __post_init__(self) -> None:
@@ -75,10 +77,6 @@ class VocabularyTrimming(Method):
 
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
         return dict.fromkeys(architecture.token_tables.values(), len(self.keep))
-
-    @property
-    def selects(self) -> bool:
-        return True
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         surgery.cut_vocabulary(model, architecture, len(self.keep), self.name)

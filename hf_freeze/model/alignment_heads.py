@@ -6,13 +6,13 @@ from typing import Any
 
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.methods.base import Method
-from hf_freeze.methods.parts import Selection
+from hf_freeze.methods.parts import Selection, layers_kept
 
 
 def without_layers(settings: Any, method: Method, old: Any) -> None:
     """Renumber the pairs in `settings`, a generation config or None, in place, for the layers that `method` keeps of the model
     `old`. Pairs of other layers are left out; without any, the field is, and transformers says so when asked for times."""
-    kept = method.layers_kept(architecture_for(old), old.config).get("decoder") if _pairs(settings) else None
+    kept = layers_kept(method, architecture_for(old), old.config).get("decoder") if _pairs(settings) else None
     if kept is not None:
         _set(settings, ([kept.index(layer), head] for layer, head in _pairs(settings) if layer in kept))
 

@@ -33,7 +33,7 @@ from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.layers.quantized import STORED
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import check_shared_layers
-from hf_freeze.methods.parts import SeededValues, Selection, frozen_at, parts_of
+from hf_freeze.methods.parts import SeededValues, Selection, frozen_at, layers_kept, parts_of
 from hf_freeze.model.adapters import check_adapters
 from hf_freeze.model.execution import ExecutionMixin, mode_of_loading
 from hf_freeze.model.merging import merged
@@ -112,11 +112,11 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
             selection = method.part(Selection) if any(parts_of(methods[:number], SeededValues)) else None
             self._origins.append({} if selection is None else selection.origins(self, self.architecture))
             changes = method.config_changes(self.architecture, self.config)
-            kept = method.layers_kept(self.architecture, self.config)
+            kept = layers_kept(method, self.architecture, self.config)
             method.restructure(self, self.architecture)
             for position, before in enumerate(self.methods_now[:number] if kept else ()):
                 # Freeze and what else has no modules of its own has always meant the layers that LayerSharing(depth=) gives.
-                if method.selects or before.structural:
+                if method.facts.selects or before.facts.structural:
                     self.methods_now[position] = before.renumbered(self.architecture, kept)
             self.architecture = method.describe(self.architecture, self.config)
             self._set_on_all_configs(changes)

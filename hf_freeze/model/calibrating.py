@@ -741,22 +741,22 @@ class Calibrator:
 
     def convert(self, method: Method, old: Any, new: Any) -> None:
         """`method.convert` with statistics, if it uses them."""
-        if not method.calibrates:
+        if method.facts.calibration is None:
             self.report.note(f"{method.name}: is the same with a calibration as without")
             method.convert(old, new)
-            if method.renumbers == "tokens" and self.samples is not None:
+            if method.facts.renumbers == "tokens" and self.samples is not None:
                 tokens: Any = method.part(KeptTokens)
                 self.samples = self.samples.renumbered(tokens.kept)
         else:
             regenerate(new)  # the new model runs, and what a seed draws has no values yet
             with self.statistics(old, new) as statistics:
                 method.convert(old, new, statistics)
-        if self._stored is not None and (method.shares_layers or method.renumbers == "layers"):
+        if self._stored is not None and (method.facts.shares_layers or method.facts.renumbers == "layers"):
             self._stored = {}  # names are those of other layers from now on
 
     def compares(self, method: Method) -> bool:
         """Whether the method's plain form is made, too, to keep the better one: where there are texts for it, and memory."""
-        has_both = method.calibrates and not method.needs_calibration
+        has_both = method.facts.calibration == "used"
         return has_both and self.samples is not None and bool(self.samples.held_out) and paging.active() is None
 
     def better(self, method: Method, original: Any, calibrated: Any, plain: Any) -> Any:

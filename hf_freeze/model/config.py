@@ -23,6 +23,7 @@ from hf_freeze.compat.transformers import copy_attention_implementation
 from hf_freeze.io import write_whole
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import check_order
+from hf_freeze.methods.parts import layers_kept
 from hf_freeze.methods.registry import method_from_dict, method_to_dict
 from hf_freeze.model.migrations import migrate
 from hf_freeze.model.remote_code import MODULE, has_remote_code, module_for
@@ -92,7 +93,7 @@ class VariantConfigMixin(_Config):
             method.check(architecture, before)
             changed |= (new := method.config_changes(architecture, before))
             check_sizes(architecture.model_type, SimpleNamespace(**new), architecture.sizes)
-            for stack, numbers in method.layers_kept(architecture, before).items():
+            for stack, numbers in layers_kept(method, architecture, before).items():
                 kept[stack] = [kept[stack][number] for number in numbers] if stack in kept else list(numbers)
             architecture = method.describe(architecture, before)
             set_fields(before, new)

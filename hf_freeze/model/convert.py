@@ -200,7 +200,7 @@ def check_shapes(structure: Any, files: dict[str, tuple[str, list[int]]], source
 
 def _are_open(methods: Sequence[Method], model: Any) -> bool:
     """Whether the sizes of what `methods` make of `model` depend on a calibration."""
-    selections = [method.part(Selection) for method in methods if method.calibrates]
+    selections = [method.part(Selection) for method in methods if method.facts.calibration]
     return any(part.must_decide(architecture_for(model), model.config) for part in selections if part is not None)
 
 

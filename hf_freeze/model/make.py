@@ -78,14 +78,14 @@ def make_variant(
     """
     _check_arguments(backbone, methods, task, init)
     check_budget(methods, budget, calibration)
-    if calibration is None and (needing := next((method for method in methods if method.needs_calibration), None)):
+    if calibration is None and (needing := next((method for method in methods if method.facts.calibration == "needed"), None)):
         raise ValueError(f"{needing} needs a calibration: give make_variant trained weights and calibration=")
     if calibration is not None and isinstance(backbone, PreTrainedConfig):
         raise ValueError(
             "calibration= is for trained weights, but the backbone is a config: leave it out, or pass a model"
         )
     if components:
-        if scratch := next((method.name for method in methods if method.from_scratch), None):
+        if scratch := next((method.name for method in methods if method.facts.from_scratch), None):
             raise ValueError(
                 f"method {scratch!r}: its blocks train from scratch, so the backbone can have no components="
             )
@@ -130,7 +130,7 @@ def _check_arguments(backbone: Any, methods: Any, task: str | None, init: str) -
         if not is_config and needs_config(method, [*earlier, *methods[:number]]):
             raise ValueError(
                 f"method {method.name!r}: its blocks train from scratch and cannot take over trained weights; pass the config of "
-                "the backbone, not a model or a name" + ", or put Theseus before it" * method.as_successor
+                "the backbone, not a model or a name" + ", or put Theseus before it" * (method.facts.from_scratch <= {"blocks"})
             )
 
 
@@ -145,9 +145,9 @@ def _check_task(model: Any, task: str) -> None:
 
 def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, seed: int) -> Any:
     """A variant with fresh weights; methods from the first that cannot draw values on are applied to these weights."""
-    fresh = next((number for number, method in enumerate(methods) if method.converts_fresh), len(methods))
+    fresh = next((number for number, method in enumerate(methods) if method.facts.stores), len(methods))
     for method in methods[fresh:]:
-        if method.from_scratch:
+        if method.facts.from_scratch:
             raise ValueError(
                 f"method {method.name!r}: its blocks train from scratch, and {methods[fresh].name!r} before it takes weights "
                 f"over; put {method.name!r} first"
@@ -181,7 +181,7 @@ def _from_model(
     added = list(added)
     on_meta = model.device.type == "meta"
     calibrator = None if calibration[0] is None or on_meta else Calibrator(model, *calibration, make=_plain)
-    structural = {number for number, method in enumerate(added, 1) if method.structural}
+    structural = {number for number, method in enumerate(added, 1) if method.facts.structural}
     # Later methods may select by seeded values, so these are drawn when their method has its turn.
     seeding = {number for number, method in enumerate(added, 1) if method.part(SeededValues)}
     current: Any = model
@@ -196,7 +196,7 @@ def _from_model(
             new = variant_class(config)
         if on_meta:
             return new
-        from_scratch = method is not None and method.from_scratch
+        from_scratch = method is not None and bool(method.facts.from_scratch)
         if is_quantized(current):
             take_packed(current, new, method)
         share_tensors(current, new, converted=not from_scratch)
@@ -310,7 +310,7 @@ def _decided(method: Method, old: Any, calibrator: Calibrator | None, aligned: b
     if selection is None or selection.decided is None:
         return method
     architecture = architecture_for(old)
-    calibrated = calibrator is not None and method.calibrates
+    calibrated = calibrator is not None and method.facts.calibration is not None
     by_texts = selection.by_statistics and calibrator is not None and calibrator.runs
     if selection.must_decide(architecture, old.config) or (calibrated and (aligned or by_texts)):
         if calibrator is None or not calibrated:

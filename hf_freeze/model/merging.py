@@ -37,7 +37,7 @@ def merged(variant: Any, *, copy: bool = True) -> PreTrainedModel:
             "merge() of a model that device_map has put elsewhere: load it without, or see `hf-freeze merge`"
         )
     source = variant
-    structural = [method for method in variant.methods_now if method.structural]
+    structural = [method for method in variant.methods_now if method.facts.structural]
     if structural:
         # Methods replace modules and leave tensors as they are, so that the copy can have those of the variant.
         source = deepcopy(variant, {id(tensor): tensor for tensor in chain(variant.parameters(), variant.buffers())})

@@ -15,6 +15,7 @@ from hf_freeze.compat.transformers import is_packed, mark_initialized
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.seeded_weight import SeededWeight
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.parts import layers_kept
 from hf_freeze.model import paging
 
 _BY_MAKING = "make_variant(copy=False), which gave its tensors to the variant; use the variant"
@@ -59,7 +60,7 @@ def take_packed(old: Any, new: Any, method: Method | None) -> None:
     Raises ValueError if `method` changes the weight of one of them.
     """
     architecture, linears = architecture_for(old), dict(new.named_modules())
-    kept = {} if method is None else method.layers_kept(architecture, old.config)
+    kept = layers_kept(method, architecture, old.config)
     stacks = {full_name(old, architecture.stacks[stack].layers[:-2]): numbers for stack, numbers in kept.items()}
     for name, packed in [(name, module) for name, module in old.named_modules() if is_packed(module)]:
         places = [name]
@@ -72,7 +73,7 @@ def take_packed(old: Any, new: Any, method: Method | None) -> None:
             if f"{place}.weight" in new.seeded_tensors:
                 continue
             fits = linear is not None and surgery.is_dense(linear) and features(linear) == features(packed)
-            if method is not None and (method.shares_layers or method.keeps_old_blocks or not fits):
+            if method is not None and (method.facts.shares_layers or "blocks" in method.facts.holds or not fits):
                 raise ValueError(
                     f"method {method.name!r} changes {name!r}, which bitsandbytes has packed: make the variant first, save it, "
                     "and open that with quantization_config="

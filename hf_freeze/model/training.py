@@ -111,7 +111,7 @@ class TrainingMixin(_Model):
     @property
     def finalizable(self) -> bool:
         """Whether a method still has to be finalized."""
-        return any(method.finalizable for method in self.methods)
+        return any(method.facts.finalizable for method in self.methods)
 
     def finalize(self) -> None:
         """End training, in place and at any step: fix masks and drop everything that only training needs. The config then
@@ -126,8 +126,8 @@ class TrainingMixin(_Model):
         if self.device.type == "meta":
             raise ValueError("finalize() reads the weights, which have no values on meta")
         model: Any = self
-        stored_anew = any(method.stores_anew for method in self.methods)
-        finalized = [m.finalize(model, self.architecture) if m.finalizable else m for m in self.methods]
+        stored_anew = any(method.facts.finalizable and method.facts.stores for method in self.methods)
+        finalized = [m.finalize(model, self.architecture) if m.facts.finalizable else m for m in self.methods]
         for before, method in zip(self.methods, finalized, strict=True):
             if method is not before:
                 without_heads(getattr(self, "generation_config", None), method, model)

@@ -33,7 +33,7 @@ def carried_optimizer(optimizer: Any, old: Any, new: Any) -> torch.optim.Optimiz
         )
     added = [method_from_dict(data) for data in new.config.methods[len(before) :]]
     for method in added:
-        if not method.selects:
+        if not method.facts.selects:
             raise ValueError(
                 f"carried_optimizer: {method!r} creates other weights, or selects them by value; only methods that remove "
                 "weights by index can be carried over, such as HeadPruning(heads=...)"

@@ -43,7 +43,7 @@ def test_finalize_ends_training_at_any_step(steps, case: Case, tmp_path):
     merged = merge_or_none(model)
     model.finalize()
     assert not model.finalizable
-    assert not any(method.finalizable for method in map(method_from_dict, model.config.methods))
+    assert not any(method.facts.finalizable for method in map(method_from_dict, model.config.methods))
     assert model.scheduled == any(method.part(Schedule) for method in map(method_from_dict, model.config.methods))
     assert model.auxiliary_loss() is None
     with pytest.raises(ValueError, match=r"\Anothing to finalize: .+\Z"):

@@ -8,7 +8,7 @@ import json
 
 import pytest
 from safetensors.torch import save_file
-from support.cases import ALL, FURTHER, Case, once, once_on_each_architecture, plain
+from support.cases import ALL, Case, once, once_on_each_architecture
 from support.models import build, merge_or_none, outputs, trainability_before_training
 from support.processes import run_child, two_processes
 from support.training import training_step
@@ -16,16 +16,10 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_freeze.architectures.registry import ARCHITECTURES
 
-OF_FURTHER = [
-    plain(architecture, method, finalized=True)
-    for method in FURTHER
-    if method.finalizable
-    for architecture in ARCHITECTURES.values()
-]
-ONCE = once() + once(finalized=True) + OF_FURTHER[:1]
+ONCE = once() + once(finalized=True)
 ELSEWHERE = [
     case
-    for case in once_on_each_architecture() + once_on_each_architecture(finalized=True) + OF_FURTHER
+    for case in once_on_each_architecture() + once_on_each_architecture(finalized=True)
     if case.id not in {case.id for case in ONCE}
 ]
 

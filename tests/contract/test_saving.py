@@ -116,7 +116,7 @@ def test_a_baseline_has_the_keys_of_its_backbone(case: Case, saved, tmp_path):
 def test_the_file_shrinks_iff_declared(case: Case):
     """Of the first config, which examples are made for. `test_the_file_holds_what_is_counted...` compares counts and files."""
     shrinks = stored_bytes(finished(build(case))) < stored_bytes(build(replace(case, methods=())))
-    assert shrinks == any(method.shrinks for method in case.methods)
+    assert shrinks == any(method.facts.shrinks for method in case.methods)
 
 
 def base_model_reads_it(case: Case):

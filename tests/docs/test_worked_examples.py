@@ -95,7 +95,7 @@ def test_the_architecture_holds_the_contract_with_every_method(write_module, tmp
     for name, _ in canonical_parameters(model):
         components = architecture.matches(base_name(model, name))
         assert len(components) == 1 or name.startswith("lm_head"), f"{name} is {components}"
-    supported = [method.example for method in METHODS.values() if method.supports(architecture)]
+    supported = [method.example for method in METHODS.values() if method.refusal(architecture) is None]
     for number, methods in enumerate([(), *((example,) for example in supported)]):
         for config in architecture.tiny_configs if not methods else [BASE]:
             check_contract(plain(architecture, *methods, config=config), tmp_path / f"{number}-{config}")

@@ -86,7 +86,7 @@ def native_model(config: Any, task: str) -> Any:
 
 def offered(architecture: Architecture) -> dict[str, type[Method]]:
     """The methods that the architecture supports and that can take over weights."""
-    return {name: m for name, m in METHODS.items() if m.supports(architecture) and not m.from_scratch}
+    return {name: m for name, m in METHODS.items() if m.refusal(architecture) is None and not m.registered.from_scratch}
 
 
 def problems_of_loading(folder: Path) -> dict[str, str]:
@@ -140,7 +140,7 @@ def problems_of_kinds(model_type: str, folder: Path) -> dict[str, str]:
     }
     problems: dict[str, str] = {}
     for name, method in cells.items():
-        if not method.supports(architecture):
+        if method.refusal(architecture) is not None:
             continue
         try:
             if name == "theseus":
@@ -218,7 +218,7 @@ def _check(base: Any, method: Method, batch: dict[str, torch.Tensor], task: str,
         result = variant(**batch)
     place = "logits" if "logits" in result else next(n for n, v in result.items() if torch.is_tensor(v) and v.ndim > 1)
     torch.save({"outputs": result[place], "place": place, "batch": batch, "task": task}, folder / "outputs.pt")
-    if any(applied.finalizable for applied in variant.methods):
+    if any(applied.facts.finalizable for applied in variant.methods):
         variant.finalize()
     try:
         native = variant.merge().eval()

@@ -148,7 +148,7 @@ def test_every_method_shrinks_it_and_comes_back_from_its_file(method, trained, t
     torch.manual_seed(5)
     again = Perceptron.load(tmp_path)
     assert torch.equal(again(x), expected)
-    assert [m.finalizable for m in again.methods] == [False]
+    assert [m.facts.finalizable for m in again.methods] == [False]
     stored = load_file(tmp_path / "model.safetensors")
     assert sum(t.numel() * t.element_size() for t in stored.values()) == stored_bytes(model) == stored_bytes(again)
 

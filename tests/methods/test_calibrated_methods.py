@@ -119,7 +119,7 @@ def test_outputs_are_nearer_and_the_files_are_the_same(model, method, tmp_path):
         torch.testing.assert_close(calibrated.merge()(**texts[0]).logits, expected, rtol=1e-3, atol=1e-4)
 
 
-@over(once_on_each_architecture(lambda case: case.from_model and any(one.calibrates for one in case.methods)))
+@over(once_on_each_architecture(lambda case: case.from_model and any(one.facts.calibration for one in case.methods)))
 def test_the_model_that_is_given_stays_as_it_is(case):
     """Until the end, its memory is that of the new one."""
     given = native(case)

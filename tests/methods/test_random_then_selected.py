@@ -39,7 +39,7 @@ CELLS = [
     pytest.param(architecture, method, id=f"{architecture.model_type}-{name}")
     for architecture in ARCHITECTURES.values()
     for name, method in SELECTING.items()
-    if method.supports(architecture)
+    if method.refusal(architecture) is None
 ]
 
 
@@ -86,7 +86,7 @@ def test_what_is_kept_is_a_slice_of_what_was_random(freeze, architecture, method
     assert in_turn.seeded_tensors == model.seeded_tensors
     assert differences(outputs(in_turn, case.batch()), outputs(model, case.batch())) == []
     saved_and_reloaded(model, case, tmp_path / "made")
-    if method.finalizable:
+    if method.facts.finalizable:
         model.finalize()
         saved_and_reloaded(model, case, tmp_path / "finalized")
 
@@ -121,7 +121,7 @@ def test_several_selections_and_a_second_freeze(architecture, tmp_path):
 def test_of_fresh_weights_it_loads_as_well(architecture, method, tmp_path):
     case = case_of(architecture, ALL_RANDOM, method)
     model = make_variant(native(case).config, [ALL_RANDOM, method], task=case.task)
-    if method.finalizable:
+    if method.facts.finalizable:
         model.finalize()
     saved_and_reloaded(model, case, tmp_path)
 

@@ -681,7 +681,7 @@ def test_numbers_of_weights_without_the_weights_are_refused(make):
     """`nonzeros` is what `finalize()` writes into a config; without its checkpoint there is no telling which."""
     counts = {"encoder.layers.0.fc1": 3, "encoder.layers.0.fc2": 0}
     method = make(nonzeros=counts, layers={"encoder": [0]})
-    assert not method.finalizable
+    assert not method.facts.finalizable
     message = r"only the checkpoint of the finalized model knows which weights remain; load that checkpoint, or"
     with pytest.raises(ValueError, match=message):
         scheduled_model(phases=[method])

@@ -62,7 +62,7 @@ def test_predecessors_stay_whole_and_successors_are_of_the_new_kind(architecture
         expected = {name: value for name, value in native.train()(**batch).items() if torch.is_tensor(value)}
     assert differences(as_before, expected, 1e-5) == []
     # In eval mode the successor runs. What it keeps of trained weights is what the method keeps of them without Theseus.
-    if not method.from_scratch:
+    if not method.facts.from_scratch:
         assert differences(outputs(model, batch), outputs(make_variant(native, [method]), batch), 1e-5) == []
     else:
         assert any(isinstance(module, KernelConvolution) for module in model.modules())

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_freeze import count_parameters, make_variant, methods, stored_bytes
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
-from hf_freeze.methods.base import Method
+from hf_freeze.methods.base import Facts, Method
 from hf_freeze.methods.registry import METHODS, register_method
 
 CELLS = [(a, task) for a in ARCHITECTURES.values() for task in a.tasks[:1]]
@@ -39,7 +39,7 @@ def matrix(linear):
 def low_rank():
     before = dict(METHODS)
 
-    @register_method("toy_low_rank", example={"rank": 4}, shrinks=True)
+    @register_method("toy_low_rank", example={"rank": 4}, facts=Facts(shrinks=True))
     @dataclass(frozen=True, kw_only=True)
     class ToyLowRank(Method):
         rank: int

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from support.cases import ALL, Case, further_pairs, leads, pairs
+from support.cases import ALL, Case, pairs_of_modes, leads, pairs
 from support.generation import generation_problems
 from support.models import (
     build_anew,
@@ -27,17 +27,13 @@ from hf_freeze.methods.order import needs_config
 from hf_freeze.methods.registry import METHODS
 
 
-def names_of(case: Case) -> tuple[str, ...]:
-    return tuple(method.name for method in case.methods)
-
-
 DRAWN = list(pairs())
 ORDER = [method.example.name for method in METHODS.values()]
 # A pair that was drawn where nothing is generated generates where something is.
-GENERATING = {names_of(pair): pair for pair in pairs(lambda case: case.generates)}
+GENERATING = {pair.names: pair for pair in pairs(lambda case: case.generates)}
 
 
-@over([*DRAWN, *further_pairs()])
+@over([*DRAWN, *pairs_of_modes()])
 def test_a_pair_works_or_is_refused(case: Case, tmp_path):
     first, second = case.methods
     try:
@@ -51,7 +47,7 @@ def test_a_pair_works_or_is_refused(case: Case, tmp_path):
         in_turn = build_anew(replace(case, methods=(first,)))
         with pytest.raises(ValueError, match=r"\A.+\Z"):  # one after the other is no way around it
             make_variant(in_turn, [second])
-        if first.finalizable:
+        if first.facts.finalizable:
             check_after_finalize(finished(in_turn), second, case, tmp_path, works="or finalize() before" in message)
         return
     batch = case.batch()
@@ -59,7 +55,7 @@ def test_a_pair_works_or_is_refused(case: Case, tmp_path):
         check_in_turn(build_anew(replace(case, methods=(first,))), second, model, batch)
     merged = merge_or_none(model)
     assert merged is None or differences(outputs(merged, batch), outputs(model, batch), 1e-5) == []
-    finalizable = any(method.finalizable for method in case.methods)
+    finalizable = any(method.facts.finalizable for method in case.methods)
     assert model.finalizable == finalizable
     if any(trainability(model).values()):
         training_step(model, batch)
@@ -77,12 +73,12 @@ def test_a_pair_works_or_is_refused(case: Case, tmp_path):
         assert generation_problems(reloaded.eval(), batch, widths=(1,), tokens=3, apart=False) == []
 
 
-@over(GENERATING[names_of(pair)] for pair in DRAWN if not pair.generates and names_of(pair) in GENERATING)
+@over(GENERATING[pair.names] for pair in DRAWN if not pair.generates and pair.names in GENERATING)
 def test_a_pair_generates(case: Case):
     try:
         model = build_anew(case)
     except ValueError:
-        drawn = next(pair for pair in DRAWN if names_of(pair) == names_of(case))
+        drawn = next(pair for pair in DRAWN if pair.names == case.names)
         with pytest.raises(ValueError, match=r"\A.+\Z"):  # refused where nothing is generated, too
             build_anew(drawn)
         return
@@ -103,7 +99,7 @@ def check_in_turn(in_turn, second, model, batch):
         return
     in_turn = make_variant(in_turn, [second])
     assert in_turn.config.methods == model.config.methods
-    if not second.from_scratch:  # else its blocks are drawn again
+    if not second.facts.from_scratch:  # else its blocks are drawn again
         assert differences(outputs(in_turn, batch), outputs(model, batch)) == []
     assert trainability(in_turn) == trainability(model)
 

@@ -40,7 +40,7 @@ def over(cells):
 
 
 every_cell = over(CELLS)
-every_finalizable = over([(method, place) for method, place in CELLS if method.finalizable])
+every_finalizable = over([(method, place) for method, place in CELLS if method.facts.finalizable])
 orders = pytest.mark.parametrize("order", [1, -1], ids=["method, freeze", "freeze, method"])
 
 
@@ -84,7 +84,7 @@ def test_what_the_method_leaves_alone_may_be_random(method, place, order, tmp_pa
     assert set(matrices) <= seeded_names(model)
     assert not any(trainability(model)[name] for name in parameters_of(model, component, "embeddings"))
     alone = build(case_of(place, freeze))
-    if not seeds(method, component) and not method.from_scratch:  # whose blocks have other shapes
+    if not seeds(method, component) and not method.facts.from_scratch:  # whose blocks have other shapes
         left = {name: p.shape for name, p in canonical_parameters(model)}  # layers may be gone, or one with others
         whole = {name: p.shape for name, p in canonical_parameters(alone)}
         expected = {name: d for name, d in alone.seeded_tensors.items() if left.get(name) == whole[name]}
@@ -97,7 +97,7 @@ def test_what_the_method_leaves_alone_may_be_random(method, place, order, tmp_pa
             assert set(model.seeded_tensors.values()) <= set(alone.seeded_tensors.values())
         else:
             assert model.seeded_tensors.items() >= expected.items()
-    states = ["made", "trained"] + ["finalized", "trained on"] * method.finalizable
+    states = ["made", "trained"] + ["finalized", "trained on"] * method.facts.finalizable
     for state in states:
         if state == "finalized":
             finished(model)

@@ -2,13 +2,15 @@
 
 No name of a method or an architecture appears here or in the contract tests: registering one is enough for it to be tested.
 
-The full product has thousands of cases, so the tests draw from it, deterministically:
+A method comes with its example and with each of its modes, which are settings of another kind. The full product has thousands of
+cases, so the tests draw from it, deterministically:
 
 - `covering()`: for every method and architecture, few cases that hold every tiny config and every source, and for every
   method every task;
 - `once_on_each_architecture()`: one case for every method and architecture, with rotating configs, tasks and sources;
 - `once()`: one case for every method, on rotating architectures and configs;
-- `pairs()`: one case for every pair of methods, in both orders where these differ, on rotating architectures and configs.
+- `pairs()`: one case for every pair of methods, in both orders where these differ, on rotating architectures and configs;
+- `pairs_of_modes()`: the same for every mode with every method.
 
 `HF_FREEZE_TESTS=all` in the environment has each of them return the full product instead.
 """
@@ -29,7 +31,6 @@ from transformers import AutoConfig
 from hf_freeze.architectures.base import TRAINED, Architecture
 from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX
 from hf_freeze.architectures.tasks import AUTO_CLASSES
-from hf_freeze.methods import Quantize
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import check_order
 from hf_freeze.methods.parts import Schedule, SeededValues, parts_of
@@ -56,24 +57,30 @@ class Case:
     config: str = BASE
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its methods, each with its mode if it has one."""
+        return tuple(map(name_of, self.methods))
+
+    @property
     def id(self) -> str:
-        names = "+".join(method.name for method in self.methods) or "baseline"
+        names = "+".join(self.names) or "baseline"
         config = "" if self.config == BASE else f"-{self.config}"
         model_type = self.architecture.model_type
         return f"{model_type}{config}-{self.task}-{self.source}-{names}{'-finalized' * self.finalized}"
 
     @property
     def exact(self) -> bool:
-        return all(method.exact for method in self.methods)
+        of_all = [method.facts for method in self.methods]
+        return all(facts.exact and not (self.finalized and facts.shrinks) for facts in of_all)
 
     @property
     def finalizable(self) -> bool:
-        return not self.finalized and any(method.finalizable for method in self.methods)
+        return not self.finalized and any(method.facts.finalizable for method in self.methods)
 
     @property
     def stochastic(self) -> bool:
         """Whether two forwards in training mode differ."""
-        return not self.finalized and any(method.stochastic for method in self.methods)
+        return not self.finalized and any(method.facts.stochastic for method in self.methods)
 
     @property
     def skips(self) -> bool:
@@ -158,12 +165,18 @@ def seeds(method: Method, component: str) -> bool:
 
 
 def supports(method: type[Method], architecture: Architecture) -> bool:
-    return method.supports(architecture)
+    return method.refusal(architecture) is None
+
+
+def name_of(method: Method) -> str:
+    """Its name, and that of its mode if the method is registered with one of this setting."""
+    mode = next((mode for mode, setting in type(method).modes.items() if setting == method), None)
+    return method.name if mode is None else f"{method.name}({mode})"
 
 
 def sources(methods: tuple[Method, ...]) -> tuple[str, ...]:
     """The sources that these methods can start from."""
-    return SOURCES[1:] if any(method.from_scratch for method in methods) else SOURCES
+    return SOURCES[1:] if any(method.facts.from_scratch for method in methods) else SOURCES
 
 
 def plain(architecture: Architecture, *methods: Method, **changes: Any) -> Case:
@@ -237,6 +250,8 @@ def _refusal(model_type: str, config: str, methods: str) -> str | None:
 
 # -- drawing from the product ------------------------------------------------------------------------------------------------
 
+MODES = [setting for method in METHODS.values() for setting in method.modes.values()]
+EXAMPLES = [method.example for method in METHODS.values()] + MODES
 
 def _candidates(architecture: Architecture, methods: tuple[Method, ...]) -> list[Case]:
     """Every config, task and source of these methods on an architecture."""
@@ -253,8 +268,8 @@ def _choices() -> list[list[Case]]:
 
 
 def _applied() -> Iterator[tuple[Architecture, tuple[Method, ...]]]:
-    """No method, and each one, on each architecture."""
-    for methods in [(), *((method.example,) for method in METHODS.values())]:
+    """No method, and each one in each of its modes, on each architecture."""
+    for methods in [(), *((method,) for method in EXAMPLES)]:
         for architecture in ARCHITECTURES.values():
             if all(supports(type(method), architecture) for method in methods):
                 yield architecture, methods
@@ -390,7 +405,7 @@ def leads(first: int, second: int) -> bool:
 
 
 def _orders_differ(one: type[Method], other: type[Method]) -> bool:
-    return bool(one.needs & other.needs) or _refused(one, other) or _refused(other, one)
+    return bool(one.registered.needs & other.registered.needs) or _refused(one, other) or _refused(other, one)
 
 
 def _refused(first: type[Method], second: type[Method]) -> bool:
@@ -409,27 +424,20 @@ def _places() -> list[Case]:
 
 def _fitting(method: type[Method]) -> set[str]:
     """The ids of the places that accept the method alone."""
-    places = [place for place in _places() if method.supports(place.architecture)]
+    places = [place for place in _places() if supports(method, place.architecture)]
     return {place.id for place in places if replace(place, methods=(method.example,)).accepted}
 
 
-# Settings that make a method another one than its example, in the training and after it.
-FURTHER: list[Method] = [
-    Quantize(train=True, weights="int8", activations="int8", weight_ranges="learnt", components=["ffn", "embeddings"])
-]
-
-
-def further_pairs() -> Iterator[Case]:
-    """As `pairs`, for the settings in FURTHER with each method, in both orders; in one of the two unless all are wanted."""
-    for further, (number, other) in itertools.product(FURTHER, enumerate(METHODS.values())):
-        for first, second in [(further, other.example), (other.example, further)]:
+def pairs_of_modes() -> Iterator[Case]:
+    """As `pairs`, for each mode with the example of each method, in both orders; in one of the two unless all are wanted."""
+    for mode, (number, other) in itertools.product(MODES, enumerate(METHODS.values())):
+        for first, second in [(mode, other.example), (other.example, mode)]:
             usable = [
                 replace(place, methods=(first, second), source=sources((first, second))[0])
                 for place in _places()
-                if other.supports(place.architecture)
-                and all(replace(place, methods=(method,)).refusal is None for method in (first, second))
+                if supports(other, place.architecture) and all(replace(place, methods=(method,)).refusal is None for method in (first, second))
             ]
-            if usable and (ALL or (first is further) == number % 2):
+            if usable and (ALL or (first is mode) == (number + MODES.index(mode)) % 2):
                 yield from usable if ALL else [usable[7 * number % len(usable)]]
 
 

@@ -113,7 +113,7 @@ def build_anew(case: Case) -> Any:
         init = case.source.removeprefix("init_")
         methods = list(case.methods)
         # What can take over weights takes them over from what had to be made afresh.
-        fresh = max((n for n, method in enumerate(methods, 1) if method.from_scratch), default=len(methods))
+        fresh = max((n for n, method in enumerate(methods, 1) if method.facts.from_scratch), default=len(methods))
         model = make_variant(
             native_config(case.architecture, case.config), methods[:fresh], task=case.task, init=init, seed=3
         )

@@ -122,7 +122,7 @@ def test_every_method_carries_the_state_or_is_refused(case):
     for parameter, state in optimizer.state.items():
         state["exp_avg"] = parameter.detach().clone()
     new = make_variant(model, list(case.methods))
-    if not all(method.selects for method in new.methods):
+    if not all(method.facts.selects for method in new.methods):
         with pytest.raises(ValueError, match="creates other weights, or selects them by value"):
             carried_optimizer(optimizer, model, new)
         return

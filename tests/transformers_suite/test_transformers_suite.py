@@ -38,7 +38,7 @@ def cells():
     for model_type in ARCHITECTURES:
         yield Cell(model_type, ())
     for turn, method in enumerate(METHODS.values()):
-        supported = [a for model_type, a in ARCHITECTURES.items() if method.supports(a)]
+        supported = [a for model_type, a in ARCHITECTURES.items() if method.refusal(a) is None]
         for architecture in supported if ALL else [supported[turn % len(supported)]]:
             tasks = architecture.tasks
             if not ALL:

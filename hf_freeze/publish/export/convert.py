@@ -105,7 +105,7 @@ def export_model(
         if writer.KEEPS_STRUCTURE:
             model = _finished(model)
         else:
-            if any(method.stores_anew for method in model.methods):
+            if any(method.facts.finalizable and method.facts.stores for method in model.methods):
                 model.finalize()
             row_steps = trained_grid.steps_of_rows(model)
             if quantization in getattr(writer, "ROUND_INPUTS", ()) and trained_grid.rounds_inputs(model):

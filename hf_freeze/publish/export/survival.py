@@ -23,11 +23,11 @@ def surviving_formats(method: type[Method]) -> list[str]:
     structure. None if the method saves no bytes, such as one for training alone, or saves by a seed, which no engine has."""
     if method.example.part(SeededValues) is not None:
         return []
-    architecture = next(each for each in ARCHITECTURES.values() if method.supports(each))
+    architecture = next(each for each in ARCHITECTURES.values() if method.refusal(each) is None)
     config = AutoConfig.for_model(architecture.model_type, **architecture.tiny)
     torch.manual_seed(0)
     native = AUTO_CLASSES[architecture.tasks[0]].from_config(config).eval()
-    if method.from_scratch:
+    if method.registered.from_scratch:
         variant: Any = make_variant(config, [method.example], task=architecture.tasks[0])
     else:
         variant = make_variant(native, [method.example])
