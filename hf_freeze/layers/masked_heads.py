@@ -23,6 +23,7 @@ class MaskedHeads(DerivedWeight):
 
     until_finalize = True
     own_to_each_process = ("recent",)  # DistributedDataParallel must not send it
+    kept_in_fp32 = ("importance", "recent")  # sums over a hundred steps, also in a model that is cast
     weight: nn.Parameter
     mask: torch.Tensor
     importance: torch.Tensor
@@ -37,6 +38,14 @@ class MaskedHeads(DerivedWeight):
         for name in ("importance", "recent"):
             masked.register_buffer(name, torch.zeros(heads, dtype=torch.float32, device=device))
         return masked
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        before = {name: self._buffers.get(name) for name in self.kept_in_fp32}
+        super()._apply(fn, recurse)
+        for name, values in before.items():
+            if values is not None and (cast := self.get_buffer(name)).dtype != values.dtype:
+                self._buffers[name] = values.to(cast.device)
+        return self
 
     def dense_weight(self) -> torch.Tensor:
         weight = self.weight.T if isinstance(self, Conv1D) else self.weight

@@ -1,14 +1,14 @@
 """`share="auto"`: heads and neurons of several methods compete for one budget."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.methods.parts import Statistics
-from hf_freeze.solvers.allocation import allocate_sizes
+from hf_freeze.solvers.allocation import allocate, allocate_sizes
 
 AUTO = "auto"
 
@@ -31,6 +31,15 @@ class Competing:
 def size_of(model: Any, linears: Iterable[str], units: int) -> float:
     """The numbers in these matrices for each of so many units."""
     return sum(surgery.effective_weight(linear).numel() for _, linear in surgery.modules(model, linears)) / units
+
+
+def allocated(parts: Mapping[str, Competing], removals: int) -> dict[str, list[int]]:
+    """Part -> the heads or neurons that stay when so many of all go at the least sum of losses, in the steps of the first."""
+    steps = [part.step for part in parts.values()]
+    most = [part.most for part in parts.values()]
+    removed = allocate([part.losses for part in parts.values()], removals, most=most, step=steps[0])
+    left = zip(parts.items(), removed, strict=True)
+    return {name: part.kept(len(part.losses) - 1 - gone) for (name, part), gone in left}
 
 
 def decide(

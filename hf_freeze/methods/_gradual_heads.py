@@ -5,20 +5,60 @@ from typing import Any
 
 import torch
 
+from hf_freeze import surgery
+from hf_freeze.architectures.base import Attention
+from hf_freeze.layers.hard_concrete import HardConcrete
 from hf_freeze.layers.masked_heads import MaskedHeads, settle
 from hf_freeze.methods._checks import training_span
+from hf_freeze.methods._heads import has_more_than_linears, kept_count, removed_together
 from hf_freeze.methods._ramps import ramp
 from hf_freeze.methods.base import Model
-from hf_freeze.methods.parts import Objective, Schedule, Step
+from hf_freeze.methods.parts import Objective, Part, Schedule, Step
 
 HEAD_SCOPES = ("attention", "global")
 
 
-class FewerHeads(Schedule):
+def marked(model: Any, attentions: Mapping[str, Attention]) -> dict[str, Any]:
+    """Attention -> its output projection, for those that have a mask or gates."""
+    modules = {name: model.base_model.get_submodule(attention.o) for name, attention in attentions.items()}
+    return {name: module for name, module in modules.items() if isinstance(module, MaskedHeads | HardConcrete)}
+
+
+class HeadsInTraining(Part):
+    """Masks or gates at the output projections of attentions, until `finalize()`. `method`: a HeadPruning."""
+
+    layer: Any
+
+    def per_mark(self, model: Any, attention: Attention) -> int:
+        """The number of heads for each mask or gate."""
+        raise NotImplementedError
+
+    def mark(self, model: Any, attention: Attention, heads: int) -> None:
+        """Put in the masks or gates of an attention of so many heads."""
+        linear = surgery.dense_module(model, attention.o, self.method.name, advice="leave it out by layers=")
+        surgery.replace(model, attention.o, self.layer.from_linear(linear, heads // self.per_mark(model, attention)))
+
+    def kept(self, model: Any, attentions: Mapping[str, Attention]) -> dict[str, list[int]]:
+        """Attention -> the heads that stay when training ends."""
+        kept = {}
+        for name, module in marked(model, attentions).items():
+            each = self.per_mark(model, attentions[name])
+            numbers = module.kept() or ([module.largest()] if has_more_than_linears(model, attentions[name]) else [])
+            kept[name] = [number * each + head for number in numbers for head in range(each)]
+        return kept
+
+
+class FewerHeads(HeadsInTraining, Schedule):
     """The share of heads falls from 1 to that of the method."""
 
-    def __init__(self, method: Any) -> None:
-        self.method = method
+    layer = MaskedHeads
+
+    def per_mark(self, model: Any, attention: Attention) -> int:
+        return 1
+
+    def kept(self, model: Any, attentions: Mapping[str, Attention]) -> dict[str, list[int]]:
+        self._mask(model, attentions, self.method.share)
+        return super().kept(model, attentions)
 
     def values(self, step: int, total_steps: int) -> dict[str, float]:
         begin, end = training_span(self.method.begin, self.method.end)
@@ -26,27 +66,35 @@ class FewerHeads(Schedule):
         return {"share of heads": 1 - (1 - self.method.share) * progress}
 
     def advance(self, model: Model, architecture: Any, step: int, total_steps: int) -> None:
-        self.method.mask(model, architecture, self.values(step, total_steps)["share of heads"])
+        attentions = self.method.chosen(architecture, model.config)
+        self._mask(model, attentions, self.values(step, total_steps)["share of heads"])
+
+    def _mask(self, model: Any, attentions: Mapping[str, Attention], share: float) -> None:
+        """Mask the least important heads, so that `share` of them is kept."""
+        modules = marked(model, attentions)
+
+        def magnitudes(name: str) -> torch.Tensor:
+            return surgery.head_magnitudes(model, attentions[name], modules[name].mask.numel())
+
+        groups = {name: removed_together(model, attentions[name]) for name in modules}
+        mask_least(modules, groups, magnitudes, share, self.method.scope)
 
 
-class OpenGates(Objective):
+class OpenGates(HeadsInTraining, Objective):
     """λ times the expected number of heads with open gates (Voita et al., 2019, equation 8)."""
 
-    def __init__(self, method: Any, penalty: float) -> None:
-        self.method, self.penalty = method, penalty
+    layer = HardConcrete
+
+    def per_mark(self, model: Any, attention: Attention) -> int:
+        return removed_together(model, attention)
 
     def loss(self, model: Model, architecture: Any, step: Step | None = None) -> torch.Tensor | None:
-        modules, attentions = self.method.masked(model, architecture), architecture.attentions(model.config)
-        open_heads: Any = sum(
-            module.open_probabilities().sum() * self.method.per_mask(model, attentions[name])
-            for name, module in modules.items()
-        )
-        return self.penalty * open_heads if modules else None
-
-
-def kept_count(share: float, heads: int, group: int) -> int:
-    """The number of heads that `share` keeps of `heads`: whole groups of `group` heads, at least one."""
-    return max(round(share * heads / group), 1) * group
+        attentions = self.method.chosen(architecture, model.config)
+        counts: Any = [
+            module.open_probabilities().sum() * self.per_mark(model, attentions[name])
+            for name, module in marked(model, attentions).items()
+        ]
+        return self.method.penalty * sum(counts) if counts else None
 
 
 def mask_least(

@@ -6,6 +6,7 @@ from typing import Any
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.methods.parts import Kept
 
+
 def renumbered_layers(layers: Mapping[str, list[int]], kept: Kept) -> dict[str, list[int]]:
     """A setting `layers`, such as `{"encoder": [0, 1]}`, with the new numbers; layers that are gone are left out."""
     return {

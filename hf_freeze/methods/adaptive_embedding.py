@@ -171,9 +171,6 @@ class AdaptiveEmbedding(Method):
 
 
 class _ResizedTables(ResizedTables):
-    def __init__(self, method: AdaptiveEmbedding) -> None:
-        self.method = method
-
     def follow_resize(self, model: Any, architecture: Architecture) -> None:
         """Correct the vocabulary size: native models read the number of rows of the first band."""
         tables = surgery.token_tables(model, architecture)

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from hf_freeze.architectures.base import Architecture
+from hf_freeze.architectures.base import Architecture, changes_of_layers, with_layers
 from hf_freeze.methods._layer_numbers import renumbered_layers, renumbered_names
-from hf_freeze.methods.parts import Kept, P, Part
+from hf_freeze.methods.parts import Kept, P, Part, layers_kept
 from hf_freeze.methods.parts import Model as Model
 from hf_freeze.methods.parts import Statistics as Statistics
 from hf_freeze.seeded import SeededTensor
@@ -81,7 +81,9 @@ class Method:
         facts = cls.registered
         if facts.architectures is not None and architecture.model_type not in facts.architectures:
             return f"it supports {sorted(facts.architectures)}"
-        return next((architecture.refusals[need] for need in sorted(facts.needs) if need in architecture.refusals), None)
+        return next(
+            (architecture.refusals[need] for need in sorted(facts.needs) if need in architecture.refusals), None
+        )
 
     @classmethod
     def advice(cls, architecture: Architecture, config: Any) -> str | None:
@@ -110,15 +112,17 @@ class Method:
 
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
         """The native config fields that it changes, such as the depth, with their new values. The backbone is built with the
-        old values; `model.config` has the new ones after `restructure`."""
-        return {}
+        old values; `model.config` has the new ones after `restructure`. Those of `KeptLayers` are known."""
+        return changes_of_layers(architecture, config, layers_kept(self, architecture, config))
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         """Change modules and shapes, from the config alone: runs at every construction and load, also on `meta`."""
 
     def describe(self, architecture: Architecture, config: Any) -> Architecture:
-        """The description of the architecture after `restructure`; it differs if the method puts in other blocks."""
-        return architecture
+        """The description of the architecture after `restructure`; it differs if the method puts in other blocks. That of
+        `KeptLayers` is known."""
+        kept = layers_kept(self, architecture, config)
+        return with_layers(architecture, kept) if kept else architecture
 
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
         """Parameter -> the parameter whose values it shares, full names, beyond the native ties. Called after every

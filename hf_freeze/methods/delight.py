@@ -30,9 +30,7 @@ _WIDEST = 16  # times the hidden size
 @register_method(
     "delight",
     example={"n_min": 1, "n_max": 2, "map_dim": 4, "groups": 2, "dropout": 0.0},
-    facts=Facts(
-        needs={"blocks"}, architectures={"marian", "gpt2"}, from_scratch={"blocks", "tables"}, shrinks=True
-    ),
+    facts=Facts(needs={"blocks"}, architectures={"marian", "gpt2"}, from_scratch={"blocks", "tables"}, shrinks=True),
 )
 @dataclass(frozen=True, kw_only=True)
 class DeLighT(Method):

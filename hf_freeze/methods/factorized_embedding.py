@@ -239,9 +239,6 @@ class FactorizedEmbedding(Method):
 
 
 class _ResizedTables(ResizedTables):
-    def __init__(self, method: FactorizedEmbedding) -> None:
-        self.method = method
-
     def follow_resize(self, model: Any, architecture: Architecture) -> None:
         if self.method.share:  # the target's output bias and vocabulary size must follow the shared table
             model.resize_decoder_token_embeddings(model.get_input_embeddings().weight.shape[0])

@@ -8,7 +8,7 @@ from hf_freeze.architectures.base import Architecture, Attention, check_layers_t
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers.fixed_heads import EMPTY_ROWS, PATTERNS, UNITS, Words
 from hf_freeze.methods._checks import check_any_selected, check_choice, is_ascending
-from hf_freeze.methods._head_settings import chosen_attentions
+from hf_freeze.methods._heads import chosen_attentions
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method

@@ -249,9 +249,6 @@ class Freeze(Method):
 class _Phase(FreezePhase):
     """Freezes from `begin` to `end` of training."""
 
-    def __init__(self, method: Freeze) -> None:
-        self.method = method
-
     def values(self, step: int, total_steps: int) -> dict[str, float]:
         frozen = [
             component if getattr(self.method, component) == "frozen" else f"parts of {component}"

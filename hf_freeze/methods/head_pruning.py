@@ -3,16 +3,13 @@ https://arxiv.org/abs/1905.10650).
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
-from hf_freeze.layers.derived import features
-from hf_freeze.layers.hard_concrete import HardConcrete
-from hf_freeze.layers.masked_heads import MaskedHeads
-from hf_freeze.methods._budget import AUTO, Competing, size_of
+from hf_freeze.methods._budget import AUTO, Competing, allocated, size_of
 from hf_freeze.methods._checks import (
     check_any_selected,
     check_choice,
@@ -21,14 +18,22 @@ from hf_freeze.methods._checks import (
     check_share,
     check_training_span,
 )
-from hf_freeze.methods._gradual_heads import HEAD_SCOPES, FewerHeads, OpenGates, kept_count, mask_least
-from hf_freeze.methods._head_settings import check_attentions, check_head, check_heads_type, chosen_attentions
+from hf_freeze.methods._gradual_heads import HEAD_SCOPES, FewerHeads, HeadsInTraining, OpenGates, marked
+from hf_freeze.methods._heads import (
+    check_attentions,
+    check_head,
+    check_heads_type,
+    chosen_attentions,
+    has_more_than_linears,
+    inputs_of,
+    kept_count,
+    removed_together,
+)
 from hf_freeze.methods._ramps import RAMPS
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
-from hf_freeze.solvers.allocation import allocate
 from hf_freeze.solvers.columns import Elimination, eliminate
 from hf_freeze.solvers.moments import Moments
 
@@ -107,7 +112,7 @@ class HeadPruning(Method):
                         "or end"
                     )
         if self.share == AUTO:
-            if self._in_training:
+            if self._training is not None:
                 raise ValueError("HeadPruning(share='auto'): is decided before training: leave begin and end out")
         elif self.share is not None:
             check_share(self.share, "HeadPruning", "share")
@@ -121,41 +126,50 @@ class HeadPruning(Method):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        if self.penalty is not None:
-            return (OpenGates(self, self.penalty),)
-        return (FewerHeads(self),) if self._in_training else (Selection(self.origins, self.decided, self.must_decide),)
+        return (self._training or Selection(self.origins, self.decided, self.must_decide),)
 
     @property
     def facts(self) -> Facts:
         facts = super().facts
-        if not self._in_training:
+        if self._training is None:
             return replace(facts, selects=self.heads is not None)
         gates = self.penalty is not None  # which are all open at first
-        ends: dict[str, Any] = {"finalizable": True, "refers_to": {"layers"}, "holds": {"scores"}, "cuts": {"attention"}}
+        ends: dict[str, Any] = {
+            "finalizable": True,
+            "refers_to": {"layers"},
+            "holds": {"scores"},
+            "cuts": {"attention"},
+        }
         return replace(facts, exact=True, stochastic=gates, shrinks=not gates, **ends)
 
     @property
-    def _in_training(self) -> bool:
-        """Whether heads go while the model is trained."""
-        return self.penalty is not None or (self.begin, self.end) != (None, None)
+    def _training(self) -> HeadsInTraining | None:
+        """How heads go while the model is trained; None if they go before."""
+        if self.penalty is not None:
+            return OpenGates(self)
+        return None if (self.begin, self.end) == (None, None) else FewerHeads(self)
+
+    def masked(self, model: Any, architecture: Architecture) -> dict[str, Any]:
+        """Attention -> its output projection, which has a mask or gates, before `finalize()`."""
+        return marked(model, self.chosen(architecture, model.config))
 
     @property
     def _competes(self) -> bool:
         """Whether a calibration decides how many heads each attention keeps."""
-        return self.share == AUTO or (self.scope == "global" and not self._in_training)
+        return self.share == AUTO or (self.scope == "global" and self._training is None)
 
     def check(self, architecture: Architecture, config: Any) -> None:
         architecture.check_layers(self.layers, config)
         check_attentions(self.heads, "HeadPruning", architecture, config)
-        check_any_selected(self._attentions(architecture, config), self.layers, "HeadPruning")
+        check_any_selected(self.chosen(architecture, config), self.layers, "HeadPruning")
 
-    def _attentions(self, architecture: Architecture, config: Any) -> dict[str, Attention]:
+    def chosen(self, architecture: Architecture, config: Any) -> dict[str, Attention]:
         """Name -> attention, for each one that the method changes."""
         return chosen_attentions(self.heads, self.layers, architecture, config)
 
     def _with_heads(self, model: Any, architecture: Architecture) -> dict[str, Attention]:
-        """As `_attentions`; `share` leaves out those that have lost all their heads."""
-        attentions = self._attentions(architecture, model.config)
+        """As `chosen`; `share` leaves out those that have lost all their heads."""
+        attentions = self.chosen(architecture, model.config)
         if self.heads is not None:
             return attentions
         return {name: attention for name, attention in attentions.items() if not surgery.is_removed(model, attention.q)}
@@ -163,38 +177,24 @@ class HeadPruning(Method):
     def restructure(self, model: Model, architecture: Architecture) -> None:
         for name, attention in self._with_heads(model, architecture).items():
             heads = surgery.count_heads(model, attention, self.name)
-            if self._in_training:
-                linear = surgery.dense_module(model, attention.o, self.name, advice="leave it out by layers=")
-                masked = MaskedHeads if self.penalty is None else HardConcrete
-                surgery.replace(
-                    model, attention.o, masked.from_linear(linear, heads // self.per_mask(model, attention))
-                )
+            if self._training is not None:
+                self._training.mark(model, attention, heads)
                 continue
             if self.heads is not None:
-                group = surgery.group_size(model.base_model, attention, model.config, heads)
-                self._check_removed(name, heads, group, thins=attention.thins)
-                if len(self.heads[name]) == heads and _has_more_than_linears(model, attention):
-                    raise ValueError(
-                        f"HeadPruning(heads={{{name!r}: {self.heads[name]!r}}}): no head would be left, and this attention has "
-                        "more than its projections, such as a norm or a bias on its scores; keep one"
-                    )
+                self._check_removed(name, self.heads[name], attention, model, heads)
             surgery.take_heads(model, attention, self._kept(name, attention, model, heads), heads)
 
     def _kept(self, name: str, attention: Attention, model: Any, heads: int) -> list[int]:
         """The heads that stay, out of `heads`; with `share`, the first ones stand for those of the largest magnitude."""
-        if self.heads is None:
-            self._check_decided()
-            unit = _removed_together(model, attention)
-            return list(range(kept_count(self.share, heads, unit)))  # type: ignore[arg-type]
-        return [head for head in range(heads) if head not in self.heads[name]]
+        if self.heads is not None:
+            return [head for head in range(heads) if head not in self.heads[name]]
+        self._check_decided()
+        return list(range(kept_count(self.share, heads, removed_together(model, attention))))  # type: ignore[arg-type]
 
-    def per_mask(self, model: Any, attention: Attention) -> int:
-        """The number of heads for each mask or gate."""
-        return 1 if self.penalty is None else _removed_together(model, attention)
-
-    def _check_removed(self, name: str, heads: int, group: int, *, thins: bool) -> None:
-        removed = self.heads[name]  # type: ignore[index]
+    @staticmethod
+    def _check_removed(name: str, removed: list[int], attention: Attention, model: Any, heads: int) -> None:
         check_head(removed[-1], heads, name, "HeadPruning")
+        group, thins = surgery.group_size(model.base_model, attention, model.config, heads), attention.thins
         left = Counter(head // group for head in range(heads) if head not in removed)
         if len({*left.values()} | (set() if thins else {group})) > 1:
             whole = [list(range(number, number + group)) for number in range(0, heads, group)]
@@ -203,9 +203,14 @@ class HeadPruning(Method):
                 f"HeadPruning(heads={{{name!r}: {removed!r}}}): of the heads that share keys and values, {whole}, {counts} would "
                 f"be left; remove whole groups{', or the same number from every group that stays' * thins}"
             )
+        if len(removed) == heads and has_more_than_linears(model, attention):
+            raise ValueError(
+                f"HeadPruning(heads={{{name!r}: {removed!r}}}): no head would be left, and this attention has more than its "
+                "projections, such as a norm or a bias on its scores; keep one"
+            )
 
     def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
-        if self._in_training:  # the matrices are as they were
+        if self._training is not None:  # the matrices are as they were
             return
         attentions = self._with_heads(old, new.architecture)
         plain = {name: self._chosen(name, attention, old) for name, attention in attentions.items()}
@@ -225,15 +230,13 @@ class HeadPruning(Method):
                     kept = [head for number in order.kept(len(before) // len(groups[0])) for head in groups[number]]
                 self._take(old, new, attention, kept)
                 if moment is not None and kept:
-                    now, then = (_inputs(old, attention, heads) for heads in (kept, before))
+                    now, then = (inputs_of(old, attention, heads) for heads in (kept, before))
                     surgery.refit_inputs(old, new, output, moment, now, then, statistics.record)
 
     def _chosen(self, name: str, attention: Attention, old: Any) -> list[int]:
         """The heads that stay without statistics."""
         heads = surgery.count_heads(old, attention, self.name)
-        if self.heads is None:
-            return self._largest(old, attention, heads)
-        return [head for head in range(heads) if head not in self.heads[name]]
+        return self._largest(old, attention, heads) if self.heads is None else self._kept(name, attention, old, heads)
 
     def _take(self, old: Any, new: Any, attention: Attention, kept: list[int]) -> None:
         surgery.copy_heads(old, new, attention, kept, surgery.count_heads(old, attention, self.name))
@@ -241,21 +244,14 @@ class HeadPruning(Method):
 
     def _kept_by(self, statistics: Statistics, old: Any, attentions: dict[str, Attention]) -> dict[str, list[int]]:
         """Attention -> the heads that stay by what the model sees; with `scope="global"` the heads of all attentions compete."""
-        found = _orders(statistics, old, attentions)
-        share: Any = self.share
-        units = {name: len(groups[0]) for name, (groups, _) in found.items()}
-        heads = {name: len(groups) * units[name] for name, (groups, _) in found.items()}
-        counts = {name: kept_count(share, heads[name], units[name]) // units[name] for name in found}
-        if self.scope == "global" and len(set(units.values())) == 1:
-            total, unit = sum(heads.values()), next(iter(units.values()))
-            curves = [order.losses.tolist() for _, order in found.values()]
-            removals = (total - max(round(share * total), len(found) * unit)) // unit
-            removed = allocate(curves, removals, most=[heads[name] // unit - 1 for name in found])
-            counts = {name: heads[name] // unit - gone for name, gone in zip(found, removed, strict=True)}
+        found, share = self._curves(old, attentions, statistics), cast(float, self.share)
+        groups = {name: len(part.losses) - 1 for name, part in found.items()}
         kept = {name: self._chosen(name, attention, old) for name, attention in attentions.items()}
-        for name, (groups, order) in found.items():
-            kept[name] = [head for number in order.kept(counts[name]) for head in groups[number]]
-        return kept
+        units = {len(part.kept(1)) for part in found.values()}
+        if self.scope == "global" and len(units) == 1:
+            total, unit = sum(groups.values()) * min(units), min(units)
+            return kept | allocated(found, (total - max(round(share * total), len(found) * unit)) // unit)
+        return kept | {name: part.kept(kept_count(share, groups[name], 1)) for name, part in found.items()}
 
     def _check_decided(self) -> None:
         if self._competes:
@@ -265,7 +261,7 @@ class HeadPruning(Method):
             )
 
     def _largest(self, model: Any, attention: Attention, heads: int) -> list[int]:
-        group = _removed_together(model, attention)
+        group = removed_together(model, attention)
         score = surgery.head_magnitudes(model, attention, heads).view(-1, group).sum(1)
         count = kept_count(self.share, heads, group) // group  # type: ignore[arg-type]
         groups = score.argsort(descending=True, stable=True)[:count]
@@ -297,51 +293,34 @@ class HeadPruning(Method):
             heads = range(surgery.count_heads(old, attention, self.name))
             if gone := [head for head in heads if head not in kept.get(name, heads)]:
                 removed[name] = gone
-        return HeadPruning(heads=removed) if removed else HeadPruning(share=1.0, layers=self.layers)
+        return self._naming(removed)
+
+    def _curves(self, old: Any, attentions: dict[str, Attention], statistics: Statistics) -> dict[str, Competing]:
+        """Attention -> its heads, or groups of heads that go together, by what the model sees."""
+        outputs, found = {attention.o: name for name, attention in attentions.items()}, {}
+        for moments in statistics.walk(list(outputs), curvature=True):
+            for output, moment in moments.items():
+                if moment is not None:
+                    groups, order = eliminated_heads(old, attentions[name := outputs[output]], moment)
+                    found[name] = Competing(order.losses.tolist(), len(groups) - 1, 1, 0.0, _of_groups(groups, order))
+        return found
 
     def competing(self, old: Any, architecture: Architecture, statistics: Statistics) -> dict[str, Competing]:
-        """Attention -> its heads, or groups of heads that go together, for `share="auto"`."""
+        """As `_curves`, for `share="auto"`."""
         attentions = self._with_heads(old, architecture)
-        found = _orders(statistics, old, attentions)
+        curves = self._curves(old, attentions, statistics).items()
         return {
-            name: Competing(
-                order.losses.tolist(),
-                len(groups) - 1,
-                1,
-                size_of(old, attentions[name].linears, len(groups)),
-                lambda count, groups=groups, order=order: [head for n in order.kept(count) for head in groups[n]],
-            )
-            for name, (groups, order) in found.items()
+            name: replace(part, size=size_of(old, attentions[name].linears, len(part.losses) - 1))
+            for name, part in curves
         }
 
     def must_decide(self, architecture: Architecture, config: Any) -> bool:
         """Whether heads differ in more than their weights, or attentions keep different numbers: the config must name them."""
         return self._competes or any(attention.knows_heads for attention in architecture.attentions(config).values())
 
-    def masked(self, model: Any, architecture: Architecture) -> dict[str, Any]:
-        """Attention -> its output projection, which has a mask or gates, before `finalize()`."""
-        outputs = {name: attention.o for name, attention in self._attentions(architecture, model.config).items()}
-        modules = {name: model.base_model.get_submodule(output) for name, output in outputs.items()}
-        return {name: module for name, module in modules.items() if isinstance(module, MaskedHeads | HardConcrete)}
-
-    def mask(self, model: Any, architecture: Architecture, share: float) -> None:
-        """Mask the least important heads, so that `share` of them is kept."""
-        attentions, modules = self._attentions(architecture, model.config), self.masked(model, architecture)
-
-        def magnitudes(name: str) -> Any:
-            return surgery.head_magnitudes(model, attentions[name], modules[name].mask.numel())
-
-        groups = {name: _removed_together(model, attentions[name]) for name in modules}
-        mask_least(modules, groups, magnitudes, share, self.scope)
-
     def finalize(self, model: Model, architecture: Architecture) -> "HeadPruning":
-        if self.share is not None:
-            self.mask(model, architecture, self.share)  # type: ignore[arg-type]
-        attentions, kept = self._attentions(architecture, model.config), {}
-        for name, module in self.masked(model, architecture).items():
-            each = self.per_mask(model, attentions[name])
-            numbers = module.kept() or ([module.largest()] if _has_more_than_linears(model, attentions[name]) else [])
-            kept[name] = [number * each + head for number in numbers for head in range(each)]
+        attentions = self.chosen(architecture, model.config)
+        kept = cast(HeadsInTraining, self._training).kept(model, attentions)
         self.merge(model, architecture)
         removed = {}
         for name, heads in kept.items():
@@ -349,58 +328,33 @@ class HeadPruning(Method):
             if gone := [head for head in range(count) if head not in heads]:
                 removed[name] = gone
                 surgery.take_heads(model, attentions[name], heads, count, with_values=True)
+        return self._naming(removed)
+
+    def _naming(self, removed: dict[str, list[int]]) -> "HeadPruning":
+        """The method that names the heads to remove."""
         return HeadPruning(heads=removed) if removed else HeadPruning(share=1.0, layers=self.layers)
 
     def merge(self, model: Model, architecture: Architecture) -> None:
-        if self._in_training:
-            for name, module in self.masked(model, architecture).items():
-                output = self._attentions(architecture, model.config)[name].o
-                surgery.replace(model, output, surgery.dense_linear(module))
+        attentions = self.chosen(architecture, model.config)
+        if self._training is not None:
+            for name, module in marked(model, attentions).items():
+                surgery.replace(model, attentions[name].o, surgery.dense_linear(module))
             return
-        for name, attention in self._attentions(architecture, model.config).items():
+        for name, attention in attentions.items():
             heads = attention.head_count(model.config)
             kept = self._kept(name, attention, model, heads) if attention.knows_heads else None
             surgery.pad_heads(model, attention, kept)
 
 
-def _orders(
-    statistics: Statistics, old: Any, attentions: dict[str, Attention]
-) -> dict[str, tuple[list[list[int]], Elimination]]:
-    """Attention -> as `eliminated_heads`."""
-    outputs = {attention.o: name for name, attention in attentions.items()}
-    found = {}
-    for moments in statistics.walk(list(outputs), curvature=True):
-        for output, moment in moments.items():
-            if moment is not None:
-                found[outputs[output]] = eliminated_heads(old, attentions[outputs[output]], moment)
-    return found
-
-
 def eliminated_heads(model: Any, attention: Attention, moments: Moments) -> tuple[list[list[int]], Elimination]:
     """The groups of heads that can go, and the order in which they do, by their inputs of the output projection."""
-    heads, unit = surgery.count_heads(model, attention, "head_pruning"), _removed_together(model, attention)
+    heads, unit = surgery.count_heads(model, attention, "head_pruning"), removed_together(model, attention)
     groups = [list(range(first, first + unit)) for first in range(0, heads, unit)]
     linear = model.base_model.get_submodule(attention.o)
-    columns = [_inputs(model, attention, group) for group in groups]
+    columns = [inputs_of(model, attention, group) for group in groups]
     return groups, eliminate(surgery.effective_weight(linear), linear.bias, moments, columns)
 
 
-def _inputs(model: Any, attention: Attention, heads: Sequence[int]) -> list[int]:
-    """The inputs of the output projection that come from these heads."""
-    size = attention.head_size(model.config)
-    return [head * size + position for head in heads for position in range(size)]
-
-
-def _removed_together(model: Any, attention: Attention) -> int:
-    """The least number of heads that can be removed of an attention, which may have lost some, on their own."""
-    heads = features(model.base_model.get_submodule(attention.o))[0] // attention.head_size(model.config)
-    group = surgery.group_size(model.base_model, attention, model.config, heads)
-    return 1 if attention.thins and group == heads else group
-
-
-def _has_more_than_linears(model: Any, attention: Attention) -> bool:
-    """Whether an attention has something that would be lost together with its last head."""
-    prefix = f"{attention.module}."
-    linears = tuple(f"{name.removeprefix(prefix)}." for name in attention.linears)
-    parameters = model.base_model.get_submodule(attention.module).named_parameters()
-    return attention.knows_heads or any(not name.startswith(linears) for name, _ in parameters)
+def _of_groups(groups: list[list[int]], order: Elimination) -> Callable[[int], list[int]]:
+    """How many groups stay -> their heads."""
+    return lambda count: [head for number in order.kept(count) for head in groups[number]]

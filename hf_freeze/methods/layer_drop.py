@@ -208,9 +208,6 @@ class _Draws(Schedule):
 
     skips = True
 
-    def __init__(self, method: LayerDrop) -> None:
-        self.method = method
-
     def values(self, step: int, total_steps: int) -> dict[str, float]:
         shares = self.method.probabilities
         if self.method.rates is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import Architecture, changes_of_layers, check_layers_type, with_layers
+from hf_freeze.architectures.base import Architecture, check_layers_type
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.methods._checks import check_one_given, check_share
 from hf_freeze.methods._spacing import evenly_spaced
@@ -76,12 +76,6 @@ class LayerSelection(Method):
             stack: evenly_spaced(depth, max(round(share * depth), 1))
             for stack, depth in architecture.depths(config).items()
         }
-
-    def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
-        return changes_of_layers(architecture, config, self.layers_kept(architecture, config))
-
-    def describe(self, architecture: Architecture, config: Any) -> Architecture:
-        return with_layers(architecture, self.layers_kept(architecture, config))
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         for stack, numbers in self.layers_kept(architecture, model.config).items():

@@ -13,10 +13,8 @@ from hf_freeze.architectures.base import (
     LARGEST_DEPTH,
     Architecture,
     Stack,
-    changes_of_layers,
     full_name,
     is_of_predecessor,
-    with_layers,
 )
 from hf_freeze.architectures.layer_parts import AttentionParts, check_parts, named_by
 from hf_freeze.architectures.registry import architecture_for
@@ -139,10 +137,7 @@ class LayerSharing(Method):
         for stack, depth in (self.depth or {}).items():
             if depth > LARGEST_DEPTH:  # refused by the check of sizes, before a list of so many layers is made
                 return {architecture.stacks[stack].depth: depth}
-        return changes_of_layers(architecture, config, self.layers_kept(architecture, config))
-
-    def describe(self, architecture: Architecture, config: Any) -> Architecture:
-        return with_layers(architecture, self.layers_kept(architecture, config))
+        return super().config_changes(architecture, config)
 
     def layers_kept(self, architecture: Architecture, config: Any) -> dict[str, list[int]]:
         """Stack of another depth -> for each of its layers, the number of the old layer that it copies."""

@@ -183,9 +183,6 @@ def _interpolated(errors: Sequence[float], shares: Sequence[float], step: float)
 class _RisingSparsity(Schedule):
     """The sparsity by equation 1 of Zhu & Gupta (2017), in a hundred stages."""
 
-    def __init__(self, method: MagnitudePruning) -> None:
-        self.method = method
-
     def values(self, step: int, total_steps: int) -> dict[str, float]:
         begin, end = training_span(self.method.begin, self.method.end)
         share = ramp("cubic", in_stages((step / total_steps - begin) / (end - begin)))

@@ -15,7 +15,6 @@ from hf_freeze.architectures.base import Architecture
 from hf_freeze.seeded import Origin, SeededTensor
 from hf_freeze.solvers.moments import Moments
 
-
 # Stack -> for each of its layers, the number that the layer, or its original, had before.
 Kept = Mapping[str, Sequence[int]]
 
@@ -110,7 +109,10 @@ class Statistics(Protocol):
 
 
 class Part:
-    """The base of all parts."""
+    """The base of all parts. `method`: the one whose part it is, if it reads its setting."""
+
+    def __init__(self, method: Any = None) -> None:
+        self.method = method
 
 
 P = TypeVar("P", bound=Part)

@@ -20,7 +20,7 @@ def register_method(
     *,
     example: dict[str, Any],
     facts: Facts = Facts(),  # noqa: B008 (frozen)
-    modes: Mapping[str, dict[str, Any]] = {},  # noqa: B006 (never changed)
+    modes: Mapping[str, dict[str, Any]] = {},
 ) -> Callable[[M], M]:
     """Class decorator: register a method under `name`.
 
@@ -33,7 +33,10 @@ def register_method(
         if name in METHODS:
             raise ValueError(f"method {name!r} is registered already, by {METHODS[name].__qualname__}")
         cls.name, cls.registered = name, facts
-        for attribute, value in [("example", cls(**example)), ("modes", {mode: cls(**of) for mode, of in modes.items()})]:
+        for attribute, value in [
+            ("example", cls(**example)),
+            ("modes", {mode: cls(**of) for mode, of in modes.items()}),
+        ]:
             setattr(cls, attribute, value)  # a subclass where Method is declared
         METHODS[name] = cls
         return cls

@@ -11,9 +11,7 @@ from hf_freeze.architectures.base import (
     Attention,
     base_name,
     canonical_parameters,
-    changes_of_layers,
     is_of_predecessor,
-    with_layers,
 )
 from hf_freeze.architectures.kinds import types_of_layers
 from hf_freeze.layers.layer_forward import Replaced
@@ -150,12 +148,6 @@ class Theseus(Method):
             return self.successor
         return {stack: max(depth // 2, 1) for stack, depth in architecture.depths(config).items()}
 
-    def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
-        return changes_of_layers(architecture, config, self.layers_kept(architecture, config))
-
-    def describe(self, architecture: Architecture, config: Any) -> Architecture:
-        return with_layers(architecture, self.layers_kept(architecture, config))
-
     def layers_kept(self, architecture: Architecture, config: Any) -> dict[str, Sequence[int]]:
         """Stack -> the layers whose kind the successor layers have: the first ones."""
         return {stack: range(depth) for stack, depth in self._depths(architecture, config).items()}
@@ -271,9 +263,6 @@ class _Replacing(Schedule):
     """Draws, for each successor layer, whether a step runs it or its predecessor."""
 
     skips = True
-
-    def __init__(self, method: Theseus) -> None:
-        self.method = method
 
     def values(self, step: int, total_steps: int) -> dict[str, float]:
         return {"replacing rate": self.method.rate_at(step, total_steps)}

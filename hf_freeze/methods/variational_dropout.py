@@ -78,9 +78,6 @@ class VariationalDropout(SparseMethod):
 class _Divergence(Objective):
     """The KL term of Molchanov et al. (2017), equation 14, times λ."""
 
-    def __init__(self, method: VariationalDropout) -> None:
-        self.method = method
-
     def loss(self, model: Model, architecture: Architecture, step: Step | None = None) -> torch.Tensor | None:
         method = self.method
         if method.kl_lambda is None and method.training_size is None:
@@ -96,9 +93,6 @@ class _Divergence(Objective):
 
 class _WarmUp(Schedule):
     """The factor β of the KL term: it rises from 0 to 1."""
-
-    def __init__(self, method: VariationalDropout) -> None:
-        self.method = method
 
     def values(self, step: int, total_steps: int) -> dict[str, float]:
         return {"weight of the KL term": ramp("linear", step / total_steps / self.method.warmup)}

@@ -14,8 +14,6 @@ from support.processes import run_child, two_processes
 from support.training import training_step
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_freeze.architectures.registry import ARCHITECTURES
-
 ONCE = once() + once(finalized=True)
 ELSEWHERE = [
     case

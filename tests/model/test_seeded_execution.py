@@ -38,7 +38,9 @@ CELLS = [
     for name in (NAMES if ALL else (NAMES[(number + 2 * turn) % len(NAMES)],))
     if ALL or label in {"streamed": ("all", "normal", "pruned", "trimmed"), "fused": ("all", "int8", "pruned")}[mode]
 ]
-assert all(not method.refusal(ARCHITECTURES[name]) for name in NAMES for applied in METHODS.values() for method in applied)
+assert all(
+    not method.refusal(ARCHITECTURES[name]) for name in NAMES for applied in METHODS.values() for method in applied
+)
 
 
 def case_of(architecture, applied=(ALL_RANDOM,), task=None):

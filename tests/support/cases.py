@@ -253,6 +253,7 @@ def _refusal(model_type: str, config: str, methods: str) -> str | None:
 MODES = [setting for method in METHODS.values() for setting in method.modes.values()]
 EXAMPLES = [method.example for method in METHODS.values()] + MODES
 
+
 def _candidates(architecture: Architecture, methods: tuple[Method, ...]) -> list[Case]:
     """Every config, task and source of these methods on an architecture."""
     configs = [name for name in architecture.tiny_configs if plain(architecture, *methods, config=name).accepted]
@@ -435,7 +436,8 @@ def pairs_of_modes() -> Iterator[Case]:
             usable = [
                 replace(place, methods=(first, second), source=sources((first, second))[0])
                 for place in _places()
-                if supports(other, place.architecture) and all(replace(place, methods=(method,)).refusal is None for method in (first, second))
+                if supports(other, place.architecture)
+                and all(replace(place, methods=(method,)).refusal is None for method in (first, second))
             ]
             if usable and (ALL or (first is mode) == (number + MODES.index(mode)) % 2):
                 yield from usable if ALL else [usable[7 * number % len(usable)]]

@@ -1,8 +1,11 @@
-"""Settings that name attention heads: their checks, and the attentions that they choose."""
+"""Shared by the methods that change attention heads: checks of settings that name them, and which heads can go together."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, in_layers
+from hf_freeze.layers.derived import features
 from hf_freeze.methods._checks import check_numbers_by_name
 
 
@@ -35,3 +38,29 @@ def chosen_attentions(
     if heads is not None:
         return {name: attentions[name] for name in heads}
     return in_layers(attentions, layers)
+
+
+def kept_count(share: float, heads: int, group: int) -> int:
+    """The number of heads that `share` keeps of `heads`: whole groups of `group` heads, at least one."""
+    return max(round(share * heads / group), 1) * group
+
+
+def removed_together(model: Any, attention: Attention) -> int:
+    """The least number of heads that can be removed of an attention, which may have lost some, on their own."""
+    heads = features(model.base_model.get_submodule(attention.o))[0] // attention.head_size(model.config)
+    group = surgery.group_size(model.base_model, attention, model.config, heads)
+    return 1 if attention.thins and group == heads else group
+
+
+def inputs_of(model: Any, attention: Attention, heads: Sequence[int]) -> list[int]:
+    """The inputs of the output projection that come from these heads."""
+    size = attention.head_size(model.config)
+    return [head * size + position for head in heads for position in range(size)]
+
+
+def has_more_than_linears(model: Any, attention: Attention) -> bool:
+    """Whether an attention has something that would be lost together with its last head."""
+    prefix = f"{attention.module}."
+    linears = tuple(f"{name.removeprefix(prefix)}." for name in attention.linears)
+    parameters = model.base_model.get_submodule(attention.module).named_parameters()
+    return attention.knows_heads or any(not name.startswith(linears) for name, _ in parameters)
